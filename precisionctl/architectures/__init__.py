@@ -1,0 +1,1 @@
+"""One table of rows per model family: how Hugging Face and Megatron tensors correspond."""

@@ -1,0 +1,1 @@
+"""Containers: what stores tensors, one file each. Each recognises itself."""

@@ -1,0 +1,1 @@
+"""What each inference engine accepts, as rules."""

@@ -1,0 +1,106 @@
+"""Everything that precisionctl refuses, as one tree.
+
+    PrecisionctlError
+      CheckpointError         a checkpoint cannot be read
+        UnknownFormat           nothing here is a checkpoint we know
+        DamagedCheckpoint       truncated, inconsistent or missing parts
+        UnsafePickle            a pickle asks for something outside the allow-list
+      MappingError            names do not fit
+        UnknownArchitecture     no table for this model
+        UnmappedTensor          a tensor that no row names
+        MissingTensor           a row whose tensor is not there
+        ShapeMismatch           a tensor whose shape contradicts the model
+      PrecisionError          the numbers asked for cannot be made
+        MissingFp8State         a scale is needed that was never recorded
+      OutputError             the result cannot be written
+        DestinationExists       something is already at the destination
+        DiskProblem             no space, or the disk failed; the partial output stays
+      RecipeError             a recipe or setting that makes no sense
+      DataError               training or evaluation data that cannot be used
+      EnvironmentProblem      this machine lacks what was asked for (GPU, package)
+
+Each error says *what* is wrong, *where*, and what to *do* about it.
+"""
+
+
+class PrecisionctlError(Exception):
+    """What went wrong, where, and what to do about it."""
+
+    def __init__(self, what: str, *, where: object = "", do: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = str(where)
+        self.do = do
+
+    def __str__(self) -> str:
+        where = f" ({self.where})" if self.where else ""
+        do = f" {self.do}" if self.do else ""
+        return f"{self.what}{where}.{do}"
+
+
+class CheckpointError(PrecisionctlError):
+    """A checkpoint cannot be read."""
+
+
+class UnknownFormat(CheckpointError):
+    """Nothing at the path is a checkpoint we know."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is truncated, inconsistent or incomplete."""
+
+
+class UnsafePickle(CheckpointError):
+    """A pickle asks for something outside the allow-list."""
+
+
+class MappingError(PrecisionctlError):
+    """Names or shapes do not fit the model."""
+
+
+class UnknownArchitecture(MappingError):
+    """There is no table for this model."""
+
+
+class UnmappedTensor(MappingError):
+    """A tensor that no row names; dropping it in silence is not an option."""
+
+
+class MissingTensor(MappingError):
+    """A row's tensor is not in the checkpoint."""
+
+
+class ShapeMismatch(MappingError):
+    """A tensor's shape contradicts the model's."""
+
+
+class PrecisionError(PrecisionctlError):
+    """The precision asked for cannot be made from this checkpoint."""
+
+
+class MissingFp8State(PrecisionError):
+    """A scale is needed that was never recorded."""
+
+
+class OutputError(PrecisionctlError):
+    """The result cannot be written."""
+
+
+class DestinationExists(OutputError):
+    """Something is already at the destination."""
+
+
+class DiskProblem(OutputError):
+    """The disk is full or failed; partial output and journal stay for another try."""
+
+
+class RecipeError(PrecisionctlError):
+    """A recipe or setting that makes no sense."""
+
+
+class DataError(PrecisionctlError):
+    """Training or evaluation data that cannot be used."""
+
+
+class EnvironmentProblem(PrecisionctlError):
+    """This machine lacks what was asked for."""

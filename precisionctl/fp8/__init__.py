@@ -1,0 +1,1 @@
+"""FP8 arithmetic and state: what Transformer Engine keeps, without Transformer Engine."""

@@ -1,0 +1,53 @@
+"""What flows through everything: TensorSpec, the description of a logical tensor.
+
+Names are logical: one per layer and expert, with no rank, stage or stacking.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Layout = Literal["hf", "megatron"]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How tensor parallelism cuts a tensor.
+
+    `replicated`: whole on every rank. `rows`: dimension 0, in `parts` equal parts that are each cut
+    separately (2 for gate and up). `columns`: dimension 1.
+    """
+
+    kind: Literal["replicated", "rows", "columns"]
+    parts: int = 1
+
+
+REPLICATED = Parallel("replicated")
+ROWS = Parallel("rows")
+GATED_ROWS = Parallel("rows", parts=2)
+COLUMNS = Parallel("columns")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype and parallel form of a logical tensor; no data."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parallel: Parallel = REPLICATED
+
+    @property
+    def rows(self) -> int:
+        """Length of dimension 0; 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row: the product of all dimensions but the first."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.columns * self.dtype.itemsize

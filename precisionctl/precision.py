@@ -1,0 +1,30 @@
+"""Precision: the numerics of a target, frozen, and its presets."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from precisionctl.fp8.state import DelayedScaling
+
+Scaling = Literal["delayed", "current"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a run computes its GEMMs in, or a checkpoint is made for.
+
+    `scaling` and `delayed` mean nothing when `fp8` is False. `keep_bf16` lists Megatron module names
+    (shell patterns) whose GEMMs stay in BF16.
+    """
+
+    fp8: bool
+    scaling: Scaling = "delayed"
+    delayed: DelayedScaling = field(default_factory=DelayedScaling)
+    keep_bf16: tuple[str, ...] = ()
+
+
+PRESETS: Mapping[str, Precision] = {
+    "bf16": Precision(fp8=False),
+    "fp8-delayed": Precision(fp8=True),
+    "fp8-current": Precision(fp8=True, scaling="current"),
+}

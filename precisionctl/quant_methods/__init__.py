@@ -1,0 +1,1 @@
+"""How Hugging Face directories spell FP8, both ways; one file per spelling."""

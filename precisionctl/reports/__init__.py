@@ -1,0 +1,1 @@
+"""What inspect, compare and the demo show: the data of tables, pages and plots."""

@@ -1,0 +1,60 @@
+"""Pickles from strangers, read with an allow-list: no name outside it is ever looked up.
+
+A pickle is a program. `loads` runs it on a virtual machine whose only verbs are the callables that
+the caller lists, so the worst a hostile file can do is to raise UnsafePickle or DamagedCheckpoint.
+"""
+
+import io
+import pickle
+import pickletools
+from collections.abc import Mapping
+from typing import Any
+
+from precisionctl.errors import DamagedCheckpoint, UnsafePickle
+
+Allowed = Mapping[tuple[str, str], Any]
+"""(module, qualified name) as the pickle spells it -> what stands in for it here."""
+
+
+def loads(data: bytes, allowed: Allowed, where: object) -> Any:
+    """The object that `data` pickles, built from nothing but `allowed` and plain containers.
+
+    `where` names the source in errors. Raises UnsafePickle for a name outside `allowed` and
+    DamagedCheckpoint for bytes that are no pickle.
+    """
+    _refuse_memo_bombs(data, where)
+    try:
+        return _AllowListUnpickler(data, allowed, where).load()
+    except UnsafePickle:
+        raise
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        raise DamagedCheckpoint(f"a pickle does not load: {error!r}", where=where) from error
+
+
+class _AllowListUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, allowed: Allowed, where: object) -> None:
+        super().__init__(io.BytesIO(data))
+        self._allowed = allowed
+        self._where = where
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self._allowed[module, name]
+        except KeyError:
+            raise UnsafePickle(
+                f"a pickle asks for {module}.{name}, which is not on the allow-list",
+                where=self._where,
+                do="Nothing was executed. If you trust the file, report the name as missing.",
+            ) from None
+
+
+def _refuse_memo_bombs(data: bytes, where: object) -> None:
+    """CPython sizes its memo by the largest index, so a 6-byte file could ask for gigabytes."""
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if "PUT" in opcode.name and isinstance(argument, int) and argument > len(data):
+                raise UnsafePickle(f"a pickle's memo index {argument} is absurd", where=where)
+    except UnsafePickle:
+        raise
+    except Exception as error:  # genops raises ValueError and worse on damaged input
+        raise DamagedCheckpoint(f"not a pickle: {error}", where=where) from error
