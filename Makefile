@@ -1,0 +1,31 @@
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: demo test lint bench peers clean
+
+demo: $(READY)  ## the whole story on two CPU cores, in under 8 minutes
+	$(BIN)/precisionctl demo
+
+test: lint  ## what CI runs
+	$(BIN)/pytest -q
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)  ## prints numbers, asserts none
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+peers: $(READY)  ## other programs, each in an environment of its own
+	$(BIN)/pytest -q tests/peers
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+
+# Made again whenever what has to be installed changes. `ready` is written last, so a failed install is retried.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
