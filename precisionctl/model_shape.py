@@ -37,6 +37,11 @@ class ModelShape:
     add_qkv_bias: bool = False
 
     @property
+    def projection_size(self) -> int:
+        """Input width of the attention's output projection."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
     def untied_embeddings(self) -> bool:
         return not self.tied_embeddings
 

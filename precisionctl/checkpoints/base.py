@@ -5,8 +5,11 @@ place of its bytes. Everything that moves data is arithmetic on those boxes, wri
 `lower.py`: a `torch_dist` chunk, a slice of a stacked tensor, a rank file's shard are all the same thing.
 """
 
+import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from precisionctl.errors import DamagedCheckpoint, DestinationExists, MissingTensor, ShapeMismatch
+from precisionctl.errors import DamagedCheckpoint, DestinationExists, DiskProblem
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
@@ -103,5 +106,166 @@ class Writer(Protocol):
     def chunks(self, name: str) -> Sequence[Chunk]: ...
 
     def finish(self, fp8: Fp8States | None) -> None:
-        """Write what only the end knows (FP8 state, indexes, metadata) and sync it."""
+        """Write what only the end knows: FP8 state, indexes, metadata."""
         ...
+
+
+class Chunked(Protocol):
+    """What a Reader and a Writer have in common: tensors, and where their bytes are."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]: ...
+    def chunks(self, name: str) -> Sequence[Chunk]: ...
+
+
+def whole(spec: TensorSpec) -> Box:
+    """The box that is all of a tensor."""
+    return Box(0, spec.rows, 0, spec.columns)
+
+
+def shard_boxes(spec: TensorSpec, size: int) -> list[list[Box]]:
+    """The boxes of each of `size` tensor-parallel ranks. A replicated tensor is rank 0's alone.
+
+    Rows in two parts (gate and up) give each rank a box of either part. The plan has checked divisibility.
+    """
+    match spec.parallel.kind:
+        case "replicated":
+            return [[whole(spec)]] + [[] for _ in range(size - 1)]
+        case "rows":
+            part, step = spec.rows // spec.parallel.parts, spec.rows // (spec.parallel.parts * size)
+            starts = [[p * part + rank * step for p in range(spec.parallel.parts)] for rank in range(size)]
+            return [[Box(start, step, 0, spec.columns) for start in row] for row in starts]
+        case "columns":
+            step = spec.columns // size
+            return [[Box(0, spec.rows, rank * step, step)] for rank in range(size)]
+
+
+def read_tensor(source: Chunked, name: str) -> Tensor:
+    """A whole tensor as stored: its shape, its dtype."""
+    spec = source.specs[name]
+    return read_rows(source, name, 0, spec.rows).reshape(spec.shape)
+
+
+def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | None = None) -> Tensor:
+    """Rows `[row, row + rows)` as `[rows, columns]` in the stored dtype; into `out` where one is given."""
+    spec = source.specs[name]
+    if out is None:
+        out = torch.empty(rows, spec.columns, dtype=spec.dtype)
+    for chunk, part in _touching(source, name, Box(row, rows, 0, spec.columns)):
+        into = _window(out, part, row, 0)
+        if isinstance(chunk.place, Tensor):
+            into.copy_(_window(chunk.place.detach(), part, chunk.box.row, chunk.box.column))
+        else:
+            _transfer(chunk, part, into, os.preadv, os.O_RDONLY)
+    return out
+
+
+def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
+    """Write `[rows, columns]` values, of the target's dtype, at row `row`."""
+    spec = target.specs[name]
+    values = values.reshape(-1, spec.columns)
+    for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.columns)):
+        window = _window(values, part, row, 0)
+        if isinstance(chunk.place, Tensor):
+            _window(chunk.place.detach(), part, chunk.box.row, chunk.box.column).copy_(window)
+        else:
+            _transfer(chunk, part, window.contiguous(), os.pwritev, os.O_WRONLY)
+
+
+def _touching(place: Chunked, name: str, box: Box) -> Iterator[tuple[Chunk, Box]]:
+    for chunk in place.chunks(name):
+        part = chunk.box.intersect(box)
+        if part is not None:
+            yield chunk, part
+
+
+def _window(tensor: Tensor, part: Box, row: int, column: int) -> Tensor:
+    """`part` of a tensor whose first element is element (row, column) of the logical tensor."""
+    flat = tensor.view(tensor.shape[0] if tensor.dim() else 1, -1)
+    return flat[part.row - row : part.row - row + part.rows, part.column - column : part.column - column + part.columns]
+
+
+def _transfer(chunk: Chunk, part: Box, window: Tensor, call: Callable[..., int], flags: int) -> None:
+    """Read or write `part` of a file's chunk: in one piece where both sides are contiguous, else row by row."""
+    itemsize = window.element_size()
+    pitch = chunk.box.columns * itemsize
+    offset = chunk.offset + (part.row - chunk.box.row) * pitch + (part.column - chunk.box.column) * itemsize
+    runs = [window] if part.columns == chunk.box.columns and window.is_contiguous() else window.unbind(0)
+    file = os.open(chunk.place, flags)  # type: ignore[arg-type]
+    try:
+        for index, run in enumerate(runs):
+            _transfer_run(
+                file, memoryview(run.view(torch.uint8).numpy()).cast("B"), offset + index * pitch, call, chunk
+            )
+    finally:
+        os.close(file)
+
+
+def _transfer_run(file: int, data: memoryview, offset: int, call: Callable[..., int], chunk: Chunk) -> None:
+    while data:
+        done = call(file, [data], offset)
+        if done == 0:
+            raise DamagedCheckpoint("a file ends before its tensors do", where=chunk.place, do="Is the copy whole?")
+        data, offset = data[done:], offset + done
+
+
+@dataclass(frozen=True)
+class Output:
+    """A directory that appears at `path` only when it is complete; built beside it as `path.partial`."""
+
+    path: Path
+
+    @property
+    def partial(self) -> Path:
+        return self.path.with_name(self.path.name + ".partial")
+
+    @property
+    def journal(self) -> Path:
+        return self.path.with_name(self.path.name + ".journal")
+
+    def begin(self, *, restart: bool = False) -> None:
+        """Make sure that nothing is at `path` and that the partial directory exists."""
+        if os.path.lexists(self.path):
+            raise DestinationExists(
+                "something is already there", where=self.path, do="Choose another destination or remove it."
+            )
+        if restart:
+            self.discard()
+        self.partial.mkdir(parents=True, exist_ok=True)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.journal.unlink(missing_ok=True)
+
+    def commit(self) -> None:
+        """Sync every file, then rename."""
+        for directory, _, names in os.walk(self.partial):
+            for path in [Path(directory, name) for name in names] + [Path(directory)]:
+                sync(path)
+        os.rename(self.partial, self.path)
+        sync(self.path.parent)
+        self.journal.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or directory is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def disk_problems(output: Output) -> Iterator[None]:
+    """Turn what a disk can do to a long write into one error that says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS):
+            raise
+        raise DiskProblem(
+            f"the disk failed: {error.strerror}",
+            where=output.partial,
+            do="What is done is kept there. Make room and run the same command again; --restart starts over.",
+        ) from error
