@@ -1,0 +1,205 @@
+"""Recipe = [precision] [train] [data] [optimizer] [schedule]: what a run does, from one strict TOML file.
+
+Every key has a default here, so a recipe file says only what it changes. Unknown keys are refused with
+the nearest known one; `--set train.steps=200` overrides one key.
+"""
+
+import dataclasses
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import GenericAlias
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from precisionctl.errors import RecipeError
+from precisionctl.precision import Precision
+
+Table = dict[str, Any]
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Train:
+    """How long, in what batches, and what is kept. Steps are optimizer steps; sizes are sequences."""
+
+    steps: int = 1000
+    batch_size: int = 32
+    micro_batch_size: int = 1
+    seed: int = 0
+    save_every: int = 500
+    keep: int = 2
+    eval_every: int = 100
+    warmup_passes: int = 8
+
+    def __post_init__(self) -> None:
+        _positive(self, "train", "steps", "batch_size", "micro_batch_size", "save_every", "keep", "eval_every")
+        if self.batch_size % self.micro_batch_size:
+            raise RecipeError(
+                f"train.batch_size {self.batch_size} is no multiple of train.micro_batch_size {self.micro_batch_size}"
+            )
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and held-out files (see docs/resume.md), and tokens per sequence."""
+
+    path: str = ""
+    held_out: str = ""
+    sequence_length: int = 1024
+
+    def __post_init__(self) -> None:
+        _positive(self, "data", "sequence_length")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW (Loshchilov and Hutter, 2019). `clip_norm` bounds the global norm of the gradients; 0 is no bound."""
+
+    lr: float = 1e-5
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "optimizer", "lr", "epsilon")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over a run, as a share of `optimizer.lr`.
+
+    Linear warm-up over `warmup_steps`; then `cosine` falls to `min_ratio` at the last step, `wsd` stays and
+    falls linearly to it over the last `decay_steps`, `constant` stays.
+    """
+
+    kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    min_ratio: float = 0.1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides a run besides its checkpoint."""
+
+    precision: Precision = field(default_factory=lambda: Precision(fp8=False))
+    train: Train = field(default_factory=Train)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+
+
+def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """The recipe of a TOML file, else the bundled one of that name, with `key=value` overrides applied.
+
+    Raises RecipeError for a file that is not there, bad TOML, an unknown key or a value of the wrong type.
+    """
+    file = find_recipe(name)
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"not TOML: {error}", where=file) from None
+    for override in overrides:
+        _override(table, override)
+    return _make(Recipe, table, prefix="", where=file)
+
+
+def find_recipe(name: str | Path) -> Path:
+    """A path first, then a bundled name. Raises RecipeError that lists the bundled names."""
+    if Path(name).is_file():
+        return Path(name)
+    bundled = bundled_recipes()
+    try:
+        return bundled[str(name)]
+    except KeyError:
+        raise RecipeError(f"no recipe {name}", do=f"Give a TOML file or one of: {', '.join(bundled)}.") from None
+
+
+def bundled_recipes() -> Mapping[str, Path]:
+    """The recipes that come with the program, by name."""
+    package = Path(__file__).parent
+    folder = package / "recipes"  # in a wheel; a checkout has them beside the package
+    files = (folder if folder.is_dir() else package.parent / "recipes").glob("*.toml")
+    return {file.stem: file for file in sorted(files)}
+
+
+def _override(table: Table, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)+", key.strip()):
+        raise RecipeError(f"--set wants section.key=value, not {override!r}")
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise RecipeError(f"{section} in --set {override} is a value, not a section")
+    table[last] = _toml_value(text)
+
+
+def _toml_value(text: str) -> Any:
+    """The TOML value `text` spells; a word that spells none is a string, as on any command line."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _make(kind: type[Made], table: Table, prefix: str, where: Path) -> Made:
+    """A frozen dataclass from a TOML table, strictly."""
+    hints = get_type_hints(kind)
+    for key in table:
+        if key not in hints:
+            raise _unknown_key(prefix + key, where)
+    fields = {key: _value(hints[key], value, prefix + key, where) for key, value in table.items()}
+    try:
+        return kind(**fields)
+    except TypeError:
+        raise RecipeError(f"[{prefix.rstrip('.')}] lacks a key it needs", where=where) from None
+
+
+def _value(hint: Any, value: Any, key: str, where: Path) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
+        return _make(hint, value, f"{key}.", where)
+    if hint == tuple[str, ...] and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if get_origin(hint) is Literal and value in get_args(hint):
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is hint:  # not isinstance: true is no integer here
+        return value
+    raise RecipeError(f"{key} = {value!r} is not {_words(hint)}", where=where)
+
+
+def _words(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if isinstance(hint, GenericAlias):
+        return "a list of strings"
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+    return words.get(hint, "a section")
+
+
+def _unknown_key(key: str, where: Path) -> RecipeError:
+    known = {name.rpartition(".")[2]: name for name in _known_keys(Recipe)}
+    near = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
+    hint = f"Did you mean {known[near[0]]}?" if near else f"Known keys: {', '.join(known.values())}."
+    return RecipeError(f"unknown key {key}", where=where, do=hint)
+
+
+def _known_keys(kind: type, prefix: str = "") -> Iterable[str]:
+    for key, hint in get_type_hints(kind).items():
+        yield prefix + key
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            yield from _known_keys(hint, f"{prefix}{key}.")
+
+
+def _positive(section: object, name: str, *keys: str) -> None:
+    for key in keys:
+        if getattr(section, key) <= 0:
+            raise RecipeError(f"{name}.{key} = {getattr(section, key)} must be above 0")

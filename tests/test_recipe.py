@@ -1,0 +1,82 @@
+"""Recipes: strict TOML, overrides, and every bundled one."""
+
+from pathlib import Path
+
+import pytest
+
+from precisionctl.errors import RecipeError
+from precisionctl.precision import PRESETS
+from precisionctl.recipe import Recipe, bundled_recipes, load_recipe
+
+
+def test_the_bundled_recipes_are_these_and_each_says_what_its_name_says() -> None:
+    assert set(bundled_recipes()) == {"bf16", "fp8-delayed", "fp8-current", "sft-bf16", "sft-fp8"}
+    for name in bundled_recipes():
+        assert load_recipe(name).precision.fp8 == ("fp8" in name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_and_the_recipe_of_its_name_are_the_same_precision(name: str) -> None:
+    assert load_recipe(name).precision == PRESETS[name]
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "empty.toml").write_text("")
+    assert load_recipe(tmp_path / "empty.toml") == Recipe()
+
+
+def test_a_path_comes_before_a_bundled_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bf16").write_text("[train]\nsteps = 7\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("bf16").train.steps == 7
+
+
+def test_set_overrides_a_key_with_a_toml_value_or_a_bare_word() -> None:
+    recipe = load_recipe(
+        "fp8-delayed",
+        [
+            "train.steps=20",
+            "optimizer.lr=1",
+            "schedule.kind=wsd",
+            "data.held_out=some/file.txt",
+            "precision.delayed.amax_history_len=16",
+            'precision.keep_bf16=["decoder.layers.0.*"]',
+        ],
+    )
+    assert (recipe.train.steps, recipe.optimizer.lr, recipe.schedule.kind) == (20, 1.0, "wsd")
+    assert recipe.data.held_out == "some/file.txt"
+    assert recipe.precision.delayed.amax_history_len == 16
+    assert recipe.precision.keep_bf16 == ("decoder.layers.0.*",)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.step=3", "Did you mean train.steps?"),
+        ("trian.steps=3", "Did you mean train?"),
+        ("train.lr=3", "Did you mean optimizer.lr?"),
+        ("precision.delayed.margn=1", "Did you mean precision.delayed.margin?"),
+        ("train.steps=many", "train.steps = 'many' is not an integer"),
+        ("train.steps=true", "train.steps = True is not an integer"),
+        ("train.steps=0", "train.steps = 0 must be above 0"),
+        ("schedule.kind=linear", "is not one of cosine, wsd, constant"),
+        ("train.batch_size=3", "no multiple"),
+        ("train=3", "--set wants section.key=value"),
+        ("train.steps", "--set wants section.key=value"),
+        ("train.steps.x=1", "train.steps"),
+    ],
+)
+def test_a_bad_override_is_refused_with_the_way_out(override: str, message: str) -> None:
+    with pytest.raises(RecipeError, match="(?s)" + message.replace("?", r"\?").replace("[", r"\[")):
+        load_recipe("bf16", [override, "train.micro_batch_size=2"])
+
+
+def test_a_name_that_is_no_recipe_lists_those_there_are() -> None:
+    with pytest.raises(RecipeError, match="bf16, fp8-current, fp8-delayed, sft-bf16, sft-fp8"):
+        load_recipe("fp9")
+
+
+def test_a_file_that_is_no_toml_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("[train\n")
+    with pytest.raises(RecipeError, match="not TOML"):
+        load_recipe(tmp_path / "bad.toml")
