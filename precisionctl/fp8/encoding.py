@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from precisionctl.fp8.numerics import decode
+
 
 @dataclass(frozen=True)
 class Encoding:
@@ -15,3 +17,8 @@ class Encoding:
 
     dtype: torch.dtype
     scale_inv: Tensor
+
+    def decode_rows(self, codes: Tensor, row0: int, dtype: torch.dtype) -> Tensor:
+        """Values of `codes` `[n, columns]`, which are rows `[row0, row0 + n)` of the tensor."""
+        per_row = self.scale_inv.dim() == 2
+        return decode(codes, self.scale_inv[row0 : row0 + codes.shape[0]] if per_row else self.scale_inv, dtype)

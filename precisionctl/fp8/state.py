@@ -4,12 +4,14 @@ TE's words: `scale` multiplies before the cast (`fp8 = saturate(x * scale)`). `a
 row order: row 0 is the step being recorded (zero at rest), row 1 the oldest, the last row the newest.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from precisionctl.errors import DamagedCheckpoint, RecipeError
 
 Role = Literal["input", "weight", "output", "grad_output", "grad_input"]
 FORWARD: tuple[Role, ...] = ("input", "weight", "output")
@@ -29,11 +31,39 @@ class DelayedScaling:
     fp8_dpa: bool = False
     fp8_mha: bool = False
 
+    def __post_init__(self) -> None:
+        """Raise RecipeError for a field that TE would not accept or that makes no sense."""
+        for name, accepted in _ACCEPTED.items():
+            if not accepted(value := getattr(self, name)):
+                raise RecipeError(f"delayed scaling cannot have {name} {value!r}")
+
     def dtype(self, role: Role) -> torch.dtype:
         """HYBRID is E4M3 forward and E5M2 backward."""
         if role in BACKWARD and self.fp8_format == "HYBRID":
             return torch.float8_e5m2
         return torch.float8_e4m3fn
+
+
+def _is_integer(value: object, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high
+
+
+def _is_bool(value: object) -> bool:
+    return type(value) is bool
+
+
+MARGIN_LIMIT = 64
+"""Within it `fp8_max * 2**-margin` is a normal FP32 number, and so are the scales of any likely amax."""
+
+_ACCEPTED: Mapping[str, Callable[[object], bool]] = {
+    "margin": lambda value: _is_integer(value, -MARGIN_LIMIT, MARGIN_LIMIT),
+    "fp8_format": lambda value: value in ("HYBRID", "E4M3"),
+    "amax_history_len": lambda value: _is_integer(value, 1, 2**20),
+    "amax_compute_algo": lambda value: value in ("max", "most_recent"),
+    "reduce_amax": _is_bool,
+    "fp8_dpa": _is_bool,
+    "fp8_mha": _is_bool,
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +83,28 @@ class RoleState:
         """False for scale 1 with an all-zero history: TE never saw this tensor."""
         return bool((self.scale != 1).any() or (self.amax_history != 0).any())
 
+    def check(self, where: object) -> None:
+        """Raise DamagedCheckpoint for what no run of TE can have left behind. An infinite amax can be real."""
+        scale, history = self.scale, self.amax_history
+        if scale.dtype != torch.float32 or history.dtype != torch.float32:
+            raise DamagedCheckpoint(f"FP8 state in {scale.dtype} and {history.dtype}, not FP32", where=where)
+        if scale.dim() > 1 or history.dim() != scale.dim() + 1 or history.shape[:-1] != scale.shape:
+            shapes = f"{list(scale.shape)} and {list(history.shape)}"
+            raise DamagedCheckpoint(f"scale and amax_history have the shapes {shapes}", where=where)
+        if not bool((scale.isfinite() & (scale > 0)).all()):
+            raise DamagedCheckpoint("an FP8 scale is not a positive finite number", where=where)
+        if history.shape[-1] == 0 or not bool((history >= 0).all()):
+            raise DamagedCheckpoint("an amax history is empty or holds negative numbers or NaN", where=where)
+
+    def resized(self, history: int) -> "RoleState":
+        """The same state with `history` rows: row 0, then the newest ones; zeros follow row 0 where there are
+        too few. (TE's own resize keeps the oldest rows and puts its zeros where the newest belong.)"""
+        old = self.amax_history
+        kept = min(history, old.shape[-1]) - 1
+        zeros = old.new_zeros(*old.shape[:-1], history - 1 - kept)
+        newest = old[..., old.shape[-1] - kept :]
+        return RoleState(self.scale, torch.cat([old[..., :1], zeros, newest], -1))
+
 
 @dataclass(frozen=True)
 class Fp8State:
@@ -70,6 +122,17 @@ class Fp8State:
         maximum of the histories and the smallest scale, so that nothing saturates."""
         listed = list(states)
         return Fp8State({role: _merge_roles([s.roles[role] for s in listed]) for role in ROLES})
+
+    def check(self, recipe: DelayedScaling, where: object) -> None:
+        """Raise DamagedCheckpoint unless every role is sound and its history has the recipe's length."""
+        for role, part in self.roles.items():
+            part.check(f"{where}, {role}")
+            if part.amax_history.shape[-1] != recipe.amax_history_len:
+                rows = part.amax_history.shape[-1]
+                raise DamagedCheckpoint(
+                    f"an amax history of {rows} rows under a recipe of {recipe.amax_history_len}",
+                    where=f"{where}, {role}",
+                )
 
 
 def _merge_roles(parts: list[RoleState]) -> RoleState:

@@ -1,0 +1,175 @@
+"""FP8 arithmetic: amax, scale, encode, decode, and the update that delayed scaling makes once per step.
+
+The arithmetic is that of Transformer Engine's CUDA kernels, FP32 operation by FP32 operation; its Python
+fallback (`NVTE_UNFUSED_FP8_UPDATE=1`) divides by 2**margin last and rolls every column, and differs.
+Everything here works on one tensor's numbers (`[]`, history `[H]`) and on several at once (`[N]`, `[N, H]`).
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from precisionctl.errors import PrecisionError
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Role, RoleState
+
+FP8_MAX: Mapping[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""Largest finite value of each code dtype."""
+
+PIECE = 64 * 1024
+"""Elements that are cast at a time: an FP32 scratch of 256 KiB stays in a core's cache."""
+
+_FP32_MAX = torch.finfo(torch.float32).max
+_FP32_EXPONENT = 0x7F800000
+
+
+def amax(values: Tensor) -> Tensor:
+    """Largest magnitude, FP32 `[]`. NaN is passed over, as by the `fmaxf` of TE's cast kernels; 0 when empty."""
+    if values.numel() == 0:
+        return torch.zeros((), device=values.device)
+    low, high = torch.aminmax(values.detach())
+    largest = torch.maximum(-low, high).float()
+    if largest.isnan():
+        return amax(values.detach().nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
+    return largest
+
+
+def scaled_max(dtype: torch.dtype, margin: int) -> float:
+    """`fp8_max * 2**-margin`, an FP32 value: what TE's kernel divides by amax."""
+    return FP8_MAX[dtype] * 2.0**-margin
+
+
+def delayed_scale(amax: Tensor, previous: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
+    """Scale for an amax, FP32: `scaled_max / amax`, at most the largest float; the previous one where amax is
+    zero, infinite or NaN (delayed_scaling.cu, kernel_bulk)."""
+    usable = amax.isfinite() & (amax > 0)
+    scale = torch.where(usable, _divide(scaled_max(dtype, margin), amax), previous)
+    return torch.where(scale.isinf(), _FP32_MAX, scale)
+
+
+def current_scale(amax: Tensor, dtype: torch.dtype, *, power_of_2: bool = False, epsilon: float = 0.0) -> Tensor:
+    """Scale for a tensor's own amax, FP32; 1 where amax is zero, infinite or NaN (recipe_common.cuh,
+    compute_scale_from_amax). `power_of_2` rounds it down to a power of two; `epsilon` is the smallest amax."""
+    amax = torch.where(amax < epsilon, epsilon, amax)
+    usable = amax.isfinite() & (amax != 0)
+    scale = torch.where(usable, _divide(FP8_MAX[dtype], amax), 1.0)
+    scale = torch.where(scale.isinf(), _FP32_MAX, scale)
+    return (scale.view(torch.int32) & _FP32_EXPONENT).view(torch.float32) if power_of_2 else scale
+
+
+def _divide(numerator: float, amax: Tensor) -> Tensor:
+    # `number / tensor` is a reciprocal and a product in PyTorch: two roundings where the kernel makes one.
+    return torch.full_like(amax, numerator) / amax
+
+
+def update_delayed(state: RoleState, dtype: torch.dtype, recipe: DelayedScaling) -> RoleState:
+    """State after the update at the end of a step whose amax is in row 0 of the history.
+
+    TE's fused kernel: the scale comes from the largest row, or from row 0 under `most_recent`; then row 0
+    becomes the newest (last) row and rests at zero. Where row 0 is zero the tensor was not used in the step,
+    and history and scale stay as they are. NaN rows roll but are passed over by `max`.
+    """
+    history = state.amax_history
+    last = history[..., 0]
+    used = last != 0
+    seen = last if recipe.amax_compute_algo == "most_recent" else _largest(history)
+    scale = delayed_scale(torch.where(used, seen, 0.0), state.scale, dtype, recipe.margin)
+    rolled = history.roll(-1, -1)
+    rolled[..., 0] = 0.0
+    return RoleState(scale, torch.where(used.unsqueeze(-1), rolled, history))
+
+
+def _largest(history: Tensor) -> Tensor:
+    return history.nan_to_num(nan=0.0, posinf=math.inf).amax(-1)
+
+
+def after_one_update(amax: Tensor, role: Role, recipe: DelayedScaling) -> RoleState:
+    """What TE holds for a new tensor after one step that recorded `amax` (FP32 `[]` or `[N]`)."""
+    history = amax.new_zeros(*amax.shape, recipe.amax_history_len)
+    history[..., 0] = amax
+    return update_delayed(RoleState(torch.ones_like(amax), history), recipe.dtype(role), recipe)
+
+
+def recorded_amax(state: RoleState, role: Role, recipe: DelayedScaling) -> Tensor:
+    """Largest finite amax in the history, FP32 `[]` or `[N]`; where the history holds none, the amax that gave
+    the scale; 0 where nothing was ever recorded."""
+    history = state.amax_history
+    largest = torch.where(history.isfinite(), history, 0.0).amax(-1)
+    from_scale = torch.where(state.scale == 1, 0.0, _divide(scaled_max(recipe.dtype(role), recipe.margin), state.scale))
+    return torch.where(largest > 0, largest, from_scale)
+
+
+def change_recipe(state: Fp8State, old: DelayedScaling, new: DelayedScaling) -> Fp8State:
+    """State for going on under another recipe: the newest rows of the history, and where margin, format or
+    algorithm differ, the scales that TE would have computed from the amaxes recorded under `old`."""
+    return Fp8State({role: _change_role(part, role, old, new) for role, part in state.roles.items()})
+
+
+def _change_role(state: RoleState, role: Role, old: DelayedScaling, new: DelayedScaling) -> RoleState:
+    resized = state.resized(new.amax_history_len)
+    if (old.margin, old.dtype(role), old.amax_compute_algo) == (new.margin, new.dtype(role), new.amax_compute_algo):
+        return resized
+    window = 1 if new.amax_compute_algo == "most_recent" else new.amax_history_len
+    newest = RoleState(state.scale, state.amax_history[..., -window:])
+    seen = recorded_amax(newest, role, old)
+    return RoleState(delayed_scale(seen, state.scale, new.dtype(role), new.margin), resized.amax_history)
+
+
+def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes `saturate(values * scale)`, of `values`' shape; NaN stays NaN, infinity becomes the largest code.
+
+    `scale` is FP32: `[]` or `[1]`, or `[rows, 1]` for values `[rows, ...]`.
+    """
+    rows = values.detach().reshape(values.shape[0] if values.dim() else 1, math.prod(values.shape[1:]))
+    codes = torch.empty(rows.shape, dtype=dtype, device=values.device)
+    step = max(1, PIECE // max(1, rows.shape[1]))
+    scratch = torch.empty(step * rows.shape[1], device=values.device)
+    for start in range(0, rows.shape[0], step):
+        piece = slice(start, start + step)
+        encode_into(codes[piece], rows[piece], scale[piece] if scale.dim() == 2 else scale, scratch)
+    return codes.view(values.shape)
+
+
+def encode_into(codes: Tensor, values: Tensor, scale: Tensor, scratch: Tensor) -> None:
+    """Encode `values` into `codes` (same shape, an FP8 dtype) through `scratch`, an FP32 buffer of at least as
+    many elements; nothing else is allocated. Keep pieces near `PIECE` elements: larger ones leave the cache."""
+    largest = FP8_MAX[codes.dtype]
+    work = scratch[: values.numel()].view(values.shape)
+    # PyTorch's casts do not saturate: E5M2 overflows to infinity, E4M3 to NaN before some version after 2.11.
+    codes.copy_(work.copy_(values).mul_(scale).clamp_(-largest, largest))
+
+
+def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values `codes * scale_inv`, multiplied in FP32 and rounded once to `dtype`.
+
+    Raises PrecisionError for FP16: its range is too small, codes would not encode back to themselves.
+    """
+    if dtype == torch.float16:
+        raise PrecisionError("FP8 codes do not survive FP16", do="Decode them to BF16 or FP32.")
+    return (codes.float() * scale_inv).to(dtype)
+
+
+def scale_inv(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantize multiplier `amax / fp8_max`, FP32, of a scale that is ours to choose; 1 where amax is zero."""
+    return torch.where(amax > 0, amax / FP8_MAX[dtype], 1.0)
+
+
+def encode_by_scale_inv(values: Tensor, scale_inv: Tensor, codes: Tensor, scratch: Tensor) -> None:
+    """Encode `[rows, columns]` into `codes` by an FP32 division with `scale_inv` (`[]` or `[rows, 1]`), the number
+    that is stored: whoever has only the file can make every code again."""
+    rows, columns = values.shape
+    step = max(1, PIECE // columns)
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        size = (part.stop - part.start) * columns
+        work = (scratch if size <= scratch.numel() else torch.empty(size))[:size].view(-1, columns)
+        work.copy_(values[part]).div_(scale_inv[part] if scale_inv.dim() else scale_inv)
+        saturate_into(codes[part], work)
+
+
+def saturate_into(codes: Tensor, work: Tensor) -> None:
+    """Round FP32 `work`, which is overwritten, to codes; too large a magnitude becomes the largest code."""
+    largest = FP8_MAX[codes.dtype]
+    # PyTorch's own casts do not saturate everywhere: E5M2 gives infinity, E4M3 gave NaN before 2.12.
+    codes.copy_(work.clamp_(-largest, largest))

@@ -1,0 +1,122 @@
+"""The sidecar: a checkpoint's FP8 state as a safetensors file, without pickles.
+
+Tensors: `<module>/<role>.scale` and `<module>/<role>.amax_history`, FP32 as in `RoleState`; `<module>/raw`
+(uint8) for a payload that was not understood. The rest is JSON under the one metadata key `precisionctl`:
+safetensors keeps several keys in random order, and equal states must give equal bytes.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat
+from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
+
+RELATIVE = Path("precisionctl/fp8_state.safetensors")
+"""Place inside a checkpoint; never at its top, where inference engines read every safetensors file."""
+
+FORMAT_VERSION = 1
+_KEY = "precisionctl"
+_LEAVES = tuple(f"{role}.{part}" for role in ROLES for part in ("scale", "amax_history"))
+
+
+def write(path: Path, states: Fp8States) -> None:
+    """Write and sync the sidecar; its directory is made. Equal states give equal bytes."""
+    tensors = {f"{module}/raw": data for module, data in states.raw.items()}
+    for module, state in states.modules.items():
+        for role, part in state.roles.items():
+            tensors[f"{module}/{role}.scale"] = part.scale.cpu().contiguous()
+            tensors[f"{module}/{role}.amax_history"] = part.amax_history.cpu().contiguous()
+    metadata = {
+        "format_version": FORMAT_VERSION,
+        "recipe": asdict(states.recipe),
+        "producer": states.producer,
+        "iteration": states.iteration,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata={_KEY: json.dumps(metadata, sort_keys=True)})
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> Fp8States:
+    """The states in a sidecar.
+
+    Raises UnknownFormat for a version of another program's release and DamagedCheckpoint for a file that is
+    truncated or contradicts itself.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+        raise DamagedCheckpoint(f"the FP8 sidecar cannot be read: {error}", where=path) from error
+    fields = _read_metadata(metadata.get(_KEY, ""), path)
+    raw = {name.removesuffix("/raw"): tensors.pop(name) for name in list(tensors) if name.endswith("/raw")}
+    recipe = _read_recipe(fields, path)
+    modules = {module: _read_module(module, tensors, recipe, path) for module in _modules(tensors, path)}
+    return Fp8States(recipe, modules, _read_raw(raw, path), fields["producer"], fields["iteration"])
+
+
+def _read_metadata(text: str, path: Path) -> Mapping[str, Any]:
+    try:
+        fields: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint("the FP8 sidecar's metadata is not JSON", where=path) from error
+    if not isinstance(fields, dict):
+        raise DamagedCheckpoint("the FP8 sidecar's metadata is not a table", where=path)
+    version = fields.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UnknownFormat(
+            f"an FP8 sidecar of format version {version!r}; this release reads {FORMAT_VERSION}",
+            where=path,
+            do="Read it with the release that wrote it.",
+        )
+    iteration = fields.get("iteration", "")
+    if not isinstance(fields.get("producer"), str) or not (iteration is None or type(iteration) is int):
+        raise DamagedCheckpoint("the FP8 sidecar does not say who made it and when", where=path)
+    return fields
+
+
+def _read_recipe(fields: Mapping[str, Any], path: Path) -> DelayedScaling:
+    try:
+        return DelayedScaling(**fields["recipe"])
+    except (KeyError, TypeError, RecipeError) as error:
+        raise DamagedCheckpoint(f"the FP8 sidecar's recipe makes no sense: {error}", where=path) from error
+
+
+def _modules(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
+    """Names of the modules; raises DamagedCheckpoint for a tensor that is nobody's."""
+    modules = set()
+    for name in tensors:
+        module, _, leaf = name.rpartition("/")
+        if not module or leaf not in _LEAVES:
+            raise DamagedCheckpoint(f"an FP8 sidecar with a tensor {name!r}", where=path)
+        modules.add(module)
+    return sorted(modules)
+
+
+def _read_module(module: str, tensors: Mapping[str, Tensor], recipe: DelayedScaling, path: Path) -> Fp8State:
+    missing = [leaf for leaf in _LEAVES if f"{module}/{leaf}" not in tensors]
+    if missing:
+        raise DamagedCheckpoint(f"the FP8 sidecar lacks {module}/{missing[0]}", where=path)
+    state = Fp8State(
+        {role: RoleState(tensors[f"{module}/{role}.scale"], tensors[f"{module}/{role}.amax_history"]) for role in ROLES}
+    )
+    state.check(recipe, f"{path}: {module}")
+    return state
+
+
+def _read_raw(raw: Mapping[str, Tensor], path: Path) -> Mapping[str, Tensor]:
+    for module, data in raw.items():
+        if data.dtype != torch.uint8 or data.dim() != 1:
+            raise DamagedCheckpoint(f"{module}/raw in an FP8 sidecar is not bytes", where=path)
+    return raw
