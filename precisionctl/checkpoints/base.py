@@ -194,9 +194,7 @@ def _transfer(chunk: Chunk, part: Box, window: Tensor, call: Callable[..., int],
     file = os.open(chunk.place, flags)  # type: ignore[arg-type]
     try:
         for index, run in enumerate(runs):
-            _transfer_run(
-                file, memoryview(run.view(torch.uint8).numpy()).cast("B"), offset + index * pitch, call, chunk
-            )
+            _transfer_run(file, run.view(torch.uint8).numpy().data.cast("B"), offset + index * pitch, call, chunk)
     finally:
         os.close(file)
 
