@@ -1,0 +1,5 @@
+"""`python -m precisionctl` is `precisionctl`."""
+
+from precisionctl.cli import main
+
+main(prog_name="precisionctl")

@@ -1,0 +1,94 @@
+"""Runs against the first of them: the gap of their losses now, its mean over the last steps, its worst."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from precisionctl.errors import DataError
+from precisionctl.reports.curves import Curve, read_curves
+from precisionctl.reports.table import Table, percent
+
+LAST_STEPS = 100
+"""How many of the last steps the mean gap is taken over."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far a run is from the first one over the steps that both have, as (loss - first) / first.
+
+    `mean` compares the mean losses of the last `LAST_STEPS` common steps; `worst` is the largest gap of a
+    single step, above or below.
+    """
+
+    run: str
+    steps: int
+    loss: float
+    now: float
+    mean: float
+    worst: float
+    worst_step: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The curves of all runs, and the gaps of all but the first."""
+
+    curves: Sequence[Curve]
+    gaps: Sequence[Gap]
+
+    def within(self, limit: float) -> bool:
+        """False where a mean gap is larger than `limit`, either way, or not a number."""
+        return all(abs(gap.mean) <= limit for gap in self.gaps)
+
+    def as_json(self) -> dict[str, Any]:
+        """Gaps as ratios, not percents."""
+        runs = [asdict(gap) for gap in self.gaps]
+        return {"against": self.curves[0].name, "mean_over_last": LAST_STEPS, "runs": runs}
+
+    def table(self) -> Table:
+        rows = [
+            (g.run, str(g.steps), f"{g.loss:.4f}", percent(g.now), percent(g.mean), percent(g.worst), str(g.worst_step))
+            for g in self.gaps
+        ]
+        columns = ("run", "steps in common", "loss now", "gap now", f"gap, last {LAST_STEPS}", "worst gap", "at step")
+        return Table(f"Training loss against {self.curves[0].name}", columns, rows)
+
+
+def compare(paths: Sequence[Path]) -> Comparison:
+    """Read the runs at `paths` and set them against the first. Raises DataError for a run without metrics."""
+    curves = read_curves(paths)
+    return Comparison(curves, [find_gap(curve, curves[0]) for curve in curves[1:]])
+
+
+def find_gap(curve: Curve, first: Curve) -> Gap:
+    """Raises DataError where the two runs have no step in common."""
+    by_step = curve.against(first)
+    if not by_step:
+        raise DataError(f"{curve.name} has no step in common with {first.name}", do="Compare runs over the same steps.")
+    steps = list(by_step)
+    last = steps[-LAST_STEPS:]
+    worst_step = max(steps, key=lambda step: (math.isnan(by_step[step]), abs(by_step[step])))
+    return Gap(
+        run=curve.name,
+        steps=len(steps),
+        loss=curve.losses[steps[-1]],
+        now=by_step[steps[-1]],
+        mean=fmean(curve.losses[step] for step in last) / fmean(first.losses[step] for step in last) - 1,
+        worst=by_step[worst_step],
+        worst_step=worst_step,
+    )
+
+
+def draw(comparison: Comparison, *, png: Path | None, html: Path | None) -> None:
+    """The curves as a picture, and as a page with the table."""
+    from precisionctl.reports import plot  # matplotlib takes a second to import, and a gate needs no picture
+    from precisionctl.reports.page import html_table, page
+
+    if png:
+        plot.write_png(comparison.curves, png)
+    if html:
+        parts = [html_table(comparison.table()), plot.svg(comparison.curves)]
+        html.write_text(page("Loss curves", parts), encoding="utf-8")

@@ -1,0 +1,168 @@
+"""What a checkpoint is: container, layout, architecture, sizes, precision, and the health of its FP8 state."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.base import Reader
+from precisionctl.fp8.numerics import recorded_amax
+from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
+from precisionctl.reports.table import Table, size
+
+Description = Mapping[str, Any]
+"""What `--json` prints. Numbers are numbers: bytes, counts, steps; dtypes are PyTorch's names."""
+
+
+def describe(reader: Reader) -> Description:
+    """Everything that can be said without reading tensor data; FP8 state, which is small, is read."""
+    specs = reader.specs.values()
+    nbytes: Counter[str] = Counter()
+    for spec in specs:
+        nbytes[str(spec.dtype).removeprefix("torch.")] += spec.nbytes
+    return {
+        "path": str(reader.path),
+        "container": reader.container,
+        "layout": reader.layout,
+        "architecture": reader.model.architecture,
+        "iteration": reader.iteration,
+        "parameters": sum(spec.rows * spec.columns for spec in specs),
+        "tensors": len(reader.specs),
+        "files": len(reader.files),
+        "bytes_by_dtype": dict(nbytes.most_common()),
+        "precision": _precision(nbytes, reader),
+        "model": asdict(reader.model),
+        "fp8": _fp8(reader.fp8, reader.iteration) if reader.fp8 else None,
+    }
+
+
+def _precision(nbytes: Counter[str], reader: Reader) -> str:
+    """In a few words: what the values are stored in, and what is kept of FP8 beside them."""
+    codes = sorted({str(e.dtype).removeprefix("torch.") for e in reader.encodings.values()})
+    stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
+    return f"{stored} with delayed-scaling state" if reader.fp8 else stored
+
+
+def _fp8(states: Fp8States, iteration: int | None) -> dict[str, Any]:
+    age = None if iteration is None or states.iteration is None else iteration - states.iteration
+    return {
+        "recipe": asdict(states.recipe),
+        "producer": states.producer,
+        "recorded_at_iteration": states.iteration,
+        "age_in_steps": age,
+        "never_recorded": {role: _never_recorded(states, role) for role in ROLES},
+        "not_understood": sorted(states.raw),
+        "modules": {name: _module(state, states.recipe) for name, state in states.modules.items()},
+    }
+
+
+def _never_recorded(states: Fp8States, role: Role) -> int:
+    return sum(not state.roles[role].recorded for state in states.modules.values())
+
+
+def _module(state: Fp8State, recipe: DelayedScaling) -> dict[str, Any]:
+    return {role: _role(part, role, recipe) for role, part in state.roles.items()}
+
+
+def _role(state: RoleState, role: Role, recipe: DelayedScaling) -> dict[str, Any]:
+    """The largest amax of the history, the scale, and how many rows hold an amax; lists by expert."""
+    return {
+        "recorded": state.recorded,
+        "amax": _plain(recorded_amax(state, role, recipe)),
+        "scale": _plain(state.scale),
+        "rows_recorded": int((state.amax_history != 0).sum()),
+    }
+
+
+def _plain(values: Tensor) -> Any:
+    return values.to(torch.float64).tolist()
+
+
+def tables(description: Description, *, by_layer: bool) -> list[Table]:
+    """The description for people; `by_layer` adds amax and scale of every module."""
+    found = [_summary(description)]
+    if description["fp8"]:
+        found.append(_by_role(description["fp8"]))
+        if by_layer:
+            found.append(_by_layer(description["fp8"]))
+    return found
+
+
+def _summary(description: Description) -> Table:
+    model = description["model"]
+    padding = model["padded_vocab_size"] - model["vocab_size"]
+    rows = [
+        ("container", f"{description['container']}, {description['files']} files"),
+        ("layout", description["layout"]),
+        ("architecture", description["architecture"]),
+        ("iteration", "-" if description["iteration"] is None else str(description["iteration"])),
+        ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors"),
+        ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, MLP {model['ffn_hidden_size']}"),
+        ("attention", f"{model['num_attention_heads']} heads, {model['num_query_groups']} key-value groups"),
+        ("vocabulary", f"{model['vocab_size']}" + (f" and {padding} rows of padding" if padding else "")),
+        ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
+        ("precision", description["precision"]),
+    ]
+    if description["fp8"]:
+        rows += _fp8_rows(description["fp8"])
+    return Table(description["path"], ("", ""), rows)
+
+
+def _fp8_rows(fp8: Description) -> list[tuple[str, str]]:
+    recipe = fp8["recipe"]
+    words = (
+        f"delayed scaling, {recipe['fp8_format']}, history {recipe['amax_history_len']}, "
+        f"{recipe['amax_compute_algo']}, margin {recipe['margin']}"
+    )
+    rows = [("FP8 recipe", words), ("FP8 state", _age(fp8))]
+    if fp8["not_understood"]:
+        rows.append(("kept unread", ", ".join(fp8["not_understood"])))
+    return rows
+
+
+def _age(fp8: Description) -> str:
+    recorded = fp8["recorded_at_iteration"]
+    when = "recorded at an unknown iteration" if recorded is None else f"recorded at iteration {recorded}"
+    age = fp8["age_in_steps"]
+    return f"{len(fp8['modules'])} modules, {when}" + (f", {age} steps ago" if age else "")
+
+
+def _by_role(fp8: Description) -> Table:
+    modules = fp8["modules"].values()
+    rows = []
+    for role in ROLES:
+        recorded = [module[role] for module in modules if module[role]["recorded"]]
+        rows.append(
+            (
+                role,
+                str(len(recorded)),
+                str(fp8["never_recorded"][role]),
+                _range(state["amax"] for state in recorded),
+                _range(state["scale"] for state in recorded),
+            )
+        )
+    return Table("FP8 state by role", ("role", "recorded", "never recorded", "amax", "scale"), rows)
+
+
+def _range(values: Any) -> str:
+    flat = [number for value in values for number in (value if isinstance(value, list) else [value])]
+    return f"{min(flat):.4g} to {max(flat):.4g}" if flat else "-"
+
+
+def _by_layer(fp8: Description) -> Table:
+    """Amax and scale of each module, for the roles that any module has recorded."""
+    roles = [role for role in ROLES if fp8["never_recorded"][role] < len(fp8["modules"])]
+    columns = ["module", *(f"{role} {what}" for role in roles for what in ("amax", "scale"))]
+    rows = [
+        [name, *(cell for role in roles for cell in _cells(module[role]))] for name, module in fp8["modules"].items()
+    ]
+    return Table("FP8 state by module", columns, rows)
+
+
+def _cells(state: Description) -> tuple[str, str]:
+    if not state["recorded"]:
+        return "never", "-"
+    return _range([state["amax"]]).partition(" to ")[0], _range([state["scale"]]).partition(" to ")[0]

@@ -1,0 +1,54 @@
+"""The picture of loss curves: as a PNG for a README, as an SVG that a page colours for light and dark."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from precisionctl.reports.curves import Curve
+
+COLOURS = ("#7c8798", "#2f6fdb", "#d9622b", "#2a9d6f", "#9b4dca", "#b8860b")
+"""Told apart on white and on black, and by the colour-blind; repeated after the sixth run."""
+
+
+def draw(curves: Sequence[Curve]) -> Figure:
+    """Losses above; below them the gap of each run to the first, in percent."""
+    figure = Figure(figsize=(9, 6.2), layout="constrained")
+    losses, gaps = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    for number, curve in enumerate(curves):
+        style = {"color": COLOURS[number % len(COLOURS)], "linewidth": 1.4, "label": curve.name}
+        losses.plot(list(curve.losses), list(curve.losses.values()), **style)
+        by_step = curve.against(curves[0])
+        gaps.plot(list(by_step), [100 * value for value in by_step.values()], **style)
+    losses.legend(frameon=False)
+    losses.set_ylabel("training loss")
+    gaps.set_ylabel(f"gap to {curves[0].name}, %")
+    gaps.set_xlabel("step")
+    _plain((losses, gaps))
+    return figure
+
+
+def _plain(axes: Sequence[Axes]) -> None:
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.grid(True, linewidth=0.5, alpha=0.4)
+
+
+def write_png(curves: Sequence[Curve], path: Path) -> None:
+    draw(curves).savefig(path, format="png", dpi=150)
+
+
+def svg(curves: Sequence[Curve]) -> str:
+    """An `<svg>` element to stand in a page: text stays text, and takes the page's font and colour."""
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "precisionctl"}):
+        figure = draw(curves)
+        figure.patch.set_visible(False)
+        for axes in figure.axes:
+            axes.patch.set_visible(False)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    drawing = text.getvalue()
+    return drawing[drawing.index("<svg") :]
