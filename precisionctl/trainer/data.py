@@ -1,0 +1,209 @@
+"""Rows of tokens to train on, held in two flat arrays, and the order in which they are taken.
+
+Text (a UTF-8 file, a directory of them, or JSONL with `text`) is packed: documents, each ended by the
+end-of-text token, are laid end to end and cut into rows of `sequence_length` targets. JSONL with
+`messages` is fine-tuning: one conversation a row, and only the assistant's words are targets.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from precisionctl.errors import DataError
+from precisionctl.trainer.chat import ChatRow, chat_rows
+
+IGNORED = -100
+"""The label of a position that is no target: torch's default `ignore_index`."""
+
+ALIGNMENT = 16
+"""Rows are padded to a multiple of this: what FP8 GEMMs ask of every dimension (TE's assert_dim_for_fp8_exec)."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`tokens` and `labels`, int64 `[rows, length]`: `labels[r, i]` follows `tokens[r, i]`, or is IGNORED."""
+
+    tokens: Tensor
+    labels: Tensor
+
+    @property
+    def targets(self) -> int:
+        """How many positions count towards the loss."""
+        return int((self.labels != IGNORED).sum())
+
+    def split(self, rows: int) -> Iterator["Batch"]:
+        """Micro-batches of `rows` rows."""
+        for start in range(0, len(self.tokens), rows):
+            yield Batch(self.tokens[start : start + rows], self.labels[start : start + rows])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Row `i` is `tokens[starts[i]:ends[i]]`, where a token is a target if `learned`; rows may share a token."""
+
+    tokens: NDArray[np.int32]
+    learned: NDArray[np.bool_]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    padding: int
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what is trained on, wherever the file is."""
+        digest = hashlib.sha256()
+        for array in (self.tokens, self.learned, self.starts, self.ends):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The rows of these numbers, padded at the right to the longest, rounded up to ALIGNMENT."""
+        longest = max(int(self.ends[i] - self.starts[i]) for i in indices) - 1
+        width = -(-longest // ALIGNMENT) * ALIGNMENT
+        tokens = torch.full((len(indices), width), self.padding)
+        labels = torch.full((len(indices), width), IGNORED)
+        for row, i in enumerate(indices):
+            here = slice(self.starts[i], self.ends[i])
+            ids, learned = torch.from_numpy(self.tokens[here]), torch.from_numpy(self.learned[here])
+            tokens[row, : len(ids) - 1] = ids[:-1]
+            labels[row, : len(ids) - 1] = ids[1:].long().where(learned[1:], IGNORED)
+        return Batch(tokens, labels)
+
+
+class Order:
+    """The endless order of rows: each epoch is a permutation of its own, made from `seed` and the epoch."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self._rows = rows
+        self._seed = seed
+        self._epoch = -1
+        self._permutation: list[int] = []
+
+    def take(self, position: int, count: int) -> list[int]:
+        """Row numbers `[position, position + count)` of the order. `position` alone says where a run stands."""
+        return [self._row(place) for place in range(position, position + count)]
+
+    def _row(self, place: int) -> int:
+        epoch, index = divmod(place, self._rows)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            self._permutation = torch.randperm(self._rows, generator=generator).tolist()
+            self._epoch = epoch
+        return self._permutation[index]
+
+
+def load_rows(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> Rows:
+    """The rows of a file or directory. Raises DataError for a path, a text or a row that cannot be used."""
+    if path.suffix == ".jsonl" and "messages" in next(_json_rows(path), {}):
+        rows, notes = chat_rows(_conversations(path), tokenizer, path)
+        return _one_row_each(rows, notes, sequence_length, tokenizer.eos_token_id, path)
+    return _packed(_documents(path), tokenizer, sequence_length, path)
+
+
+def _documents(path: Path) -> Iterator[str]:
+    if path.is_dir():
+        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+            yield from _documents(file)
+    elif path.suffix == ".jsonl":
+        for row in _json_rows(path):
+            yield _field(row, "text", str, path)
+    else:
+        yield _text(path)
+
+
+def _conversations(path: Path) -> Iterator[list[dict[str, Any]]]:
+    for row in _json_rows(path):
+        messages = _field(row, "messages", list, path)
+        if not all(isinstance(message, dict) and "role" in message for message in messages):
+            raise DataError(f"a message without a role: {str(messages)[:80]}", where=path)
+        yield messages
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 text: {error}", where=path, do="Text is any UTF-8 file; rows are .jsonl.") from None
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=path) from None
+
+
+def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"line {number} is not JSON: {error}", where=path) from None
+        if not isinstance(row, dict):
+            raise DataError(f"line {number} is not a JSON object", where=path)
+        yield row
+
+
+def _field(row: dict[str, Any], key: str, kind: type, path: Path) -> Any:
+    if not isinstance(row.get(key), kind):
+        raise DataError(
+            f"a row without `{key}`: {str(row)[:80]}",
+            where=path,
+            do='Every row is {"text": ...}, or every row is {"messages": [{"role": ..., "content": ...}, ...]}.',
+        )
+    return row[key]
+
+
+def _packed(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, path: Path) -> Rows:
+    """Rows of `length` targets; each row's first token is the last one's last target, so none is lost between."""
+    pieces = [_ended(tokenizer, text) for text in documents]
+    tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+    count = (len(tokens) - 1) // length
+    if count < 1:
+        raise DataError(
+            f"{len(tokens)} tokens are less than one row of {length}",
+            where=path,
+            do="Give more text or a smaller data.sequence_length.",
+        )
+    starts = np.arange(count, dtype=np.int64) * length
+    return Rows(tokens, np.ones(len(tokens), np.bool_), starts, starts + length + 1, tokenizer.eos_token_id)
+
+
+def _ended(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
+    """A document's tokens, with what the tokenizer puts before it and one end-of-text token behind it."""
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    if not ids or ids[-1] != tokenizer.eos_token_id:
+        ids.append(tokenizer.eos_token_id)
+    return np.asarray(ids, np.int32)
+
+
+def _one_row_each(rows: Iterable[ChatRow], notes: list[str], length: int, padding: int, path: Path) -> Rows:
+    """Conversations cut to `length` targets; those with nothing left to learn are left out, and counted."""
+    listed = list(rows)
+    cut = [ChatRow(row.tokens[: length + 1], row.learned[: length + 1]) for row in listed]
+    kept = [row for row in cut if row.learned[1:].any()]
+    if not kept:
+        raise DataError("no conversation has a word of the assistant to learn", where=path)
+    longer = sum(len(row.tokens) > length + 1 for row in listed)
+    if longer:
+        notes = [*notes, f"{longer} conversations were cut to {length} tokens"]
+    if len(kept) < len(cut):
+        notes = [*notes, f"{len(cut) - len(kept)} conversations were left out: nothing in them to learn"]
+    ends = np.cumsum([len(row.tokens) for row in kept])
+    return Rows(
+        np.concatenate([row.tokens for row in kept]),
+        np.concatenate([row.learned for row in kept]),
+        np.concatenate([[0], ends[:-1]]),
+        ends,
+        padding,
+        tuple(notes),
+    )

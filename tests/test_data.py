@@ -1,0 +1,184 @@
+"""Rows of tokens: packing, chat masks counted by hand, and an order that a seed decides."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from precisionctl.checkpoints.base import Companions
+from precisionctl.errors import DataError
+from precisionctl.trainer.data import IGNORED, Order, Rows, load_rows
+from precisionctl.trainer.tokenizer import load_tokenizer
+
+WORDS = ["<eos>", "<user>", "<bot>", "<end>", "a", "b", "c", "d", "e", "?"]
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}{{ '<user> ' if m.role == 'user' else '<bot> ' }}{{ m.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<bot> {% endif %}"
+)
+MARKING_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}<user> {{ m.content }} <end> {% else %}<bot> "
+    "{% generation %}{{ m.content }} <end> {% endgeneration %}{% endif %}{% endfor %}"
+)
+CONVERSATION = [
+    {"role": "user", "content": "a b ?"},
+    {"role": "assistant", "content": "c d"},
+    {"role": "user", "content": "e"},
+    {"role": "assistant", "content": "a"},
+]
+
+
+def tokenizer(template: str | None = None) -> PreTrainedTokenizerBase:
+    """One token for each of WORDS; it knows nothing else."""
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", chat_template=template)
+
+
+def read(ids: list[int]) -> str:
+    return " ".join(WORDS[i] if i != IGNORED else "." for i in ids)
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def order_of(rows: Rows) -> list[str]:
+    return [read(rows.batch([i]).tokens[0].tolist()) for i in range(len(rows))]
+
+
+def test_documents_are_laid_end_to_end_and_every_token_but_the_first_is_a_target_once(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "a b c"}, {"text": "d"}, {"text": "e e a b"}])
+    rows = load_rows(path, tokenizer(), sequence_length=5)  # a b c <eos> d <eos> | e e a b <eos>
+    assert len(rows) == 2
+    batch = rows.batch([0, 1])
+    pad = " <eos>" * 11
+    assert [read(ids) for ids in batch.tokens.tolist()] == ["a b c <eos> d" + pad, "<eos> e e a b" + pad]
+    nothing = " ." * 11
+    assert [read(ids) for ids in batch.labels.tolist()] == ["b c <eos> d <eos>" + nothing, "e e a b <eos>" + nothing]
+    assert batch.targets == 10
+
+
+def test_a_directory_is_its_files_in_order_and_a_source_file_is_text(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "b.py").write_text("c d")
+    (tmp_path / "a.txt").write_text("a b")
+    rows = load_rows(tmp_path, tokenizer(), sequence_length=5)
+    assert read(rows.tokens.tolist()) == "a b <eos> c d <eos>"
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKING_TEMPLATE])
+def test_only_the_assistants_words_and_the_end_of_its_turn_are_targets(tmp_path: Path, template: str) -> None:
+    path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
+    rows = load_rows(path, tokenizer(template), sequence_length=64)
+    batch = rows.batch([0])
+    assert read(batch.tokens[0].tolist()) == "<user> a b ? <end> <bot> c d <end> <user> e <end> <bot> a" + " <eos>" * 2
+    assert read(batch.labels[0].tolist()) == ". . . . . c d <end> . . . . a <end> . ."
+    assert batch.targets == 5
+
+
+def test_finding_the_assistants_words_from_the_text_is_said(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
+    assert load_rows(path, tokenizer(MARKING_TEMPLATE), 64).notes == ()
+    assert "marks no assistant words" in load_rows(path, tokenizer(PLAIN_TEMPLATE), 64).notes[0]
+
+
+def test_a_conversation_is_cut_to_length_and_left_out_when_nothing_to_learn_is_left(tmp_path: Path) -> None:
+    only_user = [{"role": "user", "content": "a"}]
+    path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}, {"messages": only_user}])
+    rows = load_rows(path, tokenizer(MARKING_TEMPLATE), sequence_length=7)
+    assert len(rows) == 1 and rows.batch([0]).targets == 2  # c d; <end> is the eighth target
+    assert rows.notes[0].startswith("1 conversations were cut") and rows.notes[1].startswith(
+        "1 conversations were left"
+    )
+
+
+def test_a_template_that_prints_the_date_makes_the_same_tokens_on_any_day(tmp_path: Path) -> None:
+    dated = "{% if strftime_now('%d %b %Y') == '26 Jul 2024' %}a {% else %}b {% endif %}" + MARKING_TEMPLATE
+    path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
+    assert read(load_rows(path, tokenizer(dated), 64).tokens.tolist()).startswith("a <user>")
+
+
+def test_a_template_that_rewrites_earlier_messages_is_refused(tmp_path: Path) -> None:
+    forgetful = "{% for m in messages[-2:] %}{{ m.content }} {% endfor %}"
+    path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
+    with pytest.raises(DataError, match="rewrites earlier messages"):
+        load_rows(path, tokenizer(forgetful), 64)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "line 1 is not JSON"),
+        ("[1]", "line 1 is not a JSON object"),
+        ('{"txt": "a"}', "a row without `text`"),
+        ('{"text": "a b c d e a b c"}\n{"messages": []}', "a row without `text`"),
+        ('{"messages": [{"content": "a"}]}', "a message without a role"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "no conversation has a word"),
+        ('{"text": "a"}', "2 tokens are less than one row of 4"),
+        ("", "0 tokens are less"),
+    ],
+)
+def test_unusable_rows_are_one_clear_error(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_rows(tmp_path / "rows.jsonl", tokenizer(MARKING_TEMPLATE), sequence_length=4)
+
+
+def test_a_file_that_is_no_text_or_not_there_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="not UTF-8"):
+        load_rows(tmp_path / "x.txt", tokenizer(), 4)
+    with pytest.raises(DataError, match="cannot be read"):
+        load_rows(tmp_path / "none.txt", tokenizer(), 4)
+
+
+def test_chat_rows_without_a_template_are_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
+    with pytest.raises(DataError, match="no chat template"):
+        load_rows(path, tokenizer(), 64)
+
+
+def test_the_fingerprint_follows_the_tokens_and_not_the_path(tmp_path: Path) -> None:
+    one = write_rows(tmp_path / "one.jsonl", [{"text": "a b c d"}])
+    same = write_rows(tmp_path / "same.jsonl", [{"text": "a b c d"}])
+    other = write_rows(tmp_path / "other.jsonl", [{"text": "a b c e"}])
+    prints = [load_rows(path, tokenizer(), 2).fingerprint for path in (one, same, other)]
+    assert prints[0] == prints[1] != prints[2]
+    assert load_rows(one, tokenizer(), 1).fingerprint != prints[0]
+
+
+def test_each_epoch_takes_every_row_once_in_an_order_of_its_own() -> None:
+    order = Order(10, seed=3)
+    epochs = [order.take(start, 10) for start in (0, 10, 20)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_the_position_alone_says_what_comes_next() -> None:
+    whole = Order(7, seed=1).take(0, 40)
+    for position in range(0, 36, 3):
+        assert Order(7, seed=1).take(position, 3) == whole[position : position + 3]
+    assert Order(7, seed=2).take(0, 40) != whole
+
+
+def test_a_tokenizer_comes_from_the_checkpoints_files_alone(tmp_path: Path) -> None:
+    tokenizer(PLAIN_TEMPLATE).save_pretrained(tmp_path)
+    files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    loaded = load_tokenizer(Companions(files))
+    assert loaded("a e")["input_ids"] == [4, 8] and loaded.chat_template == PLAIN_TEMPLATE
+    with pytest.raises(DataError, match="does not load"):
+        load_tokenizer(Companions({}))
+
+
+def test_a_tokenizer_that_wants_to_run_code_is_refused(tmp_path: Path) -> None:
+    tokenizer().save_pretrained(tmp_path)
+    files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    config = json.loads(files["tokenizer_config.json"])
+    config["auto_map"] = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    config["tokenizer_class"] = "Evil"
+    files |= {"tokenizer_config.json": json.dumps(config).encode(), "evil.py": b"raise SystemExit('ran')"}
+    with pytest.raises(DataError, match="does not load"):
+        load_tokenizer(Companions(files))
