@@ -1,0 +1,160 @@
+"""Engine: what one inference engine accepts of an FP8 Hugging Face directory, as rules with their sources.
+
+A new one is a file in this folder with an `ENGINE` in it. The rules need config.json, the tensors' shapes and
+dtypes, and the values of the scales alone; no weight is read.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import precisionctl.engines
+from precisionctl.discover import discover
+from precisionctl.errors import PrecisionctlError
+from precisionctl.param import TensorSpec
+from precisionctl.quant_methods.base import Scales, Scheme, recognise, stored_scales
+
+ALIGNMENT = 16
+"""What FP8 GEMMs on NVIDIA GPUs (cuBLASLt, CUTLASS) ask of both dimensions of a weight."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of scales that load; llm-compressor writes the model's own."""
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linears that every engine here computes as one, with one scale where scales are per tensor."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is asked, and where that is known from. Breaking a `fatal` rule stops the engine from loading the
+    directory or makes its answers wrong; breaking another costs accuracy."""
+
+    text: str
+    source: str
+    fatal: bool = True
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that a checkpoint breaks, and where."""
+
+    where: str
+    what: str
+    rule: Rule
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.rule.text} [{self.rule.source}]"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`spells` is the quant method that an export to this engine is written in, by scheme; `reads` every pair of
+    method and scheme that it loads. `command` serves a directory, in place of `{path}`."""
+
+    name: str
+    title: str
+    spells: Mapping[Scheme, str]
+    reads: frozenset[tuple[str, Scheme]]
+    command: str
+    quantisation: Rule
+    scales: Rule
+    aligned: Rule
+    fused: Rule
+    all_or_none: Rule
+
+    def check(
+        self, config: Mapping[str, Any], specs: Mapping[str, TensorSpec], read: Callable[[str], Tensor]
+    ) -> list[Finding]:
+        """Every rule that a directory breaks. `config` is config.json, `specs` all stored tensors with their
+        scales, and `read` gives a scale's value."""
+        try:
+            method = recognise(config)
+            scales = stored_scales(config, specs)
+        except PrecisionctlError as error:
+            return [Finding("config.json", error.what, self.quantisation)]
+        if method is None:
+            return []  # plain BF16 or FP16: every engine loads it
+        scheme = method.scheme(config["quantization_config"])
+        if (method.name, scheme) not in self.reads:
+            return [Finding("config.json", f"{method.name} with {scheme} activations", self.quantisation)]
+        expected = {name: method.specs(name, specs[name].rows, scheme) for name in scales}
+        return [
+            *_misshapen(expected, specs, self.scales),
+            *_unaligned(scales, specs, self.aligned),
+            *_unnamed(config["quantization_config"], scales, specs, self.quantisation),
+            *_torn(scales, specs, self.all_or_none),
+            *_unequal(scales, read, self.fused),
+        ]
+
+
+def engines() -> dict[str, Engine]:
+    """Every engine in this folder, by the name that `--target` takes."""
+    found: list[Engine] = discover(precisionctl.engines, "ENGINE")
+    return {engine.name: engine for engine in found}
+
+
+def _misshapen(
+    expected: Mapping[str, Mapping[str, TensorSpec]], specs: Mapping[str, TensorSpec], rule: Rule
+) -> Iterator[Finding]:
+    for tensors in expected.values():
+        for name, spec in tensors.items():
+            stored = specs[name]
+            one = stored.rows * stored.columns == 1  # [] and [1] are loaded alike
+            if stored.shape != spec.shape and not one:
+                yield Finding(name, f"shape {list(stored.shape)}, not {list(spec.shape)}", rule)
+            if stored.dtype not in FLOATS:
+                yield Finding(name, f"{stored.dtype}, not FP32", rule)
+
+
+def _unaligned(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule) -> Iterator[Finding]:
+    for name in scales:
+        if any(size % ALIGNMENT for size in specs[name].shape):
+            yield Finding(name, f"shape {list(specs[name].shape)}", rule)
+
+
+def _unnamed(
+    quantization: Mapping[str, Any], scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule
+) -> Iterator[Finding]:
+    """A linear is either FP8 codes or ignored by its full name; anything else is read as what it is not."""
+    ignored = set(quantization.get("ignore", ()))
+    for name in _linears(specs):
+        module = name.removesuffix(".weight")
+        if name in scales and module in ignored:
+            yield Finding(name, "FP8 codes, but its module is ignored", rule)
+        if name not in scales and module not in ignored:
+            yield Finding(name, f"{specs[name].dtype} values, but its module is not ignored", rule)
+
+
+def _linears(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """Weights of two dimensions that are not embeddings: what `targets: [Linear]` means."""
+    weights = [name for name, spec in specs.items() if name.endswith(".weight") and len(spec.shape) == 2]
+    return [name for name in weights if "embed" not in name]
+
+
+def _groups(specs: Mapping[str, Any]) -> Iterator[list[str]]:
+    """The weights of each group of linears that engines fuse."""
+    for group in FUSED:
+        first = f".{group[0]}.weight"
+        for name in specs:
+            if name.endswith(first):
+                stem = name.removesuffix(first)
+                yield [f"{stem}.{part}.weight" for part in group]
+
+
+def _torn(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule) -> Iterator[Finding]:
+    for group in _groups(specs):
+        quantised = [name for name in group if name in scales]
+        if quantised and len(quantised) < len(group):
+            yield Finding(quantised[0], "FP8 codes, but not all that it is fused with", rule)
+
+
+def _unequal(scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: Rule) -> Iterator[Finding]:
+    for group in _groups(scales):
+        static = [scales[name] for name in group if name in scales and scales[name].input is not None]
+        for kind in ("weight", "input"):
+            values = [float(read(getattr(tensors, kind))) for tensors in static]
+            if len(set(values)) > 1:
+                yield Finding(group[0], f"{kind} scales {values} of one fused group differ", rule)

@@ -1,0 +1,29 @@
+"""TensorRT-LLM's PyTorch backend: what it asks of an FP8 directory. Read in its source of mid 2026, never run here.
+
+Its older checkpoints (`rankN.safetensors`, `trtllm-build`) were removed in July 2026 and are not written.
+"""
+
+from precisionctl.engines.base import Engine, Rule
+
+ENGINE = Engine(
+    name="tensorrt-llm",
+    title="TensorRT-LLM",
+    spells={"static": "modelopt", "dynamic": "modelopt"},
+    reads=frozenset({("modelopt", "static"), ("modelopt", "dynamic"), ("compressed-tensors", "dynamic")}),
+    command="trtllm-serve {path}",
+    quantisation=Rule(
+        "quant_algo must be FP8 or FP8_PER_CHANNEL_PER_TOKEN, and name every module left out",
+        "TensorRT-LLM tensorrt_llm/quantization/modelopt_config.py, models/quant_config_utils.py",
+    ),
+    scales=Rule(
+        "scales are copied into FP32 tensors of fixed shapes",
+        "TensorRT-LLM _torch/modules/linear.py FP8QDQLinearMethod, FP8RowwiseLinearMethod",
+    ),
+    aligned=Rule("both dimensions of an FP8 weight must be multiples of 16", "cuBLASLt FP8 GEMM"),
+    fused=Rule(
+        "it rescales the group to the largest in BF16, which rounds the weights twice",
+        "TensorRT-LLM _torch/modules/linear.py rescale_fused_weights",
+        fatal=False,
+    ),
+    all_or_none=Rule("linears that it fuses are one linear with one method", "TensorRT-LLM _torch/modules/linear.py"),
+)

@@ -1,0 +1,35 @@
+"""vLLM: what it asks of an FP8 directory. Read in vLLM 0.33.0; config parser and weight loader were run on a CPU."""
+
+from precisionctl.engines.base import Engine, Rule
+
+ENGINE = Engine(
+    name="vllm",
+    title="vLLM",
+    spells={"static": "compressed-tensors", "dynamic": "compressed-tensors"},
+    reads=frozenset(
+        {
+            ("compressed-tensors", "static"),
+            ("compressed-tensors", "dynamic"),
+            ("modelopt", "static"),
+            ("modelopt", "dynamic"),
+        }
+    ),
+    command="vllm serve {path}",
+    quantisation=Rule(
+        "quantization_config must say of each linear what it is",
+        "vLLM 0.33 compressed_tensors.py get_scheme, modelopt.py",
+    ),
+    scales=Rule(
+        "scales are loaded into FP32 parameters of fixed shapes",
+        "vLLM 0.33 compressed_tensors_w8a8_fp8.py create_weights, modelopt.py",
+    ),
+    aligned=Rule("both dimensions of an FP8 weight must be multiples of 16", "CUTLASS and torch._scaled_mm"),
+    fused=Rule(
+        "it requantises the group with the largest, in FP16, which rounds the weights twice",
+        "vLLM 0.33 w8a8_utils.py requantize_with_max_scale",
+        fatal=False,
+    ),
+    all_or_none=Rule(
+        "linears that it fuses must all have one scheme", "vLLM 0.33 compressed_tensors/utils.py should_ignore_layer"
+    ),
+)
