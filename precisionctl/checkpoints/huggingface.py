@@ -1,0 +1,236 @@
+"""Hugging Face directories: safetensors files, one or sharded, beside config.json and a tokenizer."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precisionctl import model_shape
+from precisionctl.checkpoints.base import Chunk, Companions, read_tensor, whole
+from precisionctl.checkpoints.safetensors_file import Stored, make_header, read_header, split_shards
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import Layout, TensorSpec
+from precisionctl.quant_methods.base import Scales, encoding, stored_scales
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_SHARD_SIZE = 5_000_000_000
+
+# What transformers and the engines read beside the weights. Anything else in the directory is not the model.
+_COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+
+LOOKED_FOR = f"config.json with {SINGLE}, {INDEX} or other *.safetensors (Hugging Face)"
+
+
+def recognise(path: Path) -> bool:
+    """A directory with a config.json and safetensors files (or an index that names some)."""
+    return (path / "config.json").is_file() and ((path / INDEX).is_file() or any(path.glob("*.safetensors")))
+
+
+def read_companions(directory: Path) -> Companions:
+    """The companion files of a Hugging Face directory."""
+    paths = sorted({path for pattern in _COMPANIONS for path in directory.glob(pattern) if path.is_file()})
+    return Companions({path.name: path.read_bytes() for path in paths})
+
+
+class HuggingFaceReader:
+    """A Hugging Face directory as a Reader. Raises DamagedCheckpoint where files contradict one another.
+
+    Scale tensors of FP8 codes are not among `specs`; they are in `encodings` (and `input_scales`).
+    """
+
+    container = "safetensors"
+    layout: Layout = "hf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.companions = read_companions(path)
+        self.config = _load_json(path / "config.json")
+        self.model: ModelShape = model_shape.from_hf_config(self.config, path / "config.json")
+        self._stored = _Stored(self._read_headers())
+        self._scales: Mapping[str, Scales] = stored_scales(self.config, self._stored.specs, path / "config.json")
+        hidden = {name for scales in self._scales.values() for name in scales.names}
+        self.specs = {name: spec for name, spec in self._stored.specs.items() if name not in hidden}
+
+    def _read_headers(self) -> dict[str, tuple[Path, Stored]]:
+        found: dict[str, tuple[Path, Stored]] = {}
+        expected = self._weight_map()
+        for file in sorted(set(expected.values())) or self._unindexed():
+            for name, stored in read_header(file).items():
+                if name in found:
+                    raise DamagedCheckpoint(f"`{name}` is in {found[name][0].name} too", where=file)
+                found[name] = (file, stored)
+        wrong = sorted(name for name, file in expected.items() if name not in found or found[name][0] != file)
+        if wrong:
+            raise DamagedCheckpoint(f"{INDEX} says that `{wrong[0]}` is in {expected[wrong[0]].name}, but it is not")
+        return found
+
+    def _unindexed(self) -> list[Path]:
+        """Without an index transformers reads one file; others (consolidated.safetensors) hold copies."""
+        single = self.path / SINGLE
+        return [single] if single.is_file() else sorted(self.path.glob("*.safetensors"))
+
+    def _weight_map(self) -> dict[str, Path]:
+        """Tensor name to file, from the index; empty without one."""
+        index = self.path / INDEX
+        if not index.is_file():
+            return {}
+        weight_map = _load_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise DamagedCheckpoint("no `weight_map`", where=index)
+        for file in sorted(set(weight_map.values()), key=str):
+            if not isinstance(file, str) or Path(file).name != file:
+                raise DamagedCheckpoint(f"{file!r} is not the name of a file in this directory", where=index)
+            if not (self.path / file).is_file():
+                raise DamagedCheckpoint(f"shard {file} is missing", where=self.path, do="Download it again.")
+        return {name: self.path / file for name, file in weight_map.items()}
+
+    @cached_property
+    def encodings(self) -> Mapping[str, Encoding]:
+        return {name: encoding(read_tensor(self._stored, scales.weight)) for name, scales in self._scales.items()}
+
+    @cached_property
+    def input_scales(self) -> Mapping[str, float]:
+        """Static input scale_inv of each quantised weight that has one, by the weight's name."""
+        static = {name: scales.input for name, scales in self._scales.items() if scales.input is not None}
+        return {name: float(read_tensor(self._stored, scale).reshape(())) for name, scale in static.items()}
+
+    @cached_property
+    def fp8(self) -> Fp8States | None:
+        path = self.path / sidecar.RELATIVE
+        return sidecar.read(path) if path.is_file() else None
+
+    @property
+    def iteration(self) -> int | None:
+        return self.fp8.iteration if self.fp8 else None
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return sorted({file for file, _ in self._stored.places.values()})
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self._stored.chunks(name)
+
+
+class _Stored:
+    """All stored tensors, scales included, as `read_tensor` takes them."""
+
+    def __init__(self, places: Mapping[str, tuple[Path, Stored]]) -> None:
+        self.places = places
+        self.specs = {name: stored.spec for name, (_, stored) in places.items()}
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        file, stored = self.places[name]
+        return [Chunk(whole(stored.spec), file, stored.offset)]
+
+
+@dataclass(frozen=True)
+class HuggingFaceWriter:
+    """A Hugging Face directory being built in `directory`.
+
+    `companions` travel as they are, but for config.json, which is made from theirs (or from `config` where
+    there is none) with the target's dtype and `quantization`. `extra_files` are written beside it.
+    """
+
+    directory: Path
+    specs: Mapping[str, TensorSpec]
+    companions: Companions
+    config: Mapping[str, Any]
+    quantization: Mapping[str, Any] | None = None
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)
+    max_shard_size: int = MAX_SHARD_SIZE
+
+    @cached_property
+    def _shards(self) -> dict[Path, dict[str, TensorSpec]]:
+        shards = split_shards(self.specs, self.max_shard_size)
+        if len(shards) == 1:
+            return {self.directory / SINGLE: shards[0]}
+        count = len(shards)
+        return {
+            self.directory / f"model-{number:05}-of-{count:05}.safetensors": shard
+            for number, shard in enumerate(shards, 1)
+        }
+
+    @cached_property
+    def _places(self) -> dict[str, Chunk]:
+        return {
+            name: Chunk(whole(shard[name]), file, offset)
+            for file, shard in self._shards.items()
+            for name, offset in make_header(shard)[1].items()
+        }
+
+    def lay_out(self) -> None:
+        for file, shard in self._shards.items():
+            header, _ = make_header(shard)
+            size = len(header) + sum(spec.nbytes for spec in shard.values())
+            if file.exists() and file.stat().st_size == size:
+                continue
+            with open(file, "wb") as handle:
+                handle.write(header)
+                handle.truncate(size)
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return [self._places[name]]
+
+    def finish(self, fp8: Fp8States | None) -> None:
+        for name, data in {**self.companions.files, **self.extra_files}.items():
+            (self.directory / name).write_bytes(data)
+        _dump_json(self.directory / "config.json", self._config())
+        if len(self._shards) > 1:
+            total = sum(spec.nbytes for spec in self.specs.values())
+            weight_map = {name: file.name for file, shard in self._shards.items() for name in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            _dump_json(self.directory / INDEX, index)
+        if fp8 is not None:
+            sidecar.write(self.directory / sidecar.RELATIVE, fp8)
+
+    def _config(self) -> dict[str, Any]:
+        config = json.loads(self.companions.files.get("config.json", b"null")) or dict(self.config)
+        config.pop("quantization_config", None)
+        config["dtype" if "dtype" in config else "torch_dtype"] = config_dtype(self.specs)
+        if self.quantization is not None:
+            config["quantization_config"] = self.quantization
+        return config
+
+
+def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
+    """config.json's word for the dtype of the values that are not FP8 codes or their scales: the most frequent."""
+    counts: dict[torch.dtype, int] = {}
+    for name, spec in specs.items():
+        if spec.dtype.itemsize > 1 and not name.endswith("_scale"):
+            counts[spec.dtype] = counts.get(spec.dtype, 0) + spec.nbytes
+    return str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_bytes())
+    except (ValueError, OSError, RecursionError) as error:
+        raise DamagedCheckpoint(f"not readable as JSON: {error}", where=path) from error
+    if not isinstance(loaded, dict):
+        raise DamagedCheckpoint("not a JSON object", where=path)
+    return loaded
+
+
+def _dump_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,119 @@
+"""The safetensors format, to the byte: where each tensor of a file is, and headers of our own.
+
+A file is 8 bytes of header length (little endian), a JSON header, and the tensors back to back
+(safetensors/README.md, "Format"). Headers are read here, not by the library, because copies need the
+offsets; what its reader refuses is refused here too: overlaps, holes, lengths that lie.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.param import TensorSpec
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LONGEST_HEADER = 100_000_000  # the library's own limit
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its shape and dtype, and the byte where it starts."""
+
+    spec: TensorSpec
+    offset: int
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """Every tensor of a file. Raises DamagedCheckpoint; no tensor data is read."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+                raise DamagedCheckpoint("truncated, or no safetensors file", where=path, do="Copy it again.")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        tensors = {name: _stored(entry, 8 + length) for name, entry in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedCheckpoint(f"the header makes no sense: {error!r}", where=path, do="Copy it again.") from error
+    _check_tiling(tensors, 8 + length, size, path)
+    return tensors
+
+
+def _stored(entry: Mapping[str, Any], base: int) -> Stored:
+    shape = tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError("a size or offset is no natural number")
+    spec = TensorSpec(shape, DTYPES[entry["dtype"]])
+    if end - begin != spec.nbytes:
+        raise ValueError(f"{end - begin} bytes for {entry['dtype']} {list(shape)}")
+    return Stored(spec, base + begin)
+
+
+def _check_tiling(tensors: Mapping[str, Stored], start: int, size: int, path: Path) -> None:
+    """Tensors must fill the file without holes or overlaps."""
+    expected = start
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].spec.nbytes)):
+        if stored.offset != expected:
+            raise DamagedCheckpoint(f"`{name}` overlaps another tensor or leaves a hole", where=path)
+        expected += stored.spec.nbytes
+    if expected != size:
+        raise DamagedCheckpoint(
+            f"{size} bytes where its header describes {expected}", where=path, do="Truncated? Copy it again."
+        )
+
+
+def make_header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
+    """The bytes before the data (length and JSON), and each tensor's offset in the file.
+
+    Widest dtypes first, as the library orders them, so that every tensor is aligned to its element.
+    """
+    ordered = sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
+    begins: dict[str, int] = {}
+    position = 0
+    for name in ordered:
+        begins[name] = position
+        position += specs[name].nbytes
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name in ordered:
+        spec = specs[name]
+        span = [begins[name], begins[name] + spec.nbytes]
+        header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: start + begin for name, begin in begins.items()}
+
+
+def split_shards(specs: Mapping[str, TensorSpec], largest: int) -> list[dict[str, TensorSpec]]:
+    """Cut into files of at most `largest` bytes, in order; a tensor larger than that is alone in its file."""
+    shards: list[dict[str, TensorSpec]] = [{}]
+    room = largest
+    for name, spec in specs.items():
+        if spec.nbytes > room and shards[-1]:
+            shards.append({})
+            room = largest
+        shards[-1][name] = spec
+        room -= spec.nbytes
+    return shards
