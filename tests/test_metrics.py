@@ -1,0 +1,49 @@
+"""The metrics file says every step once, whatever happened to the process that wrote it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from precisionctl.trainer.metrics import FILE, MetricsLog, StepMetrics, read_metrics
+
+
+def step(number: int, loss: float = 1.0) -> StepMetrics:
+    return StepMetrics(number, loss, 1e-3, 0.5, 100 * number, 1000.0, 0.1)
+
+
+def write(folder: Path, after: int, *steps: StepMetrics) -> None:
+    log = MetricsLog(folder, after)
+    for metrics in steps:
+        log.write(metrics)
+    log.close()
+
+
+def test_steps_beyond_the_one_resumed_from_are_dropped_with_a_line_that_a_kill_cut_short(tmp_path: Path) -> None:
+    write(tmp_path, 0, step(1), step(2), step(3, loss=9.0))
+    with open(tmp_path / FILE, "a") as file:
+        file.write('{"step": 4, "lo')
+    write(tmp_path, 2, step(3, loss=2.0))
+    rows = read_metrics(tmp_path / FILE)
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def test_what_was_not_measured_is_not_written(tmp_path: Path) -> None:
+    write(tmp_path, 0, step(1))
+    assert "held_out_loss" not in read_metrics(tmp_path / FILE)[0]
+
+
+def test_tensorboard_events_are_written_beside(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(tmp_path, 0, step(1, loss=3.5), step(2, loss=2.5))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.5), (2, 2.5)]
+
+
+def test_without_tensorboard_the_run_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    log = MetricsLog(tmp_path, 0)
+    log.write(step(1))
+    log.close()
+    assert log.notes and len(read_metrics(tmp_path / FILE)) == 1
