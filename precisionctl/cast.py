@@ -1,10 +1,19 @@
-"""What happens to a tensor's numbers on the way: encoding into FP8, and the FP8 state of the result."""
+"""What happens to numbers on the way: how a job's tensors are encoded, and what becomes of the FP8 state."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
+from precisionctl.fp8.numerics import after_one_update, change_recipe, recorded_amax
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
+
 Granularity = Literal["tensor", "channel"]
+
+STALE = 2.0
+"""A carried weight amax further than this factor from the weights' own is not of these weights."""
 
 
 @dataclass(frozen=True)
@@ -26,3 +35,39 @@ class Encode:
             "weight_scales": dict(self.weight_scales),
             "input_scales": dict(self.input_scales),
         }
+
+
+@dataclass(frozen=True)
+class StateChange:
+    """The FP8 state of a result; which modules' weight role was made from the weights, and why."""
+
+    states: Fp8States
+    from_weights: tuple[str, ...]
+    stale: tuple[str, ...]
+
+
+def fp8_state(
+    carried: Fp8States | None, weight_amax: Mapping[str, float], recipe: DelayedScaling | None
+) -> StateChange:
+    """State for a delayed-scaling target: what is carried, and the weight role from the weights elsewhere.
+
+    `weight_amax` is the largest magnitude of each FP8 GEMM's weight, by module. `recipe` None keeps the carried one.
+    Roles with nothing to carry start as TE starts them and wait for calibration.
+    """
+    old = carried.recipe if carried else DelayedScaling()
+    new = recipe or old
+    modules: dict[str, Fp8State] = dict.fromkeys(weight_amax, Fp8State.fresh(new.amax_history_len))
+    if carried:
+        modules |= {name: change_recipe(state, old, new) for name, state in carried.modules.items()}
+    states = replace(carried, recipe=new) if carried else Fp8States(new, {}, producer="precisionctl")
+    unrecorded = [name for name in weight_amax if not modules[name].roles["weight"].recorded]
+    stale = [name for name, amax in weight_amax.items() if name not in unrecorded and _stale(modules[name], amax, new)]
+    for name in (*unrecorded, *stale):
+        weight = after_one_update(torch.tensor(weight_amax[name]), "weight", new)
+        modules[name] = Fp8State({**modules[name].roles, "weight": weight})
+    return StateChange(replace(states, modules=modules), tuple(unrecorded), tuple(stale))
+
+
+def _stale(state: Fp8State, amax: float, recipe: DelayedScaling) -> bool:
+    recorded = float(recorded_amax(state.roles["weight"], "weight", recipe))
+    return amax > 0 and (recorded <= 0 or abs(math.log(recorded / amax)) > math.log(STALE))

@@ -107,19 +107,11 @@ class Source(Protocol):
     def specs(self) -> Mapping[str, TensorSpec]: ...
 
 
-def make_plan(
-    source: Source,
-    target: Layout,
-    *,
-    dtype: torch.dtype | None = None,
-    fp8_gemms: bool = False,
-    tensor_parallel: int = 1,
-) -> Plan:
+def make_plan(source: Source, target: Layout, *, dtype: torch.dtype | None = None, tensor_parallel: int = 1) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
     `dtype` is that of every target tensor; None keeps each as stored, FP8 codes decoded to BF16.
-    `fp8_gemms` checks that FP8 GEMMs can take the shapes. Raises UnknownArchitecture, UnmappedTensor,
-    MissingTensor, ShapeMismatch or PrecisionError.
+    Raises UnknownArchitecture, UnmappedTensor, MissingTensor or ShapeMismatch.
     """
     architecture = architecture_of(source.model.architecture)
     model = _padded(source, target, tensor_parallel)
@@ -130,7 +122,7 @@ def make_plan(
     for job in jobs:
         targets |= _targets(job, model, target, source.specs, dtype)
         _check_shapes(job, model, source)
-        _check_division(job, model, tensor_parallel, fp8_gemms)
+        _check_division(job, model, tensor_parallel)
     return Plan(model, source.layout, target, jobs, dict(source.specs), targets, derived, tensor_parallel)
 
 
@@ -228,15 +220,20 @@ def _check_shapes(job: Job, model: ModelShape, source: Source) -> None:
             )
 
 
-def _check_division(job: Job, model: ModelShape, tensor_parallel: int, fp8_gemms: bool) -> None:
+def _check_division(job: Job, model: ModelShape, tensor_parallel: int) -> None:
+    shape, parallel = job.row.shape(model), job.row.parallel
+    if parallel.kind == "replicated":
+        return
+    size = shape[1] if parallel.kind == "columns" else shape[0] // parallel.parts
+    if size % tensor_parallel:
+        raise ShapeMismatch(f"`{job.name}` {list(shape)} cannot be cut into {tensor_parallel} tensor-parallel parts")
+
+
+def check_fp8_gemm(job: Job, model: ModelShape) -> None:
+    """Raise PrecisionError where an FP8 GEMM does not take a weight's shape."""
     shape = job.row.shape(model)
-    if fp8_gemms and job.row.gemm and any(size % GEMM_ALIGNMENT for size in shape):
+    if any(size % GEMM_ALIGNMENT for size in shape):
         raise PrecisionError(
             f"`{job.name}` is {list(shape)}: FP8 GEMMs need multiples of {GEMM_ALIGNMENT}",
-            do="Use --precision bf16, or keep the module in BF16 (keep_bf16 in a recipe).",
+            do="Keep the module in BF16 (keep_bf16 in a recipe), or use --precision bf16.",
         )
-    parallel = job.row.parallel
-    pieces = {"replicated": 1, "rows": parallel.parts, "columns": 1}[parallel.kind] * tensor_parallel
-    size = shape[1] if parallel.kind == "columns" else shape[0]
-    if parallel.kind != "replicated" and size % pieces:
-        raise ShapeMismatch(f"`{job.name}` {list(shape)} cannot be cut into {tensor_parallel} tensor-parallel parts")

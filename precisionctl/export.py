@@ -1,0 +1,103 @@
+"""An export's plan: the weights of FP8 GEMMs become E4M3 codes, with the scales that training already knows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import torch
+
+from precisionctl.cast import Encode
+from precisionctl.errors import MissingFp8State
+from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
+from precisionctl.fp8.state import Fp8States
+from precisionctl.param import TensorSpec
+from precisionctl.plan import Job, Plan, Source, check_fp8_gemm, make_plan
+from precisionctl.quant_methods.base import CODES, QuantMethod, Scheme
+
+
+class StatefulSource(Source, Protocol):
+    """A Source that knows its FP8 state."""
+
+    @property
+    def fp8(self) -> Fp8States | None: ...
+
+
+@dataclass(frozen=True)
+class Export:
+    """A plan, and what the directory says of itself: config.json's `quantization_config` and files beside it."""
+
+    plan: Plan
+    quantization: Mapping[str, Any]
+    files: Mapping[str, bytes]
+    recorded_at: int | None
+
+
+def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, keep_bf16: tuple[str, ...] = ()) -> Export:
+    """Plan a directory of E4M3 weights for inference; everything else in BF16.
+
+    `keep_bf16` are shell patterns of Megatron module names. One weight scale and one input scale for each fused
+    group. Raises MissingFp8State where `static` asks for an input amax that was never recorded, and PrecisionError
+    for shapes that FP8 GEMMs do not take.
+    """
+    plan = make_plan(source, "hf", dtype=torch.bfloat16)
+    encoded = [job for job in plan.jobs if job.row.gemm and not any(fnmatchcase(job.module, p) for p in keep_bf16)]
+    for job in encoded:
+        check_fp8_gemm(job, plan.model)
+    inputs = _input_scales(source, encoded) if scheme == "static" else {}
+    encodings = {job.name: _encode(job, method, scheme, inputs.get(job.module)) for job in encoded}
+    jobs = tuple(replace(job, encode=encodings.get(job.name)) for job in plan.jobs)
+    targets = _targets(plan.targets, encodings, method, scheme)
+    codes = {name for encode in encodings.values() for name in encode.weight_scales}
+    matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]
+    ignored = [name.removesuffix(".weight") for name in matrices]
+    quantization = method.config(scheme, ignored)
+    return Export(
+        replace(plan, jobs=jobs, targets=targets, quantization=quantization),
+        quantization,
+        method.files(scheme, ignored),
+        source.fp8.iteration if source.fp8 else None,
+    )
+
+
+def _input_scales(source: StatefulSource, jobs: list[Job]) -> dict[str, float]:
+    """scale_inv of each module's input: the largest amax of its history over E4M3's largest value."""
+    states = source.fp8
+    if states is None:
+        raise MissingFp8State(
+            "the checkpoint holds no FP8 state, so no input scales are known",
+            do="Train a few steps with `precisionctl resume --precision fp8` first, or export with --scheme dynamic.",
+        )
+    scales = {}
+    for job in jobs:
+        state = states.modules.get(job.module)
+        amax = recorded_amax(state.roles["input"], "input", states.recipe) if state else torch.zeros(())
+        if not amax > 0:
+            raise MissingFp8State(
+                f"the input of `{job.module}` was never recorded",
+                do="Train a few steps with `precisionctl resume --precision fp8`, or export with --scheme dynamic.",
+            )
+        scales[job.module] = float(amax / FP8_MAX[CODES])
+    return scales
+
+
+def _encode(job: Job, method: QuantMethod, scheme: Scheme, input_scale: float | None) -> Encode:
+    scales = {name: method.scales(name, scheme) for name in job.writes}
+    return Encode(
+        granularity="tensor" if scheme == "static" else "channel",
+        weight_scales={name: tensors.weight for name, tensors in scales.items()},
+        input_scales={t.input: input_scale for t in scales.values() if t.input is not None and input_scale is not None},
+    )
+
+
+def _targets(
+    plain: Mapping[str, TensorSpec], encodings: Mapping[str, Encode], method: QuantMethod, scheme: Scheme
+) -> dict[str, TensorSpec]:
+    """The plain plan's targets, with codes for values and their scales beside them."""
+    codes = {name for encode in encodings.values() for name in encode.weight_scales}
+    targets: dict[str, TensorSpec] = {}
+    for name, spec in plain.items():
+        targets[name] = replace(spec, dtype=CODES) if name in codes else spec
+        if name in codes:
+            targets |= method.specs(name, spec.rows, scheme)
+    return targets
