@@ -1,0 +1,66 @@
+import json
+import math
+
+import pytest
+
+from precisionctl.errors import DataError
+from precisionctl.reports.compare import find_gap
+from precisionctl.reports.curves import Curve, read_curve, read_curves
+
+
+def curve(losses, name="run"):
+    return Curve(name, losses)
+
+
+def test_gaps_are_relative_to_the_first_run_over_the_steps_that_both_have():
+    first, other = curve({1: 4.0, 2: 2.0, 3: 2.0}), curve({2: 3.0, 3: 1.9, 4: 9.0})
+    gap = find_gap(other, first)
+    assert (gap.steps, gap.loss, gap.worst_step) == (2, 1.9, 2)
+    assert gap.now == pytest.approx(-0.05)
+    assert gap.worst == pytest.approx(0.5)
+    assert gap.mean == pytest.approx(4.9 / 4 - 1)
+
+
+def test_the_mean_gap_leaves_out_what_came_before_the_last_hundred_steps():
+    first = curve(dict.fromkeys(range(1, 201), 2.0))
+    other = curve({step: 8.0 if step <= 100 else 2.0 for step in range(1, 201)})
+    assert find_gap(other, first).mean == 0.0
+
+
+def test_a_loss_that_is_no_number_is_the_worst_and_passes_no_gate():
+    first, other = curve({1: 2.0, 2: 2.0}), curve({1: 100.0, 2: math.nan})
+    gap = find_gap(other, first)
+    assert gap.worst_step == 2
+    assert math.isnan(gap.mean)
+
+
+def test_runs_without_a_common_step_cannot_be_compared():
+    with pytest.raises(DataError, match="no step in common"):
+        find_gap(curve({1: 2.0}), curve({2: 2.0}))
+
+
+def test_a_step_run_again_counts_as_last_run_and_a_torn_line_is_left_out(tmp_path):
+    lines = [
+        {"step": 1, "loss": 3.0},
+        {"step": 2, "loss": 9.0},
+        {"step": 2, "loss": 2.0},
+        {"step": 2, "eval_loss": 1.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
+    assert read_curve(tmp_path, "run").losses == {1: 3.0, 2: 2.0}
+
+
+@pytest.mark.parametrize("content", ["[]\n", "nonsense\n", '{"loss": 1.0}\n', ""])
+def test_a_file_that_holds_no_metrics_is_refused(tmp_path, content):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(content)
+    with pytest.raises(DataError):
+        read_curve(file, "run")
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):
+    paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "other"]
+    for path in paths:
+        path.mkdir(parents=True)
+        (path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
+    assert [each.name for each in read_curves(paths)] == [str(paths[0]), str(paths[1]), "other"]

@@ -1,0 +1,50 @@
+"""What the documents show must exist: commands, their options, links; and every command must be shown."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from precisionctl.cli import main
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+names = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+
+
+def shown_commands(document):
+    """Command lines in code blocks, continued lines joined, what follows a command's options dropped."""
+    for block in re.findall(r"```\w*\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.match(r"(?:\$ )?(?:\S+=\S+ )*precisionctl (.*)", line)
+            if found:
+                yield shlex.split(found[1], comments=True)
+
+
+def check(words):
+    command, *rest = [word for word in words if word != "--debug"]
+    if command.startswith("-"):
+        return
+    known = {option for parameter in main.commands[command].params for option in parameter.opts}
+    used = {word.partition("=")[0] for word in rest if word.startswith("--")} - {"--help"}
+    assert used <= known, f"`{' '.join(words)}` uses {used - known}"
+
+
+@names
+def test_commands_shown_in_a_document_exist_with_those_options(document):
+    for words in shown_commands(document):
+        check(words)
+
+
+def test_every_command_is_shown_in_the_documents():
+    shown = {words[0] for document in DOCUMENTS for words in shown_commands(document)}
+    assert set(main.commands) <= shown
+
+
+@names
+def test_links_to_files_lead_somewhere(document):
+    text = document.read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+    missing = [t for t in targets if "://" not in t and not (document.parent / t).exists()]
+    assert not missing
