@@ -5,6 +5,7 @@
         UnknownFormat           nothing here is a checkpoint we know
         DamagedCheckpoint       truncated, inconsistent or missing parts
         UnsafePickle            a pickle asks for something outside the allow-list
+        NotUnderstood           sound, but nothing here can interpret it; its bytes can be kept
       MappingError            names do not fit
         UnknownArchitecture     no table for this model
         UnmappedTensor          a tensor that no row names
@@ -52,6 +53,10 @@ class DamagedCheckpoint(CheckpointError):
 
 class UnsafePickle(CheckpointError):
     """A pickle asks for something outside the allow-list."""
+
+
+class NotUnderstood(CheckpointError):
+    """A part is sound, but nothing here can interpret it; its bytes can be kept as they are."""
 
 
 class MappingError(PrecisionctlError):

@@ -1,0 +1,232 @@
+"""Transformer Engine's `_extra_state`: read without running what the pickle says, written byte for byte alike.
+
+TE 2.x keeps the FP8 state of a module as a pickle in a uint8 tensor (pytorch/module/base.py,
+get_extra_state): a recipe object, `scale_*` `[columns]` and `amax_history_*` `[history, columns]`, with the
+columns of FORWARD and BACKWARD for one GEMM. Reading unpickles it into the inert records below and takes
+them apart only afterwards; writing assembles the opcodes, because `pickle.dumps` would need TE's classes
+and would put memory addresses into the bytes.
+"""
+
+import io
+import pickle
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precisionctl import safe_pickle
+from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionError, RecipeError, UnsafePickle
+from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
+from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
+
+_RECIPES = "transformer_engine.common.recipe"
+_FORMATS = {(6, 6): "E2M1", (448, 448): "E4M3", (57344, 57344): "E5M2", (448, 57344): "HYBRID"}
+_LEGACY_MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
+_LEGACY_VERSION = 1001
+_TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+
+
+class _Record:
+    """Stands in for a TE class that pickles as its plain `__dict__`."""
+
+    fields: Mapping[str, Any] = {}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.fields = dict(state)
+
+
+class _Delayed(_Record):
+    """Stands in for DelayedScaling and Megatron's subclass of it."""
+
+
+class _FormatHelper(NamedTuple):
+    max_fwd: float
+    max_bwd: float
+
+
+class _Format(NamedTuple):
+    value: _FormatHelper
+
+
+class _Storage(NamedTuple):
+    """Stands in for `torch.storage._load_from_bytes`, which is an unrestricted `torch.load`."""
+
+    saved: bytes
+
+
+class _StoredTensor(NamedTuple):
+    """Stands in for `torch._utils._rebuild_tensor_v2`."""
+
+    storage: _Storage
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+    hooks: Mapping[str, object]
+
+
+_ALLOWED: safe_pickle.Allowed = {
+    (_RECIPES, "DelayedScaling"): _Delayed,
+    ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"): _Delayed,
+    (_RECIPES, "Float8CurrentScaling"): _Record,
+    (_RECIPES, "Float8BlockScaling"): _Record,
+    (_RECIPES, "MXFP8BlockScaling"): _Record,
+    (_RECIPES, "NVFP4BlockScaling"): _Record,
+    (_RECIPES, "MMParams"): _Record,
+    (_RECIPES, "QParams"): _Record,
+    (_RECIPES, "Format"): _Format,
+    (_RECIPES, "_FormatHelper"): _FormatHelper,
+    ("torch._utils", "_rebuild_tensor_v2"): _StoredTensor,
+    ("torch.storage", "_load_from_bytes"): _Storage,
+    ("collections", "OrderedDict"): dict,
+}
+
+
+def decode_payload(data: bytes, where: object) -> tuple[DelayedScaling, Fp8State] | None:
+    """Recipe and state in the bytes of a TE 2.x `_extra_state`; None where there is none: empty, a pickled
+    None, or a recipe that keeps no state. `where` names the payload in errors.
+
+    Raises NotUnderstood for a sound payload of something else than one GEMM (attention, grouped GEMMs, fused
+    operations, TE 1.x), UnsafePickle for one that asks for more than TE's classes, DamagedCheckpoint for one
+    that contradicts itself.
+    """
+    payload = safe_pickle.loads(data, _ALLOWED, where) if data else None
+    if payload is None:
+        return None
+    if not isinstance(payload, dict):
+        raise NotUnderstood(f"FP8 state that is a {type(payload).__name__}", where=where)
+    if not any(key in part for part in _parts(payload) for key in _TENSORS):
+        return None
+    if not isinstance(payload.get("recipe"), _Delayed):
+        raise NotUnderstood("FP8 state without a delayed-scaling recipe", where=where)
+    tensors = {key: _tensor(payload.get(key), f"{where}, {key}") for key in _TENSORS}
+    roles = {**_split(tensors, "fwd", FORWARD, where), **_split(tensors, "bwd", BACKWARD, where)}
+    recipe, state = _recipe(payload["recipe"].fields, where), Fp8State(roles)
+    state.check(recipe, where)
+    return recipe, state
+
+
+def _parts(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """The payload and, for TE's fused operations, its forward and backward halves."""
+    return [part for part in (payload, payload.get("forward"), payload.get("backward")) if isinstance(part, dict)]
+
+
+def _recipe(fields: Mapping[str, Any], where: object) -> DelayedScaling:
+    known = {name: fields[name] for name in DelayedScaling.__dataclass_fields__ if name in fields}
+    try:
+        if "fp8_format" in known:
+            known["fp8_format"] = _FORMATS[known["fp8_format"].value]
+        return DelayedScaling(**known)
+    except (RecipeError, AttributeError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"an FP8 recipe that makes no sense: {error!r}", where=where) from error
+
+
+def _split(
+    tensors: Mapping[str, Tensor], direction: str, roles: tuple[Role, ...], where: object
+) -> dict[Role, RoleState]:
+    """The columns of one direction, by role."""
+    scale, history = tensors[f"scale_{direction}"], tensors[f"amax_history_{direction}"]
+    if scale.dim() != 1 or history.dim() != 2 or history.shape[1] != scale.shape[0]:
+        shapes = f"{list(scale.shape)} and {list(history.shape)}"
+        raise DamagedCheckpoint(f"scale_{direction} and its history have the shapes {shapes}", where=where)
+    if len(scale) != len(roles):
+        raise NotUnderstood(f"FP8 state of {len(scale)} columns, not of one GEMM", where=where)
+    return {role: RoleState(scale[i].clone(), history[:, i].clone()) for i, role in enumerate(roles)}
+
+
+def _tensor(stored: object, where: object) -> Tensor:
+    """The tensor that a record describes, after checking that it lies within its storage."""
+    if not isinstance(stored, _StoredTensor) or not isinstance(stored.storage, _Storage):
+        raise DamagedCheckpoint("FP8 state lacks a tensor", where=where)
+    values = _storage(stored.storage.saved, where)
+    try:
+        tensor = values.as_strided(stored.size, stored.stride, stored.offset)
+    except (RuntimeError, TypeError) as error:
+        raise DamagedCheckpoint(f"a tensor reaches beyond its storage: {error}", where=where) from error
+    if tensor.numel() > values.numel():  # strides of zero would make gigabytes out of nothing
+        raise DamagedCheckpoint("a tensor is larger than its storage", where=where)
+    return tensor
+
+
+def _storage(saved: object, where: object) -> Tensor:
+    """All of a storage that was pickled with `torch.save`'s legacy format, as `[elements]`."""
+    if not isinstance(saved, bytes) or not saved.startswith(_LEGACY_MAGIC):
+        raise DamagedCheckpoint("a tensor's storage is not one that PyTorch wrote", where=where)
+    try:
+        storage = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+        values = torch.empty(0, dtype=storage.dtype).set_(storage)
+    except pickle.UnpicklingError as error:
+        raise UnsafePickle("a tensor's storage holds a pickle that PyTorch refuses", where=where) from error
+    except Exception as error:  # damaged bytes make torch.load raise nearly anything
+        raise DamagedCheckpoint(f"a tensor's storage does not load: {error!r}", where=where) from error
+    if values.nbytes > len(saved):  # torch.load allocates what the header says, present or not
+        raise DamagedCheckpoint("a tensor's storage is shorter than it says", where=where)
+    return values
+
+
+def encode_payload(state: Fp8State, recipe: DelayedScaling) -> bytes:
+    """The bytes of a TE 2.x `_extra_state` for a GEMM: what `pickle.loads` turns into TE's own objects where TE
+    is installed. Equal state gives equal bytes.
+
+    Raises PrecisionError for a state that does not have the recipe's history length, or of several experts.
+    """
+    for role, part in state.roles.items():
+        if part.amax_history.shape != (recipe.amax_history_len,):
+            raise PrecisionError(
+                f"{role} has an amax history of shape {list(part.amax_history.shape)}",
+                do=f"A TE payload of this recipe takes [{recipe.amax_history_len}].",
+            )
+    payload: dict[str, object] = {"recipe": _recipe_object(recipe)}
+    for direction, roles in (("fwd", FORWARD), ("bwd", BACKWARD)):
+        parts = [state.roles[role] for role in roles]
+        payload[f"scale_{direction}"] = _tensor_object(torch.stack([part.scale for part in parts]))
+        payload[f"amax_history_{direction}"] = _tensor_object(torch.stack([part.amax_history for part in parts], 1))
+    largest = _largest(recipe)
+    payload["extra_fp8_variables"] = {
+        "fp8_checkpoint": True,
+        "num_gemms": 1,
+        "fp8_max_fwd": largest.max_fwd,
+        "fp8_max_bwd": largest.max_bwd,
+    }
+    return dumps(payload)
+
+
+def _largest(recipe: DelayedScaling) -> _FormatHelper:
+    return next(_FormatHelper(*limits) for limits, name in _FORMATS.items() if name == recipe.fp8_format)
+
+
+def _recipe_object(recipe: DelayedScaling) -> Made:
+    largest = Made(Global(_RECIPES, "_FormatHelper"), tuple(_largest(recipe)), new=True)
+    fields = {
+        "margin": recipe.margin,
+        "fp8_format": Made(Global(_RECIPES, "Format"), (largest,)),
+        "amax_history_len": recipe.amax_history_len,
+        "amax_compute_algo": recipe.amax_compute_algo,
+        "scaling_factor_compute_algo": None,
+        "reduce_amax": recipe.reduce_amax,
+        "fp8_dpa": recipe.fp8_dpa,
+        "fp8_mha": recipe.fp8_mha,
+        "backward_override": None,
+    }
+    return Made(Global(_RECIPES, "DelayedScaling"), (), new=True, fields=fields)
+
+
+def _tensor_object(values: Tensor) -> Made:
+    values = values.detach().float().cpu().contiguous()
+    storage = Made(Global("torch.storage", "_load_from_bytes"), (_saved_storage(values),))
+    hooks = Made(Global("collections", "OrderedDict"), ())
+    arguments = (storage, 0, tuple(values.shape), values.stride(), False, hooks)
+    return Made(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
+
+
+def _saved_storage(values: Tensor) -> bytes:
+    """`torch.save` of an FP32 storage in the legacy format (torch/serialization.py, _legacy_save), which is how
+    storages pickle, with the key "0" where PyTorch puts an address."""
+    sizes = {"short": 2, "int": 4, "long": 4}
+    system = {"protocol_version": _LEGACY_VERSION, "little_endian": True, "type_sizes": sizes}
+    reference = ("storage", Global("torch", "FloatStorage"), "0", "cpu", values.numel(), None)
+    pickles = (_LEGACY_VERSION, system, Persistent(reference), ["0"])
+    numbers = struct.pack("<q", values.numel()) + values.view(torch.uint8).numpy().tobytes()
+    return _LEGACY_MAGIC + b"".join(dumps(value, protocol=2) for value in pickles) + numbers
