@@ -56,7 +56,8 @@ def read_companions(directory: Path) -> Companions:
 class HuggingFaceReader:
     """A Hugging Face directory as a Reader. Raises DamagedCheckpoint where files contradict one another.
 
-    Scale tensors of FP8 codes are not among `specs`; they are in `encodings` (and `input_scales`).
+    Scale tensors of FP8 codes are not among `specs`; they are in `encodings` (and `input_scales`), and in `stored`,
+    which is every tensor as the files have it.
     """
 
     container = "safetensors"
@@ -67,10 +68,10 @@ class HuggingFaceReader:
         self.companions = read_companions(path)
         self.config = _load_json(path / "config.json")
         self.model: ModelShape = model_shape.from_hf_config(self.config, path / "config.json")
-        self._stored = _Stored(self._read_headers())
-        self._scales: Mapping[str, Scales] = stored_scales(self.config, self._stored.specs, path / "config.json")
+        self.stored = _Stored(self._read_headers())
+        self._scales: Mapping[str, Scales] = stored_scales(self.config, self.stored.specs, path / "config.json")
         hidden = {name for scales in self._scales.values() for name in scales.names}
-        self.specs = {name: spec for name, spec in self._stored.specs.items() if name not in hidden}
+        self.specs = {name: spec for name, spec in self.stored.specs.items() if name not in hidden}
 
     def _read_headers(self) -> dict[str, tuple[Path, Stored]]:
         found: dict[str, tuple[Path, Stored]] = {}
@@ -107,13 +108,13 @@ class HuggingFaceReader:
 
     @cached_property
     def encodings(self) -> Mapping[str, Encoding]:
-        return {name: encoding(read_tensor(self._stored, scales.weight)) for name, scales in self._scales.items()}
+        return {name: encoding(read_tensor(self.stored, scales.weight)) for name, scales in self._scales.items()}
 
     @cached_property
     def input_scales(self) -> Mapping[str, float]:
         """Static input scale_inv of each quantised weight that has one, by the weight's name."""
         static = {name: scales.input for name, scales in self._scales.items() if scales.input is not None}
-        return {name: float(read_tensor(self._stored, scale).reshape(())) for name, scale in static.items()}
+        return {name: float(read_tensor(self.stored, scale).reshape(())) for name, scale in static.items()}
 
     @cached_property
     def fp8(self) -> Fp8States | None:
@@ -126,10 +127,10 @@ class HuggingFaceReader:
 
     @property
     def files(self) -> Sequence[Path]:
-        return sorted({file for file, _ in self._stored.places.values()})
+        return sorted({file for file, _ in self.stored.places.values()})
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return self._stored.chunks(name)
+        return self.stored.chunks(name)
 
 
 class _Stored:
