@@ -99,12 +99,11 @@ def _hf_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:
+def to_hf_config(model: ModelShape, hf_class: str, dtype: str) -> dict[str, Any]:
     """A config.json for a model that never had one. `dtype` is transformers' word, e.g. `bfloat16`."""
     config: dict[str, Any] = {key: getattr(model, field) for field, key, _ in _COMMON_FIELDS}
-    classes = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
     config |= {
-        "architectures": [classes[model.architecture]],
+        "architectures": [hf_class],
         "model_type": model.architecture,
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.kv_channels,
@@ -114,12 +113,10 @@ def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:
         "rope_theta": model.rotary_base,
         "torch_dtype": dtype,
     }
+    switches = {key: getattr(model, key) for key in ("attention_bias", "mlp_bias", "sliding_window")}
+    config |= {key: value for key, value in switches.items() if value}
     if model.rope_scaling:
         config["rope_scaling"] = dict(model.rope_scaling)
-    if model.architecture == "mistral":
-        config["sliding_window"] = model.sliding_window
-    else:
-        config |= {"attention_bias": model.attention_bias, "mlp_bias": model.mlp_bias}
     return config
 
 
