@@ -39,12 +39,11 @@ def test_runs_without_a_common_step_cannot_be_compared():
         find_gap(curve({1: 2.0}), curve({2: 2.0}))
 
 
-def test_a_step_run_again_counts_as_last_run_and_a_torn_line_is_left_out(tmp_path):
+def test_a_step_run_again_counts_as_run_last_and_a_line_still_being_written_is_left_out(tmp_path):
     lines = [
         {"step": 1, "loss": 3.0},
         {"step": 2, "loss": 9.0},
         {"step": 2, "loss": 2.0},
-        {"step": 2, "eval_loss": 1.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
     assert read_curve(tmp_path, "run").losses == {1: 3.0, 2: 2.0}

@@ -1,0 +1,64 @@
+"""A Hugging Face checkpoint from nothing: a tokenizer trained on the text, and a small Llama at random."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+VOCABULARY = 2048
+TOKENIZER_FILES = 60
+"""Enough text for a small vocabulary."""
+
+END, USER, ASSISTANT = "<|end|>", "<|user|>", "<|assistant|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>\\n' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+
+def make_checkpoint(folder: Path, text: Path) -> None:
+    """Write a random BF16 Llama of 2.4 million parameters with a tokenizer for the files in `text`."""
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    tokenizer = _train_tokenizer(text)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _train_tokenizer(text: Path) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: no text is unknown to it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[END, USER, ASSISTANT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_samples(text), trainer)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END, chat_template=CHAT_TEMPLATE
+    )
+
+
+def _samples(text: Path) -> Iterator[str]:
+    for file in sorted(text.iterdir())[:TOKENIZER_FILES]:
+        yield file.read_text(encoding="utf-8")
