@@ -1,0 +1,108 @@
+"""Backend: what makes the GPT's linears and norms, and which one this machine can run.
+
+Both make modules with the same parameter names, FP8 state and numerics: `modules_te` (Transformer
+Engine, on a GPU with FP8) and `modules_emulated` (plain PyTorch, anywhere).
+"""
+
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from precisionctl.errors import EnvironmentProblem
+from precisionctl.fp8.state import Fp8State
+from precisionctl.precision import Precision
+
+BackendName = Literal["te", "emulated"]
+
+
+@runtime_checkable
+class Fp8Linear(Protocol):
+    """A linear that may keep delayed-scaling state."""
+
+    def fp8_state(self) -> Fp8State | None:
+        """A copy, on the CPU; None where the GEMM keeps none (BF16, current scaling)."""
+        ...
+
+    def set_fp8_state(self, state: Fp8State) -> None:
+        """Take over scales and histories; a history of another length keeps its newest rows.
+        Raises PrecisionError where the GEMM keeps no state."""
+        ...
+
+
+class Backend(Protocol):
+    """Makes the GPT's linears and norms, and keeps their FP8 state in step with its passes.
+
+    `name` is the Megatron name of the module (`decoder.layers.0.mlp.linear_fc1`). Linears raise
+    PrecisionError for sizes that an FP8 GEMM cannot have.
+    """
+
+    recording: bool
+    """While True, GEMMs run in BF16 and their amaxes fill the histories, a row per pass."""
+
+    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module: ...
+    def layer_norm_linear(
+        self, name: str, in_features: int, out_features: int, bias: bool, epsilon: float
+    ) -> nn.Module: ...
+    def rms_norm(self, size: int, epsilon: float) -> nn.Module: ...
+
+    def forward_pass(self) -> AbstractContextManager[None]:
+        """Around one pass through all modules. On leaving it with gradients enabled, forward scales are
+        updated, as TE does when its outermost autocast ends; without gradients nothing is recorded."""
+        ...
+
+    def after_backward(self) -> None:
+        """Called when a pass's gradients are complete: backward scales are updated."""
+        ...
+
+
+def fp8_linears(model: nn.Module) -> dict[str, Fp8Linear]:
+    """The linears that keep delayed-scaling state, by Megatron name."""
+    named = ((name, module) for name, module in model.named_modules() if isinstance(module, Fp8Linear))
+    return {name: module for name, module in named if module.fp8_state() is not None}
+
+
+def choose_backend(asked: Literal["te", "emulated", "auto"]) -> BackendName:
+    """`auto` is Transformer Engine where it can run FP8, else the emulation.
+    Raises EnvironmentProblem, with the reason, when `te` is asked for and cannot run."""
+    if asked == "emulated":
+        return "emulated"
+    problem = _te_problem()
+    if problem is None:
+        return "te"
+    if asked == "auto":
+        return "emulated"
+    raise EnvironmentProblem(
+        f"Transformer Engine cannot run FP8 here: {problem}",
+        do="Use `--backend emulated`, or a machine with an FP8 GPU and `precisionctl[te]` installed.",
+    )
+
+
+def _te_problem() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.cuda.get_device_capability() < (8, 9):
+        return f"{torch.cuda.get_device_name()} has no FP8 (compute capability 8.9 or newer is needed)"
+    try:
+        from precisionctl.trainer import modules_te  # noqa: F401
+    except (ImportError, RuntimeError, OSError) as problem:  # an empty metapackage raises RuntimeError
+        return str(problem)
+    return None
+
+
+def make_backend(name: BackendName, precision: Precision, dtype: torch.dtype, device: torch.device) -> Backend:
+    """Parameters of its modules have `dtype`; FP8 state lives on `device`."""
+    if name == "te":
+        from precisionctl.trainer.modules_te import TransformerEngineBackend
+
+        return TransformerEngineBackend(precision, dtype, device)
+    from precisionctl.trainer.modules_emulated import EmulatedBackend
+
+    return EmulatedBackend(precision, dtype, device)
+
+
+def rms_norm(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """`weight * values / rms(values)` over the last dimension, computed and returned in FP32."""
+    wide = values.float()
+    return weight.float() * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon))

@@ -1,0 +1,293 @@
+"""The GPT's linears and norms in plain PyTorch, with Transformer Engine's FP8 numerics.
+
+An FP8 GEMM multiplies code values, accumulates in FP32, multiplies by both scale_inv, adds the bias and
+rounds once. Code values are exact in FP32, so FP32 matrix products stand in for the tensor cores:
+
+    y     = (X @ W.T) * x.scale_inv * w.scale_inv + bias      X: input  [tokens, in]
+    dgrad = (G @ W)   * g.scale_inv * w.scale_inv             W: weight [out, in]
+    wgrad = (G.T @ X) * g.scale_inv * x.scale_inv             G: grad_output [tokens, out]
+
+Under delayed scaling a cast uses the scale that earlier steps gave and records its tensor's amax in row 0 of
+the history; `fp8.numerics.update_delayed` turns those rows into the next scales. TE also has roles `output`
+and `grad_input`, which no GEMM here uses; their state is only kept.
+"""
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from precisionctl.errors import PrecisionError
+from precisionctl.fp8 import numerics
+from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
+from precisionctl.precision import Precision
+from precisionctl.trainer.backend import rms_norm
+
+ALIGNMENT = 16
+"""cuBLASLt wants both dimensions of an FP8 operand divisible by 16; in the weight gradient that includes tokens."""
+
+
+class Quantized(NamedTuple):
+    """FP8 codes and the FP32 `[]` multiplier that decodes them."""
+
+    codes: Tensor
+    scale_inv: Tensor
+
+
+class Quantizer(Protocol):
+    def quantize(self, values: Tensor) -> Quantized: ...
+
+
+class ScalingBuffers:
+    """Delayed-scaling state of many tensors of one code dtype, side by side so that one call updates all.
+
+    `state.scale` is FP32 `[slots]`, `state.amax_history` `[slots, history]`.
+    """
+
+    def __init__(self, dtype: torch.dtype, recipe: DelayedScaling, device: torch.device) -> None:
+        self.dtype, self.recipe = dtype, recipe
+        empty = torch.zeros(0, recipe.amax_history_len, device=device)
+        self.state = RoleState(torch.ones(0, device=device), empty)
+
+    def add_slot(self) -> "DelayedQuantizer":
+        fresh, state = RoleState.fresh(self.recipe.amax_history_len), self.state
+        self.state = RoleState(
+            torch.cat([state.scale, fresh.scale.to(state.scale).view(1)]),
+            torch.cat([state.amax_history, fresh.amax_history.to(state.amax_history).view(1, -1)]),
+        )
+        return DelayedQuantizer(self, len(state.scale))
+
+    def update(self) -> None:
+        self.state = numerics.update_delayed(self.state, self.dtype, self.recipe)
+
+    def discard_row_0(self) -> None:
+        self.state.amax_history[:, 0] = 0
+
+
+@dataclass(frozen=True)
+class DelayedQuantizer:
+    """Casts with the scale in its slot, and records the amax for the next one."""
+
+    buffers: ScalingBuffers
+    slot: int
+
+    def quantize(self, values: Tensor) -> Quantized:
+        self.record(values)
+        scale = self.buffers.state.scale[self.slot]
+        return Quantized(numerics.encode(values, scale, self.buffers.dtype), scale.reciprocal())
+
+    def record(self, values: Tensor) -> None:
+        row_0 = self.buffers.state.amax_history[self.slot, 0]
+        row_0.copy_(torch.fmax(row_0, numerics.amax(values)))
+
+    @property
+    def state(self) -> RoleState:
+        state = self.buffers.state
+        return RoleState(state.scale[self.slot].cpu().clone(), state.amax_history[self.slot].cpu().clone())
+
+    def set_state(self, new: RoleState) -> None:
+        self.buffers.state.scale[self.slot] = new.scale
+        self.buffers.state.amax_history[self.slot] = new.resized(self.buffers.recipe.amax_history_len).amax_history
+
+
+@dataclass(frozen=True)
+class CurrentQuantizer:
+    """Casts with the scale that the tensor's own amax gives."""
+
+    dtype: torch.dtype
+
+    def quantize(self, values: Tensor) -> Quantized:
+        scale = numerics.current_scale(numerics.amax(values), self.dtype)
+        return Quantized(numerics.encode(values, scale, self.dtype), scale.reciprocal())
+
+
+class Fp8Matmul(torch.autograd.Function):
+    """`linear(values, weight, bias)` in FP8, forward and backward.
+
+    values `[tokens, in]` in FP32 or `dtype`, weight `[out, in]`, bias `[out]` or None; gives `[tokens, out]` in
+    `dtype`, the activations' dtype, to which gradients are rounded as well.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        quantizers: Mapping[Role, Quantizer],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        x, w = quantizers["input"].quantize(values), quantizers["weight"].quantize(weight)
+        ctx.save_for_backward(*x, *w)
+        ctx.grad_quantizer, ctx.dtype = quantizers["grad_output"], dtype
+        product = _scaled_product(x.codes, w.codes.t(), x.scale_inv * w.scale_inv)
+        if bias is not None:
+            product += bias.bfloat16()  # TE casts it for FP32 activations too: cuBLAS has no FP8 GEMM with an FP32 bias
+        return product.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x_codes, x_scale_inv, w_codes, w_scale_inv = ctx.saved_tensors
+        g = ctx.grad_quantizer.quantize(grad_output)
+        dgrad = wgrad = bias_grad = None
+        if ctx.needs_input_grad[0]:
+            dgrad = _scaled_product(g.codes, w_codes, g.scale_inv * w_scale_inv).to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            wgrad = _scaled_product(g.codes.t(), x_codes, g.scale_inv * x_scale_inv).to(ctx.dtype)
+        if ctx.needs_input_grad[2]:
+            bias_grad = grad_output.sum(0, dtype=torch.float32).to(ctx.dtype)
+        return dgrad, wgrad, bias_grad, None, None
+
+
+def _scaled_product(left: Tensor, right: Tensor, scale_inv: Tensor) -> Tensor:
+    return (left.float() @ right.float()).mul_(scale_inv)
+
+
+class Linear(nn.Module):
+    """`values @ weight.T + bias`, in FP8 where it has quantizers, else in the parameters' dtype."""
+
+    def __init__(self, backend: "EmulatedBackend", name: str, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__()
+        self.backend, self.name = backend, name
+        self.quantizers = backend.quantizers(name, in_features, out_features)
+        self.weight = nn.Parameter(backend.empty(out_features, in_features).normal_(std=0.02))
+        self.bias = nn.Parameter(backend.empty(out_features).zero_()) if bias else None
+
+    def forward(self, values: Tensor) -> Tensor:
+        """`[..., in]` to `[..., out]`."""
+        return self.gemm(values)
+
+    def gemm(self, values: Tensor) -> Tensor:
+        """As `forward`; values may be FP32 whatever the parameters' dtype."""
+        if not self.quantizers:
+            return F.linear(values.to(self.weight.dtype), self.weight, self.bias)
+        if self.backend.recording:
+            return self._recorded_gemm(values)
+        rows = values.flatten(0, -2)
+        if len(rows) % ALIGNMENT:
+            raise _misaligned(f"{len(rows)} tokens in a batch", self.name)
+        out: Tensor = Fp8Matmul.apply(rows, self.weight, self.bias, self.quantizers, self.weight.dtype)  # type: ignore[no-untyped-call]
+        return out.view(*values.shape[:-1], -1)
+
+    def _recorded_gemm(self, values: Tensor) -> Tensor:
+        out = F.linear(values.to(self.weight.dtype), self.weight, self.bias)
+        quantizers = self._delayed()
+        if quantizers:
+            quantizers["input"].record(values)
+            quantizers["weight"].record(self.weight)
+        if quantizers and out.requires_grad:
+            out.register_hook(quantizers["grad_output"].record)  # type: ignore[no-untyped-call]
+        return out
+
+    def fp8_state(self) -> Fp8State | None:
+        quantizers = self._delayed()
+        return Fp8State({role: q.state for role, q in quantizers.items()}) if quantizers else None
+
+    def set_fp8_state(self, state: Fp8State) -> None:
+        quantizers = self._delayed()
+        if not quantizers:
+            raise PrecisionError("this GEMM keeps no FP8 state", where=self.name)
+        for role, quantizer in quantizers.items():
+            quantizer.set_state(state.roles[role])
+
+    def _delayed(self) -> dict[Role, DelayedQuantizer]:
+        return {role: q for role, q in self.quantizers.items() if isinstance(q, DelayedQuantizer)}
+
+
+class LayerNormLinear(Linear):
+    """RMSNorm, then a linear: TE's fusion, in which delayed scaling casts the norm's FP32 values directly
+    and current scaling casts them after rounding (normalization.cpp, rmsnorm_fwd)."""
+
+    def __init__(
+        self,
+        backend: "EmulatedBackend",
+        name: str,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        epsilon: float,
+    ) -> None:
+        super().__init__(backend, name, in_features, out_features, bias)
+        self.epsilon = epsilon
+        self.layer_norm_weight = nn.Parameter(backend.empty(in_features).fill_(1.0))
+
+    def forward(self, values: Tensor) -> Tensor:
+        normed = rms_norm(values, self.layer_norm_weight, self.epsilon)
+        return self.gemm(normed if self._delayed() else normed.to(values.dtype))
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm in FP32, rounded once to the input's dtype."""
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.epsilon = nn.Parameter(weight), epsilon
+
+    def forward(self, values: Tensor) -> Tensor:
+        return rms_norm(values, self.weight, self.epsilon).to(values.dtype)
+
+
+class EmulatedBackend:
+    """Makes emulated modules and keeps their delayed-scaling state."""
+
+    def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device) -> None:
+        self.precision, self.dtype, self.device = precision, dtype, device
+        self.recording = False
+        recipe = precision.delayed
+        self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device)
+        self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device)
+
+    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> Linear:
+        return Linear(self, name, in_features, out_features, bias)
+
+    def layer_norm_linear(
+        self, name: str, in_features: int, out_features: int, bias: bool, epsilon: float
+    ) -> LayerNormLinear:
+        return LayerNormLinear(self, name, in_features, out_features, bias, epsilon)
+
+    def rms_norm(self, size: int, epsilon: float) -> RMSNorm:
+        return RMSNorm(self.empty(size).fill_(1.0), epsilon)
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def quantizers(self, name: str, in_features: int, out_features: int) -> Mapping[Role, Quantizer]:
+        """How a GEMM's tensors are cast, by role; empty where it stays in BF16."""
+        if not runs_in_fp8(self.precision, name):
+            return {}
+        if in_features % ALIGNMENT or out_features % ALIGNMENT:
+            raise _misaligned(f"a weight of {out_features} by {in_features}", name)
+        if self.precision.scaling == "current":
+            recipe = self.precision.delayed
+            return {role: CurrentQuantizer(recipe.dtype(role)) for role in ("input", "weight", "grad_output")}
+        forward: dict[Role, Quantizer] = {role: self._forward.add_slot() for role in FORWARD}
+        return forward | {role: self._backward.add_slot() for role in BACKWARD}
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        yield
+        if torch.is_grad_enabled():
+            self._forward.update()
+        else:
+            self._forward.discard_row_0()
+
+    def after_backward(self) -> None:
+        self._backward.update()
+
+
+def runs_in_fp8(precision: Precision, name: str) -> bool:
+    """Whether a module's GEMM is in FP8: it is not when `keep_bf16` has a pattern for it."""
+    return precision.fp8 and not any(fnmatch.fnmatch(name, pattern) for pattern in precision.keep_bf16)
+
+
+def _misaligned(what: str, name: str) -> PrecisionError:
+    return PrecisionError(
+        f"an FP8 GEMM cannot take {what}: it has to be divisible by {ALIGNMENT}",
+        where=name,
+        do="Choose other sizes, or keep the module in BF16 with `keep_bf16`.",
+    )
