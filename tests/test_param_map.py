@@ -1,0 +1,113 @@
+"""Every row of every family: `split` is the inverse of `merge`, and lowering moves what the row moves."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from precisionctl.architectures.find import architecture_of, supported
+from precisionctl.architectures.param_map import QKV, Architecture, Row
+from precisionctl.errors import UnknownArchitecture
+from precisionctl.lower import layout_parts, lower
+from precisionctl.model_shape import ModelShape
+
+ROWS = [
+    pytest.param(row, id=row.megatron)
+    for table in {id(t): t for t in supported().values()}.values()
+    for row in table.rows
+]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelShape:
+    groups, per_group, head = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4]))
+    vocab = draw(st.integers(1, 9))
+    return ModelShape(
+        architecture="llama",
+        num_layers=draw(st.integers(1, 3)),
+        hidden_size=draw(st.integers(1, 5)),
+        ffn_hidden_size=draw(st.integers(1, 5)),
+        num_attention_heads=groups * per_group,
+        num_query_groups=groups,
+        kv_channels=head,
+        vocab_size=vocab,
+        padded_vocab_size=vocab + draw(st.integers(0, 5)),
+        max_position_embeddings=8,
+    )
+
+
+def hf_parts(row: Row, model: ModelShape) -> list[Tensor]:
+    columns = row.shape(model)[1:]
+    return [torch.rand(rows, *columns) for rows in layout_parts(row, model)]
+
+
+@pytest.mark.parametrize("row", ROWS)
+@given(model=models())
+@settings(max_examples=25, deadline=None)
+def test_split_is_the_inverse_of_merge(row: Row, model: ModelShape) -> None:
+    parts = hf_parts(row, model)
+    whole = row.merge(parts, model)
+    assert whole.shape == row.shape(model)
+    for part, back in zip(parts, row.split(whole, model), strict=True):
+        assert torch.equal(part, back)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@given(model=models())
+@settings(max_examples=25, deadline=None)
+def test_lowered_segments_move_what_the_row_moves(row: Row, model: ModelShape) -> None:
+    parts = hf_parts(row, model)
+    names = [f"part{number}" for number in range(len(parts))]
+    whole = row.merge(parts, model)
+    merged = apply(row, model, dict(zip(names, parts, strict=True)), {"whole": whole.shape}, to_megatron=True)
+    assert torch.equal(merged["whole"], whole)
+    split = apply(
+        row, model, {"whole": whole}, {n: p.shape for n, p in zip(names, parts, strict=True)}, to_megatron=False
+    )
+    for name, part in zip(names, parts, strict=True):
+        assert torch.equal(split[name], part)
+
+
+def apply(
+    row: Row, model: ModelShape, sources: dict[str, Tensor], shapes: dict[str, torch.Size], *, to_megatron: bool
+) -> dict[str, Tensor]:
+    """Do the segments by hand, on targets that start as NaN: a row that no segment covers would show."""
+    layouts = ("hf", "megatron") if to_megatron else ("megatron", "hf")
+    targets = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
+    for segment in lower(row, model, *layouts, list(sources), list(targets)):
+        rows = (
+            0.0 if segment.read is None else sources[segment.read][segment.read_row : segment.read_row + segment.rows]
+        )
+        targets[segment.write][segment.write_row : segment.write_row + segment.rows] = rows
+    return targets
+
+
+def test_qkv_interleaves_per_query_group_as_megatron_does() -> None:
+    """An independent spelling: megatron/core/transformer/attention.py views the rows as [groups, (r+2)*head]."""
+    model = ModelShape("llama", 1, 3, 4, 4, 2, 2, 5, 5, 8)
+    q, k, v = torch.arange(8.0), torch.arange(100.0, 104.0), torch.arange(200.0, 204.0)
+    row = QKV("q", "k", "v", "qkv", gemm=False)
+    expected = [0, 1, 2, 3, 100, 101, 200, 201, 4, 5, 6, 7, 102, 103, 202, 203]
+    assert row.merge([q, k, v], model).tolist() == expected
+
+
+def test_padded_rows_are_cut_off_whatever_they_hold() -> None:
+    model = ModelShape("llama", 1, 2, 4, 1, 1, 2, 3, 5, 8)
+    row = next(row for row in architecture_of("llama").rows if "word_embeddings" in row.megatron)
+    (values,) = row.split(torch.arange(10.0).view(5, 2), model)
+    assert values.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_an_unknown_family_is_refused_with_the_list_of_known_ones() -> None:
+    with pytest.raises(UnknownArchitecture, match="no table for architecture `mamba`.*llama, mistral"):
+        architecture_of("mamba")
+
+
+def test_every_table_names_each_tensor_once() -> None:
+    for table in supported().values():
+        assert isinstance(table, Architecture)
+        megatron = [row.megatron for row in table.rows]
+        hf = [name for row in table.rows for name in row.hf]
+        assert len(set(megatron)) == len(megatron)
+        assert len(set(hf)) == len(hf)
