@@ -8,7 +8,6 @@ and would put memory addresses into the bytes.
 """
 
 import io
-import pickle
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -17,13 +16,13 @@ import torch
 from torch import Tensor
 
 from precisionctl import safe_pickle
-from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionError, RecipeError, UnsafePickle
+from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionError, RecipeError
 from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
 
 _RECIPES = "transformer_engine.common.recipe"
 _FORMATS = {(6, 6): "E2M1", (448, 448): "E4M3", (57344, 57344): "E5M2", (448, 57344): "HYBRID"}
-_LEGACY_MAGIC = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
+_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch/serialization.py, MAGIC_NUMBER, pickled
 _LEGACY_VERSION = 1001
 _TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
@@ -157,10 +156,8 @@ def _storage(saved: object, where: object) -> Tensor:
     try:
         storage = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
         values = torch.empty(0, dtype=storage.dtype).set_(storage)
-    except pickle.UnpicklingError as error:
-        raise UnsafePickle("a tensor's storage holds a pickle that PyTorch refuses", where=where) from error
-    except Exception as error:  # damaged bytes make torch.load raise nearly anything
-        raise DamagedCheckpoint(f"a tensor's storage does not load: {error!r}", where=where) from error
+    except Exception as error:  # damaged bytes make torch.load raise nearly anything, hostile ones a refusal
+        raise DamagedCheckpoint("PyTorch does not load a tensor's storage", where=where) from error
     if values.nbytes > len(saved):  # torch.load allocates what the header says, present or not
         raise DamagedCheckpoint("a tensor's storage is shorter than it says", where=where)
     return values

@@ -5,8 +5,9 @@ fallback (`NVTE_UNFUSED_FP8_UPDATE=1`) divides by 2**margin last and rolls every
 Everything here works on one tensor's numbers (`[]`, history `[H]`) and on several at once (`[N]`, `[N, H]`).
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ FP8_MAX: Mapping[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8
 """Largest finite value of each code dtype."""
 
 PIECE = 64 * 1024
-"""Elements that are cast at a time: an FP32 scratch of 256 KiB stays in a core's cache."""
+"""Elements to cast at a time: FP32 scratch of this size (256 KiB) stays in a core's cache."""
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _FP32_EXPONENT = 0x7F800000
@@ -117,27 +118,42 @@ def _change_role(state: RoleState, role: Role, old: DelayedScaling, new: Delayed
 
 
 def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes `saturate(values * scale)`, of `values`' shape; NaN stays NaN, infinity becomes the largest code.
-
-    `scale` is FP32: `[]` or `[1]`, or `[rows, 1]` for values `[rows, ...]`.
-    """
+    """TE's cast: codes `saturate(values * scale)`, of `values`' shape. NaN stays NaN, infinity becomes the
+    largest code. `scale` is FP32: `[]` or `[1]`, or `[rows, 1]` for values `[rows, ...]`."""
     rows = values.detach().reshape(values.shape[0] if values.dim() else 1, math.prod(values.shape[1:]))
     codes = torch.empty(rows.shape, dtype=dtype, device=values.device)
-    step = max(1, PIECE // max(1, rows.shape[1]))
-    scratch = torch.empty(step * rows.shape[1], device=values.device)
-    for start in range(0, rows.shape[0], step):
-        piece = slice(start, start + step)
-        encode_into(codes[piece], rows[piece], scale[piece] if scale.dim() == 2 else scale, scratch)
+    _encode_pieces(rows, Tensor.mul_, scale, codes, torch.empty(PIECE, device=values.device))
     return codes.view(values.shape)
 
 
-def encode_into(codes: Tensor, values: Tensor, scale: Tensor, scratch: Tensor) -> None:
-    """Encode `values` into `codes` (same shape, an FP8 dtype) through `scratch`, an FP32 buffer of at least as
-    many elements; nothing else is allocated. Keep pieces near `PIECE` elements: larger ones leave the cache."""
+def scale_inv(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """What inference formats store: `amax / fp8_max`, FP32; 1 where that is zero, infinite or NaN."""
+    quotient = amax / torch.full_like(amax, FP8_MAX[dtype])
+    return torch.where(quotient.isfinite() & (quotient > 0), quotient, 1.0)
+
+
+def encode_by_scale_inv(values: Tensor, scale_inv: Tensor, codes: Tensor, scratch: Tensor) -> None:
+    """The cast of inference formats: `saturate(values / scale_inv)` into `codes`, both `[rows, columns]`.
+
+    Divided by the number that is stored, so that whoever has only the file can make every code again; its
+    reciprocal would round twice. `scale_inv` is FP32 `[]`, `[1]` or `[rows, 1]`; `scratch` is FP32 of any size,
+    best PIECE.
+    """
+    _encode_pieces(values, Tensor.div_, scale_inv, codes, scratch)
+
+
+def _encode_pieces(
+    values: Tensor, apply: Callable[[Tensor, Tensor], Tensor], factor: Tensor, codes: Tensor, scratch: Tensor
+) -> None:
     largest = FP8_MAX[codes.dtype]
-    work = scratch[: values.numel()].view(values.shape)
-    # PyTorch's casts do not saturate: E5M2 overflows to infinity, E4M3 to NaN before some version after 2.11.
-    codes.copy_(work.copy_(values).mul_(scale).clamp_(-largest, largest))
+    columns = max(1, min(values.shape[1], scratch.numel()))
+    rows = scratch.numel() // columns
+    for row, column in itertools.product(range(0, values.shape[0], rows), range(0, values.shape[1], columns)):
+        piece = (slice(row, row + rows), slice(column, column + columns))
+        work = scratch[: values[piece].numel()].view(values[piece].shape).copy_(values[piece])
+        apply(work, factor[row : row + rows] if factor.dim() == 2 else factor)
+        # PyTorch's casts do not saturate: E5M2 overflows to infinity, E4M3 to NaN before some version after 2.11.
+        codes[piece].copy_(work.clamp_(-largest, largest))
 
 
 def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -148,28 +164,3 @@ def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32)
     if dtype == torch.float16:
         raise PrecisionError("FP8 codes do not survive FP16", do="Decode them to BF16 or FP32.")
     return (codes.float() * scale_inv).to(dtype)
-
-
-def scale_inv(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize multiplier `amax / fp8_max`, FP32, of a scale that is ours to choose; 1 where amax is zero."""
-    return torch.where(amax > 0, amax / FP8_MAX[dtype], 1.0)
-
-
-def encode_by_scale_inv(values: Tensor, scale_inv: Tensor, codes: Tensor, scratch: Tensor) -> None:
-    """Encode `[rows, columns]` into `codes` by an FP32 division with `scale_inv` (`[]` or `[rows, 1]`), the number
-    that is stored: whoever has only the file can make every code again."""
-    rows, columns = values.shape
-    step = max(1, PIECE // columns)
-    for start in range(0, rows, step):
-        part = slice(start, min(start + step, rows))
-        size = (part.stop - part.start) * columns
-        work = (scratch if size <= scratch.numel() else torch.empty(size))[:size].view(-1, columns)
-        work.copy_(values[part]).div_(scale_inv[part] if scale_inv.dim() else scale_inv)
-        saturate_into(codes[part], work)
-
-
-def saturate_into(codes: Tensor, work: Tensor) -> None:
-    """Round FP32 `work`, which is overwritten, to codes; too large a magnitude becomes the largest code."""
-    largest = FP8_MAX[codes.dtype]
-    # PyTorch's own casts do not saturate everywhere: E5M2 gives infinity, E4M3 gave NaN before 2.12.
-    codes.copy_(work.clamp_(-largest, largest))
