@@ -1,15 +1,26 @@
 """Everything that is drawn on a terminal: results on stdout, progress and errors on stderr."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import pairwise
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.panel import Panel
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from precisionctl.errors import PrecisionctlError
 from precisionctl.reports.table import Table
+
+if TYPE_CHECKING:  # it brings torch with it, which an error panel has no time for
+    from precisionctl.trainer.metrics import StepMetrics
 
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
@@ -47,3 +58,72 @@ def _parts(error: Exception) -> tuple[str, str, str]:
     if isinstance(error, OSError):
         return error.strerror or str(error), str(error.filename or ""), ""
     return str(error), "", ""
+
+
+@contextmanager
+def bytes_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes with rate and time left on stderr; calls of what it yields move it on."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=_err) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+@contextmanager
+def training_panel(title: str, steps: int) -> Iterator[Callable[["StepMetrics"], None]]:
+    """The run so far on stderr: a panel that is drawn again each step, or a line now and then where nothing can be."""
+    seen: list[StepMetrics] = []
+    if not _err.is_terminal:
+        yield lambda step: _log_line(step, steps)
+        return
+    with Live(console=_err, auto_refresh=False) as live:
+
+        def show(step: "StepMetrics") -> None:
+            seen.append(step)
+            live.update(Panel(_run_so_far(seen, steps), title=title, title_align="left"), refresh=True)
+
+        yield show
+
+
+LOG_EVERY = 10
+"""Steps between two lines where stderr is no terminal."""
+
+
+def _log_line(step: "StepMetrics", steps: int) -> None:
+    if step.step % LOG_EVERY and step.step not in (1, steps):
+        return
+    held_out = "" if step.held_out_loss is None else f"  held out {step.held_out_loss:.4f}"
+    rate = f"{step.tokens_per_second:,.0f} tokens/s"
+    _err.print(f"step {step.step}/{steps}  loss {step.loss:.4f}{held_out}  lr {step.lr:.2e}  {rate}")
+
+
+def _run_so_far(seen: Sequence["StepMetrics"], steps: int) -> Group:
+    last = seen[-1]
+    left = fmean(step.seconds for step in seen[-20:]) * (steps - last.step)
+    bar = ProgressBar(total=steps, completed=last.step)
+    numbers = RichTable.grid(padding=(0, 3))
+    numbers.add_row("step", f"{last.step} of {steps}, {timedelta(seconds=round(left))} left")
+    numbers.add_row("loss", f"{last.loss:.4f}  {_sparkline([step.loss for step in seen])}")
+    held_out = [step.held_out_loss for step in seen if step.held_out_loss is not None]
+    if held_out:
+        numbers.add_row("held out", f"{held_out[-1]:.4f}")
+    numbers.add_row("lr, gradient norm", f"{last.lr:.2e}, {last.grad_norm:.3f}")
+    numbers.add_row("tokens", f"{last.tokens:,}, {last.tokens_per_second:,.0f} a second")
+    if last.fp8_saturated is not None:
+        numbers.add_row("FP8 saturated", f"{last.fp8_saturated:.1%} of roles")
+    return Group(bar, numbers)
+
+
+def _sparkline(losses: Sequence[float], width: int = 40) -> str:
+    """The curve in one line of blocks: each the mean of its share of the steps."""
+    count = min(width, len(losses))
+    cuts = [number * len(losses) // count for number in range(count + 1)]
+    means = [fmean(losses[start:end]) for start, end in pairwise(cuts)]
+    low, span = min(means), max(means) - min(means)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / span) if span > 0 else 0] for mean in means)
