@@ -115,8 +115,6 @@ def _run_so_far(seen: Sequence["StepMetrics"], steps: int) -> Group:
         numbers.add_row("held out", f"{held_out[-1]:.4f}")
     numbers.add_row("lr, gradient norm", f"{last.lr:.2e}, {last.grad_norm:.3f}")
     numbers.add_row("tokens", f"{last.tokens:,}, {last.tokens_per_second:,.0f} a second")
-    if last.fp8_saturated is not None:
-        numbers.add_row("FP8 saturated", f"{last.fp8_saturated:.1%} of roles")
     return Group(bar, numbers)
 
 
