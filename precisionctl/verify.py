@@ -1,0 +1,235 @@
+"""verify: compare two checkpoints in any two formats, tensor by tensor; or one with an engine's rules.
+
+Two checkpoints meet under their Hugging Face names, where the padding of a vocabulary is no difference. They
+are read in pieces, so memory does not grow with the model.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.base import Chunked, Reader, read_rows, read_tensor
+from precisionctl.engines.base import Engine, Finding
+from precisionctl.errors import UnknownFormat
+from precisionctl.fp8 import numerics
+from precisionctl.fp8.state import Fp8State, Fp8States
+from precisionctl.lower import Segment, lower
+from precisionctl.plan import make_plan
+
+PIECE = 1 << 20
+"""Elements compared at a time."""
+
+Status = Literal["exact", "encoded", "differs", "shape", "only in A", "only in B"]
+
+
+@dataclass(frozen=True)
+class TensorComparison:
+    """One tensor. `encoded`: one side is exactly the FP8 encoding of the other under the scale stored with it.
+
+    SQNR in dB (infinite without noise) and the largest absolute error are of B's values against A's; None
+    where the two cannot be subtracted.
+    """
+
+    name: str
+    status: Status
+    dtypes: str
+    sqnr_db: float | None = None
+    max_abs_error: float | None = None
+
+    @property
+    def equal(self) -> bool:
+        return self.status in ("exact", "encoded")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`fp8` has a line for each difference in FP8 state; None where the state was not compared, because only one
+    side has any."""
+
+    tensors: tuple[TensorComparison, ...]
+    fp8: tuple[str, ...] | None
+
+    @property
+    def equal(self) -> bool:
+        return all(tensor.equal for tensor in self.tensors) and not self.fp8
+
+    def as_json(self) -> dict[str, Any]:
+        return {"equal": self.equal} | asdict(self)
+
+
+def compare(a: Reader, b: Reader, *, fp8: bool = False, on_bytes: Callable[[int], None] = lambda n: None) -> Comparison:
+    """Compare every tensor of two checkpoints, and their FP8 state where both have one (or if `fp8` asks for it).
+
+    `on_bytes` hears of bytes of A that have been compared. Raises MappingError where one does not fit its own
+    architecture: then there is nothing to compare yet.
+    """
+    left, right = _HfTensors(a), _HfTensors(b)
+    tensors = []
+    for name in [*left.specs, *(name for name in right.specs if name not in left.specs)]:
+        tensors.append(_compare_tensor(name, left, right))
+        on_bytes(left.specs[name].nbytes if name in left.specs else 0)
+    both = a.fp8 is not None and b.fp8 is not None
+    return Comparison(tuple(tensors), tuple(_state_differences(a.fp8, b.fp8)) if both or fp8 else None)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows as stored, `[n, columns]`, with a scale_inv for each, `[n, 1]`, where they are FP8 codes."""
+
+    stored: Tensor
+    scale_inv: Tensor | None
+
+    @property
+    def values(self) -> Tensor:
+        """FP32."""
+        return self.stored.float() if self.scale_inv is None else numerics.decode(self.stored, self.scale_inv)
+
+    def encodes(self, values: Tensor) -> bool:
+        """Whether these codes are the encoding of FP32 `values` under the scales stored with them."""
+        if self.scale_inv is None:
+            return False
+        codes = torch.empty_like(self.stored)
+        numerics.encode_by_scale_inv(values, self.scale_inv, codes, torch.empty(numerics.PIECE))
+        return torch.equal(codes.view(torch.uint8), self.stored.view(torch.uint8))
+
+
+class _HfTensors:
+    """A checkpoint's tensors by Hugging Face name, whatever its layout."""
+
+    def __init__(self, reader: Reader) -> None:
+        plan = make_plan(reader, "hf")
+        self._reader = reader
+        self.specs = plan.targets
+        self._segments: dict[str, list[Segment]] = {name: [] for name in plan.targets}
+        for job in plan.jobs:
+            for segment in lower(job.row, plan.model, plan.source, plan.target, job.reads, job.writes):
+                self._segments[segment.write].append(segment)
+
+    def dtype(self, name: str) -> str:
+        """Of what is stored; a plan's targets have the dtype after decoding."""
+        reads = (segment.read for segment in self._segments[name] if segment.read is not None)
+        return str(next((self._reader.specs[read].dtype for read in reads), "zeros")).removeprefix("torch.")
+
+    def read(self, name: str, row: int, rows: int) -> _Rows:
+        parts = [part for segment in self._segments[name] if (part := self._part(segment, row, rows)) is not None]
+        scales = [part.scale_inv for part in parts if part.scale_inv is not None]
+        return _Rows(torch.cat([part.stored for part in parts]), torch.cat(scales) if scales else None)
+
+    def _part(self, segment: Segment, row: int, rows: int) -> _Rows | None:
+        """What a segment gives of rows `[row, row + rows)` of the tensor that it writes."""
+        first = max(row, segment.write_row)
+        count = min(row + rows, segment.write_row + segment.rows) - first
+        if count <= 0:
+            return None
+        if segment.read is None:
+            spec = self.specs[segment.write]
+            return _Rows(torch.zeros(count, spec.columns, dtype=spec.dtype), None)
+        start = segment.read_row + first - segment.write_row
+        stored = read_rows(self._reader, segment.read, start, count)
+        encoding = self._reader.encodings.get(segment.read)
+        if encoding is None:
+            return _Rows(stored, None)
+        grid = encoding.scale_inv
+        return _Rows(stored, grid[start : start + count] if grid.dim() == 2 else grid.reshape(1, 1).expand(count, 1))
+
+
+def _compare_tensor(name: str, a: _HfTensors, b: _HfTensors) -> TensorComparison:
+    if name not in b.specs:
+        return TensorComparison(name, "only in A", a.dtype(name))
+    if name not in a.specs:
+        return TensorComparison(name, "only in B", b.dtype(name))
+    dtypes = " / ".join(dict.fromkeys((a.dtype(name), b.dtype(name))))
+    if a.specs[name].shape != b.specs[name].shape:
+        return TensorComparison(name, "shape", dtypes)
+    verdicts = {_verdict(left, right) for left, right in _pieces(name, a, b)}
+    sqnr_db, max_abs_error = (math.inf, 0.0) if verdicts == {"exact"} else _error(_pieces(name, a, b))
+    worst = next(status for status in _WORST_FIRST if status in verdicts)
+    return TensorComparison(name, worst, dtypes, sqnr_db, max_abs_error)
+
+
+_WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "exact")
+
+
+def _pieces(name: str, a: _HfTensors, b: _HfTensors) -> Iterator[tuple[_Rows, _Rows]]:
+    spec = a.specs[name]
+    step = max(1, PIECE // spec.columns)
+    for row in range(0, spec.rows, step):
+        rows = min(step, spec.rows - row)
+        yield a.read(name, row, rows), b.read(name, row, rows)
+
+
+def _verdict(a: _Rows, b: _Rows) -> Status:
+    if a.scale_inv is None and b.scale_inv is None and torch.equal(a.stored, b.stored):
+        return "exact"
+    left, right = a.values, b.values
+    if bool(((left == right) | (left.isnan() & right.isnan())).all()):
+        return "exact"
+    one_is_codes = (a.scale_inv is None) != (b.scale_inv is None)
+    return "encoded" if one_is_codes and (a.encodes(right) or b.encodes(left)) else "differs"
+
+
+def _error(pieces: Iterable[tuple[_Rows, _Rows]]) -> tuple[float, float]:
+    """SQNR in dB, `10 log10(sum a^2 / sum (a - b)^2)`, summed in FP64, and the largest absolute error."""
+    signal = noise = largest = 0.0
+    for a, b in pieces:
+        left, right = a.values.double(), b.values.double()
+        error = left - right
+        signal += float(left.square().sum())
+        noise += float(error.square().sum())
+        largest = max(largest, float(error.abs().max()))
+    if noise == 0:
+        return math.inf, largest
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf, largest
+
+
+def _state_differences(a: Fp8States | None, b: Fp8States | None) -> Iterator[str]:
+    """A line for each difference; equal means equal to the last bit."""
+    if a is None or b is None:
+        yield "no FP8 state in " + " nor ".join(side for side, states in (("A", a), ("B", b)) if states is None)
+        return
+    left, right = asdict(a.recipe), asdict(b.recipe)
+    yield from (f"recipe: {key} is {left[key]} and {right[key]}" for key in left if left[key] != right[key])
+    for name in sorted(a.modules.keys() ^ b.modules.keys()):
+        yield f"{name}: only in {'A' if name in a.modules else 'B'}"
+    for name in sorted(a.modules.keys() & b.modules.keys()):
+        yield from _module_differences(name, a.modules[name], b.modules[name])
+    for name in sorted(a.raw.keys() | b.raw.keys()):
+        if name not in a.raw or name not in b.raw or not torch.equal(a.raw[name], b.raw[name]):
+            yield f"{name}: payloads that were not understood differ"
+
+
+def _module_differences(name: str, a: Fp8State, b: Fp8State) -> Iterator[str]:
+    for role in sorted(a.roles.keys() | b.roles.keys()):
+        left, right = a.roles.get(role), b.roles.get(role)
+        if left is None or right is None:
+            yield f"{name} {role}: only in {'A' if right is None else 'B'}"
+        elif not torch.equal(left.scale, right.scale):
+            yield f"{name} {role}: scale is {left.scale.tolist()} and {right.scale.tolist()}"
+        elif not torch.equal(left.amax_history, right.amax_history):
+            yield f"{name} {role}: the amax histories differ"
+
+
+@runtime_checkable
+class Directory(Protocol):
+    """A Reader of what an engine is given: config.json, and every tensor as stored, scales too."""
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def stored(self) -> Chunked: ...
+
+
+def check(reader: Reader, engine: Engine) -> list[Finding]:
+    """The rules of `engine` that a Hugging Face directory breaks. Raises UnknownFormat for anything else."""
+    if not isinstance(reader, Directory):
+        raise UnknownFormat(
+            f"{engine.title} loads Hugging Face directories, this is {reader.container}",
+            where=reader.path,
+            do=f"Make one: precisionctl export-inference {reader.path} DST --target {engine.name}",
+        )
+    stored = reader.stored
+    return engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name))

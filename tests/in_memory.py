@@ -1,0 +1,82 @@
+"""A checkpoint whose tensors are in memory, as Reader and Writer; and exports made from one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from precisionctl import convert
+from precisionctl.checkpoints.base import Chunk, Companions, Reader, whole
+from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
+from precisionctl.export import make_export
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.numerics import after_one_update
+from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import Layout, TensorSpec
+from precisionctl.plan import make_plan
+from precisionctl.quant_methods.base import Scheme, quant_methods
+
+
+@dataclass
+class InMemory:
+    model: ModelShape
+    layout: Layout
+    tensors: Mapping[str, Tensor]
+    fp8: Fp8States | None = None
+    companions: Companions = Companions()
+    encodings: Mapping[str, Encoding] = field(default_factory=dict)
+    container: str = "memory"
+    path: Path | None = None
+    iteration: int | None = None
+    files: Sequence[Path] = ()
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {name: TensorSpec(tuple(values.shape), values.dtype) for name, values in self.tensors.items()}
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return [Chunk(whole(self.specs[name]), self.tensors[name])]
+
+    def lay_out(self) -> None:
+        pass
+
+    def finish(self, fp8: Fp8States | None) -> None:
+        self.fp8 = fp8
+
+
+def to_megatron(reader: Reader, *, tensor_parallel: int = 1) -> InMemory:
+    """The same model in Megatron's layout."""
+    plan = make_plan(reader, "megatron", tensor_parallel=tensor_parallel)
+    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in plan.targets.items()}
+    made = InMemory(plan.model, "megatron", tensors, companions=reader.companions)
+    convert.run(plan, reader, made)
+    made.finish(reader.fp8)
+    return made
+
+
+def recorded(reader: Reader, *, seed: int = 0) -> Fp8States:
+    """State in which every role of every FP8 GEMM has recorded an amax once."""
+    generator = torch.Generator().manual_seed(seed)
+    recipe = DelayedScaling(amax_history_len=4)
+    modules = {}
+    for name in make_plan(reader, "megatron").gemms:
+        amaxes = 1 + 3 * torch.rand(len(ROLES), generator=generator)
+        modules[name] = Fp8State(
+            {role: after_one_update(amax, role, recipe) for role, amax in zip(ROLES, amaxes, strict=True)}
+        )
+    return Fp8States(recipe, modules, iteration=7)
+
+
+def export(source: Reader, directory: Path, method: str, scheme: Scheme) -> HuggingFaceReader:
+    """`source` exported for inference, and opened."""
+    made = make_export(source, quant_methods()[method], scheme)
+    directory.mkdir()
+    writer = HuggingFaceWriter(
+        directory, made.plan.targets, source.companions, {}, quantization=made.quantization, extra_files=made.files
+    )
+    convert.run(made.plan, source, writer)
+    writer.finish(None)
+    return HuggingFaceReader(directory)

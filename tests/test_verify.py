@@ -1,0 +1,213 @@
+"""Two checkpoints in any two formats, and one against an engine's rules."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import in_memory
+import pico
+import pytest
+import torch
+
+from precisionctl import verify
+from precisionctl.checkpoints.base import read_tensor, write_rows
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.engines.base import engines
+from precisionctl.errors import MissingTensor, UnknownFormat
+from precisionctl.fp8.state import Fp8State, RoleState
+from precisionctl.verify import compare
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> HuggingFaceReader:
+    pico.save(tmp_path / "source", "llama-3", dtype=torch.bfloat16)
+    return HuggingFaceReader(tmp_path / "source")
+
+
+def with_state(source):
+    return in_memory.InMemory(
+        source.model,
+        "hf",
+        {name: read_tensor(source, name) for name in source.specs},
+        in_memory.recorded(source),
+        source.companions,
+    )
+
+
+def changed(reader, name, values):
+    """The same checkpoint with other values for one tensor; None leaves it out."""
+    tensors = {other: read_tensor(reader, other) for other in reader.specs if other != name}
+    if values is not None:
+        tensors[name] = values
+    return in_memory.InMemory(reader.model, reader.layout, tensors, reader.fp8, encodings=reader.encodings)
+
+
+def of(comparison, name):
+    (found,) = [tensor for tensor in comparison.tensors if tensor.name == name]
+    return found
+
+
+@pytest.mark.parametrize("family", pico.FAMILIES)
+def test_both_layouts_of_a_model_are_equal_whatever_the_padding(tmp_path, family):
+    pico.save(tmp_path, family, dtype=torch.bfloat16)
+    hf = HuggingFaceReader(tmp_path)
+    megatron, wider = in_memory.to_megatron(hf), in_memory.to_megatron(hf, tensor_parallel=4)
+    assert megatron.model.padded_vocab_size != wider.model.padded_vocab_size
+    for a, b in [(hf, megatron), (megatron, hf), (megatron, wider)]:
+        comparison = compare(a, b)
+        assert comparison.equal
+        assert {tensor.status for tensor in comparison.tensors} == {"exact"}
+
+
+def test_pieces_smaller_than_a_tensor_compare_the_same(source, monkeypatch):
+    monkeypatch.setattr(verify, "PIECE", 5 * 64)
+    megatron = in_memory.to_megatron(source)
+    assert compare(source, megatron).equal
+    megatron.tensors["decoder.layers.1.mlp.linear_fc2.weight"][63, 95] += 1
+    assert [tensor.name for tensor in compare(source, megatron).tensors if not tensor.equal] == [DOWN]
+
+
+def test_a_changed_element_is_measured(source):
+    values = read_tensor(source, DOWN).float()
+    other = values.clone()
+    other[3, 5] += 0.5
+    found = of(compare(source, changed(source, DOWN, other)), DOWN)
+    signal = float(values.double().square().sum())
+    assert found.status == "differs" and not found.equal
+    assert found.max_abs_error == 0.5
+    assert found.sqnr_db == pytest.approx(10 * math.log10(signal / 0.25), rel=1e-12)
+    assert found.dtypes == "bfloat16 / float32"
+
+
+def test_a_wider_dtype_with_the_same_values_is_exact(source):
+    found = of(compare(source, changed(source, DOWN, read_tensor(source, DOWN).float())), DOWN)
+    assert found.status == "exact"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_equals_nan_and_infinity_infinity_and_nothing_else(source, value):
+    values = read_tensor(source, DOWN)
+    values[0, 0] = value
+    a, b = changed(source, DOWN, values), changed(source, DOWN, values.clone())
+    assert compare(a, b).equal
+    assert not compare(a, source).equal
+
+
+def test_a_tensor_on_one_side_only_is_named(tmp_path):
+    pico.save(tmp_path / "biased", "llama-attention-bias")
+    biased = HuggingFaceReader(tmp_path / "biased")
+    pico.save(tmp_path / "plain", "llama-2", num_key_value_heads=2)
+    comparison = compare(biased, HuggingFaceReader(tmp_path / "plain"))
+    assert of(comparison, Q.replace("weight", "bias")).status == "only in A"
+    assert not comparison.equal
+
+
+def test_a_checkpoint_that_lacks_a_tensor_of_its_own_model_is_an_error(source):
+    with pytest.raises(MissingTensor, match=DOWN):
+        compare(source, changed(source, DOWN, None))
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+def test_an_export_is_the_encoding_of_its_source(tmp_path, source, method, scheme):
+    exported = in_memory.export(with_state(source), tmp_path / "exported", method, scheme)
+    for comparison in (compare(source, exported), compare(exported, in_memory.to_megatron(source))):
+        assert comparison.equal
+        assert {t.status for t in comparison.tensors if t.name in exported.encodings} == {"encoded"}
+        assert {t.status for t in comparison.tensors if t.name not in exported.encodings} == {"exact"}
+        assert 20 < of(comparison, Q).sqnr_db < 60
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+def test_one_code_changed_by_one_step_is_a_difference(tmp_path, source, scheme):
+    exported = in_memory.export(with_state(source), tmp_path / "exported", "compressed-tensors", scheme)
+    codes = read_tensor(exported, Q)
+    codes.view(torch.uint8)[2, 3] += 1
+    write_rows(exported, Q, 0, codes)
+    comparison = compare(source, exported)
+    assert [tensor.name for tensor in comparison.tensors if not tensor.equal] == [Q]
+
+
+def test_an_export_of_another_model_is_a_difference(tmp_path, source):
+    exported = in_memory.export(with_state(source), tmp_path / "exported", "compressed-tensors", "dynamic")
+    other = changed(source, Q, read_tensor(source, Q) * 1.5)
+    assert of(compare(other, exported), Q).status == "differs"
+
+
+def test_two_exports_that_decode_alike_are_equal_and_two_schemes_are_not(tmp_path, source):
+    stateful = with_state(source)
+    static = in_memory.export(stateful, tmp_path / "static", "compressed-tensors", "static")
+    modelopt = in_memory.export(stateful, tmp_path / "modelopt", "modelopt", "static")
+    dynamic = in_memory.export(stateful, tmp_path / "dynamic", "compressed-tensors", "dynamic")
+    assert compare(static, modelopt).equal
+    assert of(compare(static, dynamic), Q).status == "differs"
+
+
+def test_equal_fp8_state_is_no_difference(source):
+    assert compare(with_state(source), with_state(source)).fp8 == ()
+
+
+def test_state_on_one_side_only_differs_where_it_was_asked_for(source):
+    assert compare(with_state(source), source).equal
+    asked = compare(with_state(source), source, fp8=True)
+    assert asked.fp8 == ("no FP8 state in B",)
+    assert not asked.equal
+
+
+def edited(state, role, change):
+    return Fp8State({**state.roles, role: change(state.roles[role])})
+
+
+STATE_CHANGES = {
+    "scale": lambda part: RoleState(part.scale.nextafter(torch.tensor(1e9)), part.amax_history),
+    "histories": lambda part: RoleState(part.scale, part.amax_history.roll(1)),
+}
+
+
+@pytest.mark.parametrize("word, change", STATE_CHANGES.items())
+def test_state_that_differs_in_the_last_bit_is_named(source, word, change):
+    a, b = with_state(source), with_state(source)
+    name = "decoder.layers.1.mlp.linear_fc1"
+    modules = {**b.fp8.modules, name: edited(b.fp8.modules[name], "grad_output", change)}
+    b.fp8 = replace(b.fp8, modules=modules)
+    (line,) = compare(a, b).fp8
+    assert line.startswith(f"{name} grad_output") and word in line
+
+
+def test_another_recipe_a_missing_module_and_an_unread_payload_are_named(source):
+    a, b = with_state(source), with_state(source)
+    modules = dict(b.fp8.modules)
+    name, _ = modules.popitem()
+    recipe = replace(b.fp8.recipe, margin=1)
+    b.fp8 = replace(b.fp8, recipe=recipe, modules=modules, raw={"x": torch.zeros(3, dtype=torch.uint8)})
+    lines = compare(a, b).fp8
+    assert lines[0] == "recipe: margin is 0 and 1"
+    assert lines[1] == f"{name}: only in A"
+    assert lines[2].startswith("x: payloads")
+
+
+def test_progress_adds_up_to_all_of_a(source):
+    counts = []
+    compare(source, in_memory.to_megatron(source), on_bytes=counts.append)
+    assert sum(counts) == sum(spec.nbytes for spec in source.specs.values())
+
+
+def test_a_comparison_is_json(source):
+    plain = json.dumps(compare(with_state(source), with_state(source)).as_json())
+    assert json.loads(plain)["equal"] is True
+
+
+@pytest.mark.parametrize("engine", engines().values(), ids=engines())
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+def test_our_own_exports_break_no_rule_of_their_engine(tmp_path, source, engine, scheme):
+    exported = in_memory.export(with_state(source), tmp_path / "exported", engine.spells[scheme], scheme)
+    assert verify.check(exported, engine) == []
+
+
+def test_an_engine_is_shown_hugging_face_directories_only(source):
+    with pytest.raises(UnknownFormat, match="export-inference"):
+        verify.check(in_memory.to_megatron(source), engines()["vllm"])
