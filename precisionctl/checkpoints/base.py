@@ -221,12 +221,16 @@ class Output:
     def journal(self) -> Path:
         return self.path.with_name(self.path.name + ".journal")
 
-    def begin(self, *, restart: bool = False) -> None:
-        """Make sure that nothing is at `path` and that the partial directory exists."""
+    def check_free(self) -> None:
+        """Raise DestinationExists where something is at `path`."""
         if os.path.lexists(self.path):
             raise DestinationExists(
                 "something is already there", where=self.path, do="Choose another destination or remove it."
             )
+
+    def begin(self, *, restart: bool = False) -> None:
+        """Make the partial directory, anew with `restart`; what an earlier run left there stays without."""
+        self.check_free()
         if restart:
             self.discard()
         self.partial.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,197 @@
+"""Conversion and export against a file copy of the same bytes: ratios from one run, and memory at two sizes.
+
+    python benchmarks/convert.py [--gigabytes 2.2] [--pairs 7] [--out benchmarks/results/convert.json]
+
+Each pair copies the source with `cp -r --reflink=never` and `sync`, then runs ours with its own sync, in a fresh
+process whose start-up and imports are not counted. The source is in the page cache for both.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TASKS = ("hf-to-megatron", "megatron-to-hf", "export-static", "export-dynamic")
+
+
+def make_model(directory: Path, gigabytes: float) -> None:
+    """A Llama of about that size with random BF16 weights, written shard by shard."""
+    import torch
+
+    from precisionctl.architectures.find import architecture_of
+    from precisionctl.architectures.param_map import layers
+    from precisionctl.checkpoints.base import Companions, write_rows
+    from precisionctl.checkpoints.huggingface import HuggingFaceWriter
+    from precisionctl.model_shape import from_hf_config
+    from precisionctl.param import TensorSpec
+    from precisionctl.plan import layout_shapes, names
+
+    layer_bytes = 2 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 5632 * 2048)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": max(1, round((gigabytes * 1e9 - 2 * 2 * 32000 * 2048) / layer_bytes)),
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+    }
+    model = from_hf_config(config)
+    specs = {}
+    for row in architecture_of("llama").rows:
+        if row.present.in_layout("hf", model):
+            for layer in layers(row.megatron, model):
+                for name, shape in zip(names(row, "hf", layer), layout_shapes(row, model, "hf"), strict=True):
+                    specs[name] = TensorSpec(shape, torch.bfloat16)
+    directory.mkdir(parents=True)
+    writer = HuggingFaceWriter(directory, specs, Companions(), config, max_shard_size=1_000_000_000)
+    writer.lay_out()
+    generator = torch.Generator().manual_seed(0)
+    for name, spec in specs.items():
+        values = torch.randn(spec.rows, spec.columns, generator=generator, dtype=torch.float32).mul_(0.02)
+        write_rows(writer, name, 0, values.bfloat16())
+    writer.finish(recorded_state(model))
+
+
+def recorded_state(model: Any) -> Any:
+    """FP8 state as after training, so that a static export has input scales."""
+    import torch
+
+    from precisionctl.architectures.find import architecture_of
+    from precisionctl.architectures.param_map import layers
+    from precisionctl.fp8.numerics import after_one_update
+    from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
+    from precisionctl.plan import names
+
+    recipe = DelayedScaling(amax_history_len=16)
+    state = Fp8State({role: after_one_update(torch.tensor(3.0), role, recipe) for role in ROLES})
+    rows = [row for row in architecture_of("llama").rows if row.gemm]
+    gemms = [
+        names(row, "megatron", layer)[0].rpartition(".")[0] for row in rows for layer in layers(row.megatron, model)
+    ]
+    return Fp8States(recipe, dict.fromkeys(gemms, state), producer="benchmark", iteration=1)
+
+
+def child(task: str, source: Path, target: Path, workers: int) -> None:
+    """One run in this process; prints seconds and memory above what importing took."""
+    from precisionctl import commands
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start, cpu = time.perf_counter(), time.process_time()
+    if task.startswith("export"):
+        scheme: Any = task.removeprefix("export-")
+        work = commands.plan_export(commands.InferenceExport(source, target, "vllm", scheme))
+    else:
+        to: Any = task.rpartition("-")[2]
+        work = commands.plan_conversion(commands.Conversion(source, target, to))
+    commands.execute(work, workers=workers)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "memory_mb": (peak - before) / 1024, "bytes": work.plan.nbytes}))
+
+
+def run_child(task: str, source: Path, target: Path, workers: int) -> dict[str, float]:
+    shutil.rmtree(target, ignore_errors=True)
+    subprocess.run(["sync"], check=True)
+    command = [sys.executable, __file__, "--child", task, str(source), str(target), "--workers", str(workers)]
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    measured: dict[str, float] = json.loads(result.stdout)
+    return measured
+
+
+def copy_seconds(source: Path, target: Path) -> float:
+    shutil.rmtree(target, ignore_errors=True)
+    subprocess.run(["sync"], check=True)
+    start = time.perf_counter()
+    subprocess.run(["cp", "-r", "--reflink=never", str(source), str(target)], check=True)
+    subprocess.run(["sync"], check=True)
+    return time.perf_counter() - start
+
+
+def measure(task: str, source: Path, scratch: Path, pairs: int, workers: int) -> dict[str, Any]:
+    ours, copies = [], []
+    for _ in range(pairs):
+        copies.append(copy_seconds(source, scratch / "copy"))
+        ours.append(run_child(task, source, scratch / "ours", workers))
+    shutil.rmtree(scratch / "copy")
+    size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
+    seconds = statistics.median(run["seconds"] for run in ours)
+    copy = statistics.median(copies)
+    return {
+        "task": task,
+        "source_gb": size / 1e9,
+        "cp_s": copy,
+        "ours_s": seconds,
+        "speed_over_cp": statistics.median(c / run["seconds"] for c, run in zip(copies, ours, strict=True)),
+        "cpu_s": statistics.median(run["cpu"] for run in ours),
+        "memory_mb": max(run["memory_mb"] for run in ours),
+        "spread_ours_s": [min(run["seconds"] for run in ours), max(run["seconds"] for run in ours)],
+        "spread_cp_s": [min(copies), max(copies)],
+    }
+
+
+def benchmark(gigabytes: float, pairs: int, workers: int, scratch: Path) -> list[dict[str, Any]]:
+    rows = []
+    for size, repeats in ((gigabytes / 4, 1), (gigabytes, pairs)):
+        hf, megatron = scratch / f"hf-{size}", scratch / f"megatron-{size}"
+        make_model(hf, size)
+        for task in TASKS:
+            source = megatron if task.startswith("megatron") else hf
+            rows.append(measure(task, source, scratch, repeats, workers))
+            print(line(rows[-1]), flush=True)
+            if task == "hf-to-megatron":
+                (scratch / "ours").rename(megatron)
+        shutil.rmtree(hf)
+        shutil.rmtree(megatron)
+    return rows
+
+
+def line(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['task']:16} {row['source_gb']:5.2f} GB  cp {row['cp_s']:6.2f} s  ours {row['ours_s']:6.2f} s  "
+        f"{row['speed_over_cp']:5.2f} x cp  cpu {row['cpu_s']:6.2f} s  +{row['memory_mb']:4.0f} MB"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=2.2)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--scratch", type=Path, help="directory on the disk to measure; else the temporary one")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/convert.json"))
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        task, source, target = options.child
+        child(task, Path(source), Path(target), options.workers)
+        return
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+        rows = benchmark(options.gigabytes, options.pairs, options.workers, Path(scratch))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    machine = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+    }
+    options.out.write_text(
+        json.dumps({**machine, "pairs": options.pairs, "workers": options.workers, "rows": rows}, indent=2)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""What `convert` and `export-inference` do: open, plan, write beside the destination, rename."""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from precisionctl.architectures.find import architecture_of
+from precisionctl.cast import StateChange, fp8_state
+from precisionctl.checkpoints.base import Output, Reader, Writer, disk_problems
+from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE, HuggingFaceWriter, config_dtype
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
+from precisionctl.checkpoints.megatron_keys import directory_name, write_tracker
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.convert import OnBytes, run
+from precisionctl.engines.base import Engine, engines
+from precisionctl.errors import DiskProblem, PrecisionError
+from precisionctl.export import Export, make_export
+from precisionctl.fp8.state import Fp8States
+from precisionctl.journal import open_journal
+from precisionctl.model_shape import to_hf_config
+from precisionctl.param import Layout
+from precisionctl.plan import Plan, check_fp8_gemm, make_plan
+from precisionctl.precision import Precision
+from precisionctl.quant_methods.base import Scheme, quant_methods
+
+PrecisionChoice = Literal["keep", "bf16", "fp8"]
+Finish = Callable[[Mapping[str, float]], Fp8States | None]
+"""From the amax of each FP8 GEMM's weight to the state that the result holds."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What to convert, and to what. `recipe` None keeps the recipe of a carried state, or takes TE's defaults."""
+
+    source: Path
+    destination: Path
+    to: Layout
+    precision: PrecisionChoice = "keep"
+    recipe: Precision | None = None
+    tensor_parallel: int = 1
+    iteration: int | None = None
+    max_shard_size: int = MAX_SHARD_SIZE
+    drop_fp8_state: bool = False
+
+
+@dataclass(frozen=True)
+class InferenceExport:
+    """What to export, for which engine (a name in engines/). `scheme` static needs recorded input scales."""
+
+    source: Path
+    destination: Path
+    target: str
+    scheme: Scheme = "static"
+    iteration: int | None = None
+    max_shard_size: int = MAX_SHARD_SIZE
+
+
+@dataclass(frozen=True)
+class Work:
+    """A planned command: everything that could be checked is, and nothing is written yet."""
+
+    reader: Reader
+    plan: Plan
+    writer: Writer
+    output: Output
+    finish: Finish
+    wants_amax: bool
+    digest: str
+    notes: list[str]
+
+
+def plan_conversion(conversion: Conversion) -> Work:
+    """Plan `convert`. Raises what opening and planning raise, and DestinationExists."""
+    reader = open_checkpoint(conversion.source, conversion.iteration)
+    if reader.encodings:
+        raise PrecisionError(
+            "the weights are FP8 codes; a conversion of codes is not supported yet",
+            where=conversion.source,
+            do="`verify` and `eval` read such a directory. Convert the checkpoint that it was exported from.",
+        )
+    dtype = None if conversion.precision == "keep" else torch.bfloat16
+    plan = make_plan(reader, conversion.to, dtype=dtype, tensor_parallel=conversion.tensor_parallel)
+    makes_state = conversion.to == "megatron" and conversion.precision == "fp8"
+    if makes_state:
+        for job in plan.jobs:
+            if job.row.gemm:
+                check_fp8_gemm(job, plan.model)
+    output = Output(conversion.destination)
+    output.check_free()
+    if conversion.to == "hf":
+        writer: Writer = _hf_writer(output, reader, plan, conversion.max_shard_size)
+    else:
+        writer = _megatron_writer(output, reader, plan, conversion)
+    notes = _left_behind(reader)
+    finish = _finish(None if conversion.drop_fp8_state else reader.fp8, conversion, makes_state, notes)
+    return Work(reader, plan, writer, output, finish, makes_state, _digest(plan, conversion), notes)
+
+
+def plan_export(export: InferenceExport) -> Work:
+    """Plan `export-inference`. Raises MissingFp8State where `static` needs what was never recorded."""
+    reader = open_checkpoint(export.source, export.iteration)
+    engine = engine_named(export.target)
+    method = quant_methods()[engine.spells[export.scheme]]
+    made = make_export(reader, method, export.scheme)
+    output = Output(export.destination)
+    output.check_free()
+    writer = _hf_writer(output, reader, made.plan, export.max_shard_size, made)
+    notes = [*_left_behind(reader), f"Serve it with: {engine.command.format(path=export.destination)}"]
+    if export.scheme == "static":
+        notes.insert(0, f"Input scales are those recorded by iteration {made.recorded_at}, without calibration data.")
+    return Work(reader, made.plan, writer, output, lambda amax: None, False, _digest(made.plan, export), notes)
+
+
+def engine_named(name: str) -> Engine:
+    """Raises PrecisionError with the known names."""
+    known = engines()
+    if name not in known:
+        raise PrecisionError(f"no engine `{name}`", do=f"Known: {', '.join(known)}.")
+    return known[name]
+
+
+def execute(work: Work, *, workers: int = 2, restart: bool = False, on_bytes: OnBytes = lambda count: None) -> None:
+    """Do it. The destination appears only when it is complete; after a failure the same command goes on."""
+    output = work.output
+    with disk_problems(output):
+        output.begin(restart=restart)
+        with open_journal(output.journal, work.digest, work.reader.files) as journal:
+            _check_room(work)
+            amax = run(
+                work.plan,
+                work.reader,
+                work.writer,
+                journal=journal,
+                weight_amax=work.wants_amax,
+                workers=workers,
+                on_bytes=on_bytes,
+            )
+            work.writer.finish(work.finish(amax))
+            if work.plan.target == "megatron":
+                write_tracker(output.partial, None)
+            output.commit()
+
+
+def _hf_writer(
+    output: Output, reader: Reader, plan: Plan, shard: int, export: Export | None = None
+) -> HuggingFaceWriter:
+    hf_class = architecture_of(plan.model.architecture).model_types[plan.model.architecture]
+    return HuggingFaceWriter(
+        output.partial,
+        plan.targets,
+        reader.companions,
+        to_hf_config(plan.model, hf_class, config_dtype(plan.targets)),
+        export.quantization if export else None,
+        export.files if export else {},
+        shard,
+    )
+
+
+def _megatron_writer(output: Output, reader: Reader, plan: Plan, conversion: Conversion) -> TorchDistWriter:
+    return TorchDistWriter(
+        output.partial / directory_name(None),
+        plan.model,
+        plan.targets,
+        tensor_parallel=conversion.tensor_parallel,
+        companions=reader.companions,
+        fp8_in="sidecar" if conversion.precision == "bf16" else "extra_state",
+    )
+
+
+def _finish(carried: Fp8States | None, conversion: Conversion, makes_state: bool, notes: list[str]) -> Finish:
+    recipe = conversion.recipe
+    if not makes_state or (recipe is not None and recipe.scaling != "delayed"):
+        return lambda amax: carried
+
+    def make(weight_amax: Mapping[str, float]) -> Fp8States:
+        change = fp8_state(carried, weight_amax, recipe.delayed if recipe else None)
+        notes.extend(_state_notes(change))
+        return change.states
+
+    return make
+
+
+def _state_notes(change: StateChange) -> list[str]:
+    notes = []
+    if change.stale:
+        notes.append(f"Weight amax of {len(change.stale)} modules was stale and is made from the weights anew.")
+    if change.from_weights:
+        notes.append(
+            f"Weight scales of {len(change.from_weights)} modules come from the weights; their activations and "
+            "gradients have no history yet. `resume` fills them in warm-up passes before its first FP8 step."
+        )
+    return notes
+
+
+def _left_behind(reader: Reader) -> list[str]:
+    optimizer = reader.optimizer_specs if isinstance(reader, TorchDistReader) else {}
+    if not optimizer:
+        return []
+    size = sum(spec.nbytes for spec in optimizer.values())
+    return [f"The optimizer stays behind: {len(optimizer)} tensors, {size / 1e9:.2f} GB. The result is weights only."]
+
+
+def _digest(plan: Plan, command: Conversion | InferenceExport) -> str:
+    return hashlib.sha256(f"{plan.digest} {command}".encode()).hexdigest()
+
+
+def _check_room(work: Work) -> None:
+    free = shutil.disk_usage(work.output.partial).free
+    there = sum(file.stat().st_blocks * 512 for file in work.output.partial.rglob("*") if file.is_file())
+    if free + there < work.plan.nbytes:
+        raise DiskProblem(
+            f"{work.plan.nbytes / 1e9:.1f} GB to write, {free / 1e9:.1f} GB free",
+            where=work.output.path.parent,
+            do="Make room and run the same command again.",
+        )
