@@ -4,17 +4,21 @@ Both make modules with the same parameter names, FP8 state and numerics: `module
 Engine, on a GPU with FP8) and `modules_emulated` (plain PyTorch, anywhere).
 """
 
+import fnmatch
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from precisionctl.errors import EnvironmentProblem
+from precisionctl.errors import EnvironmentProblem, PrecisionError
 from precisionctl.fp8.state import Fp8State
 from precisionctl.precision import Precision
 
 BackendName = Literal["te", "emulated"]
+
+ALIGNMENT = 16
+"""cuBLASLt wants both dimensions of an FP8 operand divisible by this; in the weight gradient, tokens are one."""
 
 
 @runtime_checkable
@@ -82,13 +86,11 @@ def choose_backend(asked: Literal["te", "emulated", "auto"]) -> BackendName:
 def _te_problem() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device"
-    if torch.cuda.get_device_capability() < (8, 9):
-        return f"{torch.cuda.get_device_name()} has no FP8 (compute capability 8.9 or newer is needed)"
     try:
-        from precisionctl.trainer import modules_te  # noqa: F401
-    except (ImportError, RuntimeError, OSError) as problem:  # an empty metapackage raises RuntimeError
+        from precisionctl.trainer import modules_te
+    except (ImportError, RuntimeError, OSError) as problem:  # TE's empty metapackage raises RuntimeError
         return str(problem)
-    return None
+    return modules_te.fp8_problem()
 
 
 def make_backend(name: BackendName, precision: Precision, dtype: torch.dtype, device: torch.device) -> Backend:
@@ -100,6 +102,21 @@ def make_backend(name: BackendName, precision: Precision, dtype: torch.dtype, de
     from precisionctl.trainer.modules_emulated import EmulatedBackend
 
     return EmulatedBackend(precision, dtype, device)
+
+
+def runs_in_fp8(precision: Precision, name: str) -> bool:
+    """Whether a linear's GEMMs are in FP8: not when `keep_bf16` has a pattern for its name."""
+    return precision.fp8 and not any(fnmatch.fnmatch(name, pattern) for pattern in precision.keep_bf16)
+
+
+def require_alignment(name: str, what: str, *sizes: int) -> None:
+    """Raises PrecisionError where a dimension of an FP8 GEMM is not divisible by ALIGNMENT."""
+    if any(size % ALIGNMENT for size in sizes):
+        raise PrecisionError(
+            f"an FP8 GEMM cannot take {what} of {' by '.join(map(str, sizes))}: sizes must be divisible by {ALIGNMENT}",
+            where=name,
+            do="Choose other sizes, or keep the module in BF16 with `keep_bf16`.",
+        )
 
 
 def rms_norm(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -210,7 +210,7 @@ def inverse_frequencies(model: ModelShape) -> Tensor:
         )
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     periods = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept = ((periods - low) / (high - low)).clamp(0, 1)
+    kept: Tensor = ((periods - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling["factor"])
 
 

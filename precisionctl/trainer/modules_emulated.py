@@ -12,7 +12,6 @@ the history; `fp8.numerics.update_delayed` turns those rows into the next scales
 and `grad_input`, which no GEMM here uses; their state is only kept.
 """
 
-import fnmatch
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,10 +25,7 @@ from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import rms_norm
-
-ALIGNMENT = 16
-"""cuBLASLt wants both dimensions of an FP8 operand divisible by 16; in the weight gradient that includes tokens."""
+from precisionctl.trainer.backend import require_alignment, rms_norm, runs_in_fp8
 
 
 class Quantized(NamedTuple):
@@ -169,8 +165,7 @@ class Linear(nn.Module):
         if self.backend.recording:
             return self._recorded_gemm(values)
         rows = values.flatten(0, -2)
-        if len(rows) % ALIGNMENT:
-            raise _misaligned(f"{len(rows)} tokens in a batch", self.name)
+        require_alignment(self.name, "a batch of tokens", len(rows))
         out: Tensor = Fp8Matmul.apply(rows, self.weight, self.bias, self.quantizers, self.weight.dtype)  # type: ignore[no-untyped-call]
         return out.view(*values.shape[:-1], -1)
 
@@ -260,8 +255,7 @@ class EmulatedBackend:
         """How a GEMM's tensors are cast, by role; empty where it stays in BF16."""
         if not runs_in_fp8(self.precision, name):
             return {}
-        if in_features % ALIGNMENT or out_features % ALIGNMENT:
-            raise _misaligned(f"a weight of {out_features} by {in_features}", name)
+        require_alignment(name, "a weight", out_features, in_features)
         if self.precision.scaling == "current":
             recipe = self.precision.delayed
             return {role: CurrentQuantizer(recipe.dtype(role)) for role in ("input", "weight", "grad_output")}
@@ -278,16 +272,3 @@ class EmulatedBackend:
 
     def after_backward(self) -> None:
         self._backward.update()
-
-
-def runs_in_fp8(precision: Precision, name: str) -> bool:
-    """Whether a module's GEMM is in FP8: it is not when `keep_bf16` has a pattern for it."""
-    return precision.fp8 and not any(fnmatch.fnmatch(name, pattern) for pattern in precision.keep_bf16)
-
-
-def _misaligned(what: str, name: str) -> PrecisionError:
-    return PrecisionError(
-        f"an FP8 GEMM cannot take {what}: it has to be divisible by {ALIGNMENT}",
-        where=name,
-        do="Choose other sizes, or keep the module in BF16 with `keep_bf16`.",
-    )

@@ -1,0 +1,212 @@
+"""The GPT's linears and norms on Transformer Engine 2.x; unproved until `tests/gpu` has passed.
+
+The only file that imports Transformer Engine. Parameters, FP8 state and numerics are those of
+`modules_emulated`. State goes straight into the modules' tensors, never through TE's pickles, and TE's
+`_extra_state` keys stay out of state dicts.
+
+`recording` is made of hooks here: TE's own `calibrating=True` has recorded nothing in Linear and
+LayerNormLinear since 2.0, where the quantizers it would ask are None outside FP8 (linear.py, _get_quantizers).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch  # before Transformer Engine, which needs torch's libraries to be loaded
+import transformer_engine.pytorch as te
+from torch import Tensor, nn
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+
+from precisionctl.errors import PrecisionError
+from precisionctl.fp8 import numerics
+from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
+from precisionctl.precision import Precision
+from precisionctl.trainer.backend import require_alignment, rms_norm, runs_in_fp8
+
+Group = Literal["scaling_fwd", "scaling_bwd"]
+
+COLUMNS: dict[Group, tuple[Role, ...]] = {"scaling_fwd": FORWARD, "scaling_bwd": BACKWARD}
+"""TE's tensors by direction, `scale` `[roles]` and `amax_history` `[history, roles]`: what each column is of."""
+
+
+def fp8_problem() -> str | None:
+    """Why this machine's GPU has no FP8; None where it has."""
+    available, reason = te.is_fp8_available(return_reason=True)
+    return None if available else reason
+
+
+class _Fp8Linear(nn.Module):
+    """What both linears add to TE's: where they run in FP8, and their state as an Fp8State."""
+
+    get_extra_state = nn.Module.get_extra_state  # without an override of these two no `_extra_state` is in state dicts
+    set_extra_state = nn.Module.set_extra_state
+
+    backend: "TransformerEngineBackend"
+    module_name: str
+    in_fp8: bool
+    weight: Tensor
+    fp8_meta: dict[str, Any]
+    init_fp8_meta_tensors: Callable[[Recipe], None]
+
+    def forward(self, values: Tensor) -> Tensor:
+        """`[..., in]` to `[..., out]`."""
+        if self.in_fp8 and self.backend.recording:
+            return self._recorded_forward(values)
+        out: Tensor
+        if self.in_fp8:
+            require_alignment(self.module_name, "a batch of tokens", values.shape[:-1].numel())
+            out = super().forward(values)
+        else:
+            with te.autocast(enabled=False):
+                out = super().forward(values)
+        return out
+
+    def _recorded_forward(self, values: Tensor) -> Tensor:
+        out: Tensor = super().forward(values)
+        if self.keeps_state:
+            self._record("input", self.gemm_input(values))
+            self._record("weight", self.weight)
+        if self.keeps_state and out.requires_grad:
+            out.register_hook(lambda gradient: self._record("grad_output", gradient))  # type: ignore[no-untyped-call]
+        return out
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.in_fp8 and self.backend.precision.scaling == "delayed"
+
+    def gemm_input(self, values: Tensor) -> Tensor:
+        return values
+
+    @torch.no_grad()
+    def _record(self, role: Role, values: Tensor) -> None:
+        group: Group = "scaling_fwd" if role in FORWARD else "scaling_bwd"
+        row_0 = self.fp8_meta[group].amax_history[0, COLUMNS[group].index(role)]
+        row_0.copy_(torch.fmax(row_0, numerics.amax(values)))
+
+    def update(self, group: Group) -> None:
+        """What TE's fused kernel does to the state after an FP8 pass."""
+        state, recipe = self.fp8_meta[group], self.backend.precision.delayed
+        before = RoleState(state.scale, state.amax_history.t())
+        after = numerics.update_delayed(before, recipe.dtype(COLUMNS[group][0]), recipe)
+        state.scale.copy_(after.scale)
+        state.amax_history.copy_(after.amax_history.t())
+
+    def fp8_state(self) -> Fp8State | None:
+        if not self.keeps_state:
+            return None
+        roles: dict[Role, RoleState] = {}
+        for group, columns in COLUMNS.items():
+            scale, history = self.fp8_meta[group].scale.cpu(), self.fp8_meta[group].amax_history.cpu()
+            roles |= {role: RoleState(scale[i].clone(), history[:, i].clone()) for i, role in enumerate(columns)}
+        return Fp8State(roles)
+
+    def set_fp8_state(self, state: Fp8State) -> None:
+        if not self.keeps_state:
+            raise PrecisionError("this GEMM keeps no FP8 state", where=self.module_name)
+        for group, columns in COLUMNS.items():
+            meta = self.fp8_meta[group]
+            for i, role in enumerate(columns):
+                new = state.roles[role].resized(len(meta.amax_history))
+                meta.scale[i].copy_(new.scale)  # in place: TE's quantizers and global buffers hold these tensors
+                meta.amax_history[:, i].copy_(new.amax_history)
+
+
+class Linear(_Fp8Linear, te.Linear):  # type: ignore[misc]  # TE has no types
+    """te.Linear with an Fp8State."""
+
+
+class LayerNormLinear(_Fp8Linear, te.LayerNormLinear):  # type: ignore[misc]
+    """te.LayerNormLinear with an Fp8State."""
+
+    eps: float
+    layer_norm_weight: Tensor
+
+    def gemm_input(self, values: Tensor) -> Tensor:
+        return rms_norm(values.detach(), self.layer_norm_weight.detach(), self.eps)
+
+
+class RMSNorm(te.RMSNorm):  # type: ignore[misc]
+    """te.RMSNorm without `_extra_state`."""
+
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+
+class TransformerEngineBackend:
+    """Makes TE's modules. TE itself updates their state after FP8 passes; this does after recorded ones."""
+
+    def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device) -> None:
+        self.precision, self.dtype, self.device = precision, dtype, device
+        self.recording = False
+        self.recipe = _recipe(precision)
+        self._stateful: list[_Fp8Linear] = []
+
+    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
+        module = Linear(in_features, out_features, bias=bias, params_dtype=self.dtype, device=self.device, name=name)
+        return self._adopt(module, name)
+
+    def layer_norm_linear(
+        self, name: str, in_features: int, out_features: int, bias: bool, epsilon: float
+    ) -> nn.Module:
+        module = LayerNormLinear(
+            in_features,
+            out_features,
+            eps=epsilon,
+            bias=bias,
+            normalization="RMSNorm",
+            params_dtype=self.dtype,
+            device=self.device,
+            name=name,
+        )
+        return self._adopt(module, name)
+
+    def rms_norm(self, size: int, epsilon: float) -> nn.Module:
+        return RMSNorm(size, eps=epsilon, dtype=self.dtype, device=self.device)
+
+    def _adopt(self, module: _Fp8Linear, name: str) -> nn.Module:
+        module.backend, module.module_name = self, name
+        module.in_fp8 = runs_in_fp8(self.precision, name)
+        if module.in_fp8:
+            require_alignment(name, "a weight", *module.weight.shape)
+        if module.keeps_state:
+            self._stateful.append(module)
+            module.fp8_meta["num_gemms"] = 1
+            with torch.no_grad(), te.autocast(enabled=True, recipe=self.recipe):
+                module.init_fp8_meta_tensors(self.recipe)
+        return module
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        with te.autocast(enabled=self.precision.fp8 and not self.recording, recipe=self.recipe):
+            yield
+        if not torch.is_grad_enabled():
+            self._discard_row_0()
+        elif self.recording:
+            self._update("scaling_fwd")
+
+    def after_backward(self) -> None:
+        if self.recording:
+            self._update("scaling_bwd")
+
+    def _discard_row_0(self) -> None:
+        # TE records in evaluation too, and would let its amaxes count for the next training step.
+        for module in self._stateful:
+            module.fp8_meta["scaling_fwd"].amax_history[0].zero_()
+
+    def _update(self, group: Group) -> None:
+        for module in self._stateful:
+            module.update(group)
+
+
+def _recipe(precision: Precision) -> Recipe:
+    ours = precision.delayed
+    fp8_format = Format[ours.fp8_format]
+    if precision.scaling == "current":
+        return Float8CurrentScaling(fp8_format=fp8_format)
+    return DelayedScaling(
+        margin=ours.margin,
+        fp8_format=fp8_format,
+        amax_history_len=ours.amax_history_len,
+        amax_compute_algo=ours.amax_compute_algo,
+        reduce_amax=ours.reduce_amax,
+    )
