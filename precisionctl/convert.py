@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from precisionctl.cast import Encode
-from precisionctl.checkpoints.base import Reader, Writer, read_rows, sync, write_rows
+from precisionctl.checkpoints.base import Chunked, read_rows, sync, write_rows
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.fp8 import numerics
+from precisionctl.fp8.encoding import Encoding
 from precisionctl.journal import Journal
 from precisionctl.lower import Segment, lower
 from precisionctl.plan import Job, Plan
@@ -31,10 +33,23 @@ SYNC_EVERY = 512 << 20
 OnBytes = Callable[[int], None]
 
 
+class Source(Chunked, Protocol):
+    """The part of a Reader that a run needs."""
+
+    @property
+    def encodings(self) -> Mapping[str, Encoding]: ...
+
+
+class Target(Chunked, Protocol):
+    """The part of a Writer that a run needs."""
+
+    def lay_out(self) -> None: ...
+
+
 def run(
     plan: Plan,
-    reader: Reader,
-    writer: Writer,
+    reader: Source,
+    writer: Target,
     *,
     journal: Journal | None = None,
     weight_amax: bool = False,
@@ -114,7 +129,7 @@ class _Buffers(threading.local):
 class _Worker:
     """Does one job at a time in each thread that calls it."""
 
-    def __init__(self, plan: Plan, reader: Reader, writer: Writer, weight_amax: bool) -> None:
+    def __init__(self, plan: Plan, reader: Source, writer: Target, weight_amax: bool) -> None:
         self.plan = plan
         self._reader = reader
         self._writer = writer
