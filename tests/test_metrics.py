@@ -28,6 +28,13 @@ def test_steps_beyond_the_one_resumed_from_are_dropped_with_a_line_that_a_kill_c
     assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
+def test_tokens_are_counted_on_from_the_step_resumed_from(tmp_path: Path) -> None:
+    write(tmp_path, 0, step(1), step(2), step(3))
+    log = MetricsLog(tmp_path, 2)
+    assert log.tokens == 200
+    log.close()
+
+
 def test_what_was_not_measured_is_not_written(tmp_path: Path) -> None:
     write(tmp_path, 0, step(1))
     assert "held_out_loss" not in read_metrics(tmp_path / FILE)[0]

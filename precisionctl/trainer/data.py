@@ -40,10 +40,8 @@ class Batch:
         """How many positions count towards the loss."""
         return int((self.labels != IGNORED).sum())
 
-    def split(self, rows: int) -> Iterator["Batch"]:
-        """Micro-batches of `rows` rows."""
-        for start in range(0, len(self.tokens), rows):
-            yield Batch(self.tokens[start : start + rows], self.labels[start : start + rows])
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(self.tokens.to(device), self.labels.to(device))
 
 
 @dataclass(frozen=True)

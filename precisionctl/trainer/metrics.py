@@ -16,8 +16,7 @@ FILE = "metrics.jsonl"
 class StepMetrics:
     """One optimizer step. `loss` is the mean over its target tokens, in nats; `seconds` its wall clock.
 
-    `tokens` counts target tokens since step 1. `fp8_saturated` is the share of quantized roles whose amax went
-    beyond the range of their scale in this step: delayed scaling's surprise, at most 1.
+    `tokens` counts target tokens since the run began.
     """
 
     step: int
@@ -28,7 +27,6 @@ class StepMetrics:
     tokens_per_second: float
     seconds: float
     held_out_loss: float | None = None
-    fp8_saturated: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Without what was not measured."""
@@ -39,9 +37,10 @@ class MetricsLog:
     """Appends steps to a run's folder, after dropping those beyond `step`, which the run will make again."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._path = folder / FILE
-        _keep_up_to(self._path, step)
-        self._file = open(self._path, "a", encoding="utf-8")
+        path = folder / FILE
+        kept = _keep_up_to(path, step)
+        self.tokens = int(kept[-1]["tokens"]) if kept else 0
+        self._file = open(path, "a", encoding="utf-8")
         self._board = _tensorboard(folder / "tensorboard", step)
 
     @property
@@ -50,7 +49,8 @@ class MetricsLog:
         return () if self._board else ("no TensorBoard events: install precisionctl[tracking]",)
 
     def write(self, metrics: StepMetrics) -> None:
-        """One line, on its way to the disk before the next step."""
+        """One line, which a kill of the process leaves behind."""
+        self.tokens = metrics.tokens
         values = metrics.as_dict()
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
@@ -58,6 +58,10 @@ class MetricsLog:
             step = values.pop("step")
             for key, value in values.items():
                 self._board.add_scalar(key, value, step)
+
+    def sync(self) -> None:
+        """Wait until the lines are on the disk: before a checkpoint that continues them is."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -75,14 +79,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _keep_up_to(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    kept = [row for row in read_metrics(path) if row["step"] <= step]
+def _keep_up_to(path: Path, step: int) -> list[dict[str, Any]]:
+    """What is kept; the file is replaced at once."""
+    kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
     beside = path.with_suffix(".jsonl.partial")
     beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     sync(beside)
     os.replace(beside, path)
+    return kept
 
 
 def _tensorboard(folder: Path, step: int) -> Any:

@@ -1,0 +1,165 @@
+"""The training loop: rows in, updates of the model out, and nothing else kept in mind but two numbers.
+
+`step` (updates made) and `position` (rows taken from the order) are all that a run needs beside its tensors
+to go on exactly where it was.
+"""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from precisionctl.errors import PrecisionError
+from precisionctl.recipe import Recipe
+from precisionctl.trainer.data import IGNORED, Batch, Order, Rows
+from precisionctl.trainer.metrics import MetricsLog, StepMetrics
+from precisionctl.trainer.model import GPT, loss
+from precisionctl.trainer.optim import MasterAdamW, learning_rate
+
+OnStep = Callable[[StepMetrics], None]
+
+
+@dataclass
+class Run:
+    """A run in memory."""
+
+    recipe: Recipe
+    model: GPT
+    optimizer: MasterAdamW
+    rows: Rows
+    held_out: Rows | None = None
+    step: int = 0
+    position: int = 0
+    order: Order = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.order = Order(len(self.rows), self.recipe.train.seed)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.output_weight.device
+
+    def batches(self, position: int) -> list[Batch]:
+        """The micro-batches of the update that takes its rows from `position` on."""
+        train = self.recipe.train
+        numbers = self.order.take(position, train.batch_size)
+        return list(_in_batches(self.rows, numbers, train.micro_batch_size, self.device))
+
+
+def train(run: Run, log: MetricsLog, save: Callable[[], None], on_step: OnStep) -> signal.Signals | None:
+    """Go on to the recipe's last step, saving as it says; on SIGTERM or SIGINT save and return that signal.
+
+    Raises PrecisionError, with nothing saved, where the loss or the gradients stop being numbers.
+    """
+    last = run.recipe.train.steps
+    with _stop_signals() as received:
+        while run.step < last:
+            metrics = _measured_step(run, log.tokens)
+            log.write(metrics)
+            on_step(metrics)
+            if received or run.step == last or run.step % run.recipe.train.save_every == 0:
+                log.sync()
+                save()
+            if received:
+                return received[0]
+    return None
+
+
+def update(run: Run) -> tuple[float, float, int]:
+    """One optimizer step. Returns its loss (the mean over its targets), the gradients' norm and its targets."""
+    batches = run.batches(run.position)
+    targets = sum(batch.targets for batch in batches)
+    total = torch.zeros((), device=run.device)
+    for batch in batches:
+        total += backward(run.model, batch, targets)
+        run.optimizer.collect()
+    mean, norm = float(total) / targets, run.optimizer.clip()
+    if not (math.isfinite(mean) and math.isfinite(norm)):
+        raise PrecisionError(
+            f"step {run.step + 1} has loss {mean} and gradient norm {norm}",
+            do="Nothing of this step was saved. Lower optimizer.lr, or look at the newest checkpoint with "
+            "`precisionctl inspect --fp8`; running again starts from it.",
+        )
+    run.optimizer.step(_learning_rate(run, run.step + 1))
+    run.step += 1
+    run.position += run.recipe.train.batch_size
+    return mean, norm, targets
+
+
+def backward(model: GPT, batch: Batch, targets: int) -> Tensor:
+    """Forward and backward of a micro-batch of an update with `targets` in all. Returns its summed loss, FP32 `[]`."""
+    total = _summed_loss(model, batch)
+    (total / targets).backward()  # type: ignore[no-untyped-call]
+    return total.detach()
+
+
+def held_out_loss(model: GPT, rows: Rows, micro_batch_size: int) -> float:
+    """Mean loss over all targets of `rows`, in the precision that the model trains in; no FP8 state changes."""
+    batches = _in_batches(rows, range(len(rows)), micro_batch_size, model.output_weight.device)
+    total, targets = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            total += float(_summed_loss(model, batch))
+            targets += batch.targets
+    return total / targets
+
+
+def _measured_step(run: Run, tokens: int) -> StepMetrics:
+    start = time.perf_counter()
+    mean, norm, targets = update(run)
+    seconds = time.perf_counter() - start
+    train = run.recipe.train
+    look = run.held_out is not None and (run.step % train.eval_every == 0 or run.step == train.steps)
+    return StepMetrics(
+        step=run.step,
+        loss=mean,
+        lr=_learning_rate(run, run.step),
+        grad_norm=norm,
+        tokens=tokens + targets,
+        tokens_per_second=targets / seconds,
+        seconds=seconds,
+        held_out_loss=held_out_loss(run.model, run.held_out, train.micro_batch_size) if look and run.held_out else None,
+    )
+
+
+def _learning_rate(run: Run, step: int) -> float:
+    return learning_rate(step, run.recipe.train.steps, run.recipe.optimizer.lr, run.recipe.schedule)
+
+
+def _summed_loss(model: GPT, batch: Batch) -> Tensor:
+    total, _ = loss(model(batch.tokens), batch.labels, batch.labels != IGNORED, model.model.vocab_size)
+    return total
+
+
+def _in_batches(rows: Rows, numbers: Iterable[int], size: int, device: torch.device) -> Iterator[Batch]:
+    listed = list(numbers)
+    for start in range(0, len(listed), size):
+        yield rows.batch(listed[start : start + size]).to(device)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[signal.Signals]]:
+    """The first SIGTERM or SIGINT lands in the list; a second one does what it always does."""
+    received: list[signal.Signals] = []
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+        restore()
+
+    def restore() -> None:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+    for kind in before:
+        signal.signal(kind, note)
+    try:
+        yield received
+    finally:
+        restore()

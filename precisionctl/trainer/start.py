@@ -1,0 +1,112 @@
+"""The FP8 state of a run's first step, role by role: never empty histories in silence.
+
+State that the checkpoint carries is used. Else a weight's amax comes from the weight itself, and those of
+activations and gradients from warm-up passes: forward and backward in BF16 over the coming micro-batches,
+without an update and without consuming them, a history row each.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from typing import Literal
+
+from precisionctl.cast import StateChange, fp8_state
+from precisionctl.fp8.numerics import amax
+from precisionctl.fp8.state import Fp8State, Fp8States, Role
+from precisionctl.trainer.backend import Fp8Linear, fp8_linears
+from precisionctl.trainer.data import Batch
+from precisionctl.trainer.loop import Run, backward
+
+Source = Literal["carried", "from the weights", "warm-up", "never recorded"]
+
+IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
+"""The roles that a linear casts; TE keeps `output` and `grad_input` beside them and never records them."""
+
+
+@dataclass(frozen=True)
+class Fp8Start:
+    """What a run starts with: how many roles got their state from where, and the state of the whole model,
+    with that of modules which the run keeps in BF16."""
+
+    counts: Mapping[Source, Mapping[Role, int]]
+    states: Fp8States | None
+    notes: tuple[str, ...] = ()
+
+
+def start_fp8(run: Run, carried: Fp8States | None, *, cold: bool) -> Fp8Start:
+    """Set the state of every FP8 linear of the run's model; `cold` is scale 1 and empty histories everywhere,
+    whatever was carried. A precision that keeps no state (BF16, current scaling) only hands on what is carried."""
+    linears, recipe = fp8_linears(run.model), run.recipe.precision.delayed
+    if not linears:
+        return Fp8Start({}, carried)
+    if cold:
+        fresh = Fp8State.fresh(recipe.amax_history_len)
+        _set(linears, dict.fromkeys(linears, fresh))
+        sources = {name: dict.fromkeys(IN_USE, _NEVER) for name in linears}
+        return Fp8Start(
+            _counts(sources), Fp8States(recipe, {}), ("cold start: scale 1 and empty histories everywhere",)
+        )
+    weights = {name: float(amax(run.model.get_parameter(f"{name}.weight"))) for name in linears}
+    change = fp8_state(carried, weights, recipe)
+    if not all(change.states.modules[name].roles[role].recorded for name in linears for role in IN_USE):
+        _warm_up(run)
+    sources = {name: _complete(name, linear, change) for name, linear in linears.items()}
+    states = replace(change.states, producer="precisionctl")
+    return Fp8Start(_counts(sources), states, _notes(change, sources))
+
+
+_NEVER: Source = "never recorded"
+
+
+def _set(linears: Mapping[str, Fp8Linear], states: Mapping[str, Fp8State]) -> None:
+    for name, linear in linears.items():
+        linear.set_fp8_state(states[name])
+
+
+def _complete(name: str, linear: Fp8Linear, change: StateChange) -> Mapping[Role, Source]:
+    """Give a linear what is known of it, over what warm-up passes recorded. Returns where each role is from."""
+    known, recorded = change.states.modules[name], linear.fp8_state()
+    assert recorded is not None, "fp8_linears lists the linears that keep state"
+    roles = {role: part if part.recorded else recorded.roles[role] for role, part in known.roles.items()}
+    linear.set_fp8_state(Fp8State(roles))
+    sources: dict[Role, Source] = {}
+    for role in IN_USE:
+        warm: Source = "warm-up" if recorded.roles[role].recorded else _NEVER
+        sources[role] = "carried" if known.roles[role].recorded else warm
+    if name in change.from_weights or name in change.stale:
+        sources["weight"] = "from the weights"
+    return sources
+
+
+def _warm_up(run: Run) -> None:
+    with run.model.recording():
+        for batch, targets in islice(_coming(run), run.recipe.train.warmup_passes):
+            backward(run.model, batch, targets)
+            run.model.zero_grad()
+
+
+def _coming(run: Run) -> Iterator[tuple[Batch, int]]:
+    """The micro-batches that training will see next, each with the targets of its update."""
+    for step in count():
+        batches = run.batches(run.position + step * run.recipe.train.batch_size)
+        targets = sum(batch.targets for batch in batches)
+        yield from ((batch, targets) for batch in batches)
+
+
+def _counts(sources: Mapping[str, Mapping[Role, Source]]) -> Mapping[Source, Mapping[Role, int]]:
+    counted = Counter((source, role) for roles in sources.values() for role, source in roles.items())
+    return {
+        source: {role: counted[source, role] for role in IN_USE if counted[source, role]}
+        for source in dict.fromkeys(source for source, _ in counted)
+    }
+
+
+def _notes(change: StateChange, sources: Mapping[str, Mapping[Role, Source]]) -> tuple[str, ...]:
+    notes = [
+        f"{name}: the carried weight amax does not fit the weights; it was taken from them" for name in change.stale
+    ]
+    silent = [name for name, roles in sources.items() if _NEVER in roles.values()]
+    if silent:
+        notes.append(f"{len(silent)} modules have a role that no warm-up pass recorded, e.g. {silent[0]}: scale 1")
+    return tuple(notes)
