@@ -6,7 +6,7 @@ is looked at. Otherwise each piece is decoded, rounded or encoded on its way.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
