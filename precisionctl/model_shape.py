@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,113 @@ def to_hf_config(model: ModelShape, hf_class: str, dtype: str) -> dict[str, Any]
     if model.rope_scaling:
         config["rope_scaling"] = dict(model.rope_scaling)
     return config
+
+
+# what the families above have in common and Megatron has arguments for: written, and on the way back required
+_FIXED_ARGS: Mapping[str, Any] = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "squared_relu": False,
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "apply_layernorm_1p": False,  # until megatron-core 0.15
+    "layernorm_zero_centered_gamma": False,  # since 0.16
+    "qk_layernorm": False,
+    "multi_latent_attention": False,
+    "num_experts": None,
+    "mtp_num_layers": None,
+    "window_attn_skip_freq": None,
+}
+# Megatron's own defaults differ from these, or older versions ask for them
+_USUAL_ARGS: Mapping[str, Any] = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "add_position_embedding": True,
+    "use_rotary_position_embeddings": False,  # the older word for position_embedding_type
+    "apply_query_key_layer_scaling": False,
+    "make_vocab_size_divisible_by": MAKE_VOCAB_SIZE_DIVISIBLE_BY,
+}
+# megatron/core/models/common/embeddings/rotary_pos_embedding.py, _apply_scaling: only the factor is an argument
+_MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def to_megatron_args(model: ModelShape) -> dict[str, Any]:
+    """The arguments that describe the model to Megatron-LM, of any version: what `--use-checkpoint-args` reads.
+
+    Megatron has no argument for other rotary scaling than `linear` and Llama 3.1's; config.json keeps those.
+    """
+    args = {argument: getattr(model, field) for field, _, argument in _COMMON_FIELDS}
+    window = None if model.sliding_window is None else (model.sliding_window - 1, 0)
+    return {
+        **args,
+        **_FIXED_ARGS,
+        **_USUAL_ARGS,
+        **_rope_args(model.rope_scaling or {}),
+        "layernorm_epsilon": model.norm_epsilon,  # norm_epsilon until megatron-core 0.15
+        "seq_length": model.max_position_embeddings,
+        "group_query_attention": model.num_query_groups != model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.kv_channels,
+        "rotary_base": int(model.rotary_base) if model.rotary_base.is_integer() else model.rotary_base,
+        "window_size": window,  # distances to the left and right; Hugging Face counts the token itself
+        "vocab_size": model.vocab_size,
+        "padded_vocab_size": model.padded_vocab_size,
+        "untie_embeddings_and_output_weights": model.untied_embeddings,
+        "add_bias_linear": model.add_bias_linear,
+        "add_qkv_bias": model.add_qkv_bias,
+    }
+
+
+def _rope_args(rope: Mapping[str, Any]) -> dict[str, Any]:
+    llama3 = rope.get("rope_type") == "llama3" and all(rope.get(key) == value for key, value in _MEGATRON_ROPE.items())
+    return {
+        "use_rope_scaling": llama3,
+        "rope_scaling_factor": float(rope["factor"]) if llama3 else 8.0,
+        "rotary_seq_len_interpolation_factor": rope["factor"] if rope.get("rope_type") == "linear" else None,
+    }
+
+
+def from_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> ModelShape:
+    """The inverse of `to_megatron_args`, for a model of which only Megatron's arguments are known.
+
+    They name no family: Mistral where there is a window, else Llama. Raises UnknownArchitecture where they
+    describe neither and DamagedCheckpoint where one is missing.
+    """
+    for name, value in _FIXED_ARGS.items():
+        if (args.get(name, value) or None) != (value or None):  # None, 0 and False all mean "without"
+            raise UnknownArchitecture(
+                f"no family known here has Megatron's {name}={args[name]!r}", where=where, do="Known: llama, mistral."
+            )
+    renamed = {"norm_epsilon": args["layernorm_epsilon"], **args} if "layernorm_epsilon" in args else args
+    sizes = {field: _need(renamed, argument, where) for field, _, argument in _COMMON_FIELDS}
+    heads = sizes["num_attention_heads"]
+    window = args.get("window_size")
+    biased = bool(args.get("add_bias_linear", True))  # Megatron's default
+    return ModelShape(
+        architecture="mistral" if window else "llama",
+        num_query_groups=_need(args, "num_query_groups", where) if args.get("group_query_attention") else heads,
+        kv_channels=args.get("kv_channels") or sizes["hidden_size"] // heads,
+        vocab_size=args.get("vocab_size") or padded_vocab_size,
+        padded_vocab_size=padded_vocab_size,
+        rotary_base=float(args.get("rotary_base", 10000)),
+        rope_scaling=_megatron_rope(args),
+        sliding_window=window[0] + 1 if window else None,
+        tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
+        attention_bias=biased or bool(args.get("add_qkv_bias")),
+        mlp_bias=biased,
+        add_bias_linear=biased,
+        add_qkv_bias=bool(args.get("add_qkv_bias")),
+        **sizes,
+    )
+
+
+def _megatron_rope(args: Mapping[str, Any]) -> dict[str, Any] | None:
+    if args.get("use_rope_scaling"):
+        return {"rope_type": "llama3", "factor": args.get("rope_scaling_factor", 8.0), **_MEGATRON_ROPE}
+    if args.get("rotary_seq_len_interpolation_factor"):
+        return {"rope_type": "linear", "factor": args["rotary_seq_len_interpolation_factor"]}
+    return None
 
 
 def _need(config: Mapping[str, Any], key: str, where: object) -> Any:

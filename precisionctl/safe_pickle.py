@@ -7,7 +7,7 @@ the caller lists, so the worst a hostile file can do is to raise UnsafePickle or
 import io
 import pickle
 import pickletools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, UnsafePickle
@@ -15,8 +15,11 @@ from precisionctl.errors import DamagedCheckpoint, UnsafePickle
 Allowed = Mapping[tuple[str, str], Any]
 """(module, qualified name) as the pickle spells it -> what stands in for it here."""
 
+Persistent = Callable[[Any], Any]
+"""A persistent id (a storage of torch.save) -> what stands in for it here."""
 
-def loads(data: bytes, allowed: Allowed, where: object) -> Any:
+
+def loads(data: bytes, allowed: Allowed, where: object, persistent: Persistent | None = None) -> Any:
     """The object that `data` pickles, built from nothing but `allowed` and plain containers.
 
     `where` names the source in errors. Raises UnsafePickle for a name outside `allowed` and
@@ -24,7 +27,7 @@ def loads(data: bytes, allowed: Allowed, where: object) -> Any:
     """
     _refuse_memo_bombs(data, where)
     try:
-        return _AllowListUnpickler(data, allowed, where).load()
+        return _AllowListUnpickler(data, allowed, where, persistent).load()
     except UnsafePickle:
         raise
     except Exception as error:  # a damaged pickle can raise nearly anything
@@ -32,10 +35,11 @@ def loads(data: bytes, allowed: Allowed, where: object) -> Any:
 
 
 class _AllowListUnpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, allowed: Allowed, where: object) -> None:
+    def __init__(self, data: bytes, allowed: Allowed, where: object, persistent: Persistent | None) -> None:
         super().__init__(io.BytesIO(data))
         self._allowed = allowed
         self._where = where
+        self._persistent = persistent
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -46,6 +50,11 @@ class _AllowListUnpickler(pickle.Unpickler):
                 where=self._where,
                 do="Nothing was executed. If you trust the file, report the name as missing.",
             ) from None
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise pickle.UnpicklingError("it refers to something outside itself")
+        return self._persistent(pid)
 
 
 def _refuse_memo_bombs(data: bytes, where: object) -> None:

@@ -19,12 +19,12 @@ class Global(NamedTuple):
 
 class Made(NamedTuple):
     """An object as pickle makes it: `make(*arguments)`, or `make.__new__(make, *arguments)` when `new`; then
-    `fields` become its `__dict__`."""
+    `fields` become its `__dict__`, or go to its `__setstate__`."""
 
     make: Global
     arguments: tuple[object, ...]
     new: bool = False
-    fields: Mapping[str, object] | None = None
+    fields: Mapping[str, object] | tuple[object, ...] | None = None
 
 
 class Persistent(NamedTuple):
@@ -34,7 +34,7 @@ class Persistent(NamedTuple):
 
 
 def dumps(value: object, protocol: int = 4) -> bytes:
-    """A pickle of None, bool, int (32 bits), str, bytes, tuples, lists, dicts and the objects above."""
+    """A pickle of None, bool, int, str, bytes, tuples, lists, dicts and the objects above."""
     return pickle.PROTO + bytes([protocol]) + _opcodes(value) + pickle.STOP
 
 
@@ -44,8 +44,11 @@ def _opcodes(value: object) -> bytes:
             return pickle.NONE
         case bool():
             return pickle.NEWTRUE if value else pickle.NEWFALSE
-        case int():
+        case int() if -(1 << 31) <= value < 1 << 31:
             return pickle.BININT + struct.pack("<i", value)
+        case int():
+            number = pickle.encode_long(value)
+            return pickle.LONG1 + bytes([len(number)]) + number
         case str():
             return pickle.BINUNICODE + struct.pack("<I", len(value.encode())) + value.encode()
         case bytes():

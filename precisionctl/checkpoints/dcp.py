@@ -1,0 +1,238 @@
+"""`.metadata` of PyTorch's distributed checkpoints (DCP): which file holds which box of which tensor.
+
+It is a pickle of PyTorch's classes, and of Megatron's in some versions. It is read with inert stand-ins and
+checked, and written opcode by opcode: equal bytes for equal content, and nothing of `torch.distributed`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precisionctl import safe_pickle
+from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.errors import DamagedCheckpoint, PrecisionctlError
+from precisionctl.fp8.opcodes import Global, Made, dumps
+
+FILE = ".metadata"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, `offsets` and `sizes` per dimension, and the archive that holds it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a directory holds, by key: tensors in pieces, and pickled objects."""
+
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, Span]
+
+
+class _Plain:
+    """Stands in for a dataclass: its fields become attributes, whatever they are."""
+
+    def __init__(self, *args: object) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.args = state
+
+
+class _Tensor(_Plain):
+    """Stands in for TensorStorageMetadata."""
+
+
+class _Object(_Plain):
+    """Stands in for BytesStorageMetadata."""
+
+
+class _MetadataIndex(_Plain):
+    """Key of a tensor's piece or of an object; `write_index` makes it by a call, so that it hashes."""
+
+    offset: tuple[int, ...] | None = None  # pickles leave it out for objects
+
+    def __init__(self, fqn: str = "", offset: tuple[int, ...] | None = None) -> None:
+        self.fqn, self.offset = fqn, offset
+
+
+class _Allowed(dict[tuple[str, str], Any]):
+    """Megatron's own classes (MCoreMetadata, MCoreSavePlan) add nothing that is needed here."""
+
+    def __missing__(self, key: tuple[str, str]) -> Any:
+        if key[0].startswith("megatron."):
+            return _Plain
+        raise KeyError(key)
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_DTYPES = ("bfloat16", "bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
+_ALLOWED = _Allowed(
+    {
+        (_METADATA, "TensorStorageMetadata"): _Tensor,
+        (_METADATA, "BytesStorageMetadata"): _Object,
+        (_METADATA, "MetadataIndex"): _MetadataIndex,
+        **{
+            (_METADATA, name): _Plain
+            for name in (
+                *("Metadata", "ChunkStorageMetadata", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+            )
+        },
+        **{(_PLANNER, name): _Plain for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")},
+        (_FILESYSTEM, "_StorageInfo"): _Plain,
+        ("torch", "Size"): tuple,
+        ("torch.serialization", "_get_layout"): str,
+        **{("torch", name): getattr(torch, name) for name in _DTYPES},
+    }
+)
+
+
+def read_index(directory: Path) -> Index:
+    """Read `.metadata` and check that every piece lies inside a file of the directory.
+
+    Raises DamagedCheckpoint and UnsafePickle. Tensor data is not touched.
+    """
+    path = directory / FILE
+    root = safe_pickle.loads(path.read_bytes(), _ALLOWED, path)
+    try:
+        return _index(root, _Files(directory))
+    except PrecisionctlError:
+        raise
+    except Exception as error:  # a damaged pickle can hold anything anywhere
+        raise DamagedCheckpoint(f"not what PyTorch writes: {error!r}", where=path, do="Is the copy whole?") from error
+
+
+def _index(root: Any, files: "_Files") -> Index:
+    infos = {(index.fqn, index.offset): info for index, info in root.storage_data.items()}
+    tensors, objects = {}, {}
+    for key, entry in root.state_dict_metadata.items():
+        if isinstance(entry, _Object):
+            objects[str(key)] = files.span(infos[key, None])
+        else:
+            boxes = dict.fromkeys((_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks)
+            pieces = tuple(Piece(*box, files.span(infos[key, box[0]])) for box in boxes)
+            tensors[str(key)] = StoredTensor(_sizes(entry.size), entry.properties.args[0], pieces)
+            _check(str(key), tensors[str(key)])
+    return Index(tensors, objects)
+
+
+def _check(key: str, tensor: StoredTensor) -> None:
+    """Before anything is made as large as the sizes say: each piece is inside its tensor and its file, and together
+    they have as many elements as the tensor. Overlaps are the reader's to find."""
+    for piece in tensor.pieces:
+        ends = [offset + size for offset, size in zip(piece.offsets, piece.sizes, strict=True)]
+        if any(end > length for end, length in zip(ends, tensor.shape, strict=True)):
+            raise ValueError(f"{key} has a piece outside itself")
+        if math.prod(piece.sizes) * tensor.dtype.itemsize > piece.span.length:
+            raise ValueError(f"{key} has a piece {piece.sizes} in {piece.span.length} bytes")
+    if not sum(math.prod(piece.sizes) for piece in tensor.pieces) == math.prod(tensor.shape) > 0:
+        raise ValueError(f"{key} has pieces of another size than itself")
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{values!r} as a size")
+    return tuple(values)
+
+
+class _Files:
+    """The files of a directory, each looked at once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory.resolve()
+        self._lengths: dict[str, int] = {}
+
+    def span(self, info: Any) -> Span:
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"bytes transformed by {info.transform_descriptors}")
+        offset, length = _sizes((info.offset, info.length))
+        if info.relative_path not in self._lengths:
+            self._lengths[info.relative_path] = self._length(info.relative_path)
+        path = self._directory / info.relative_path
+        if offset + length > self._lengths[info.relative_path]:
+            raise DamagedCheckpoint(
+                f"bytes {offset} to {offset + length} are wanted of a file of {path.stat().st_size}",
+                where=path,
+                do="It is truncated; copy the checkpoint again.",
+            )
+        return Span(path, offset, length)
+
+    def _length(self, relative: str) -> int:
+        path = self._directory / relative
+        if not path.resolve().is_relative_to(self._directory):
+            raise DamagedCheckpoint(
+                f"{FILE} names a file outside its directory: {relative}", where=self._directory, do="Do not trust it."
+            )
+        if not path.is_file():
+            raise DamagedCheckpoint("a file is missing", where=path, do="Copy the checkpoint again.")
+        return path.stat().st_size
+
+
+def write_index(directory: Path, index: Index) -> None:
+    """Write `.metadata`; the pieces' files lie in `directory`. Equal indexes give equal bytes."""
+    entries: dict[str, object] = {}
+    places: dict[Made, object] = {}
+    for key, tensor in index.tensors.items():
+        entries[key] = _tensor_object(tensor)
+        places |= {_place(key, _size(piece.offsets)): _info(piece.span) for piece in tensor.pieces}
+    for key, span in index.objects.items():
+        entries[key] = _object(_METADATA, "BytesStorageMetadata")
+        places[_place(key, None)] = _info(span)
+    metadata = _object(
+        *(_METADATA, "Metadata"),
+        state_dict_metadata=entries,
+        planner_data=None,
+        storage_data=places,
+        storage_meta=_object(_METADATA, "StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
+        version="1.0.0",
+    )
+    (directory / FILE).write_bytes(dumps(metadata))
+
+
+def _object(module: str, name: str, **fields: object) -> Made:
+    return Made(Global(module, name), (), new=True, fields=fields)
+
+
+def _tensor_object(tensor: StoredTensor) -> Made:
+    chunks = [
+        _object(_METADATA, "ChunkStorageMetadata", offsets=_size(piece.offsets), sizes=_size(piece.sizes))
+        for piece in tensor.pieces
+    ]
+    dtype = Global("torch", str(tensor.dtype).removeprefix("torch."))
+    layout = Made(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = Made(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    state = (dtype, layout, False, contiguous, False)  # ..., requires_grad, memory format, pinned
+    properties = Made(Global(_METADATA, "TensorProperties"), (), new=True, fields=state)
+    return _object(_METADATA, "TensorStorageMetadata", properties=properties, size=_size(tensor.shape), chunks=chunks)
+
+
+def _size(values: tuple[int, ...]) -> Made:
+    return Made(Global("torch", "Size"), (values,))
+
+
+def _place(key: str, offset: Made | None) -> Made:
+    return Made(Global(_METADATA, "MetadataIndex"), (key, offset))
+
+
+def _info(span: Span) -> Made:
+    return _object(_FILESYSTEM, "_StorageInfo", relative_path=span.path.name, offset=span.offset, length=span.length)
