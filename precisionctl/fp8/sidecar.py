@@ -33,8 +33,8 @@ def write(path: Path, states: Fp8States) -> None:
     tensors = {f"{module}/raw": data for module, data in states.raw.items()}
     for module, state in states.modules.items():
         for role, part in state.roles.items():
-            tensors[f"{module}/{role}.scale"] = part.scale.cpu().contiguous()
-            tensors[f"{module}/{role}.amax_history"] = part.amax_history.cpu().contiguous()
+            tensors[f"{module}/{role}.scale"] = _own(part.scale)
+            tensors[f"{module}/{role}.amax_history"] = _own(part.amax_history)
     metadata = {
         "format_version": FORMAT_VERSION,
         "recipe": asdict(states.recipe),
@@ -45,6 +45,11 @@ def write(path: Path, states: Fp8States) -> None:
     save_file(tensors, path, metadata={_KEY: json.dumps(metadata, sort_keys=True)})
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy: fresh states share tensors, and safetensors refuses to store two that do."""
+    return tensor.detach().cpu().contiguous().clone()
 
 
 def read(path: Path) -> Fp8States:
