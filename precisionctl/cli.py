@@ -4,17 +4,25 @@ Nothing heavy is imported until a command runs, so that `precisionctl --help` an
 """
 
 import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from precisionctl import __version__
 from precisionctl.errors import PrecisionctlError
+from precisionctl.reports.table import size
+
+if TYPE_CHECKING:
+    from precisionctl.commands import Work
 
 CHECKPOINT = click.Path(exists=True, path_type=Path)
 NEW_PATH = click.Path(path_type=Path)
-TEXT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+POSITIVE = click.IntRange(min=1)
+Command = Callable[..., Any]
 
 
 class Commands(click.Group):
@@ -48,12 +56,38 @@ class Percent(click.ParamType[float]):
             self.fail(f"{value!r} is not a percentage such as 1%", param, ctx)
 
 
-def as_json(result: Any) -> None:
+class Size(click.ParamType[int]):
+    """`5GB` or a number of bytes; units are powers of 1000."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", str(value))
+        if not found:
+            self.fail(f"{value!r} is not a size such as 5GB", param, ctx)
+        return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+
+
+def print_json(result: Any) -> None:
     """A command's result as JSON on stdout."""
     click.echo(json.dumps(result, indent=2, default=str))
 
 
 json_option = click.option("--json", "json_wanted", is_flag=True, help="Print JSON on stdout instead of tables.")
+iteration_option = click.option("--iteration", type=int, help="Which one of a Megatron directory; else the newest.")
+
+
+def writing_options(command: Command) -> Command:
+    """Options of every command that writes a checkpoint."""
+    options = (
+        click.option("--workers", type=POSITIVE, default=2, show_default=True, help="Threads that copy and cast."),
+        click.option("--dry-run", is_flag=True, help="Show the plan and write nothing."),
+        click.option("--restart", is_flag=True, help="Discard what an unfinished run of this command left."),
+        json_option,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -69,7 +103,7 @@ def main(debug: bool) -> None:
 @main.command()
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--fp8", "by_layer", is_flag=True, help="Show amax and scale of every module.")
-@click.option("--iteration", type=int, help="Which iteration of a Megatron checkpoint; else the newest.")
+@iteration_option
 @json_option
 def inspect(checkpoint: Path, by_layer: bool, iteration: int | None, json_wanted: bool) -> None:
     """Say what a checkpoint is, and how healthy its FP8 state is."""
@@ -79,9 +113,135 @@ def inspect(checkpoint: Path, by_layer: bool, iteration: int | None, json_wanted
 
     description = report.describe(open_checkpoint(checkpoint, iteration))
     if json_wanted:
-        as_json(description)
+        print_json(description)
     else:
         console.show_tables(report.tables(description, by_layer=by_layer))
+
+
+@main.command()
+@click.argument("source", type=CHECKPOINT)
+@click.argument("destination", type=NEW_PATH)
+@click.option("--to", type=click.Choice(["hf", "megatron"]), required=True, help="Layout of the result.")
+@click.option(
+    "--precision",
+    type=click.Choice(["keep", "bf16", "fp8"]),
+    default="keep",
+    show_default=True,
+    help="What the result is made of; FP8 state is carried by all three.",
+)
+@click.option("--recipe", help="Recipe of the FP8 state: a bundled name or a TOML file; else the carried one, or TE's.")
+@click.option(
+    "--tp", "tensor_parallel", type=POSITIVE, default=1, show_default=True, help="Tensor-parallel size to write for."
+)
+@click.option("--drop-fp8-state", is_flag=True, help="Leave the FP8 state behind.")
+@click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
+@iteration_option
+@writing_options
+def convert(recipe: str | None, dry_run: bool, restart: bool, workers: int, json_wanted: bool, **what: Any) -> None:
+    """Convert SOURCE between Hugging Face and Megatron (torch_dist), FP8 state included.
+
+    DESTINATION appears only when it is complete; the same command run again goes on where one was stopped.
+    `--to hf --precision fp8` is `export-inference --target vllm`, and rounds the weights.
+    """
+    from precisionctl.commands import Conversion, plan_conversion
+    from precisionctl.recipe import load_recipe
+
+    precision = load_recipe(recipe).precision if recipe else None
+    do_work(plan_conversion(Conversion(recipe=precision, **what)), dry_run, restart, workers, json_wanted)
+
+
+@main.command("export-inference")
+@click.argument("source", metavar="CHECKPOINT", type=CHECKPOINT)
+@click.argument("destination", type=NEW_PATH)
+@click.option("--target", required=True, metavar="ENGINE", help="Which engine will load it: vllm or tensorrt-llm.")
+@click.option(
+    "--scheme",
+    type=click.Choice(["static", "dynamic"]),
+    default="static",
+    show_default=True,
+    help="Input scales from the FP8 state, or made by the engine token by token.",
+)
+@click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
+@iteration_option
+@writing_options
+def export_inference(dry_run: bool, restart: bool, workers: int, json_wanted: bool, **what: Any) -> None:
+    """Write CHECKPOINT as FP8 for an inference engine, with the scales that training recorded.
+
+    No calibration data is needed. The weights of FP8 GEMMs are rounded to E4M3; the rest is BF16.
+    """
+    from precisionctl.commands import InferenceExport, plan_export
+
+    do_work(plan_export(InferenceExport(**what)), dry_run, restart, workers, json_wanted)
+
+
+def do_work(work: "Work", dry_run: bool, restart: bool, workers: int, json_wanted: bool) -> None:
+    """Show a plan, or carry it out."""
+    from precisionctl import console
+    from precisionctl.commands import execute
+    from precisionctl.reports import plan as report
+
+    if not dry_run:
+        with console.bytes_progress("writing", work.plan.nbytes) as on_bytes:
+            execute(work, workers=workers, restart=restart, on_bytes=on_bytes)
+    if json_wanted:
+        print_json(work.plan.describe() | {"notes": work.notes})
+    elif dry_run:
+        console.show_tables(report.tables(work.plan))
+    else:
+        console.show_lines([f"Wrote {work.output.path}, {size(work.plan.nbytes)}.", *work.notes])
+
+
+@main.command()
+@click.argument("a", metavar="A", type=CHECKPOINT)
+@click.argument("b", metavar="[B]", type=CHECKPOINT, required=False)
+@click.option("--fp8", is_flag=True, help="Count it as a difference when only one side has FP8 state.")
+@click.option("--target", metavar="ENGINE", help="Hold A against an engine's rules: vllm or tensorrt-llm.")
+@json_option
+def verify(a: Path, b: Path | None, fp8: bool, target: str | None, json_wanted: bool) -> None:
+    """Compare checkpoint A with B, tensor by tensor, whatever their formats; or A with an engine's rules.
+
+    FP8 codes are equal to BF16 values when they are their encoding under the scale stored with them.
+    Exits with 1 where the two differ, or a rule that an engine insists on is broken.
+    """
+    if (b is None) == (target is None):
+        raise click.UsageError("verify needs either a second checkpoint or --target ENGINE.")
+    if b is not None:
+        same = compare_checkpoints(a, b, fp8, json_wanted)
+    else:
+        same = check_rules(a, str(target), json_wanted)
+    raise click.exceptions.Exit(0 if same else 1)
+
+
+def compare_checkpoints(a: Path, b: Path, fp8: bool, json_wanted: bool) -> bool:
+    from precisionctl import console
+    from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.reports import verify as report
+    from precisionctl.verify import compare
+
+    left, right = open_checkpoint(a), open_checkpoint(b)
+    with console.bytes_progress("comparing", sum(spec.nbytes for spec in left.specs.values())) as on_bytes:
+        comparison = compare(left, right, fp8=fp8, on_bytes=on_bytes)
+    if json_wanted:
+        print_json(comparison.as_json())
+    else:
+        console.show_tables(report.tables(comparison))
+    return comparison.equal
+
+
+def check_rules(path: Path, target: str, json_wanted: bool) -> bool:
+    from precisionctl import console
+    from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.commands import engine_named
+    from precisionctl.reports import verify as report
+    from precisionctl.verify import check
+
+    engine = engine_named(target)
+    findings = check(open_checkpoint(path), engine)
+    if json_wanted:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        console.show_tables(report.rules(findings, engine))
+    return not any(finding.rule.fatal for finding in findings)
 
 
 @main.command()
@@ -106,7 +266,7 @@ def compare(
     if png or html:
         report.draw(comparison, png=png, html=html)
     if json_wanted:
-        as_json(comparison.as_json())
+        print_json(comparison.as_json())
     else:
         console.show_tables([comparison.table()])
     if max_gap is not None and not comparison.within(max_gap):

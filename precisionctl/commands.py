@@ -77,6 +77,8 @@ class Work:
 
 def plan_conversion(conversion: Conversion) -> Work:
     """Plan `convert`. Raises what opening and planning raise, and DestinationExists."""
+    if (conversion.to, conversion.precision) == ("hf", "fp8"):
+        return plan_export(_as_export(conversion))
     reader = open_checkpoint(conversion.source, conversion.iteration)
     if reader.encodings:
         raise PrecisionError(
@@ -100,6 +102,17 @@ def plan_conversion(conversion: Conversion) -> Work:
     notes = _left_behind(reader)
     finish = _finish(None if conversion.drop_fp8_state else reader.fp8, conversion, makes_state, notes)
     return Work(reader, plan, writer, output, finish, makes_state, _digest(plan, conversion), notes)
+
+
+def _as_export(conversion: Conversion) -> InferenceExport:
+    """FP8 values in a Hugging Face directory are an export, in the spelling that transformers and vLLM read."""
+    return InferenceExport(
+        conversion.source,
+        conversion.destination,
+        target="vllm",
+        iteration=conversion.iteration,
+        max_shard_size=conversion.max_shard_size,
+    )
 
 
 def plan_export(export: InferenceExport) -> Work:

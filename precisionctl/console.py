@@ -1,5 +1,6 @@
 """Everything that is drawn on a terminal: results on stdout, progress and errors on stderr."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,7 +23,7 @@ from precisionctl.reports.table import Table
 if TYPE_CHECKING:  # it brings torch with it, which an error panel has no time for
     from precisionctl.trainer.metrics import StepMetrics
 
-_out = Console(highlight=False)
+_out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)  # a file has no edge to wrap at
 _err = Console(stderr=True, highlight=False)
 
 
@@ -30,6 +31,12 @@ def show_tables(tables: Sequence[Table]) -> None:
     """A report on stdout."""
     for table in tables:
         _out.print(_draw(table))
+
+
+def show_lines(lines: Sequence[str]) -> None:
+    """Plain results on stdout, never wrapped: a script may read them."""
+    for line in lines:
+        _out.print(line, soft_wrap=True, markup=False)
 
 
 def _draw(table: Table) -> RichTable:

@@ -15,8 +15,8 @@ ANYONE = {"errors", "safe_pickle", "discover"}
 """Leaves that every unit may import."""
 
 LOWER = {"precision", "model_shape", "fp8", "param", "architectures", "quant_methods", "engines", "recipe"}
-MIDDLE = LOWER | {"checkpoints", "cast", "lower", "plan", "journal", "convert", "verify"}
-EVERYTHING = MIDDLE | {"trainer", "evaluate", "reports", "demo", "console"}
+MIDDLE = LOWER | {"checkpoints", "cast", "lower", "plan", "journal", "convert", "export", "verify"}
+EVERYTHING = MIDDLE | {"commands", "trainer", "evaluate", "reports", "demo", "console"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -37,9 +37,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "journal": {"plan", "checkpoints.base"},
     "convert": {"plan", "lower", "journal", "cast", "checkpoints.base", "engines", "fp8"},
     "verify": {"plan", "lower", "journal", "cast", "checkpoints.base", "engines", "fp8"},
+    "export": LOWER | {"cast", "lower", "plan"},
+    "commands": MIDDLE,
     "trainer": MIDDLE,
     "evaluate": MIDDLE | {"trainer"},
-    "reports": MIDDLE | {"trainer", "evaluate"},
+    "reports": MIDDLE | {"commands", "trainer", "evaluate"},
     "demo": EVERYTHING - {"console", "demo"},
     "console": MIDDLE | {"trainer", "reports"},
     "cli": EVERYTHING,

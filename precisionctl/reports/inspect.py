@@ -95,7 +95,7 @@ def _summary(description: Description) -> Table:
     model = description["model"]
     padding = model["padded_vocab_size"] - model["vocab_size"]
     rows = [
-        ("container", f"{description['container']}, {description['files']} files"),
+        ("container", f"{description['container']} in {description['files']} file{'s' * (description['files'] > 1)}"),
         ("layout", description["layout"]),
         ("architecture", description["architecture"]),
         ("iteration", "-" if description["iteration"] is None else str(description["iteration"])),

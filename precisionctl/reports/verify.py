@@ -1,0 +1,54 @@
+"""What `verify` found, for people."""
+
+from collections.abc import Sequence
+from typing import get_args
+
+from precisionctl.engines.base import Engine, Finding
+from precisionctl.reports.table import Table
+from precisionctl.verify import Comparison, Status, TensorComparison
+
+SHOWN = 20
+"""How many differing tensors are listed; `--json` has all."""
+
+
+def tables(comparison: Comparison) -> list[Table]:
+    """How many tensors are what, the worst of those that differ, and the differences in FP8 state."""
+    by_status = {status: [t for t in comparison.tensors if t.status == status] for status in get_args(Status)}
+    rows = [_together(status, tensors) for status, tensors in by_status.items() if tensors]
+    found = [Table("Tensors", ("status", "count", "lowest SQNR, dB", "largest error"), rows)]
+    different = [tensor for tensor in comparison.tensors if not tensor.equal]
+    if different:
+        found.append(_worst(different))
+    found.append(Table("FP8 state", ("",), [(line,) for line in _state(comparison)]))
+    return found
+
+
+def _together(status: str, tensors: Sequence[TensorComparison]) -> tuple[str, ...]:
+    sqnr = min((t.sqnr_db for t in tensors if t.sqnr_db is not None), default=None)
+    error = max((t.max_abs_error for t in tensors if t.max_abs_error is not None), default=None)
+    return (status, str(len(tensors)), _number(sqnr, ".1f"), _number(error, ".3g"))
+
+
+def _worst(different: Sequence[TensorComparison]) -> Table:
+    worst = sorted(different, key=lambda tensor: -1.0 if tensor.sqnr_db is None else tensor.sqnr_db)[:SHOWN]
+    rows = [(t.name, t.status, t.dtypes, _number(t.sqnr_db, ".1f"), _number(t.max_abs_error, ".3g")) for t in worst]
+    title = f"{len(different)} tensors differ" + (f", the worst {SHOWN}" if len(different) > SHOWN else "")
+    return Table(title, ("tensor", "status", "dtypes", "SQNR, dB", "largest error"), rows)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _state(comparison: Comparison) -> Sequence[str]:
+    if comparison.fp8 is None:
+        return ["not compared: at most one side has any (--fp8 asks for both)"]
+    return comparison.fp8[:SHOWN] or ["equal to the last bit"]
+
+
+def rules(findings: Sequence[Finding], engine: Engine) -> list[Table]:
+    """The rules of an engine that a directory breaks."""
+    if not findings:
+        return [Table(engine.title, ("",), [("every rule is kept",)])]
+    rows = [(f.where, f.what, f.rule.text, "no" if f.rule.fatal else "yes", f.rule.source) for f in findings]
+    return [Table(engine.title, ("where", "what", "rule", "loads", "source"), rows)]

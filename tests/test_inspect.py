@@ -1,0 +1,51 @@
+from pathlib import Path
+
+import pico
+import torch
+
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.numerics import after_one_update
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
+from precisionctl.reports.inspect import describe, tables
+
+RECIPE = DelayedScaling(amax_history_len=4)
+MODULE = "decoder.layers.0.mlp.linear_fc1"
+
+
+def with_state(directory: Path) -> Path:
+    """One module that has recorded its input and nothing else, at iteration 70."""
+    roles = dict(Fp8State.fresh(4).roles)
+    roles["input"] = after_one_update(torch.tensor(2.0), "input", RECIPE)
+    states = Fp8States(RECIPE, {MODULE: Fp8State(roles)}, raw={"other": torch.zeros(3, dtype=torch.uint8)}, iteration=70)
+    sidecar.write(directory / sidecar.RELATIVE, states)
+    return directory
+
+
+def test_a_description_counts_what_transformers_counts(tmp_path: Path) -> None:
+    model = pico.save(tmp_path, dtype=torch.bfloat16)
+    found = describe(open_checkpoint(tmp_path))
+    assert found["parameters"] == model.num_parameters()
+    assert found["bytes_by_dtype"] == {"bfloat16": 2 * model.num_parameters()}
+    assert (found["container"], found["layout"], found["architecture"]) == ("safetensors", "hf", "llama")
+    assert found["precision"] == "bfloat16"
+    assert found["fp8"] is None
+
+
+def test_a_description_says_which_roles_were_never_recorded_and_when_the_rest_was(tmp_path: Path) -> None:
+    pico.save(tmp_path)
+    found = describe(open_checkpoint(with_state(tmp_path)))["fp8"]
+    assert found["never_recorded"] == {"input": 0, "weight": 1, "output": 1, "grad_output": 1, "grad_input": 1}
+    assert found["recorded_at_iteration"] == 70
+    assert found["not_understood"] == ["other"]
+    assert found["modules"][MODULE]["input"] == {"recorded": True, "amax": 2.0, "scale": 224.0, "rows_recorded": 1}
+    assert found["modules"][MODULE]["weight"]["recorded"] is False
+
+
+def test_tables_show_every_module_only_when_asked_to(tmp_path: Path) -> None:
+    pico.save(tmp_path)
+    description = describe(open_checkpoint(with_state(tmp_path)))
+    assert len(tables(description, by_layer=False)) == 2
+    by_layer = tables(description, by_layer=True)[2]
+    assert by_layer.columns == ["module", "input amax", "input scale"]
+    assert by_layer.rows == [[MODULE, "2", "224"]]
