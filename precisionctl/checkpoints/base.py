@@ -93,6 +93,18 @@ class Reader(Protocol):
     def chunks(self, name: str) -> Sequence[Chunk]: ...
 
 
+@dataclass(frozen=True)
+class Container:
+    """How a container is recognised and opened: the `CONTAINER` of each module that reads one.
+
+    `open` takes the path and, of those that hold several, the iteration wanted.
+    """
+
+    recognise: Callable[[Path], bool]
+    open: Callable[[Path, int | None], Reader]
+    looked_for: str
+
+
 class Writer(Protocol):
     """A checkpoint (or a live model) to write to. `specs` says everything that will be written."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from precisionctl import model_shape
-from precisionctl.checkpoints.base import Chunk, Companions, read_tensor, whole
+from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
 from precisionctl.checkpoints.safetensors_file import Stored, make_header, read_header, split_shards
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8 import sidecar
@@ -38,8 +38,6 @@ _COMPANIONS = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-
-LOOKED_FOR = f"config.json with {SINGLE}, {INDEX} or other *.safetensors (Hugging Face)"
 
 
 def recognise(path: Path) -> bool:
@@ -212,6 +210,13 @@ class HuggingFaceWriter:
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
         return config
+
+
+CONTAINER = Container(
+    recognise,
+    lambda path, iteration: HuggingFaceReader(path),
+    f"config.json with {SINGLE}, {INDEX} or other *.safetensors (Hugging Face)",
+)
 
 
 def config_dtype(specs: Mapping[str, TensorSpec]) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints import dcp, torch_zip
-from precisionctl.checkpoints.base import Box, Chunk, Companions
+from precisionctl.checkpoints.base import Box, Chunk, Companions, Container
 from precisionctl.checkpoints.megatron_keys import (
     COMMON,
     COMMON_OBJECT,
@@ -39,8 +39,6 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.model_shape import ModelShape, from_hf_config, from_megatron_args
 from precisionctl.param import Layout, TensorSpec
-
-LOOKED_FOR = f"`{MARKER}` of a Megatron torch_dist checkpoint, there or in an iteration's directory"
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OPTIMIZER = ("optimizer.", "chained_")
@@ -273,3 +271,10 @@ def _chunk(name: str, spec: TensorSpec, part: _Part) -> Chunk:
             where=part.piece.span,
         )
     return Chunk(part.box, part.piece.span.path, located.offset + part.start * spec.dtype.itemsize)
+
+
+CONTAINER = Container(
+    recognise,
+    TorchDistReader,
+    f"{MARKER} of a Megatron torch_dist checkpoint, there or in the directory of an iteration",
+)

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from precisionctl.checkpoints import huggingface
-from precisionctl.checkpoints.base import Reader
+from precisionctl import checkpoints
+from precisionctl.checkpoints.base import Container, Reader
+from precisionctl.discover import discover
 from precisionctl.errors import UnknownFormat
 
 
@@ -12,13 +13,11 @@ def open_checkpoint(path: Path, iteration: int | None = None) -> Reader:
 
     Raises UnknownFormat where nothing there is known, DamagedCheckpoint where it is known and broken.
     """
-    from precisionctl.checkpoints import megatron_dist
-
     if not path.exists():
         raise UnknownFormat("nothing is there", where=path)
-    if megatron_dist.recognise(path):
-        return megatron_dist.TorchDistReader(path, iteration)
-    if huggingface.recognise(path):
-        return huggingface.HuggingFaceReader(path)
-    looked_for = "; ".join((huggingface.LOOKED_FOR, megatron_dist.LOOKED_FOR))
+    containers: list[Container] = discover(checkpoints, "CONTAINER")
+    for container in containers:
+        if container.recognise(path):
+            return container.open(path, iteration)
+    looked_for = "; ".join(container.looked_for for container in containers)
     raise UnknownFormat("no checkpoint is recognised there", where=path, do=f"Looked for: {looked_for}.")
