@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from precisionctl import convert
-from precisionctl.checkpoints.base import Chunk, Companions, Reader, whole
+from precisionctl.checkpoints.base import Chunk, Companions, Reader, read_tensor, whole
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
 from precisionctl.export import make_export
 from precisionctl.fp8.encoding import Encoding
@@ -68,6 +68,12 @@ def recorded(reader: Reader, *, seed: int = 0) -> Fp8States:
             {role: after_one_update(amax, role, recipe) for role, amax in zip(ROLES, amaxes, strict=True)}
         )
     return Fp8States(recipe, modules, iteration=7)
+
+
+def with_state(reader: Reader, *, seed: int = 0) -> InMemory:
+    """The same checkpoint with recorded state."""
+    tensors = {name: read_tensor(reader, name) for name in reader.specs}
+    return InMemory(reader.model, reader.layout, tensors, recorded(reader, seed=seed), reader.companions)
 
 
 def export(source: Reader, directory: Path, method: str, scheme: Scheme) -> HuggingFaceReader:

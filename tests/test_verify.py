@@ -28,16 +28,6 @@ def source(tmp_path: Path) -> HuggingFaceReader:
     return HuggingFaceReader(tmp_path / "source")
 
 
-def with_state(source):
-    return in_memory.InMemory(
-        source.model,
-        "hf",
-        {name: read_tensor(source, name) for name in source.specs},
-        in_memory.recorded(source),
-        source.companions,
-    )
-
-
 def changed(reader, name, values):
     """The same checkpoint with other values for one tensor; None leaves it out."""
     tensors = {other: read_tensor(reader, other) for other in reader.specs if other != name}
@@ -114,7 +104,7 @@ def test_a_checkpoint_that_lacks_a_tensor_of_its_own_model_is_an_error(source):
 @pytest.mark.parametrize("method", ["compressed-tensors", "modelopt"])
 @pytest.mark.parametrize("scheme", ["static", "dynamic"])
 def test_an_export_is_the_encoding_of_its_source(tmp_path, source, method, scheme):
-    exported = in_memory.export(with_state(source), tmp_path / "exported", method, scheme)
+    exported = in_memory.export(in_memory.with_state(source), tmp_path / "exported", method, scheme)
     for comparison in (compare(source, exported), compare(exported, in_memory.to_megatron(source))):
         assert comparison.equal
         assert {t.status for t in comparison.tensors if t.name in exported.encodings} == {"encoded"}
@@ -124,7 +114,7 @@ def test_an_export_is_the_encoding_of_its_source(tmp_path, source, method, schem
 
 @pytest.mark.parametrize("scheme", ["static", "dynamic"])
 def test_one_code_changed_by_one_step_is_a_difference(tmp_path, source, scheme):
-    exported = in_memory.export(with_state(source), tmp_path / "exported", "compressed-tensors", scheme)
+    exported = in_memory.export(in_memory.with_state(source), tmp_path / "exported", "compressed-tensors", scheme)
     codes = read_tensor(exported, Q)
     codes.view(torch.uint8)[2, 3] += 1
     write_rows(exported, Q, 0, codes)
@@ -133,13 +123,13 @@ def test_one_code_changed_by_one_step_is_a_difference(tmp_path, source, scheme):
 
 
 def test_an_export_of_another_model_is_a_difference(tmp_path, source):
-    exported = in_memory.export(with_state(source), tmp_path / "exported", "compressed-tensors", "dynamic")
+    exported = in_memory.export(in_memory.with_state(source), tmp_path / "exported", "compressed-tensors", "dynamic")
     other = changed(source, Q, read_tensor(source, Q) * 1.5)
     assert of(compare(other, exported), Q).status == "differs"
 
 
 def test_two_exports_that_decode_alike_are_equal_and_two_schemes_are_not(tmp_path, source):
-    stateful = with_state(source)
+    stateful = in_memory.with_state(source)
     static = in_memory.export(stateful, tmp_path / "static", "compressed-tensors", "static")
     modelopt = in_memory.export(stateful, tmp_path / "modelopt", "modelopt", "static")
     dynamic = in_memory.export(stateful, tmp_path / "dynamic", "compressed-tensors", "dynamic")
@@ -148,12 +138,12 @@ def test_two_exports_that_decode_alike_are_equal_and_two_schemes_are_not(tmp_pat
 
 
 def test_equal_fp8_state_is_no_difference(source):
-    assert compare(with_state(source), with_state(source)).fp8 == ()
+    assert compare(in_memory.with_state(source), in_memory.with_state(source)).fp8 == ()
 
 
 def test_state_on_one_side_only_differs_where_it_was_asked_for(source):
-    assert compare(with_state(source), source).equal
-    asked = compare(with_state(source), source, fp8=True)
+    assert compare(in_memory.with_state(source), source).equal
+    asked = compare(in_memory.with_state(source), source, fp8=True)
     assert asked.fp8 == ("no FP8 state in B",)
     assert not asked.equal
 
@@ -170,7 +160,7 @@ STATE_CHANGES = {
 
 @pytest.mark.parametrize("word, change", STATE_CHANGES.items())
 def test_state_that_differs_in_the_last_bit_is_named(source, word, change):
-    a, b = with_state(source), with_state(source)
+    a, b = in_memory.with_state(source), in_memory.with_state(source)
     name = "decoder.layers.1.mlp.linear_fc1"
     modules = {**b.fp8.modules, name: edited(b.fp8.modules[name], "grad_output", change)}
     b.fp8 = replace(b.fp8, modules=modules)
@@ -179,7 +169,7 @@ def test_state_that_differs_in_the_last_bit_is_named(source, word, change):
 
 
 def test_another_recipe_a_missing_module_and_an_unread_payload_are_named(source):
-    a, b = with_state(source), with_state(source)
+    a, b = in_memory.with_state(source), in_memory.with_state(source)
     modules = dict(b.fp8.modules)
     name, _ = modules.popitem()
     recipe = replace(b.fp8.recipe, margin=1)
@@ -197,14 +187,14 @@ def test_progress_adds_up_to_all_of_a(source):
 
 
 def test_a_comparison_is_json(source):
-    plain = json.dumps(compare(with_state(source), with_state(source)).as_json())
+    plain = json.dumps(compare(in_memory.with_state(source), in_memory.with_state(source)).as_json())
     assert json.loads(plain)["equal"] is True
 
 
 @pytest.mark.parametrize("engine", engines().values(), ids=engines())
 @pytest.mark.parametrize("scheme", ["static", "dynamic"])
 def test_our_own_exports_break_no_rule_of_their_engine(tmp_path, source, engine, scheme):
-    exported = in_memory.export(with_state(source), tmp_path / "exported", engine.spells[scheme], scheme)
+    exported = in_memory.export(in_memory.with_state(source), tmp_path / "exported", engine.spells[scheme], scheme)
     assert verify.check(exported, engine) == []
 
 

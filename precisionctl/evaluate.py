@@ -1,0 +1,193 @@
+"""evaluate: perplexity on text, in the precision that a checkpoint is stored in.
+
+FP8 codes are evaluated as an engine computes with them: the stored codes as weights, inputs cast with their
+static scale, or with one for each token. A Megatron checkpoint with delayed-scaling state in its `_extra_state`
+is evaluated in FP8 with the scales it would go on with. Everything else is plain BF16, FP16 or FP32.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from precisionctl import convert
+from precisionctl.checkpoints.base import Reader, read_tensor
+from precisionctl.checkpoints.module import LiveModel
+from precisionctl.fp8 import numerics, sidecar
+from precisionctl.fp8.state import Fp8States
+from precisionctl.plan import Job, Plan, make_plan
+from precisionctl.precision import Precision
+from precisionctl.quant_methods.base import CODES
+from precisionctl.trainer.backend import fp8_linears
+from precisionctl.trainer.data import Rows, load_rows
+from precisionctl.trainer.loop import held_out_loss
+from precisionctl.trainer.model import GPT
+from precisionctl.trainer.modules_emulated import Linear, Quantized, Quantizer
+from precisionctl.trainer.tokenizer import load_tokenizer
+
+ROWS_AT_A_TIME = 4
+
+EMBEDDING = "embedding.word_embeddings.weight"
+"""Never FP8 codes: its dtype is that of all values beside them."""
+
+OnRows = Callable[[int, int], None]
+"""Hears of rows evaluated, and of all rows."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`loss` is the mean cross entropy in nats over `tokens` targets; perplexity is its exponential."""
+
+    perplexity: float
+    loss: float
+    tokens: int
+    precision: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def evaluate(
+    reader: Reader,
+    data: Path,
+    *,
+    sequence_length: int = 1024,
+    device: torch.device | str = "cpu",
+    on_rows: OnRows = lambda done, total: None,
+) -> Evaluation:
+    """Perplexity of a checkpoint on a text file (or JSONL, as `resume` takes it), with the checkpoint's tokenizer.
+
+    The text is cut into rows of `sequence_length` targets (at most the model's own), each without the context of
+    the one before; a shorter rest is left out. Raises DataError for text or a tokenizer that cannot be used.
+    """
+    length = min(sequence_length, reader.model.max_position_embeddings)
+    rows = load_rows(data, load_tokenizer(reader.companions), length)
+    model, precision = load(reader, device)
+    loss, tokens = _score(model, rows, on_rows)
+    return Evaluation(math.exp(loss), loss, tokens, precision)
+
+
+def _score(model: GPT, rows: Rows, on_rows: OnRows) -> tuple[float, int]:
+    total, tokens = 0.0, 0
+    for start in range(0, len(rows), ROWS_AT_A_TIME):
+        some = slice(start, start + ROWS_AT_A_TIME)
+        part = replace(rows, starts=rows.starts[some], ends=rows.ends[some])
+        targets = part.batch(range(len(part))).targets
+        total += held_out_loss(model, part, ROWS_AT_A_TIME) * targets
+        tokens += targets
+        on_rows(start + len(part), len(rows))
+    return total / tokens, tokens
+
+
+def load(reader: Reader, device: torch.device | str = "cpu") -> tuple[GPT, str]:
+    """The model of a checkpoint, ready to compute in the precision it is stored in, and that precision in words."""
+    dtype = make_plan(reader, "megatron").targets[EMBEDDING].dtype
+    plan = make_plan(reader, "megatron", dtype=dtype)
+    states = _live_state(reader, plan)
+    model = GPT(plan.model, _precision(states, plan), "emulated", dtype, device)
+    convert.run(plan, reader, LiveModel(plan.model, dict(model.named_parameters())))
+    stored = str(dtype).removeprefix("torch.")
+    if states is None:
+        return model, _quantise(model, reader, plan) or stored
+    for name, linear in fp8_linears(model).items():
+        linear.set_fp8_state(states.modules[name])
+    return model, f"FP8 with delayed scaling, {stored} weights"
+
+
+def _live_state(reader: Reader, plan: Plan) -> Fp8States | None:
+    """The state that the checkpoint's next step would compute with; None where that step is not in FP8.
+
+    State in a sidecar is carried, not used: its checkpoint is in BF16. State that lacks a scale is none yet.
+    """
+    states = reader.fp8
+    if states is None or reader.layout != "megatron" or reader.path is None:
+        return None
+    if (reader.path / sidecar.RELATIVE).exists():
+        return None
+    used = [state.roles[role] for name, state in states.modules.items() for role in ("input", "weight")]
+    return states if used and all(role.recorded for role in used) else None
+
+
+def _precision(states: Fp8States | None, plan: Plan) -> Precision:
+    if states is None:
+        return Precision(fp8=False)
+    kept = tuple(name for name in plan.gemms if name not in states.modules)
+    return Precision(fp8=True, delayed=states.recipe, keep_bf16=kept)
+
+
+@runtime_checkable
+class _HasInputScales(Protocol):
+    """A Hugging Face directory: it knows the static input scale_inv of its weights, by the weight's name."""
+
+    @property
+    def input_scales(self) -> Mapping[str, float]: ...
+
+
+def _quantise(model: GPT, reader: Reader, plan: Plan) -> str | None:
+    """Let linears whose weights are stored as codes compute with those. Returns how, in words."""
+    scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
+    device = model.output_weight.device
+    jobs = [job for job in plan.jobs if any(name in reader.encodings for name in job.reads)]
+    for job in jobs:
+        linear = model.get_submodule(job.module)
+        assert isinstance(linear, Linear), "every GEMM of the GPT is one"
+        fixed = [scales[name] for name in job.reads if name in scales]
+        inputs: Quantizer = StaticInputs(torch.tensor(max(fixed), device=device)) if fixed else TokenInputs()
+        weight = _stored_weight(reader, job, plan, device)
+        # A linear asks for its gradient's quantizer too; no gradient is taken here.
+        linear.quantizers = {"input": inputs, "weight": weight, "grad_output": inputs}
+    if not jobs:
+        return None
+    return f"FP8 codes with {'static' if scales else 'dynamic per-token'} input scales"
+
+
+def _stored_weight(reader: Reader, job: Job, plan: Plan, device: torch.device) -> "StoredWeight":
+    """A fused weight's codes `[out, in]`, and a scale_inv for each of its rows."""
+    codes = [read_tensor(reader, name).view(torch.uint8) for name in job.reads]  # torch cannot cut FP8 tensors
+    grids = [reader.encodings[name].scale_inv.reshape(-1, 1) for name in job.reads]
+    by_row = [grid.expand(len(part), 1) for grid, part in zip(grids, codes, strict=True)]
+    merged = job.row.merge(codes, plan.model).view(CODES)
+    return StoredWeight(merged.to(device), job.row.merge(by_row, plan.model).to(device))
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight that is codes already: `scale_inv` is FP32 `[out, 1]`."""
+
+    codes: Tensor
+    scale_inv: Tensor
+
+    def quantize(self, values: Tensor) -> Quantized:
+        return Quantized(self.codes, self.scale_inv.t())
+
+
+@dataclass(frozen=True)
+class StaticInputs:
+    """Inputs under one fixed scale_inv, FP32 `[]`, multiplied by its reciprocal as vLLM does
+    (csrc/quantization/w8a8/fp8/common.cu, static_scaled_fp8_quant)."""
+
+    scale_inv: Tensor
+
+    def quantize(self, values: Tensor) -> Quantized:
+        return Quantized(numerics.encode(values, self.scale_inv.reciprocal(), CODES), self.scale_inv)
+
+
+SMALLEST_TOKEN_SCALE = 1 / (448 * 512)
+"""vLLM's floor for a token's scale_inv (csrc/quantization/utils.cuh, min_scaling_factor)."""
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """Inputs `[tokens, in]` with a scale_inv for each token, its amax / 448, divided by it as vLLM does
+    (dynamic_per_token_scaled_fp8_quant)."""
+
+    def quantize(self, values: Tensor) -> Quantized:
+        amax = values.abs().amax(1, keepdim=True).float()
+        scale_inv = (amax / numerics.FP8_MAX[CODES]).clamp_min(SMALLEST_TOKEN_SCALE)
+        codes = torch.empty(values.shape, dtype=CODES, device=values.device)
+        numerics.encode_by_scale_inv(values, scale_inv, codes, torch.empty(numerics.PIECE, device=values.device))
+        return Quantized(codes, scale_inv)
