@@ -24,6 +24,9 @@ IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
 """The roles that a linear casts; TE keeps `output` and `grad_input` beside them and never records them."""
 
 
+PRODUCER = "precisionctl"
+
+
 @dataclass(frozen=True)
 class Fp8Start:
     """What a run starts with: how many roles got their state from where, and the state of the whole model,
@@ -41,30 +44,32 @@ def start_fp8(run: Run, carried: Fp8States | None, *, cold: bool) -> Fp8Start:
     if not linears:
         return Fp8Start({}, carried)
     if cold:
-        fresh = Fp8State.fresh(recipe.amax_history_len)
-        _set(linears, dict.fromkeys(linears, fresh))
-        sources = {name: dict.fromkeys(IN_USE, _NEVER) for name in linears}
-        return Fp8Start(
-            _counts(sources), Fp8States(recipe, {}), ("cold start: scale 1 and empty histories everywhere",)
-        )
+        for linear in linears.values():
+            linear.set_fp8_state(Fp8State.fresh(recipe.amax_history_len))
+        notes = ("cold start: scale 1 and empty histories everywhere",)
+        return Fp8Start({_NEVER: dict.fromkeys(IN_USE, len(linears))}, Fp8States(recipe, {}, producer=PRODUCER), notes)
     weights = {name: float(amax(run.model.get_parameter(f"{name}.weight"))) for name in linears}
     change = fp8_state(carried, weights, recipe)
     if not all(change.states.modules[name].roles[role].recorded for name in linears for role in IN_USE):
         _warm_up(run)
     sources = {name: _complete(name, linear, change) for name, linear in linears.items()}
-    states = replace(change.states, producer="precisionctl")
+    states = replace(change.states, producer=PRODUCER)
     return Fp8Start(_counts(sources), states, _notes(change, sources))
+
+
+def go_on_fp8(run: Run, saved: Fp8States | None) -> Fp8Start:
+    """Set the state that the run itself saved, as it is."""
+    linears = fp8_linears(run.model)
+    for name, linear in linears.items():
+        assert saved is not None, "such a run saves its state"
+        linear.set_fp8_state(saved.modules[name])
+    return Fp8Start({"carried": dict.fromkeys(IN_USE, len(linears))} if linears else {}, saved)
 
 
 _NEVER: Source = "never recorded"
 
 
-def _set(linears: Mapping[str, Fp8Linear], states: Mapping[str, Fp8State]) -> None:
-    for name, linear in linears.items():
-        linear.set_fp8_state(states[name])
-
-
-def _complete(name: str, linear: Fp8Linear, change: StateChange) -> Mapping[Role, Source]:
+def _complete(name: str, linear: Fp8Linear, change: StateChange) -> dict[Role, Source]:
     """Give a linear what is known of it, over what warm-up passes recorded. Returns where each role is from."""
     known, recorded = change.states.modules[name], linear.fp8_state()
     assert recorded is not None, "fp8_linears lists the linears that keep state"

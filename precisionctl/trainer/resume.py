@@ -1,0 +1,185 @@
+"""`resume`: a checkpoint of either layout, a recipe and data become a run that can be killed at any step."""
+
+import fcntl
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from signal import Signals
+from typing import Literal
+
+import torch
+
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_keys import directory_name
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import CheckpointError, OutputError, RecipeError
+from precisionctl.fp8.state import Role
+from precisionctl.model_shape import ModelShape
+from precisionctl.plan import make_plan
+from precisionctl.recipe import Recipe, load_recipe
+from precisionctl.trainer import state
+from precisionctl.trainer.backend import BackendName, choose_backend
+from precisionctl.trainer.data import Rows, load_rows
+from precisionctl.trainer.loop import OnStep, Run, train
+from precisionctl.trainer.metrics import MetricsLog
+from precisionctl.trainer.model import GPT
+from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.start import Fp8Start, Source, go_on_fp8, start_fp8
+from precisionctl.trainer.tokenizer import load_tokenizer
+
+Load = Literal["full", "weights"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line says. `load` None is full where the checkpoint has an optimizer."""
+
+    checkpoint: Path
+    precision: Literal["bf16", "fp8"]
+    data: Path | None = None
+    out: Path | None = None
+    recipe: str | None = None
+    overrides: tuple[str, ...] = ()
+    load: Load | None = None
+    backend: Literal["auto", "te", "emulated"] = "auto"
+    cold_start: bool = False
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a user should see before the first step. `fp8` counts roles by where their state is from."""
+
+    recipe: Recipe
+    out: Path
+    step: int
+    load: Load
+    backend: BackendName
+    fp8: Mapping[Source, Mapping[Role, int]]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Where a run ended: at its last step, or earlier by `signal`; `checkpoint` holds it either way."""
+
+    step: int
+    checkpoint: Path
+    signal: Signals | None
+
+
+def resume(settings: Settings, on_start: Callable[[Started], None], on_step: OnStep) -> Finished:
+    """Go on with the run in `settings.out`, or start it from the checkpoint; train to the recipe's last step.
+
+    Raises RecipeError, DataError, OutputError (another run is in `out`), and what opening a checkpoint raises.
+    """
+    recipe = read_recipe(settings)
+    out = settings.out or Path(f"{settings.checkpoint.resolve().name}-{settings.precision}")
+    with _locked(out, settings.checkpoint):
+        source = open_checkpoint(settings.checkpoint)
+        load = settings.load or ("full" if state.has_optimizer(source) else "weights")
+        rows, held_out = _read_data(source, recipe)
+        wanted = state.identity(source, rows.fingerprint, recipe, load=load, cold_start=settings.cold_start)
+        here = state.newest(out)
+        backend = choose_backend(settings.backend)
+        run = _build(recipe, make_plan(source, "megatron").model, backend, rows, held_out)
+        if here:
+            state.check_same(state.read_saved(here), wanted, out)
+            fp8 = _go_on(run, here)
+        else:
+            fp8 = _start(run, source, load, settings.cold_start)
+        log = MetricsLog(out, run.step)
+        notes = (*_notes(source, load, run), *rows.notes, *log.notes, *fp8.notes)
+        on_start(Started(recipe, out, run.step, load, backend, fp8.counts, notes))
+
+        def save() -> None:
+            state.save(run, out, wanted, source.companions, fp8.states)
+
+        received = train(run, log, save, on_step)
+        log.close()
+        return Finished(run.step, out / directory_name(run.step), received)
+
+
+def read_recipe(settings: Settings) -> Recipe:
+    """The recipe with what the command line says over it; without one, the plain recipe of the precision."""
+    name = settings.recipe or {"bf16": "bf16", "fp8": "fp8-delayed"}[settings.precision]
+    recipe = load_recipe(name, settings.overrides)
+    recipe = replace(recipe, precision=replace(recipe.precision, fp8=settings.precision == "fp8"))
+    if settings.data:
+        recipe = replace(recipe, data=replace(recipe.data, path=str(settings.data)))
+    if not recipe.data.path:
+        raise RecipeError("no data to train on", do="Give --data FILE, or data.path in the recipe.")
+    return recipe
+
+
+@contextmanager
+def _locked(out: Path, checkpoint: Path) -> Iterator[None]:
+    """The run's folder, made and locked: two processes must not write into one run."""
+    if out.resolve() in (checkpoint.resolve(), *checkpoint.resolve().parents):
+        raise OutputError(
+            "--out is where the checkpoint itself is, and a source is never written to",
+            where=out,
+            do="Choose another --out. To go on with a run, give the checkpoint that it was started from.",
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / "run.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise OutputError("another process is training there", where=out, do="Wait for it, or stop it.") from None
+        yield
+
+
+def _read_data(source: Reader, recipe: Recipe) -> tuple[Rows, Rows | None]:
+    tokenizer = load_tokenizer(source.companions)
+    length, held_out = recipe.data.sequence_length, recipe.data.held_out
+    rows = load_rows(Path(recipe.data.path), tokenizer, length)
+    return rows, load_rows(Path(held_out), tokenizer, length) if held_out else None
+
+
+def _build(recipe: Recipe, model: ModelShape, backend: BackendName, rows: Rows, held_out: Rows | None) -> Run:
+    if recipe.data.sequence_length > model.max_position_embeddings:
+        raise RecipeError(
+            f"data.sequence_length {recipe.data.sequence_length} is beyond the model's {model.max_position_embeddings}"
+        )
+    torch.manual_seed(recipe.train.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpt = GPT(model, recipe.precision, backend, torch.bfloat16, device)
+    return Run(recipe, gpt, MasterAdamW(gpt, recipe.optimizer), rows, held_out)
+
+
+def _go_on(run: Run, here: TorchDistReader) -> Fp8Start:
+    """Exactly where the run was."""
+    saved = state.read_saved(here)
+    assert saved is not None, "check_same has seen it"
+    state.load_optimizer(here, run)
+    state.load_rng(here)
+    run.step, run.position = saved.step, saved.position
+    return go_on_fp8(run, here.fp8)
+
+
+def _start(run: Run, source: Reader, load: Load, cold: bool) -> Fp8Start:
+    state.load_weights(source, run)
+    if load == "full":
+        if not isinstance(source, TorchDistReader) or not state.has_optimizer(source):
+            raise CheckpointError("no optimizer state that can be read", where=source.path, do="Use --load weights.")
+        state.load_optimizer(source, run)
+        state.load_rng(source)
+        saved = state.read_saved(source)
+        run.step = source.iteration or 0
+        if saved and saved.identity["data"] == run.rows.fingerprint:
+            run.position = saved.position
+        if run.step >= run.recipe.train.steps:
+            raise RecipeError(
+                f"the checkpoint is at step {run.step}, and train.steps is {run.recipe.train.steps}",
+                do="Steps count on from the checkpoint's: raise train.steps, or use --load weights.",
+            )
+    return start_fp8(run, source.fp8, cold=cold)
+
+
+def _notes(source: Reader, load: Load, run: Run) -> Iterator[str]:
+    if load == "weights" and isinstance(source, TorchDistReader) and source.optimizer_specs:
+        yield "the checkpoint's optimizer state is left behind"
+    if source.fp8 is not None and not run.recipe.precision.fp8:
+        yield "the checkpoint's FP8 state is carried along in the sidecar, unused"

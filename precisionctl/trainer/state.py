@@ -1,0 +1,238 @@
+"""A run on the disk: each checkpoint is one iteration of a Megatron `torch_dist` directory, committed at once.
+
+Beside the model it holds the optimizer's tensors, the FP8 state, the RNG, the companions, and
+`precisionctl/run.json`: the step, the position in the data, and which run this is.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.base import Companions, Output, Reader, disk_problems
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
+from precisionctl.checkpoints.megatron_keys import MARKER, directory_name, write_tracker
+from precisionctl.checkpoints.module import LiveModel
+from precisionctl.convert import run as convert
+from precisionctl.errors import CheckpointError, OutputError
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.state import Fp8States
+from precisionctl.param import TensorSpec
+from precisionctl.plan import Plan, make_plan
+from precisionctl.recipe import Recipe
+from precisionctl.trainer.backend import fp8_linears
+from precisionctl.trainer.loop import Run
+
+RUN_FILE = Path("precisionctl/run.json")
+RNG = "rng_state/shard_0.0_1.1"
+
+_STATE = "optimizer.state"
+_MASTERS = ("fp32_param", "param")  # Megatron's plain optimizer, and its fully reshardable one
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_INDIFFERENT = ("train.keep", "train.save_every", "train.eval_every", "data.path", "data.held_out")
+"""Recipe keys that change no number of a run; `data.path` is covered by what is in the file."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `run.json` says. `identity` is everything that makes a run this one, by name."""
+
+    step: int
+    position: int
+    identity: Mapping[str, Any]
+
+
+def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict[str, Any]:
+    """The source by its files' sizes and times, the data by their tokens, the recipe key by key, and how it starts."""
+    files = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
+    keys = {key: value for key, value in _flat(asdict(recipe)).items() if key not in _INDIFFERENT}
+    if recipe.schedule.kind == "constant":
+        del keys["train.steps"]  # no rate depends on it: such a run may be made longer
+    return {"source": hashlib.sha256(json.dumps(files).encode()).hexdigest(), "data": data, **start, **keys}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def newest(out: Path) -> TorchDistReader | None:
+    """The newest complete iteration of a run's folder. A kill may have come before the tracker was written."""
+    steps = [
+        int(name[1]) for path in out.glob(f"*/{MARKER}") if (name := re.fullmatch(r"iter_(\d+)", path.parent.name))
+    ]
+    return TorchDistReader(out, max(steps)) if steps else None
+
+
+def read_saved(reader: TorchDistReader) -> Saved | None:
+    """None where another program wrote the checkpoint."""
+    file = reader.path / RUN_FILE
+    return Saved(**json.loads(file.read_bytes())) if file.is_file() else None
+
+
+def check_same(saved: Saved | None, wanted: Mapping[str, Any], out: Path) -> None:
+    """Raise OutputError, naming what differs, where `out` holds another run."""
+    found: Mapping[str, Any] = saved.identity if saved else {}
+    plain = json.loads(json.dumps(wanted))
+    differing = sorted(key for key in {**found, **plain} if found.get(key) != plain.get(key))
+    if differing:
+        raise OutputError(
+            f"another run is there: it differs in {', '.join(differing) if found else 'everything'}",
+            where=out,
+            do="Choose another --out, or give the checkpoint, data and settings that it was started with.",
+        )
+
+
+def load_weights(source: Reader, run: Run) -> None:
+    """Fill the masters, in FP32 whatever the source holds, and round them into the model."""
+    plan = make_plan(source, "megatron", dtype=torch.float32)
+    convert(plan, source, LiveModel(run.model.model, run.optimizer.masters))
+    run.optimizer.publish()
+
+
+def has_optimizer(source: Reader) -> bool:
+    """Whether there is optimizer state that `load_optimizer` can read: stored by parameter."""
+    return isinstance(source, TorchDistReader) and any(
+        name.startswith(f"{_STATE}.{_MOMENTS[0]}.") for name in source.optimizer_specs
+    )
+
+
+def load_optimizer(source: TorchDistReader, run: Run) -> None:
+    """Fill masters and moments, and the number of updates. Raises CheckpointError where some are missing."""
+    plan = make_plan(source, "megatron")
+    kinds = {kind: kind for kind in _MOMENTS}
+    for kind in _MASTERS:
+        if any(name.startswith(f"{_STATE}.{kind}.") for name in source.optimizer_specs):
+            kinds["fp32_param"] = kind
+    wanted = _optimizer_plan(plan, kinds)
+    missing = [name for job in wanted.jobs for name in job.reads if name not in source.optimizer_specs]
+    if missing:
+        raise CheckpointError(
+            f"no `{missing[0]}`: the optimizer's state is not whole", where=source.path, do="Use --load weights."
+        )
+    convert(wanted, _OptimizerOf(source), LiveModel(run.model.model, _optimizer_tensors(run)))
+    run.optimizer.steps = _updates(source)
+    run.optimizer.publish()
+
+
+class _OptimizerOf:
+    """The optimizer's tensors of a checkpoint, as a source."""
+
+    encodings: Mapping[str, Encoding] = {}
+
+    def __init__(self, reader: TorchDistReader) -> None:
+        self.specs: Mapping[str, TensorSpec] = reader.optimizer_specs
+        self.chunks = reader.chunks
+
+
+def _optimizer_plan(plan: Plan, kinds: Mapping[str, str]) -> Plan:
+    """The plan of a model, for the optimizer's tensors of each kind (as written: as stored) instead."""
+    jobs, targets = [], {}
+    for kind, stored in kinds.items():
+        for job in plan.jobs:
+            write = f"{_STATE}.{kind}.{job.name}"
+            jobs.append(replace(job, name=write, reads=(f"{_STATE}.{stored}.{job.name}",), writes=(write,)))
+            targets[write] = replace(plan.targets[job.name], dtype=torch.float32)
+    return replace(plan, jobs=tuple(jobs), targets=targets)
+
+
+def _optimizer_tensors(run: Run) -> dict[str, Tensor]:
+    kinds = run.optimizer.tensors.items()
+    return {f"{_STATE}.{kind}.{name}": tensor for kind, tensors in kinds for name, tensor in tensors.items()}
+
+
+def _updates(source: TorchDistReader) -> int:
+    """Adam's count of updates, where Megatron's optimizers keep it in the common data."""
+    found = source.common.get("optimizer", {})
+    inner = found.get("optimizer", found)
+    groups = inner.get("param_groups") or [{}]
+    step = inner.get("state", {}).get("common_step", groups[0].get("step", source.iteration))
+    if step is None:
+        raise CheckpointError("nothing says how many updates the optimizer made", where=source.path)
+    return int(step)
+
+
+def load_rng(source: TorchDistReader) -> None:
+    """Restore the generators, if a run of ours saved them."""
+    if RNG in source.objects:
+        state = source.read_object(RNG)
+        torch.set_rng_state(state["torch_rng_state"])
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda_rng_state"])
+
+
+def save(run: Run, out: Path, wanted: Mapping[str, Any], companions: Companions, carried: Fp8States | None) -> None:
+    """Commit the run as it stands as a new iteration of `out`, then drop those beyond `train.keep`."""
+    model = run.model.model
+    tensors = dict(run.model.named_parameters()) | _optimizer_tensors(run)
+    plan = make_plan(LiveModel(model, dict(run.model.named_parameters())), "megatron")
+    optimizer = _optimizer_plan(plan, {kind: kind for kind in run.optimizer.tensors})
+    plan = replace(plan, jobs=plan.jobs + optimizer.jobs, targets={**plan.targets, **optimizer.targets})
+    live = {name: state for name, linear in fp8_linears(run.model).items() if (state := linear.fp8_state())}
+    if live and carried:
+        carried = replace(carried, modules={**carried.modules, **live}, iteration=run.step)
+    output = Output(out / directory_name(run.step))
+    writer = TorchDistWriter(
+        output.partial,
+        model,
+        plan.targets,
+        iteration=run.step,
+        companions=companions,
+        fp8_in="extra_state" if live else "sidecar",
+        common=_common(run),
+        objects={RNG: _rng()},
+    )
+    with disk_problems(output):
+        output.begin(restart=True)
+        convert(plan, LiveModel(model, tensors), writer)
+        writer.finish(carried)
+        (output.partial / RUN_FILE).parent.mkdir(exist_ok=True)
+        saved = Saved(run.step, run.position, wanted)
+        (output.partial / RUN_FILE).write_text(json.dumps(asdict(saved), indent=1))
+        output.commit()
+        write_tracker(out, run.step)
+        _prune(out, run.recipe.train.keep)
+
+
+def _common(run: Run) -> dict[str, object]:
+    """Optimizer and schedule as Megatron spells them (optimizer.py, optimizer_param_scheduler.py: state_dict)."""
+    settings, schedule, train = run.recipe.optimizer, run.recipe.schedule, run.recipe.train
+    group = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
+    return {
+        "optimizer": {"optimizer": {"state": {"common_step": run.optimizer.steps}, "param_groups": [group]}},
+        "opt_param_scheduler": {
+            "max_lr": settings.lr,
+            "min_lr": settings.lr * schedule.min_ratio,
+            "lr_decay_style": {"wsd": "WSD"}.get(schedule.kind, schedule.kind),
+            "lr_warmup_steps": schedule.warmup_steps * train.batch_size,
+            "lr_decay_steps": train.steps * train.batch_size,
+            "num_steps": run.step * train.batch_size,
+            "start_wd": settings.weight_decay,
+            "end_wd": settings.weight_decay,
+            "wd_incr_style": "constant",
+            "wd_incr_steps": train.steps * train.batch_size,
+        },
+    }
+
+
+def _rng() -> dict[str, Tensor | None]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"torch_rng_state": torch.get_rng_state(), "cuda_rng_state": cuda}
+
+
+def _prune(out: Path, keep: int) -> None:
+    """Drop old iterations, and what kills left of others. Renamed first: half an iteration must not look whole."""
+    for old in sorted(path for path in out.glob("iter_*") if re.fullmatch(r"iter_\d+", path.name))[:-keep]:
+        old.rename(old.with_name(old.name + ".removed"))
+    for left in (*out.glob("iter_*.removed"), *out.glob("iter_*.partial")):
+        shutil.rmtree(left)
