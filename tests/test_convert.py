@@ -1,0 +1,377 @@
+"""Conversions end to end: bit-exact there and back, the same bytes however they are made, and nothing half-done."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from precisionctl import commands, convert
+from precisionctl.checkpoints.base import Reader, read_tensor
+from precisionctl.checkpoints.huggingface import INDEX
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands import Conversion, execute, plan_conversion
+from precisionctl.errors import (
+    DamagedCheckpoint,
+    DestinationExists,
+    DiskProblem,
+    MissingTensor,
+    OutputError,
+    PrecisionError,
+    ShapeMismatch,
+    UnknownArchitecture,
+    UnmappedTensor,
+)
+from precisionctl.fp8.numerics import after_one_update
+from precisionctl.fp8.state import DelayedScaling
+from precisionctl.plan import make_plan
+from precisionctl.precision import PRESETS
+
+
+def run(source: Path, destination: Path, to: Any, *, workers: int = 2, **options: Any) -> commands.Work:
+    work = plan_conversion(Conversion(source, destination, to, **options))
+    execute(work, workers=workers)
+    return work
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    reader: Reader = open_checkpoint(path)
+    return {name: read_tensor(reader, name) for name in reader.specs}
+
+
+def assert_same_tensors(a: Path, b: Path) -> None:
+    left, right = tensors(a), tensors(b)
+    assert set(left) == set(right)
+    for name in left:
+        assert left[name].dtype == right[name].dtype
+        assert torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("family", pico.FAMILIES)
+def test_there_and_back_is_bit_exact(tmp_path: Path, family: str, tensor_parallel: int) -> None:
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, max_shard_size="40KB")
+    before = tree(tmp_path / "hf")
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron", tensor_parallel=tensor_parallel)
+    run(tmp_path / "megatron", tmp_path / "back", "hf")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+    assert tree(tmp_path / "hf") == before
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "back" / name).read_text()) == json.loads(before[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_values_keep_their_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    pico.save(tmp_path / "hf", dtype=dtype)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    assert {spec.dtype for spec in open_checkpoint(tmp_path / "megatron").specs.values()} == {dtype}
+    run(tmp_path / "megatron", tmp_path / "back", "hf")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+
+
+def test_bf16_rounds_each_value_once_and_says_so_in_the_config(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.float32)
+    run(tmp_path / "hf", tmp_path / "bf16", "hf", precision="bf16")
+    expected = {name: values.bfloat16() for name, values in tensors(tmp_path / "hf").items()}
+    found = tensors(tmp_path / "bf16")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_two_shards_hold_what_one_holds(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-all-biases", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "one", "megatron")
+    run(tmp_path / "hf", tmp_path / "two", "megatron", tensor_parallel=2)
+    one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    assert [len(list((tmp_path / n / "release").glob("__*_0.distcp"))) for n in ("one", "two")] == [1, 2]
+    vocabulary = {"embedding.word_embeddings.weight", "output_layer.weight"}  # padded to 128 times the shards
+    assert all(torch.equal(one[name], two[name]) for name in one.keys() - vocabulary)
+    assert all(torch.equal(one[name][:250], two[name][:250]) for name in vocabulary)
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, to: str) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "source", "megatron", precision="fp8")
+    outputs, megatron = [], to == "megatron"
+    for workers in (1, 2, 4):
+        run(
+            tmp_path / "source",
+            tmp_path / str(workers),
+            to,
+            precision="fp8" if to == "megatron" else "keep",
+            workers=workers,
+        )
+        outputs.append(tree(tmp_path / str(workers)))
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_all_bytes_are_moved_by_copies_for_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row's merge or split ever sees values: only row numbers, which are integers."""
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
+    seen: list[torch.dtype] = []
+    from precisionctl.architectures.param_map import QKV
+
+    merge = QKV.merge
+    monkeypatch.setattr(QKV, "merge", lambda s, parts, m: (seen.extend(p.dtype for p in parts), merge(s, parts, m))[1])
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    assert set(seen) == {torch.int64}
+
+
+def test_lowered_bytes_are_those_of_the_tensor_path(tmp_path: Path) -> None:
+    """The rows applied to whole tensors, against what the copies wrote, TP 2 included."""
+    pico.save(tmp_path / "hf", "llama-all-biases", dtype=torch.bfloat16)
+    work = run(tmp_path / "hf", tmp_path / "megatron", "megatron", tensor_parallel=2)
+    source, written = tensors(tmp_path / "hf"), tensors(tmp_path / "megatron")
+    for job in work.plan.jobs:
+        assert torch.equal(written[job.name], job.row.merge([source[name] for name in job.reads], work.plan.model))
+
+
+def test_padding_is_cut_off_whatever_it_holds(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    reader = open_checkpoint(tmp_path / "megatron")
+    (chunk,) = reader.chunks("output_layer.weight")
+    with open(chunk.place, "r+b") as file:  # type: ignore[arg-type]
+        file.seek(chunk.offset + 250 * 64 * 2)
+        file.write(b"\x42" * 6 * 64 * 2)
+    run(tmp_path / "megatron", tmp_path / "back", "hf")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+
+
+def test_a_bias_that_hugging_face_has_no_place_for_must_be_zero(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-attention-bias", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    reader = open_checkpoint(tmp_path / "megatron")
+    assert not read_tensor(reader, "decoder.layers.0.mlp.linear_fc1.bias").any()
+    chunk, _ = reader.chunks("decoder.layers.0.mlp.linear_fc1.bias")  # gate and up
+    with open(chunk.place, "r+b") as file:  # type: ignore[arg-type]
+        file.seek(chunk.offset)
+        file.write(b"\x01")
+    with pytest.raises(ShapeMismatch, match=r"linear_fc1.bias` is not zero"):
+        run(tmp_path / "megatron", tmp_path / "back", "hf")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_stored_tied_head_must_equal_the_embedding(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-tied", dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    stored["lm_head.weight"][3, 3] += 1
+    save_file(stored, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DamagedCheckpoint, match=r"`lm_head.weight` .* differs"):
+        run(tmp_path / "hf", tmp_path / "again", "megatron")
+
+
+def test_bf16_to_fp8_fills_the_weight_role_as_one_update_would(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "fp8", "megatron", precision="fp8", recipe=PRESETS["fp8-delayed"])
+    states, values = open_checkpoint(tmp_path / "fp8").fp8, tensors(tmp_path / "fp8")
+    assert states is not None and len(states.modules) == 8
+    for module, state in states.modules.items():
+        expected = after_one_update(values[f"{module}.weight"].abs().max().float(), "weight", DelayedScaling())
+        assert torch.equal(state.roles["weight"].scale, expected.scale)
+        assert torch.equal(state.roles["weight"].amax_history, expected.amax_history)
+        assert not state.roles["input"].recorded
+
+
+def test_fp8_to_hugging_face_and_back_loses_no_state(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "fp8", "megatron", precision="fp8")
+    run(tmp_path / "fp8", tmp_path / "over", "hf")
+    run(tmp_path / "over", tmp_path / "bf16", "megatron", precision="bf16")
+    run(tmp_path / "bf16", tmp_path / "again", "megatron", precision="fp8")
+    first, last = open_checkpoint(tmp_path / "fp8").fp8, open_checkpoint(tmp_path / "again").fp8
+    assert first is not None and last is not None
+    assert first.recipe == last.recipe and first.modules.keys() == last.modules.keys()
+    for module, state in first.modules.items():
+        for role, part in state.roles.items():
+            assert torch.equal(part.scale, last.modules[module].roles[role].scale)
+            assert torch.equal(part.amax_history, last.modules[module].roles[role].amax_history)
+
+
+def test_a_stale_weight_amax_is_made_from_the_weights(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "fp8", "megatron", precision="fp8")
+    run(tmp_path / "fp8", tmp_path / "over", "hf")
+    stored = load_file(tmp_path / "over" / "model.safetensors")
+    stored["model.layers.1.mlp.down_proj.weight"] *= 4
+    save_file(stored, tmp_path / "over" / "model.safetensors", metadata={"format": "pt"})
+    work = run(tmp_path / "over", tmp_path / "again", "megatron", precision="fp8")
+    assert any("1 modules was stale" in note for note in work.notes)
+    states = open_checkpoint(tmp_path / "again").fp8
+    assert states is not None
+    weight = states.modules["decoder.layers.1.mlp.linear_fc2"].roles["weight"]
+    assert weight.amax_history[-1] == stored["model.layers.1.mlp.down_proj.weight"].abs().max().float()
+
+
+KILL = """
+import os, signal, sys
+from pathlib import Path
+from precisionctl import convert, commands
+from precisionctl.checkpoints import base
+convert.SYNC_EVERY = 20_000
+stage, source, destination = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+calls = 0
+def count(function):
+    def counted(*arguments, **named):
+        global calls
+        calls += 1
+        if calls == stage:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **named)
+    return counted
+convert.write_rows = count(convert.write_rows)
+base.sync = count(base.sync)  # what the commit calls
+commands.execute(commands.plan_conversion(commands.Conversion(source, destination, "megatron", "fp8")), workers=1)
+"""
+
+
+@pytest.mark.parametrize("stage", [1, 20, 36])
+def test_a_kill_leaves_nothing_that_looks_whole_and_the_same_command_goes_on(tmp_path: Path, stage: int) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "undisturbed", "megatron", precision="fp8")
+    command = [sys.executable, "-c", KILL, str(stage), str(tmp_path / "hf"), str(tmp_path / "killed")]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed").exists()
+    assert (tmp_path / "killed.journal").exists()
+    run(tmp_path / "hf", tmp_path / "killed", "megatron", precision="fp8")
+    assert tree(tmp_path / "killed") == tree(tmp_path / "undisturbed")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "killed", "undisturbed"]
+
+
+def test_going_on_does_not_write_again_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    monkeypatch.setattr(convert, "SYNC_EVERY", 1)
+    written: list[str] = []
+    write_rows = convert.write_rows
+
+    def failing(target: Any, name: str, row: int, values: torch.Tensor) -> None:
+        if name == "decoder.layers.1.mlp.linear_fc1.weight" and name not in written:
+            written.append(name)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(name)
+        write_rows(target, name, row, values)
+
+    monkeypatch.setattr(convert, "write_rows", failing)
+    with pytest.raises(DiskProblem, match="run the same command again"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron", workers=1)
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.partial").exists()
+    first = [name for name in written if written.index(name) < written.index("decoder.layers.1.mlp.linear_fc1.weight")]
+    written.clear()
+    written.append("decoder.layers.1.mlp.linear_fc1.weight")
+    run(tmp_path / "hf", tmp_path / "out", "megatron", workers=1)
+    assert not set(first) & set(written)
+
+
+def test_a_source_that_changed_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    fails = monkeypatch.context()
+    with fails as patch:
+        patch.setattr(convert, "write_rows", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        with pytest.raises(DiskProblem):
+            run(tmp_path / "hf", tmp_path / "out", "megatron")
+    os.utime(tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(OutputError, match="--restart"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
+    assert (tmp_path / "out" / "release" / "metadata.json").is_file()
+
+
+def test_a_full_disk_is_one_error_and_keeps_what_is_done(tmp_path: Path) -> None:
+    """A real limit of the kernel's on file size, in a process of its own."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    script = (
+        "import resource, sys; from pathlib import Path; from precisionctl import commands as c\n"
+        "work = c.plan_conversion(c.Conversion(Path(sys.argv[1]), Path(sys.argv[2]), 'megatron'))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n    c.execute(work)\nexcept c.DiskProblem as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "hf"), str(tmp_path / "out")]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert "File too large" in output and "run the same command again" in output
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.journal").exists()
+    run(tmp_path / "hf", tmp_path / "out", "megatron")
+
+
+def config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def add_tensor(directory: Path) -> None:
+    stored = load_file(directory / "model.safetensors")
+    stored["model.layers.0.mlp.router.bias"] = torch.zeros(3)
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "an unknown family": (lambda d: config(d, model_type="mamba"), UnknownArchitecture, "no table.*Supported: llama"),
+    "a tensor that nobody maps": (add_tensor, UnmappedTensor, r"no row for `model.layers.0.mlp.router.bias`"),
+    "a missing tensor": (lambda d: config(d, mlp_bias=True), MissingTensor, r"mlp.gate_proj.bias.* missing"),
+    "sizes that contradict": (lambda d: config(d, intermediate_size=112), ShapeMismatch, "the model's sizes say"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    change, error, message = REFUSED[name]
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    change(tmp_path / "hf")
+    before = tree(tmp_path / "hf")
+    with pytest.raises(error, match=message):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert tree(tmp_path / "hf") == before
+
+
+def test_a_destination_that_exists_is_left_alone(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(DestinationExists):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_shapes_that_fp8_gemms_do_not_take_are_refused(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, intermediate_size=100)
+    with pytest.raises(PrecisionError, match="multiples of 16"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron", precision="fp8")
+
+
+def test_a_tensor_parallel_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    with pytest.raises(ShapeMismatch, match="5 tensor-parallel parts"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron", tensor_parallel=5)
+
+
+def test_a_large_model_is_sharded_with_an_index(tmp_path: Path) -> None:
+    model = pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "out", "hf", max_shard_size=40_000)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in model.state_dict().values())
+    assert_same_tensors(tmp_path / "hf", tmp_path / "out")
+
+
+def test_every_source_is_used_once_and_every_target_made_once(tmp_path: Path) -> None:
+    for family in pico.FAMILIES:
+        pico.save(tmp_path / family, family, dtype=torch.bfloat16)
+        reader = open_checkpoint(tmp_path / family)
+        plan = make_plan(reader, "megatron")
+        assert sorted(name for job in plan.jobs for name in job.reads) == sorted(reader.specs)
+        assert [name for job in plan.jobs for name in job.writes] == list(plan.targets)
