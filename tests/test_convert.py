@@ -106,15 +106,10 @@ def test_two_shards_hold_what_one_holds(tmp_path: Path) -> None:
 def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, to: str) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     run(tmp_path / "hf", tmp_path / "source", "megatron", precision="fp8")
-    outputs, megatron = [], to == "megatron"
+    outputs: list[dict[str, bytes]] = []
+    precision = "fp8" if to == "megatron" else "keep"
     for workers in (1, 2, 4):
-        run(
-            tmp_path / "source",
-            tmp_path / str(workers),
-            to,
-            precision="fp8" if to == "megatron" else "keep",
-            workers=workers,
-        )
+        run(tmp_path / "source", tmp_path / str(workers), to, precision=precision, workers=workers)
         outputs.append(tree(tmp_path / str(workers)))
     assert outputs[0] == outputs[1] == outputs[2]
 
