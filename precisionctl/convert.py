@@ -239,5 +239,5 @@ def _view(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int) -> Tensor
 
 
 def _row_amax(values: Tensor) -> Tensor:
-    low, high = torch.aminmax(values, dim=1, keepdim=True)
-    return torch.maximum(-low, high).float()
+    # Two passes: torch.aminmax over a dimension is six times slower than amax and amin together.
+    return torch.maximum(-values.amin(1, keepdim=True), values.amax(1, keepdim=True)).float()
