@@ -210,8 +210,9 @@ def inverse_frequencies(model: ModelShape) -> Tensor:
         )
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     periods = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept: Tensor = ((periods - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling["factor"])
+    kept = ((periods - low) / (high - low)).clamp(0, 1)
+    scaled: Tensor = frequencies * (kept + (1 - kept) / scaling["factor"])
+    return scaled
 
 
 def sliding_window_mask(place: Tensor, window: int | None) -> Tensor | None:

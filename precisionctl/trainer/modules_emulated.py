@@ -161,7 +161,7 @@ class Linear(nn.Module):
     def gemm(self, values: Tensor) -> Tensor:
         """As `forward`; values may be FP32 whatever the parameters' dtype."""
         if not self.quantizers:
-            return F.linear(values.to(self.weight.dtype), self.weight, self.bias)
+            return F.linear(values, self.weight, self.bias)
         if self.backend.recording:
             return self._recorded_gemm(values)
         rows = values.flatten(0, -2)

@@ -1,0 +1,140 @@
+"""modules_te.py against Transformer Engine's own source: its wheel is read, not imported, since that needs a GPU."""
+
+import ast
+import inspect
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+OURS = Path(__file__).parents[2] / "precisionctl" / "trainer" / "modules_te.py"
+VERSION = "2.20.2"
+
+CALLED = {
+    "te.is_fp8_available": ("pytorch/quantization.py", "is_fp8_available"),
+    "te.autocast": ("pytorch/quantization.py", "autocast.__init__"),
+    "Linear": ("pytorch/module/linear.py", "Linear.__init__"),
+    "LayerNormLinear": ("pytorch/module/layernorm_linear.py", "LayerNormLinear.__init__"),
+    "RMSNorm": ("pytorch/ops/basic/rmsnorm.py", "RMSNorm.__init__"),
+    "DelayedScaling": ("common/recipe/__init__.py", "DelayedScaling"),
+    "Float8CurrentScaling": ("common/recipe/__init__.py", "Float8CurrentScaling"),
+    "module.init_fp8_meta_tensors": ("pytorch/module/base.py", "TransformerEngineBaseModule.init_fp8_meta_tensors"),
+    "super().forward": ("pytorch/module/layernorm_linear.py", "LayerNormLinear.forward"),
+}
+"""What modules_te.py calls of TE, and where TE defines it."""
+
+Source = Callable[[str], ast.Module]
+
+
+@pytest.fixture(scope="module")
+def te(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """Parses a file of TE's wheel, which is Python alone and 1.2 MB."""
+    folder = tmp_path_factory.mktemp("te")
+    command = ["pip", "download", "-q", "--no-deps", "--only-binary=:all:", f"transformer_engine=={VERSION}"]
+    subprocess.run([sys.executable, "-m", *command, "-d", str(folder)], check=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return lambda path: ast.parse((folder / "transformer_engine" / path).read_text())
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Calls in modules_te.py of what it takes from TE, by the name that it uses."""
+    tree = ast.parse(OURS.read_text())
+    taken = {name for name in imported(tree, "transformer_engine") if name != "te"} | {
+        "Linear",
+        "LayerNormLinear",
+        "RMSNorm",
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name.startswith("te.") or name in taken or name in CALLED:
+                yield name, node
+
+
+def imported(tree: ast.Module, package: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package):
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+def definition(tree: ast.Module, name: str) -> ast.AST:
+    node: ast.AST = tree
+    for part in name.split("."):
+        (node,) = (n for n in ast.iter_child_nodes(node) if getattr(n, "name", None) == part)
+    return node
+
+
+def signature(node: ast.AST) -> inspect.Signature:
+    """Of a function or of a dataclass."""
+    kind = inspect.Parameter
+    if isinstance(node, ast.ClassDef):
+        fields = [f.target.id for f in node.body if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)]
+        return inspect.Signature([kind(name, kind.POSITIONAL_OR_KEYWORD, default=None) for name in fields])
+    assert isinstance(node, ast.FunctionDef)
+    positional = [a.arg for a in node.args.args if a.arg != "self"]
+    required = len(positional) - len(node.args.defaults)
+    parameters = [
+        kind(name, kind.POSITIONAL_OR_KEYWORD, default=kind.empty if i < required else None)
+        for i, name in enumerate(positional)
+    ]
+    keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    parameters += [kind(a.arg, kind.KEYWORD_ONLY, default=kind.empty if d is None else None) for a, d in keywords]
+    return inspect.Signature(parameters)
+
+
+def test_every_call_of_te_is_one_that_its_source_accepts(te: Source) -> None:
+    made = list(calls())
+    assert {name for name, _ in made} == set(CALLED)
+    for name, call in made:
+        accepted = signature(definition(te(CALLED[name][0]), CALLED[name][1]))
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+        accepted.bind(*call.args, **keywords)
+
+
+def test_both_linears_are_called_alike(te: Source) -> None:
+    forwards = [te("pytorch/module/linear.py"), te("pytorch/module/layernorm_linear.py")]
+    first, second = (
+        signature(definition(tree, f"{name}.forward"))
+        for tree, name in zip(forwards, ("Linear", "LayerNormLinear"), strict=True)
+    )
+    assert list(first.parameters)[:1] == list(second.parameters)[:1] == ["inp"]
+
+
+def test_what_is_imported_from_te_is_there(te: Source) -> None:
+    ours = ast.parse(OURS.read_text())
+    offered = set(imported(te("pytorch/__init__.py"), "transformer_engine.pytorch"))
+    used = {n.attr for n in ast.walk(ours) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "te"}
+    assert used <= offered
+    recipes = {getattr(node, "name", None) for node in te("common/recipe/__init__.py").body}
+    assert set(imported(ours, "transformer_engine.common.recipe")) <= recipes
+
+
+def test_tensors_of_the_state_are_where_we_reach_for_them(te: Source) -> None:
+    state = definition(te("pytorch/quantization.py"), "DelayedScalingRecipeState")
+    assert isinstance(state, ast.ClassDef)
+    assigned = {ast.unparse(n.targets[0]): ast.unparse(n.value) for n in ast.walk(state) if isinstance(n, ast.Assign)}
+    assert assigned["self.scale"].startswith("torch.ones(num_quantizers,")
+    assert assigned["self.amax_history"].startswith("torch.zeros(recipe.amax_history_len, num_quantizers,")
+    base = definition(te("pytorch/module/base.py"), "TransformerEngineBaseModule")
+    keys = {n.value for n in ast.walk(base) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    assert {"scaling_fwd", "scaling_bwd", "num_gemms"} <= keys
+
+
+def test_attributes_that_we_read_of_te_s_modules_are_set_by_them(te: Source) -> None:
+    init = definition(te("pytorch/module/layernorm_linear.py"), "LayerNormLinear.__init__")
+    assert "self.eps" in {ast.unparse(t) for n in ast.walk(init) if isinstance(n, ast.Assign) for t in n.targets}
+    names = {n.value for n in ast.walk(init) if isinstance(n, ast.Constant)}
+    assert {"layer_norm_weight", "weight", "bias"} <= names
+
+
+def test_te_s_calibration_is_still_nothing_in_the_linears_that_we_record_by_hooks(te: Source) -> None:
+    """When this fails, TE calibrates again, and `recording` could use that."""
+    for path, name in (("linear", "Linear"), ("layernorm_linear", "LayerNormLinear")):
+        function = definition(te(f"pytorch/module/{path}.py"), f"{name}._get_quantizers")
+        assert isinstance(function, ast.FunctionDef)
+        assert ast.unparse(function.body[0]) == "if not self.fp8:\n    return [None] * 6"

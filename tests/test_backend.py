@@ -1,0 +1,33 @@
+"""Which backend a machine gets."""
+
+import pytest
+import torch
+
+from precisionctl.errors import EnvironmentProblem
+from precisionctl.precision import Precision
+from precisionctl.trainer.backend import choose_backend, runs_in_fp8
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+@no_gpu
+def test_without_a_gpu_auto_is_the_emulation() -> None:
+    assert choose_backend("auto") == "emulated"
+
+
+@no_gpu
+def test_asking_for_te_without_a_gpu_says_why_not_and_what_to_do() -> None:
+    with pytest.raises(EnvironmentProblem, match="no CUDA device.*--backend emulated"):
+        choose_backend("te")
+
+
+def test_asking_for_the_emulation_gives_it_anywhere() -> None:
+    assert choose_backend("emulated") == "emulated"
+
+
+def test_keep_bf16_takes_shell_patterns_of_whole_names() -> None:
+    precision = Precision(fp8=True, keep_bf16=("decoder.layers.0.*", "*.linear_fc2"))
+    assert not runs_in_fp8(precision, "decoder.layers.0.mlp.linear_fc1")
+    assert not runs_in_fp8(precision, "decoder.layers.7.mlp.linear_fc2")
+    assert runs_in_fp8(precision, "decoder.layers.7.mlp.linear_fc1")
+    assert not runs_in_fp8(Precision(fp8=False), "decoder.layers.7.mlp.linear_fc1")

@@ -1,0 +1,284 @@
+"""Emulated linears against float64 products of the codes, and their state against a slow port of TE's kernel."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_fp8_numerics import fused_kernel_step
+from torch import Tensor
+
+from precisionctl.errors import PrecisionError
+from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, RoleState
+from precisionctl.precision import PRESETS, Precision
+from precisionctl.trainer.modules_emulated import EmulatedBackend, LayerNormLinear, Linear
+
+TOKENS, IN, OUT = 48, 64, 80
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+def backend_of(precision: Precision, dtype: torch.dtype = torch.bfloat16) -> EmulatedBackend:
+    return EmulatedBackend(precision, dtype, torch.device("cpu"))
+
+
+def delayed(**fields: object) -> Precision:
+    return Precision(fp8=True, delayed=DelayedScaling(**{"amax_history_len": 4, **fields}))
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False) -> Tensor:
+    return torch.randn(*shape).to(dtype).requires_grad_(requires_grad)
+
+
+def codes(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Code values in float64, cast here in another way than in the code under test."""
+    scaled = (values.detach().float() * torch.tensor(scale)).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return scaled.to(dtype).double()
+
+
+def assert_rounded_once(
+    actual: Tensor, left: Tensor, right: Tensor, scale_inv: float, bias: Tensor | float = 0
+) -> None:
+    """`actual` is `left @ right * scale_inv + bias`, accumulated in FP32 and rounded once to its dtype.
+
+    The rounding is half a unit in the last place. The FP32 part is bounded by (terms + 4) * 2**-24 of the sum
+    of magnitudes: one error per addition, and one each for the scale_inv's product, its use and the bias.
+    """
+    exact = left @ right * scale_inv + bias
+    magnitude = left.abs() @ right.abs() * scale_inv + torch.as_tensor(bias).abs()
+    accumulation = (left.shape[1] + 4) * 2.0**-24 * magnitude
+    rounding = torch.finfo(actual.dtype).eps / 2 * (exact.abs() + accumulation)
+    assert ((actual.double() - exact).abs() <= accumulation + rounding).all()
+
+
+SCALES = {"input": 37.0, "weight": 900.0, "grad_output": 5000.0}
+
+
+def with_scales(linear: Linear) -> Linear:
+    """Scales that are no powers of two, as if earlier steps had given them."""
+    state = Fp8State.fresh(4)
+    roles = {role: dataclasses.replace(state.roles[role], scale=torch.tensor(s)) for role, s in SCALES.items()}
+    linear.set_fp8_state(Fp8State({**state.roles, **roles}))
+    return linear
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
+def test_delayed_scaling_multiplies_codes_under_the_scales_it_had(
+    dtype: torch.dtype, bias: bool, fp8_format: str
+) -> None:
+    backend = backend_of(delayed(fp8_format=fp8_format), dtype)
+    linear = with_scales(backend.linear("linear", IN, OUT, bias))
+    values, gradient = randn(TOKENS, IN, dtype=dtype, requires_grad=True), randn(TOKENS, OUT, dtype=dtype) / 100
+    if linear.bias is not None:
+        torch.nn.init.normal_(linear.bias)
+    out = linear(values)
+    out.backward(gradient)
+
+    forward, backward = torch.float8_e4m3fn, torch.float8_e5m2 if fp8_format == "HYBRID" else torch.float8_e4m3fn
+    x, w = codes(values, SCALES["input"], forward), codes(linear.weight, SCALES["weight"], forward)
+    g = codes(gradient, SCALES["grad_output"], backward)
+    inverse = {role: 1 / scale for role, scale in SCALES.items()}
+    added = 0.0 if linear.bias is None else linear.bias.detach().bfloat16().double()
+    assert out.dtype == values.grad.dtype == linear.weight.grad.dtype == dtype
+    assert_rounded_once(out.detach(), x, w.t(), inverse["input"] * inverse["weight"], added)
+    assert_rounded_once(values.grad, g, w, inverse["grad_output"] * inverse["weight"])
+    assert_rounded_once(linear.weight.grad, g.t(), x, inverse["grad_output"] * inverse["input"])
+    if linear.bias is not None:
+        torch.testing.assert_close(linear.bias.grad, gradient.double().sum(0).to(dtype))
+
+
+def test_current_scaling_multiplies_codes_under_each_tensors_own_scale() -> None:
+    linear = backend_of(PRESETS["fp8-current"]).linear("linear", IN, OUT, True)
+    values, gradient = randn(TOKENS, IN, requires_grad=True), randn(TOKENS, OUT) / 100
+    out = linear(values)
+    out.backward(gradient)
+
+    def own(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+        scale = float(np.float32(LARGEST[dtype]) / np.float32(tensor.detach().float().abs().max()))
+        return codes(tensor, scale, dtype), 1 / scale
+
+    (x, x_inv), (w, w_inv) = own(values, torch.float8_e4m3fn), own(linear.weight, torch.float8_e4m3fn)
+    g, g_inv = own(gradient, torch.float8_e5m2)
+    assert_rounded_once(out.detach(), x, w.t(), x_inv * w_inv, linear.bias.detach().double())
+    assert_rounded_once(values.grad, g, w, g_inv * w_inv)
+    assert_rounded_once(linear.weight.grad, g.t(), x, g_inv * x_inv)
+    assert linear.fp8_state() is None
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize(("history", "margin"), [(1, 0), (5, 0), (5, 2)])
+def test_state_over_fifty_random_steps_is_that_of_the_slow_port_to_the_bit(
+    algorithm: str, history: int, margin: int
+) -> None:
+    backend = backend_of(delayed(amax_history_len=history, margin=margin, amax_compute_algo=algorithm))
+    linear = backend.linear("linear", IN, OUT, False)
+    rows = {role: [np.float32(0)] * history for role in SCALES}
+    scales = dict.fromkeys(SCALES, np.float32(1))
+    for step in range(50):
+        values, gradient = (randn(16, size) * 10 ** float(torch.randn(())) for size in (IN, OUT))
+        gradient *= step % 7 != 3  # a step whose gradient is zero leaves its row out
+        with torch.no_grad():
+            linear.weight.mul_(1 + 0.1 * torch.randn(()))
+        with backend.forward_pass():
+            out = linear(values)
+        out.backward(gradient)
+        backend.after_backward()
+        for role, tensor in (("input", values), ("weight", linear.weight), ("grad_output", gradient)):
+            rows[role][0] = np.float32(tensor.detach().float().abs().max())
+            largest = 57344.0 if role == "grad_output" else 448.0
+            scales[role] = fused_kernel_step(rows[role], scales[role], largest, margin, algorithm)
+            state = linear.fp8_state().roles[role]
+            assert state.scale.numpy().tobytes() == scales[role].tobytes()
+            assert state.amax_history.numpy().tobytes() == np.array(rows[role]).tobytes()
+
+
+def test_in_bf16_gradients_are_those_of_a_plain_linear() -> None:
+    linear = backend_of(PRESETS["bf16"]).linear("linear", IN, OUT, True)
+    values, gradient = randn(3, 5, IN, requires_grad=True), randn(3, 5, OUT)
+    linear(values).backward(gradient)
+    plain = [t.detach().clone().requires_grad_() for t in (values, linear.weight, linear.bias)]
+    F.linear(*plain).backward(gradient)
+    for ours, theirs in zip((values, linear.weight, linear.bias), plain, strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_layer_norm_linear_in_bf16_is_rms_norm_and_a_linear() -> None:
+    linear = backend_of(PRESETS["bf16"], torch.float32).layer_norm_linear("linear", IN, OUT, False, 1e-5)
+    torch.nn.init.normal_(linear.layer_norm_weight)
+    values = randn(TOKENS, IN, dtype=torch.float32)
+    expected = F.linear(F.rms_norm(values, (IN,), linear.layer_norm_weight, 1e-5), linear.weight)
+    torch.testing.assert_close(linear(values), expected)
+
+
+def norm_in_fp32(linear: LayerNormLinear, values: Tensor) -> Tensor:
+    return F.rms_norm(values.float(), (IN,), linear.layer_norm_weight.detach().float(), linear.epsilon)
+
+
+def test_delayed_scaling_casts_the_norm_before_it_is_rounded_and_current_scaling_after() -> None:
+    """As TE's normalization.cpp does: only the kernel of delayed scaling writes FP8 itself."""
+    values = randn(TOKENS, IN)
+    scale = 37.0
+    results = {}
+    for preset in ("fp8-delayed", "fp8-current"):
+        backend = backend_of(PRESETS[preset])
+        linear = backend.layer_norm_linear("linear", IN, IN, False, 1e-5)
+        torch.nn.init.normal_(linear.layer_norm_weight, generator=torch.Generator().manual_seed(0))
+        if preset == "fp8-delayed":
+            linear.set_fp8_state(Fp8State({r: RoleState(torch.tensor(scale), torch.zeros(4)) for r in ROLES}))
+        with torch.no_grad():
+            linear.weight.copy_(torch.eye(IN))
+        results[preset] = linear, linear(values)
+    linear, out = results["fp8-delayed"]
+    wide = norm_in_fp32(linear, values)
+    state = linear.fp8_state().roles["input"]
+    torch.testing.assert_close(state.amax_history[0], wide.abs().max(), rtol=2**-22, atol=0)
+    assert state.amax_history[0] != wide.bfloat16().abs().max()
+    one = codes(torch.eye(IN), scale, torch.float8_e4m3fn)
+    assert_rounded_once(out.detach(), codes(wide, scale, torch.float8_e4m3fn), one.t(), 1 / scale**2)
+    linear, out = results["fp8-current"]
+    rounded = norm_in_fp32(linear, values).bfloat16()
+    own = float(np.float32(448) / np.float32(rounded.float().abs().max()))
+    identity = codes(torch.eye(IN), 448.0, torch.float8_e4m3fn)
+    assert_rounded_once(out.detach(), codes(rounded, own, torch.float8_e4m3fn), identity.t(), 1 / own / 448)
+
+
+def test_the_gradient_of_the_norm_is_taken_at_the_rounded_gradient_of_the_gemm() -> None:
+    backend = backend_of(delayed())
+    linear = with_scales(backend.layer_norm_linear("linear", IN, OUT, False, 1e-5))
+    values, gradient = randn(TOKENS, IN, requires_grad=True), randn(TOKENS, OUT) / 100
+    linear(values).backward(gradient)
+    g, w = codes(gradient, 5000.0, torch.float8_e5m2), codes(linear.weight, 900.0, torch.float8_e4m3fn)
+    inner = (g @ w / 5000.0 / 900.0).bfloat16().float()
+    plain = values.detach().float().requires_grad_()
+    F.rms_norm(plain, (IN,), linear.layer_norm_weight.detach().float(), 1e-5).backward(inner)
+    # FP32 sums in another order hardly ever round to another value; three tenths would differ if gradients were not
+    # rounded between the GEMM and the norm (measured).
+    assert (values.grad == plain.grad.bfloat16()).float().mean() > 0.99
+
+
+def state_of(value: float, history: int) -> Fp8State:
+    return Fp8State(
+        {role: RoleState(torch.tensor(value + i), torch.arange(history) * (value + i)) for i, role in enumerate(ROLES)}
+    )
+
+
+def test_state_that_was_set_is_given_back_role_by_role() -> None:
+    backend = backend_of(delayed())
+    first, second = (backend.linear(name, IN, OUT, False) for name in ("first", "second"))
+    for linear, value in ((first, 2.0), (second, 20.0)):
+        linear.set_fp8_state(state_of(value, 4))
+    for linear, value in ((first, 2.0), (second, 20.0)):
+        for role, expected in state_of(value, 4).roles.items():
+            torch.testing.assert_close(linear.fp8_state().roles[role].scale, expected.scale, rtol=0, atol=0)
+            torch.testing.assert_close(
+                linear.fp8_state().roles[role].amax_history, expected.amax_history, rtol=0, atol=0
+            )
+
+
+def test_a_shorter_history_keeps_the_newest_rows() -> None:
+    linear = backend_of(delayed(amax_history_len=3)).linear("linear", IN, OUT, False)
+    linear.set_fp8_state(state_of(1.0, 8))
+    assert linear.fp8_state().roles["input"].amax_history.tolist() == [0, 6, 7]
+
+
+def test_a_state_given_away_does_not_change_with_the_next_step() -> None:
+    backend = backend_of(delayed())
+    linear = backend.linear("linear", IN, OUT, False)
+    before = linear.fp8_state()
+    with backend.forward_pass():
+        linear(randn(TOKENS, IN))
+    assert not before.roles["input"].recorded
+    assert linear.fp8_state().roles["input"].recorded
+
+
+def test_roles_that_no_gemm_uses_keep_their_state() -> None:
+    backend = backend_of(delayed())
+    linear = backend.linear("linear", IN, OUT, False)
+    linear.set_fp8_state(state_of(3.0, 4))
+    with backend.forward_pass():
+        out = linear(randn(TOKENS, IN))
+    out.backward(randn(TOKENS, OUT))
+    backend.after_backward()
+    for role in ("output", "grad_input"):
+        kept, expected = linear.fp8_state().roles[role], state_of(3.0, 4).roles[role]
+        assert kept.scale == expected.scale
+        assert torch.equal(kept.amax_history, expected.amax_history)
+
+
+@pytest.mark.parametrize("preset", ["bf16", "fp8-current"])
+def test_a_gemm_without_state_refuses_one(preset: str) -> None:
+    linear = backend_of(PRESETS[preset]).linear("decoder.layers.0.mlp.linear_fc2", IN, OUT, False)
+    with pytest.raises(PrecisionError, match="linear_fc2"):
+        linear.set_fp8_state(Fp8State.fresh(4))
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda backend: backend.linear("odd", IN + 8, OUT, False),
+        lambda backend: backend.layer_norm_linear("odd", IN, OUT + 1, False, 1e-5),
+        lambda backend: backend.linear("odd", IN, OUT, False)(randn(TOKENS - 8, IN)),
+    ],
+    ids=["in", "out", "tokens"],
+)
+def test_sizes_that_an_fp8_gemm_cannot_have_are_refused(attempt: Callable[[EmulatedBackend], object]) -> None:
+    with pytest.raises(PrecisionError, match="divisible by 16.*odd"):
+        attempt(backend_of(delayed()))
+
+
+def test_values_beyond_the_scale_saturate_and_their_amax_is_remembered() -> None:
+    backend = backend_of(delayed())
+    linear = backend.linear("linear", 16, 16, False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.eye(16))
+    values = torch.full((16, 16), 1000.0, dtype=torch.bfloat16)
+    with backend.forward_pass():
+        out = linear(values)
+    assert out.eq(448).all()
+    state = linear.fp8_state().roles["input"]
+    assert state.amax_history.tolist() == [0, 0, 0, 1000]
+    assert math.isclose(float(state.scale), 0.448, rel_tol=2**-23)
