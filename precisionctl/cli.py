@@ -150,6 +150,43 @@ def convert(recipe: str | None, dry_run: bool, restart: bool, workers: int, json
     do_work(plan_conversion(Conversion(recipe=precision, **what)), dry_run, restart, workers, json_wanted)
 
 
+@main.command()
+@click.argument("checkpoint", type=CHECKPOINT)
+@click.option("--precision", type=click.Choice(["bf16", "fp8"]), required=True, help="What the GEMMs compute in.")
+@click.option("--data", type=CHECKPOINT, help="Text, a folder of text, or JSONL; rows with `messages` mean SFT.")
+@click.option("--out", type=NEW_PATH, help="Folder of the run; a run that is there already goes on.")
+@click.option("--recipe", help="A bundled name or a TOML file; else the plain recipe of the precision.")
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key of the recipe.")
+@click.option("--load", type=click.Choice(["full", "weights"]), help="Else full where there is an optimizer.")
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "te", "emulated"]),
+    default="auto",
+    show_default=True,
+    help="Transformer Engine, or FP8 emulated in PyTorch.",
+)
+@click.option("--cold-start", is_flag=True, help="Begin FP8 at scale 1 with empty histories, whatever is carried.")
+def resume(**what: Any) -> None:
+    """Go on training CHECKPOINT, in BF16 or FP8, pretraining or SFT.
+
+    A run that was stopped goes on with the same command. An FP8 start without recorded state takes weight scales from
+    the weights and the others from warm-up passes.
+    """
+    from precisionctl import console
+    from precisionctl.reports import run as report
+    from precisionctl.trainer import resume as trainer
+
+    with console.RunView() as view:
+
+        def on_start(started: trainer.Started) -> None:
+            console.show_lines(report.beginning(started))
+            view.start(report.precision(started), started.recipe.train.steps)
+
+        finished = trainer.resume(trainer.Settings(**what), on_start, view.step)
+    console.show_lines(report.ending(finished))
+    raise click.exceptions.Exit(1 if finished.signal else 0)
+
+
 @main.command("export-inference")
 @click.argument("source", metavar="CHECKPOINT", type=CHECKPOINT)
 @click.argument("destination", type=NEW_PATH)
@@ -272,3 +309,23 @@ def compare(
     if max_gap is not None and not comparison.within(max_gap):
         click.echo(f"A mean gap is larger than {max_gap:.2%}.", err=True)
         raise click.exceptions.Exit(1)
+
+
+@main.command("eval")
+@click.argument("checkpoint", type=CHECKPOINT)
+@click.option("--data", type=CHECKPOINT, required=True, help="Text, a folder of text, or JSONL, as resume takes it.")
+@click.option("--sequence-length", type=POSITIVE, default=1024, show_default=True, help="At most the model's own.")
+@iteration_option
+@json_option
+def evaluate(checkpoint: Path, data: Path, sequence_length: int, iteration: int | None, json_wanted: bool) -> None:
+    """Perplexity of CHECKPOINT on text, in the precision it is stored in."""
+    from precisionctl import console
+    from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.evaluate import evaluate as measure
+
+    with console.rows_progress("evaluating") as on_rows:
+        found = measure(open_checkpoint(checkpoint, iteration), data, sequence_length=sequence_length, on_rows=on_rows)
+    if json_wanted:
+        print_json(found.as_json())
+    else:
+        console.show_lines([f"perplexity {found.perplexity:.4f} over {found.tokens:,} tokens, {found.precision}"])

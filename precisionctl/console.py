@@ -6,13 +6,21 @@ from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -70,32 +78,56 @@ def _parts(error: Exception) -> tuple[str, str, str]:
 @contextmanager
 def bytes_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar of bytes with rate and time left on stderr; calls of what it yields move it on."""
-    columns = (
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=_err) as progress:
+        console=_err,
+    ) as progress:
         task = progress.add_task(what, total=total)
         yield lambda count: progress.advance(task, count)
 
 
 @contextmanager
-def training_panel(title: str, steps: int) -> Iterator[Callable[["StepMetrics"], None]]:
-    """The run so far on stderr: a panel that is drawn again each step, or a line now and then where nothing can be."""
-    seen: list[StepMetrics] = []
-    if not _err.is_terminal:
-        yield lambda step: _log_line(step, steps)
-        return
-    with Live(console=_err, auto_refresh=False) as live:
+def rows_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar of rows on stderr; what it yields takes how many are done, and of how many."""
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_err
+    ) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
-        def show(step: "StepMetrics") -> None:
-            seen.append(step)
-            live.update(Panel(_run_so_far(seen, steps), title=title, title_align="left"), refresh=True)
 
-        yield show
+class RunView:
+    """A run on stderr: a panel that is drawn again each step, or a line now and then where nothing can be drawn."""
+
+    def __init__(self) -> None:
+        self._live = Live(console=_err, auto_refresh=False)
+        self._seen: list[StepMetrics] = []
+        self._title, self._steps = "", 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+
+    def start(self, title: str, steps: int) -> None:
+        """A run that ends at `steps` is about to make its first one."""
+        self._title, self._steps = title, steps
+        if _err.is_terminal:
+            self._live.start()
+
+    def step(self, step: "StepMetrics") -> None:
+        """A step was made."""
+        self._seen.append(step)
+        if self._live.is_started:
+            panel = Panel(_run_so_far(self._seen, self._steps), title=self._title, title_align="left")
+            self._live.update(panel, refresh=True)
+        else:
+            _log_line(step, self._steps)
 
 
 LOG_EVERY = 10

@@ -1,0 +1,43 @@
+"""What a run says of itself before its first step and after its last."""
+
+from collections.abc import Mapping
+
+from precisionctl.fp8.state import Role
+from precisionctl.trainer.resume import Finished, Started
+from precisionctl.trainer.start import Source
+
+
+def beginning(started: Started) -> list[str]:
+    """Where the run stands, where the FP8 state of each role is from, and what else is worth knowing."""
+    recipe = started.recipe
+    loaded = "weights and optimizer" if started.load == "full" else "weights only"
+    lines = [
+        f"{precision(started)} in {started.out}: from step {started.step} to {recipe.train.steps}, "
+        f"{loaded}, {started.backend} backend"
+    ]
+    if started.fp8:
+        lines.append(f"FP8 state: {fp8_sources(started.fp8)}")
+    return [*lines, *started.notes]
+
+
+def precision(started: Started) -> str:
+    """In a few words, as a panel's title."""
+    chosen = started.recipe.precision
+    return f"FP8, {chosen.scaling} scaling" if chosen.fp8 else "BF16"
+
+
+def fp8_sources(counts: Mapping[Source, Mapping[Role, int]]) -> str:
+    """`carried: input 8, weight 8; warm-up: grad_output 8`."""
+    return "; ".join(
+        f"{source}: {', '.join(f'{role} {count}' for role, count in roles.items())}" for source, roles in counts.items()
+    )
+
+
+def ending(finished: Finished) -> list[str]:
+    """Where the run ended, and how to go on where it was stopped."""
+    if finished.signal is None:
+        return [f"Done: {finished.checkpoint}"]
+    return [
+        f"Stopped by {finished.signal.name} at step {finished.step}; {finished.checkpoint} holds it.",
+        "The same command goes on from there.",
+    ]
