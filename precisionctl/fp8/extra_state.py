@@ -21,7 +21,7 @@ from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
 
 _RECIPES = "transformer_engine.common.recipe"
-_FORMATS = {(6, 6): "E2M1", (448, 448): "E4M3", (57344, 57344): "E5M2", (448, 57344): "HYBRID"}
+_FORMATS = {"HYBRID": (448, 57344), "E4M3": (448, 448)}
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch/serialization.py, MAGIC_NUMBER, pickled
 _LEGACY_VERSION = 1001
 _TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
@@ -100,6 +100,9 @@ def decode_payload(data: bytes, where: object) -> tuple[DelayedScaling, Fp8State
         return None
     if not isinstance(payload.get("recipe"), _Delayed):
         raise NotUnderstood("FP8 state without a delayed-scaling recipe", where=where)
+    extra = payload.get("extra_fp8_variables")
+    if not isinstance(extra, dict) or extra.get("num_gemms") != 1:  # attention can have one GEMM's columns, too
+        raise NotUnderstood("FP8 state of something else than one GEMM", where=where)
     tensors = {key: _tensor(payload.get(key), f"{where}, {key}") for key in _TENSORS}
     roles = {**_split(tensors, "fwd", FORWARD, where), **_split(tensors, "bwd", BACKWARD, where)}
     recipe, state = _recipe(payload["recipe"].fields, where), Fp8State(roles)
@@ -114,12 +117,13 @@ def _parts(payload: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _recipe(fields: Mapping[str, Any], where: object) -> DelayedScaling:
     known = {name: fields[name] for name in DelayedScaling.__dataclass_fields__ if name in fields}
+    if "fp8_format" in known:
+        limits = getattr(known["fp8_format"], "value", None)
+        known["fp8_format"] = next((name for name, pair in _FORMATS.items() if pair == limits), None)
     try:
-        if "fp8_format" in known:
-            known["fp8_format"] = _FORMATS[known["fp8_format"].value]
         return DelayedScaling(**known)
-    except (RecipeError, AttributeError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f"an FP8 recipe that makes no sense: {error!r}", where=where) from error
+    except RecipeError as error:
+        raise DamagedCheckpoint(f"an FP8 recipe that makes no sense: {error.what}", where=where) from error
 
 
 def _split(
@@ -131,7 +135,7 @@ def _split(
         shapes = f"{list(scale.shape)} and {list(history.shape)}"
         raise DamagedCheckpoint(f"scale_{direction} and its history have the shapes {shapes}", where=where)
     if len(scale) != len(roles):
-        raise NotUnderstood(f"FP8 state of {len(scale)} columns, not of one GEMM", where=where)
+        raise DamagedCheckpoint(f"FP8 state of one GEMM with {len(scale)} {direction} columns", where=where)
     return {role: RoleState(scale[i].clone(), history[:, i].clone()) for i, role in enumerate(roles)}
 
 
@@ -180,22 +184,18 @@ def encode_payload(state: Fp8State, recipe: DelayedScaling) -> bytes:
         parts = [state.roles[role] for role in roles]
         payload[f"scale_{direction}"] = _tensor_object(torch.stack([part.scale for part in parts]))
         payload[f"amax_history_{direction}"] = _tensor_object(torch.stack([part.amax_history for part in parts], 1))
-    largest = _largest(recipe)
+    forward, backward = _FORMATS[recipe.fp8_format]
     payload["extra_fp8_variables"] = {
         "fp8_checkpoint": True,
         "num_gemms": 1,
-        "fp8_max_fwd": largest.max_fwd,
-        "fp8_max_bwd": largest.max_bwd,
+        "fp8_max_fwd": forward,
+        "fp8_max_bwd": backward,
     }
     return dumps(payload)
 
 
-def _largest(recipe: DelayedScaling) -> _FormatHelper:
-    return next(_FormatHelper(*limits) for limits, name in _FORMATS.items() if name == recipe.fp8_format)
-
-
 def _recipe_object(recipe: DelayedScaling) -> Made:
-    largest = Made(Global(_RECIPES, "_FormatHelper"), tuple(_largest(recipe)), new=True)
+    largest = Made(Global(_RECIPES, "_FormatHelper"), _FORMATS[recipe.fp8_format], new=True)
     fields = {
         "margin": recipe.margin,
         "fp8_format": Made(Global(_RECIPES, "Format"), (largest,)),

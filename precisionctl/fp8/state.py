@@ -35,7 +35,8 @@ class DelayedScaling:
         """Raise RecipeError for a field that TE would not accept or that makes no sense."""
         for name, accepted in _ACCEPTED.items():
             if not accepted(value := getattr(self, name)):
-                raise RecipeError(f"delayed scaling cannot have {name} {value!r}")
+                shown = repr(value)[:40] if isinstance(value, str | float | int) else f"a {type(value).__name__}"
+                raise RecipeError(f"delayed scaling cannot have {shown} as its {name}")
 
     def dtype(self, role: Role) -> torch.dtype:
         """HYBRID is E4M3 forward and E5M2 backward."""
