@@ -55,8 +55,8 @@ def _own(tensor: Tensor) -> Tensor:
 def read(path: Path) -> Fp8States:
     """The states in a sidecar.
 
-    Raises UnknownFormat for a version of another program's release and DamagedCheckpoint for a file that is
-    truncated or contradicts itself.
+    Raises UnknownFormat for the version of another release, DamagedCheckpoint for a file that is truncated or
+    contradicts itself.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -85,8 +85,9 @@ def _read_metadata(text: str, path: Path) -> Mapping[str, Any]:
             where=path,
             do="Read it with the release that wrote it.",
         )
-    iteration = fields.get("iteration", "")
-    if not isinstance(fields.get("producer"), str) or not (iteration is None or type(iteration) is int):
+    iteration = fields.get("iteration", "missing")
+    dated = iteration is None or (type(iteration) is int and iteration >= 0)
+    if not dated or not isinstance(fields.get("producer"), str):
         raise DamagedCheckpoint("the FP8 sidecar does not say who made it and when", where=path)
     return fields
 
