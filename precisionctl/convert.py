@@ -80,8 +80,9 @@ def run(
 
 
 def nbytes(job: Job, plan: Plan) -> int:
-    """Bytes that a job writes."""
-    return sum(plan.targets[name].nbytes for name in job.writes)
+    """Bytes that a job writes, its scales included."""
+    scales = (*job.encode.weight_scales.values(), *job.encode.input_scales) if job.encode else ()
+    return sum(plan.targets[name].nbytes for name in (*job.writes, *scales))
 
 
 def _batches(
