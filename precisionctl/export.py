@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from precisionctl.architectures.find import architecture_of
 from precisionctl.cast import Encode
 from precisionctl.errors import MissingFp8State
 from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
@@ -50,7 +51,7 @@ def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, kee
     targets = _targets(plan.targets, encodings, method, scheme)
     codes = {name for encode in encodings.values() for name in encode.weight_scales}
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]
-    ignored = [name.removesuffix(".weight") for name in matrices]
+    ignored = [name.removesuffix(".weight") for name in (*matrices, *_shared(plan))]
     quantization = method.config(scheme, ignored)
     return Export(
         replace(plan, jobs=jobs, targets=targets, quantization=quantization),
@@ -58,6 +59,12 @@ def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, kee
         method.files(scheme, ignored),
         source.fp8.iteration if source.fp8 else None,
     )
+
+
+def _shared(plan: Plan) -> list[str]:
+    """Matrices that are stored under another name (a tied `lm_head`), but modules all the same to a loader."""
+    aliases = architecture_of(plan.model.architecture).aliases
+    return [alias.hf for alias in aliases if getattr(plan.model, alias.switch)]
 
 
 def _input_scales(source: StatefulSource, jobs: list[Job]) -> dict[str, float]:

@@ -24,7 +24,7 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
     group = {"input_activations": _FP8, "weights": _FP8, "targets": ["Linear"]}
     groups = {"config_groups": {"group_0": group}} if scheme == "static" else {}
     return groups | {
-        "ignore": list(ignored),
+        "ignore": sorted(ignored),
         "quant_algo": _ALGORITHMS[scheme],
         "producer": _PRODUCER,
         "quant_method": "modelopt",
@@ -35,7 +35,7 @@ def files(scheme: Scheme, ignored: Sequence[str]) -> dict[str, bytes]:
     quantization = {
         "quant_algo": _ALGORITHMS[scheme],
         "kv_cache_quant_algo": None,
-        "exclude_modules": list(ignored),
+        "exclude_modules": sorted(ignored),
     }
     text = json.dumps({"producer": _PRODUCER, "quantization": quantization}, indent=4)
     return {"hf_quant_config.json": text.encode()}
