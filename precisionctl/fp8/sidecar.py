@@ -30,7 +30,7 @@ _LEAVES = tuple(f"{role}.{part}" for role in ROLES for part in ("scale", "amax_h
 
 def write(path: Path, states: Fp8States) -> None:
     """Write and sync the sidecar; its directory is made. Equal states give equal bytes."""
-    tensors = {f"{module}/raw": data for module, data in states.raw.items()}
+    tensors = {f"{module}/raw": _own(data) for module, data in states.raw.items()}
     for module, state in states.modules.items():
         for role, part in state.roles.items():
             tensors[f"{module}/{role}.scale"] = _own(part.scale)
@@ -80,8 +80,9 @@ def _read_metadata(text: str, path: Path) -> Mapping[str, Any]:
         raise DamagedCheckpoint("the FP8 sidecar's metadata is not a table", where=path)
     version = fields.get("format_version")
     if version != FORMAT_VERSION:
+        shown = version if isinstance(version, int) else "unknown"
         raise UnknownFormat(
-            f"an FP8 sidecar of format version {version!r}; this release reads {FORMAT_VERSION}",
+            f"an FP8 sidecar of format version {shown}; this release reads {FORMAT_VERSION}",
             where=path,
             do="Read it with the release that wrote it.",
         )

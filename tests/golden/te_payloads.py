@@ -1,7 +1,8 @@
-"""`_extra_state` payloads by Transformer Engine's own code: writes the golden files, and reads one of ours.
+"""`_extra_state` payloads by Transformer Engine's own code: writes the golden files, and reads ours.
 
     python te_payloads.py write DIRECTORY      every payload in PAYLOADS, one file each
     python te_payloads.py read PAYLOAD         what TE's module holds after loading it, as JSON
+    python te_payloads.py classify PAYLOAD     what TE would do with it before unpickling anything
 
 Runs where the `transformer-engine` wheel (the one without compiled code), torch and pydantic are installed; no
 GPU. The recipe classes are imported from it; `get_extra_state` and `set_extra_state` are taken out of its
@@ -184,5 +185,9 @@ def read(path):
     print(json.dumps({"class": made, "recipe": fields, "extra": extra, **tensors}, default=lambda value: value.name))
 
 
+def classify(path):
+    print(extra_state._classify_extra_state_pickle(Path(path).read_bytes()).value)
+
+
 if __name__ == "__main__":
-    {"write": write, "read": read}[sys.argv[1]](sys.argv[2])
+    {"write": write, "read": read, "classify": classify}[sys.argv[1]](sys.argv[2])
