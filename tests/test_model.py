@@ -3,11 +3,12 @@
 import dataclasses
 from typing import Any
 
+import pico
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import PreTrainedModel
 
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling
@@ -17,44 +18,21 @@ from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.model import GPT, inverse_frequencies, loss, sliding_window_mask
 
 BF16 = PRESETS["bf16"]
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.12,  # large enough for attention to be far from uniform
+VOCABULARY = pico.SIZES["vocab_size"]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in pico.FAMILIES} | {
+    "mistral with a window longer than the text": ("mistral", {"sliding_window": 99}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
 }
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-FAMILIES: dict[str, Any] = {
-    "Llama 2: multi-head attention": LlamaConfig(**SIZES),
-    "Llama 3: grouped queries, scaled rope": LlamaConfig(**SIZES, num_key_value_heads=2, rope_parameters=LLAMA3_ROPE),
-    "Llama with tied embeddings": LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
-    "Llama with all biases": LlamaConfig(**SIZES, num_key_value_heads=2, attention_bias=True, mlp_bias=True),
-    "Llama with a head size of its own": LlamaConfig(**SIZES, num_key_value_heads=1, head_dim=32),
-    "Mistral with a window shorter than the text": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=7),
-    "Mistral with a window longer than the text": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=99),
-    "Mistral without a window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=None),
-    "Yi: Llama under its own numbers": LlamaConfig(
-        **SIZES, num_key_value_heads=1, rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 5e6}
-    ),
-}
+"""Families, and what else is changed in them. Mistral's window is shorter than the texts below."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(family: str) -> None:
-    theirs = random_transformers_model(FAMILIES[family])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str) -> None:
+    family, changes = CASES[case]
+    theirs = transformers_model(family, **changes)
     shape = from_hf_config(theirs.config.to_dict())
     ours = GPT(shape, BF16, dtype=torch.float32)
-    load(ours, megatron_weights(theirs.state_dict(), shape))
+    ours.load_state_dict(megatron_weights(theirs.state_dict(), shape))
     tokens = torch.randint(shape.vocab_size, (3, 48))
     with torch.no_grad():
         expected = theirs(tokens).logits
@@ -63,21 +41,21 @@ def test_logits_are_those_of_transformers(family: str) -> None:
 
 
 def test_a_padded_vocabulary_changes_neither_logits_nor_loss() -> None:
-    theirs = random_transformers_model(FAMILIES["Llama 2: multi-head attention"])
+    theirs = transformers_model("llama-2")
     shape = from_hf_config(theirs.config.to_dict())
     padded = GPT(shape.padded(128), BF16, dtype=torch.float32)
     weights = megatron_weights(theirs.state_dict(), shape)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        weights[name] = torch.cat([weights[name], torch.full((32, 64), 3.0)])
-    load(padded, weights)
+        weights[name] = torch.cat([weights[name], torch.full((6, 64), 3.0)])
+    padded.load_state_dict(weights)
     tokens = torch.randint(shape.vocab_size, (2, 33))
     expected = theirs(tokens, labels=tokens)
     logits = padded(tokens)
-    total, count = loss(logits[:, :-1], tokens[:, 1:], torch.ones_like(tokens[:, 1:], dtype=torch.bool), 96)
-    torch.testing.assert_close(logits[..., :96], expected.logits, rtol=0, atol=1e-5)
+    total, count = loss(logits[:, :-1], tokens[:, 1:], everywhere(tokens[:, 1:]), VOCABULARY)
+    torch.testing.assert_close(logits[..., :VOCABULARY], expected.logits, rtol=0, atol=1e-5)
     torch.testing.assert_close(total / count, expected.loss, rtol=0, atol=1e-5)
     total.backward()
-    assert not padded.output_layer.weight.grad[96:].any()
+    assert not padded.output_layer.weight.grad[VOCABULARY:].any()
 
 
 def test_losses_of_micro_batches_add_up_to_the_loss_of_the_batch() -> None:
@@ -100,7 +78,7 @@ def test_a_masked_target_has_no_part_in_the_gradient() -> None:
 
 
 def test_parameters_are_named_and_shaped_as_megatron_core_names_them() -> None:
-    theirs = random_transformers_model(FAMILIES["Llama with all biases"])
+    theirs = transformers_model("llama-all-biases")
     shape = from_hf_config(theirs.config.to_dict())
     expected = {name: tuple(t.shape) for name, t in megatron_weights(theirs.state_dict(), shape).items()}
     assert {name: tuple(p.shape) for name, p in GPT(shape, BF16).named_parameters()} == expected
@@ -109,7 +87,7 @@ def test_parameters_are_named_and_shaped_as_megatron_core_names_them() -> None:
 
 def test_a_bias_that_only_megatron_has_stays_zero() -> None:
     """Hugging Face can have biases in attention alone; Megatron's other biases must not be trained then."""
-    shape = dataclasses.replace(tiny_shape(), attention_bias=True, add_bias_linear=True, add_qkv_bias=True)
+    shape = from_hf_config(transformers_model("llama-attention-bias").config.to_dict())
     trained = {name for name, p in GPT(shape, BF16).named_parameters() if name.endswith("bias") and p.requires_grad}
     assert {name.split(".")[-2] for name in trained} == {"linear_qkv", "linear_proj"}
 
@@ -133,8 +111,8 @@ def test_the_same_inputs_give_the_same_bits(preset: str) -> None:
         torch.manual_seed(5)
         model = GPT(tiny_shape(), PRESETS[preset])
         for _ in range(3):
-            tokens = torch.randint(96, (2, 32))
-            loss(model(tokens), tokens, torch.ones_like(tokens, dtype=torch.bool), 96)[0].backward()
+            tokens = torch.randint(VOCABULARY, (2, 32))
+            backward(model(tokens), tokens)
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     first, second = gradients(), gradients()
@@ -145,11 +123,11 @@ def test_the_same_inputs_give_the_same_bits(preset: str) -> None:
 def test_training_updates_every_scale_and_evaluation_none() -> None:
     model = GPT(tiny_shape(), Precision(fp8=True, delayed=DelayedScaling(amax_history_len=4)))
     linears = fp8_linears(model)
-    tokens = torch.randint(96, (2, 32))
+    tokens = torch.randint(VOCABULARY, (2, 32))
     with torch.no_grad():
         model(tokens)
     assert not any(recorded(linear) for linear in linears.values())
-    loss(model(tokens), tokens, torch.ones_like(tokens, dtype=torch.bool), 96)[0].backward()
+    backward(model(tokens), tokens)
     assert {name for name, linear in linears.items() if recorded(linear) == {"input", "weight", "grad_output"}} == {
         f"decoder.layers.{layer}.{module}"
         for layer in (0, 1)
@@ -157,7 +135,7 @@ def test_training_updates_every_scale_and_evaluation_none() -> None:
     }
     before = {name: linear.fp8_state() for name, linear in linears.items()}
     with torch.no_grad():
-        model(5 * tokens % 96)
+        model(5 * tokens % VOCABULARY)
     for name, linear in linears.items():
         assert same_state(linear.fp8_state(), before[name])
 
@@ -168,13 +146,12 @@ def test_recording_computes_in_bf16_and_fills_one_history_row_per_pass() -> None
     bf16 = GPT(tiny_shape(), BF16)
     bf16.load_state_dict(fp8.state_dict())
     for _ in range(2):
-        tokens = torch.randint(96, (2, 32))
-        everywhere = torch.ones_like(tokens, dtype=torch.bool)
+        tokens = torch.randint(VOCABULARY, (2, 32))
         with fp8.recording():
             logits = fp8(tokens)
-            loss(logits, tokens, everywhere, 96)[0].backward()
+            backward(logits, tokens)
         expected = bf16(tokens)
-        loss(expected, tokens, everywhere, 96)[0].backward()
+        backward(expected, tokens)
         torch.testing.assert_close(logits, expected, rtol=0, atol=0)
     for ours, theirs in zip(fp8.parameters(), bf16.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
@@ -196,8 +173,16 @@ def test_modules_kept_in_bf16_have_no_state_and_plain_arithmetic() -> None:
     everything = GPT(tiny_shape(), Precision(fp8=True, keep_bf16=("*",)))
     plain = GPT(tiny_shape(), BF16)
     plain.load_state_dict(everything.state_dict())
-    tokens = torch.randint(96, (2, 5))
+    tokens = torch.randint(VOCABULARY, (2, 5))
     assert torch.equal(plain(tokens), everything(tokens))
+
+
+def everywhere(tokens: Tensor) -> Tensor:
+    return torch.ones_like(tokens, dtype=torch.bool)
+
+
+def backward(logits: Tensor, tokens: Tensor) -> None:
+    loss(logits, tokens, everywhere(tokens), VOCABULARY)[0].backward()
 
 
 def recorded(linear: Any) -> set[str]:
@@ -213,17 +198,12 @@ def same_state(one: Any, other: Any) -> bool:
 
 
 def tiny_shape() -> ModelShape:
-    config = LlamaConfig(**{**SIZES, "num_key_value_heads": 2})
-    return from_hf_config(config.to_dict())
+    return from_hf_config(transformers_model("llama-2", num_key_value_heads=2).config.to_dict())
 
 
-def random_transformers_model(config: Any) -> Any:
-    torch.manual_seed(0)
-    model = {"llama": LlamaForCausalLM, "mistral": MistralForCausalLM}[config.model_type](config).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith("bias"):
-            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
-    return model
+def transformers_model(family: str, **changes: Any) -> PreTrainedModel:
+    """Weights large enough for attention to be far from uniform."""
+    return pico.make(family, initializer_range=0.12, **changes)
 
 
 def megatron_weights(hf: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
@@ -248,6 +228,9 @@ def megatron_weights(hf: dict[str, Tensor], shape: ModelShape) -> dict[str, Tens
                 gate, up = (hf[f"{theirs}.mlp.{p}_proj.{kind}"] for p in ("gate", "up"))
                 weights[f"{mlp}.linear_fc1.{kind}"] = torch.cat([gate, up])
                 weights[f"{mlp}.linear_fc2.{kind}"] = hf[f"{theirs}.mlp.down_proj.{kind}"]
+            elif shape.add_bias_linear:  # Megatron has no attention biases without these
+                weights[f"{mlp}.linear_fc1.bias"] = torch.zeros(2 * shape.ffn_hidden_size)
+                weights[f"{mlp}.linear_fc2.bias"] = torch.zeros(shape.hidden_size)
     return weights
 
 
@@ -255,7 +238,3 @@ def interleave_by_group(query: Tensor, key: Tensor, value: Tensor, shape: ModelS
     queries = query.split(shape.num_attention_heads // shape.num_query_groups * shape.kv_channels)
     keys, values = key.split(shape.kv_channels), value.split(shape.kv_channels)
     return torch.cat([rows for group in zip(queries, keys, values, strict=True) for rows in group])
-
-
-def load(model: GPT, weights: dict[str, Tensor]) -> None:
-    model.load_state_dict(weights)
