@@ -1,0 +1,141 @@
+"""Exports: which scale each tensor gets, from where, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pico
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands import Conversion, InferenceExport, execute, plan_conversion, plan_export
+from precisionctl.errors import MissingFp8State, PrecisionError
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.plan import make_plan
+
+FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+SINGLE = ("self_attn.o_proj", "mlp.down_proj")
+
+
+def states_for(directory: Path, recipe: DelayedScaling) -> Fp8States:
+    """State as after training: each module's input amax is its number, somewhere in the middle of the history."""
+    gemms = make_plan(open_checkpoint(directory), "megatron").gemms
+    modules = {}
+    for number, module in enumerate(gemms, 1):
+        history = torch.zeros(recipe.amax_history_len)
+        if len(history) > 1:
+            history[len(history) // 2] = float(number)
+            history[-1] = number / 2
+        scale = torch.tensor(448.0 / number / 2**recipe.margin)
+        modules[module] = Fp8State({role: RoleState(scale, history) for role in ROLES})
+    return Fp8States(recipe, modules, producer="test", iteration=123)
+
+
+SHORT = DelayedScaling(amax_history_len=8)
+
+
+def source(tmp_path: Path, recipe: DelayedScaling = SHORT) -> Path:
+    path = tmp_path / "hf"
+    pico.save(path, "llama-3", dtype=torch.bfloat16)
+    sidecar.write(path / sidecar.RELATIVE, states_for(path, recipe))
+    return path
+
+
+def export(path: Path, target: str = "vllm", scheme: str = "static") -> dict[str, torch.Tensor]:
+    out = path.with_name(f"{target}-{scheme}")
+    execute(plan_export(InferenceExport(path, out, target, scheme)))  # type: ignore[arg-type]
+    return load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize("target", ["vllm", "tensorrt-llm"])
+def test_a_fused_group_shares_one_weight_scale_and_one_input_scale(tmp_path: Path, target: str) -> None:
+    stored = export(source(tmp_path), target)
+    reader = HuggingFaceReader(tmp_path / "hf")
+    number = 0
+    for group in (FUSED[0], SINGLE[:1], FUSED[1], SINGLE[1:]):  # the order of the modules in states_for
+        for layer in range(2):
+            number += 1
+            names = [f"model.layers.{layer}.{part}" for part in group]
+            amax = max(read_tensor(reader, f"{name}.weight").abs().max().float() for name in names)
+            for name in names:
+                assert stored[f"{name}.weight_scale"].item() == (amax / 448).item()
+                assert stored[f"{name}.input_scale"].item() == pytest.approx(number / 448, rel=1e-7)
+                assert stored[f"{name}.weight_scale"].dtype == torch.float32
+
+
+def test_codes_are_the_nearest_to_a_division_by_the_stored_scale(tmp_path: Path) -> None:
+    """An independent rounding: the nearest of all finite codes to the FP32 quotient, ties to even codes."""
+    stored = export(source(tmp_path))
+    reader = HuggingFaceReader(tmp_path / "hf")
+    grid = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    for name in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
+        quotient = read_tensor(reader, f"{name}.weight").float() / stored[f"{name}.weight_scale"]
+        codes = stored[f"{name}.weight"].view(torch.uint8)
+        distance = (grid.nan_to_num(1e9)[:, None] - quotient.flatten()).abs()
+        chosen = distance.gather(0, codes.flatten().long()[None])[0]
+        assert torch.equal(chosen, distance.amin(0))
+        tied = (distance == distance.amin(0)).sum(0) > 1
+        assert (codes.flatten()[tied & (quotient.flatten() != 0)] % 2 == 0).all()
+
+
+def test_a_history_of_length_1_gives_its_amax_from_the_scale(tmp_path: Path) -> None:
+    recipe = DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent", margin=2)
+    stored = export(source(tmp_path, recipe))
+    assert stored["model.layers.0.self_attn.q_proj.input_scale"].item() == pytest.approx(1 / 448, rel=1e-6)
+
+
+@pytest.mark.parametrize("target", ["vllm", "tensorrt-llm"])
+def test_dynamic_needs_no_state_and_scales_each_channel(tmp_path: Path, target: str) -> None:
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
+    stored = export(tmp_path / "hf", target, "dynamic")
+    weight = read_tensor(HuggingFaceReader(tmp_path / "hf"), "model.layers.0.mlp.up_proj.weight")
+    scales = stored["model.layers.0.mlp.up_proj.weight_scale"]
+    assert torch.equal(scales.flatten(), weight.abs().amax(1).float() / 448)
+    assert not any("input_scale" in name for name in stored)
+
+
+def test_static_without_state_says_what_to_run_first(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
+    with pytest.raises(MissingFp8State, match="no FP8 state.*precisionctl resume --precision fp8"):
+        export(tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_static_names_the_layer_whose_input_was_never_recorded(tmp_path: Path) -> None:
+    path = source(tmp_path)
+    states = sidecar.read(path / sidecar.RELATIVE)
+    module = "decoder.layers.1.mlp.linear_fc1"
+    roles = {**states.modules[module].roles, "input": RoleState.fresh(8)}
+    sidecar.write(path / sidecar.RELATIVE, replace(states, modules={**states.modules, module: Fp8State(roles)}))
+    with pytest.raises(MissingFp8State, match=module):
+        export(path)
+
+
+def test_the_iteration_at_which_the_scales_were_recorded_is_told(tmp_path: Path) -> None:
+    work = plan_export(InferenceExport(source(tmp_path), tmp_path / "out", "vllm"))
+    assert any("iteration 123" in note for note in work.notes)
+
+
+def test_a_shape_that_fp8_gemms_do_not_take_is_refused_at_plan_time(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, intermediate_size=100)
+    with pytest.raises(PrecisionError, match="multiples of 16"):
+        export(tmp_path / "hf", scheme="dynamic")
+
+
+def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionError, match="Known: tensorrt-llm, vllm"):
+        export(source(tmp_path), target="llama.cpp")
+
+
+def test_a_megatron_source_exports_the_bytes_that_its_hugging_face_source_does(tmp_path: Path) -> None:
+    path = source(tmp_path)
+    execute(plan_conversion(Conversion(path, tmp_path / "megatron", "megatron", tensor_parallel=2)))
+    first = export(path)
+    execute(plan_export(InferenceExport(tmp_path / "megatron", tmp_path / "second", "vllm")))
+    second = load_file(tmp_path / "second" / "model.safetensors")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
