@@ -138,8 +138,8 @@ def codes_of(dtype):
 
 
 def edge_scales():
-    """Powers of two and their neighbours, amax-made scales, and scales with every mantissa bit set."""
-    powers = torch.tensor([2.0**e for e in (-96, -48, -12, -1, 0, 1, 12, 48, 96)])
+    """Powers of two and their neighbours, out to where BF16 and FP32 end; scales from amaxes; odd mantissas."""
+    powers = torch.tensor([2.0**e for e in (-111, -48, -12, -1, 0, 1, 12, 48, 116)])
     below, above = (torch.nextafter(powers, torch.tensor(to)) for to in (0.0, math.inf))
     made = 448.0 / torch.tensor([0.02, 0.1, 1 / 3, 3.0, 448.0, 1000.0])
     odd = torch.tensor([0x3FFFFFFF, 0x3F800001, 0x42FFFFFF], dtype=torch.int32).view(torch.float32)
