@@ -2,8 +2,9 @@
 
 import fcntl
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Literal
@@ -89,15 +90,10 @@ def resume(settings: Settings, on_start: Callable[[Started], None], on_step: OnS
             fp8 = _go_on(run, here)
         else:
             fp8 = _start(run, source, load, settings.cold_start)
-        log = MetricsLog(out, run.step)
-        notes = (*_notes(source, load, run), *rows.notes, *log.notes, *fp8.notes)
-        on_start(Started(recipe, out, run.step, load, backend, fp8.counts, notes))
-
-        def save() -> None:
-            state.save(run, out, wanted, source.companions, fp8.states)
-
-        received = train(run, log, save, on_step)
-        log.close()
+        with closing(MetricsLog(out, run.step)) as log:
+            notes = (*_notes(source, load, run), *rows.notes, *log.notes, *fp8.notes)
+            on_start(Started(recipe, out, run.step, load, backend, fp8.counts, notes))
+            received = train(run, log, partial(state.save, run, out, wanted, source.companions, fp8.states), on_step)
         return Finished(run.step, out / directory_name(run.step), received)
 
 

@@ -7,7 +7,7 @@ without an update and without consuming them, a history row each.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Literal
 
@@ -22,9 +22,6 @@ Source = Literal["carried", "from the weights", "warm-up", "never recorded"]
 
 IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
 """The roles that a linear casts; TE keeps `output` and `grad_input` beside them and never records them."""
-
-
-PRODUCER = "precisionctl"
 
 
 @dataclass(frozen=True)
@@ -47,14 +44,13 @@ def start_fp8(run: Run, carried: Fp8States | None, *, cold: bool) -> Fp8Start:
         for linear in linears.values():
             linear.set_fp8_state(Fp8State.fresh(recipe.amax_history_len))
         notes = ("cold start: scale 1 and empty histories everywhere",)
-        return Fp8Start({_NEVER: dict.fromkeys(IN_USE, len(linears))}, Fp8States(recipe, {}, producer=PRODUCER), notes)
+        return Fp8Start({_NEVER: dict.fromkeys(IN_USE, len(linears))}, Fp8States(recipe, {}), notes)
     weights = {name: float(amax(run.model.get_parameter(f"{name}.weight"))) for name in linears}
     change = fp8_state(carried, weights, recipe)
     if not all(change.states.modules[name].roles[role].recorded for name in linears for role in IN_USE):
         _warm_up(run)
     sources = {name: _complete(name, linear, change) for name, linear in linears.items()}
-    states = replace(change.states, producer=PRODUCER)
-    return Fp8Start(_counts(sources), states, _notes(change, sources))
+    return Fp8Start(_counts(sources), change.states, _notes(change, sources))
 
 
 def go_on_fp8(run: Run, saved: Fp8States | None) -> Fp8Start:

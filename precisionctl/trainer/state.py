@@ -32,6 +32,7 @@ from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.loop import Run
 
 RUN_FILE = Path("precisionctl/run.json")
+PRODUCER = "precisionctl"
 RNG = "rng_state/shard_0.0_1.1"
 
 _STATE = "optimizer.state"
@@ -180,7 +181,7 @@ def save(run: Run, out: Path, wanted: Mapping[str, Any], companions: Companions,
     plan = replace(plan, jobs=plan.jobs + optimizer.jobs, targets={**plan.targets, **optimizer.targets})
     live = {name: state for name, linear in fp8_linears(run.model).items() if (state := linear.fp8_state())}
     if live and carried:
-        carried = replace(carried, modules={**carried.modules, **live}, iteration=run.step)
+        carried = replace(carried, modules={**carried.modules, **live}, producer=PRODUCER, iteration=run.step)
     output = Output(out / directory_name(run.step))
     writer = TorchDistWriter(
         output.partial,

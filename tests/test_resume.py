@@ -1,0 +1,282 @@
+"""`resume`: runs that are killed, stopped, branched and continued are the runs that they would have been."""
+
+import fcntl
+import filecmp
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import SMALL, make_source, make_text, run, settings
+
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import CheckpointError, OutputError, PrecisionError, RecipeError
+from precisionctl.fp8.state import Fp8States
+from precisionctl.trainer.metrics import FILE, read_metrics
+from precisionctl.trainer.resume import resume
+
+KILLED = """
+import os, signal, sys
+from training import settings
+from precisionctl.checkpoints.base import Output
+from precisionctl.trainer import state
+from precisionctl.trainer.resume import resume
+from pathlib import Path
+
+source, data, held_out, out, precision, *moments = sys.argv[1:]
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def child(out, moment):
+    kind, _, step = moment.partition(" ")
+    if kind == "commit":
+        Output.commit = die
+    if kind == "tracker":
+        state.write_tracker = die
+    if kind == "drop":
+        state._prune = die
+    made = settings(Path(source), Path(data), Path(out), precision, data__held_out=held_out)
+    resume(made, lambda started: None, lambda metrics: die() if kind == "step" and metrics.step == int(step) else None)
+    os._exit(0)
+
+for out, moment in [(out + "-whole", ""), *((out, moment) for moment in moments), (out, "")]:
+    pid = os.fork()
+    if pid == 0:
+        child(out, moment)
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert ended == (-signal.SIGKILL if moment else 0), (moment, ended)
+"""
+MOMENTS = ["step 1", "commit", "step 2", "tracker", "step 3", "drop", "step 5", "step 6"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source and texts; nothing in a test changes them."""
+    folder = tmp_path_factory.mktemp("resume")
+    make_source(folder / "source")
+    make_text(folder / "text.txt")
+    make_text(folder / "held_out.txt", seed=1, words=300)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fp8_run(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("fp8") / "run"
+    run(settings(place / "source", place / "text.txt", out, "fp8"))
+    return out
+
+
+def losses(out: Path) -> list[tuple[Any, ...]]:
+    """Of each step what does not depend on the clock."""
+    timed = ("seconds", "tokens_per_second")
+    return [tuple((key, value) for key, value in row.items() if key not in timed) for row in read_metrics(out / FILE)]
+
+
+def same_files(a: Path, b: Path) -> bool:
+    names = sorted(path.relative_to(a) for path in a.rglob("*") if path.is_file())
+    assert names == sorted(path.relative_to(b) for path in b.rglob("*") if path.is_file())
+    return all(filecmp.cmp(a / name, b / name, shallow=False) for name in names)
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    reader = open_checkpoint(path)
+    return {name: read_tensor(reader, name) for name in reader.specs}
+
+
+def scales(states: Fp8States | None) -> dict[tuple[str, str], tuple[float, list[float]]]:
+    assert states is not None
+    return {
+        (name, role): (float(part.scale), part.amax_history.tolist())
+        for name, state in states.modules.items()
+        for role, part in state.roles.items()
+    }
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_run_killed_at_any_step_ends_as_one_that_never_was(place: Path, tmp_path: Path, precision: str) -> None:
+    out = tmp_path / "run"
+    where = [place / "source", place / "text.txt", place / "held_out.txt", out, precision]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", KILLED, *map(str, where), *MOMENTS], check=True, env=environment)
+    whole = tmp_path / "run-whole"
+    assert [row[0] for row in losses(whole)] == [("step", step) for step in range(1, 7)]
+    assert losses(out) == losses(whole)
+    assert same_files(out / "iter_0000006", whole / "iter_0000006")
+    assert sorted(path.name for path in out.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves_and_the_same_command_goes_on(place: Path, tmp_path: Path, kind: Any) -> None:
+    made = settings(place / "source", place / "text.txt", tmp_path / "run", "bf16")
+    finished = resume(made, lambda started: None, lambda step: os.kill(os.getpid(), kind) if step.step == 3 else None)
+    assert (finished.step, finished.signal) == (3, kind)
+    assert finished.checkpoint.name == "iter_0000003" and finished.checkpoint.is_dir()
+    started, finished, made_losses = run(made)
+    assert (started.step, finished.step, finished.signal, len(made_losses)) == (3, 6, None, 3)
+    whole = settings(place / "source", place / "text.txt", tmp_path / "whole", "bf16")
+    run(whole)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"optimizer__lr": 0.02}, "optimizer.lr"),
+        ({"train__steps": 8}, "train.steps"),
+        ({"precision": "fp8"}, "precision.fp8"),
+        ({"data": "other.txt"}, "data"),
+        ({"source": "other"}, "source"),
+    ],
+)
+def test_another_run_in_the_folder_is_refused_by_what_differs(
+    place: Path, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    make_text(place / "other.txt", seed=5)
+    make_source(place / "other", seed=1)
+    out = tmp_path / "run"
+    run(settings(place / "source", place / "text.txt", out, train__steps=2, schedule__kind="wsd"))
+    fields = {"source": "source", "data": "text.txt", "train__steps": 2, "schedule__kind": "wsd"} | changes
+    source, data = place / str(fields.pop("source")), place / str(fields.pop("data"))
+    with pytest.raises(OutputError, match=f"it differs in {named} "):
+        run(settings(source, data, out, **fields))
+
+
+def test_what_changes_no_number_may_change_and_a_constant_rate_may_run_longer(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(settings(place / "source", place / "text.txt", out, schedule__kind="constant", train__steps=2))
+    longer = settings(
+        place / "source", place / "text.txt", out, schedule__kind="constant", train__steps=4, train__keep=1
+    )
+    started, finished, _ = run(longer)
+    assert (started.step, finished.step) == (2, 4)
+    assert [path.name for path in out.glob("iter_*")] == ["iter_0000004"]
+    whole = tmp_path / "whole"
+    run(settings(place / "source", place / "text.txt", whole, schedule__kind="constant", train__steps=4))
+    assert losses(out) == losses(whole)
+
+
+def test_full_goes_on_with_step_optimizer_and_data_and_weights_begin_anew(place: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    _, _, whole = run(settings(place / "source", place / "text.txt", first))
+    branch = first / "iter_0000004"
+    started, _, made = run(settings(branch, place / "text.txt", tmp_path / "full"))
+    assert (started.load, started.step) == ("full", 4)
+    assert made == whole[4:]
+    started, _, made = run(settings(branch, place / "text.txt", tmp_path / "weights", load="weights"))
+    assert (started.load, started.step, len(made)) == ("weights", 0, 6)
+    assert "left behind" in started.notes[0]
+
+
+def test_other_data_begins_at_its_first_row_where_the_optimizer_goes_on(place: Path, tmp_path: Path) -> None:
+    run(settings(place / "source", place / "text.txt", tmp_path / "first", train__steps=2))
+    make_text(tmp_path / "new.txt", seed=9)
+    run(settings(tmp_path / "first", tmp_path / "new.txt", tmp_path / "second", train__steps=4))
+    saved = json.loads((tmp_path / "second/iter_0000004/precisionctl/run.json").read_text())
+    assert (saved["step"], saved["position"]) == (4, 2 * SMALL["train.batch_size"])
+
+
+def test_full_needs_an_optimizer_and_steps_left(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no optimizer state"):
+        run(settings(place / "source", place / "text.txt", tmp_path / "out", load="full"))
+    run(settings(place / "source", place / "text.txt", tmp_path / "first", train__steps=2))
+    with pytest.raises(RecipeError, match="at step 2, and train.steps is 2"):
+        run(settings(tmp_path / "first", place / "text.txt", tmp_path / "second", train__steps=2))
+
+
+def test_an_fp8_run_starts_from_the_weights_and_warm_up_passes_and_says_so(place: Path, tmp_path: Path) -> None:
+    started, _, _ = run(settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", train__steps=1))
+    assert started.fp8 == {"warm-up": {"input": 8, "grad_output": 8}, "from the weights": {"weight": 8}}
+
+
+def test_carried_state_is_used_as_it_is(fp8_run: Path, place: Path, tmp_path: Path) -> None:
+    started, _, _ = run(settings(fp8_run, place / "text.txt", tmp_path / "run", "fp8", load="weights"))
+    assert started.fp8 == {"carried": {"input": 8, "weight": 8, "grad_output": 8}}
+
+
+def test_a_bf16_run_carries_fp8_state_along_untouched(fp8_run: Path, place: Path, tmp_path: Path) -> None:
+    started, finished, _ = run(settings(fp8_run, place / "text.txt", tmp_path / "run", load="weights"))
+    assert any("carried along" in note for note in started.notes)
+    assert (finished.checkpoint / "precisionctl/fp8_state.safetensors").is_file()
+    assert scales(open_checkpoint(finished.checkpoint).fp8) == scales(open_checkpoint(fp8_run).fp8)
+
+
+def test_a_cold_start_drops_even_what_was_carried(fp8_run: Path, place: Path, tmp_path: Path) -> None:
+    cold = settings(fp8_run, place / "text.txt", tmp_path / "a", "fp8", load="weights", cold_start=True, train__steps=1)
+    started, finished, _ = run(cold)
+    assert started.fp8 == {"never recorded": {"input": 8, "weight": 8, "grad_output": 8}}
+    for (_, role), (_, history) in scales(open_checkpoint(finished.checkpoint).fp8).items():
+        # one update, of two micro-batches: their two rows, and nothing of the run before
+        assert sum(row != 0 for row in history) == (2 if role in ("input", "weight", "grad_output") else 0)
+
+
+def test_current_scaling_trains_without_state_and_carries_what_there_is(
+    fp8_run: Path, place: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    started, finished, _ = run(
+        settings(fp8_run, place / "text.txt", out, "fp8", load="weights", precision__scaling="current")
+    )
+    assert started.fp8 == {}
+    assert scales(open_checkpoint(finished.checkpoint).fp8) == scales(open_checkpoint(fp8_run).fp8)
+
+
+def test_masters_keep_the_source_s_fp32_values_where_the_model_rounds_them(place: Path, tmp_path: Path) -> None:
+    _, finished, _ = run(settings(place / "source", place / "text.txt", tmp_path / "run", optimizer__lr=1e-30))
+    saved = TorchDistReader(finished.checkpoint)
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    source = read_tensor(open_checkpoint(place / "source"), "model.layers.0.mlp.down_proj.weight")
+    assert source.dtype == torch.float32 and not torch.equal(source, source.bfloat16().float())
+    assert torch.equal(read_tensor(saved, name), source.bfloat16())
+    assert saved.optimizer_specs[f"optimizer.state.fp32_param.{name}"].dtype == torch.float32
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_nothing_saved(place: Path, tmp_path: Path) -> None:
+    broken = settings(place / "source", place / "text.txt", tmp_path / "run", optimizer__lr=1e30, train__save_every=9)
+    with pytest.raises(PrecisionError, match="has loss"):
+        run(broken)
+    assert not list((tmp_path / "run").glob("iter_*"))
+
+
+def test_two_processes_never_write_into_one_run(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    with open(out / "run.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(OutputError, match="another process"):
+            run(settings(place / "source", place / "text.txt", out))
+
+
+def test_a_source_is_never_written_to(fp8_run: Path, place: Path) -> None:
+    for source in (fp8_run, fp8_run / "iter_0000006"):
+        with pytest.raises(OutputError, match="a source is never written to"):
+            run(settings(source, place / "text.txt", fp8_run))
+
+
+def test_rows_longer_than_the_model_s_positions_are_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="beyond the model's 128"):
+        run(settings(place / "source", place / "text.txt", tmp_path / "run", data__sequence_length=129))
+
+
+def test_conversations_are_fine_tuned_on_the_assistant_s_words_alone(place: Path, tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": f"w{n} w1"}, {"role": "assistant", "content": f"w{n} w{n}"}]}
+        for n in range(8)
+    ]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run(settings(place / "source", tmp_path / "chat.jsonl", tmp_path / "run", "fp8", train__steps=2))
+    assert [row["tokens"] for row in read_metrics(tmp_path / "run" / FILE)] == [4 * 3, 2 * 4 * 3]  # two words and <end>
+
+
+def test_a_run_learns(place: Path, tmp_path: Path) -> None:
+    _, _, made = run(
+        settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", train__steps=40, train__save_every=40)
+    )
+    assert sum(made[-5:]) / 5 < 0.8 * made[0]

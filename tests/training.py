@@ -1,0 +1,68 @@
+"""What a run in the tests is made of: a pico Llama with a tokenizer of 60 words, and text in those words."""
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pico import save as save_pico
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from precisionctl.trainer.resume import Finished, Settings, Started, resume
+
+WORDS = [f"w{number}" for number in range(60)]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}{% generation %}{{ m.content }} <end> "
+    "{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+SMALL = {
+    "train.steps": 6,
+    "train.batch_size": 4,
+    "train.micro_batch_size": 2,
+    "train.save_every": 2,
+    "train.eval_every": 3,
+    "train.warmup_passes": 3,
+    "data.sequence_length": 32,
+    "optimizer.lr": 0.01,
+    "schedule.warmup_steps": 2,
+    "precision.delayed.amax_history_len": 4,
+}
+
+
+def make_source(folder: Path, **settings: Any) -> Path:
+    """A Hugging Face directory."""
+    save_pico(folder, vocab_size=80, **settings)
+    names = ["<eos>", "<user>", "<assistant>", "<end>", "?", *WORDS]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", chat_template=CHAT_TEMPLATE)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_text(file: Path, *, seed: int = 0, words: int = 2000) -> Path:
+    """Words that tend to follow one another, so that there is something to learn."""
+    pick, word, text = random.Random(seed), 0, []
+    for _ in range(words):
+        word = (word * 7 + 3) % 60 if pick.random() < 0.8 else pick.randrange(60)
+        text.append(WORDS[word])
+    file.write_text(" ".join(text))
+    return file
+
+
+def settings(source: Path, data: Path, out: Path, precision: Any = "bf16", **changes: Any) -> Settings:
+    """SMALL, changed by recipe keys with `__` for the dot (`train__steps=3`) and by fields of Settings."""
+    fields: Mapping[str, Any] = {key: value for key, value in changes.items() if "__" not in key}
+    keys = SMALL | {key.replace("__", "."): value for key, value in changes.items() if "__" in key}
+    overrides = tuple(f"{key}={value}" for key, value in keys.items())
+    return Settings(source, precision, data, out, overrides=overrides, backend="emulated", **fields)
+
+
+def run(made: Settings) -> tuple[Started, Finished, list[float]]:
+    """Run it; also the loss of each step that it made."""
+    started: list[Started] = []
+    losses: list[float] = []
+    finished = resume(made, started.append, lambda metrics: losses.append(metrics.loss))
+    return started[0], finished, losses
