@@ -329,3 +329,21 @@ def evaluate(checkpoint: Path, data: Path, sequence_length: int, iteration: int 
         print_json(found.as_json())
     else:
         console.show_lines([f"perplexity {found.perplexity:.4f} over {found.tokens:,} tokens, {found.precision}"])
+
+
+@main.command()
+@click.option("--out", type=NEW_PATH, default="demo-run", show_default=True, help="A new folder for all it makes.")
+def demo(out: Path) -> None:
+    """The whole story on one CPU, on real text, in a few minutes; ends with a table and a page."""
+    from precisionctl import console
+    from precisionctl.demo import report, story
+
+    def say(line: str) -> None:
+        console.show_lines([line])
+
+    story.prepare(out, say)
+    told = story.tell(out, say)
+    measured = report.table(told, out)
+    report.write(told, out, measured)
+    console.show_tables([measured])
+    say(f"The curves: {out / report.PICTURE}. The page: {out / report.PAGE}")

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 TRAINING_BYTES = 3_000_000
-HELD_OUT_BYTES = 100_000
+HELD_OUT_BYTES = 60_000
 CHATS = 2000
 _NOT_THE_LIBRARY = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__", "turtledemo"}
 

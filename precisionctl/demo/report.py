@@ -1,0 +1,135 @@
+"""What the demo measured, stated good or bad: a table, the curves, and a page with both."""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precisionctl.demo.story import BRANCH, Ran, Told
+from precisionctl.reports import page, plot
+from precisionctl.reports.curves import Curve, read_curve
+from precisionctl.reports.table import Table, percent
+
+AIM = 0.01
+"""The mean gap that NVIDIA published for Llama2-7B in FP8 with delayed scaling is within one percent of BF16."""
+
+EARLY_STEPS = 20
+"""Steps after the switch in which a cold start shows."""
+
+PICTURE, PAGE = "curves.png", "report.html"
+
+
+def curves(folder: Path) -> list[Curve]:
+    """BF16 throughout, and what was branched from it; runs that went on from weights alone come after the branches."""
+    seeded, cold = _curve(folder, "fp8"), _curve(folder, "fp8-cold")
+    bf16 = {**_curve(folder, "start"), **_curve(folder, "bf16"), **_later(_curve(folder, "bf16-on"))}
+    return [
+        Curve("BF16 throughout", bf16),
+        Curve("BF16, then FP8 from a cold start", cold),
+        Curve("BF16, then FP8 seeded by warm-up", seeded),
+        Curve("FP8 going on after Hugging Face and back", _later(_curve(folder, "fp8-on"))),
+    ]
+
+
+def _curve(folder: Path, run: str) -> Mapping[int, float]:
+    return read_curve(folder / run, run).losses
+
+
+def _later(losses: Mapping[int, float]) -> Mapping[int, float]:
+    return {BRANCH + step: loss for step, loss in losses.items()}
+
+
+def table(told: Told, folder: Path) -> Table:
+    """One row for each thing that the project promises: what was measured, and whether it is as promised."""
+    rows = [
+        _exact("Hugging Face to Megatron: tensors that are the same to the last bit", told.there),
+        *_gaps(told.gaps.result["runs"]),
+        _early(folder),
+        _exact("FP8 checkpoint to Hugging Face and back: weights and FP8 state the same to the last bit", told.state),
+        _exact("Going on in FP8 from there and from the checkpoint itself: the same to the last bit", told.last_bit),
+        _fell("SFT in BF16 from the FP8 checkpoint: loss, first and last ten steps", _curve(folder, "sft")),
+        _kept("The export keeps vLLM's rules", told.rules),
+        _exact("Its codes are the encoding of the trained weights", told.codes),
+        *_perplexities(told.perplexity),
+    ]
+    return Table("What was measured", ("", "measured", "as promised"), rows)
+
+
+Row = tuple[str, str, str]
+
+
+def _verdict(good: bool) -> str:
+    return "yes" if good else "NO"
+
+
+def _exact(what: str, ran: Ran) -> Row:
+    tensors = ran.result["tensors"]
+    equal = sum(tensor["status"] in ("exact", "encoded") for tensor in tensors)
+    return what, f"{equal} of {len(tensors)} tensors", _verdict(ran.code == 0)
+
+
+def _gaps(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
+    names = {"fp8": "FP8 seeded by warm-up", "fp8-cold": "FP8 from a cold start"}
+    return [
+        (
+            f"{names[run['run']]} against BF16: mean loss of the last 100 steps",
+            percent(run["mean"]),
+            _verdict(abs(run["mean"]) <= AIM) if run["run"] == "fp8" else "-",
+        )
+        for run in runs
+    ]
+
+
+def _early(folder: Path) -> Row:
+    bf16 = Curve("bf16", _curve(folder, "bf16"))
+    seeded, cold = (_worst_early(folder, run, bf16) for run in ("fp8", "fp8-cold"))
+    what = f"Worst gap in the first {EARLY_STEPS} steps of FP8: seeded, and from a cold start"
+    return what, f"{percent(seeded)}, {percent(cold)}", _verdict(abs(seeded) <= abs(cold) / 2)
+
+
+def _worst_early(folder: Path, run: str, bf16: Curve) -> float:
+    early = list(Curve(run, _curve(folder, run)).against(bf16).values())[:EARLY_STEPS]
+    return max(early, key=abs)
+
+
+def _fell(what: str, losses: Mapping[int, float]) -> Row:
+    values = list(losses.values())
+    first, last = sum(values[:10]) / 10, sum(values[-10:]) / 10
+    return what, f"{first:.3f}, {last:.3f}", _verdict(last < first)
+
+
+def _kept(what: str, ran: Ran) -> Row:
+    findings = ran.result
+    return what, f"{len(findings)} broken" if findings else "all", _verdict(ran.code == 0)
+
+
+def _perplexities(evals: Mapping[str, Ran]) -> list[Row]:
+    names = {"bf16": "BF16 run", "fp8": "FP8 run", "fp8-vllm": "FP8 export"}
+    reference = evals["bf16"].result["perplexity"]
+    rows = []
+    for run, ran in evals.items():
+        found = ran.result
+        shown = f"{found['perplexity']:.3f}"
+        if run != "bf16":
+            shown += f" ({percent(found['perplexity'] / reference - 1)})"
+        rows.append((f"Held-out perplexity of the {names[run]}, computed in {found['precision']}", shown, "-"))
+    return rows
+
+
+def write(told: Told, folder: Path, measured: Table) -> None:
+    """The picture and the page, in the demo's folder."""
+    drawn = curves(folder)
+    plot.write_png(drawn, folder / PICTURE)
+    minutes = sum(ran.seconds for ran in told.ran) / 60
+    intro = (
+        f"A random Llama of 2.4 million parameters, trained on the sources of Python's standard library: from BF16 to "
+        f"FP8, to Hugging Face and back, to BF16 fine-tuning, and out to FP8 inference. {minutes:.1f} minutes on "
+        f"{os.cpu_count()} cores of {platform.machine()}, Python {platform.python_version()}, PyTorch "
+        f"{torch.__version__}; FP8 emulated with Transformer Engine's arithmetic."
+    )
+    timed = Table("Commands", ("", "seconds"), [(ran.line, f"{ran.seconds:.1f}") for ran in told.ran])
+    parts = [page.paragraph(intro), plot.svg(drawn), page.html_table(measured), page.html_table(timed)]
+    (folder / PAGE).write_text(page.page("From BF16 to FP8 and back", parts), encoding="utf-8")

@@ -1,0 +1,143 @@
+"""The whole story on one machine: every step after the model is made is a command that a user has."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from precisionctl.demo.model import make_checkpoint
+from precisionctl.demo.text import write_text
+from precisionctl.errors import DestinationExists, PrecisionctlError
+
+RECIPE = """\
+[train]
+batch_size = 16
+micro_batch_size = 16
+
+[data]
+path = "text/train"
+sequence_length = 128
+
+[optimizer]
+lr = 1e-3
+
+[schedule]
+kind = "constant"
+warmup_steps = 20
+"""
+
+START, BRANCH, ON, SFT = 200, 350, 50, 50
+"""Steps: BF16 up to here; the branches up to here; going on from weights alone; fine-tuning."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A command that was run in the demo's folder: what it printed, how it ended, and how long it took."""
+
+    line: str
+    output: str
+    code: int
+    seconds: float
+
+    @property
+    def result(self) -> Any:
+        """What it printed under `--json`."""
+        return json.loads(self.output)
+
+
+@dataclass(frozen=True)
+class Shell:
+    """Runs `precisionctl` in a folder, showing each command line and what it prints."""
+
+    folder: Path
+    say: Say
+    ran: list[Ran] = field(default_factory=list)
+
+    def __call__(self, line: str, *, may_differ: bool = False) -> Ran:
+        """Raises PrecisionctlError where the command fails; `may_differ` lets exit code 1 be an answer."""
+        self.say(f"\n$ precisionctl {line}")
+        start = time.perf_counter()
+        command = [sys.executable, "-m", "precisionctl", *line.split()]
+        done = subprocess.run(command, cwd=self.folder, stdout=subprocess.PIPE, text=True)
+        ran = Ran(f"precisionctl {line}", done.stdout, done.returncode, time.perf_counter() - start)
+        if "--json" not in line and ran.output:
+            self.say(ran.output.rstrip())
+        if ran.code != 0 and not (may_differ and ran.code == 1):
+            raise PrecisionctlError(f"`{ran.line}` ended with {ran.code}", where=self.folder, do="See its error above.")
+        self.ran.append(ran)
+        return ran
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the commands of the story answered."""
+
+    there: Ran
+    gaps: Ran
+    state: Ran
+    last_bit: Ran
+    rules: Ran
+    codes: Ran
+    perplexity: dict[str, Ran]
+    ran: Sequence[Ran]
+
+
+def prepare(folder: Path, say: Say) -> None:
+    """Text, tokenizer, random model and recipe. Raises DestinationExists where `folder` is there already."""
+    if folder.exists():
+        raise DestinationExists("a demo was run there", where=folder, do="Remove it or choose another --out.")
+    folder.mkdir(parents=True)
+    text = write_text(folder / "text")
+    make_checkpoint(folder / "hf", text.train)
+    (folder / "demo.toml").write_text(RECIPE, encoding="utf-8")
+    say("Made from Python's standard library: text/train, text/held-out, text/chats.jsonl; a tokenizer of their words")
+    say("and a random Llama of 2.4 million parameters in hf/; the settings of all runs in demo.toml.")
+
+
+def tell(folder: Path, say: Say) -> Told:
+    """Run every command of the story in `folder`, which `prepare` has made."""
+    shell = Shell(folder, say)
+    shell("convert hf megatron --to megatron")
+    there = shell("verify hf megatron --json", may_differ=True)
+    _train(shell)
+    gaps = shell("compare bf16 fp8 fp8-cold --json")
+    state, last_bit = _there_and_back(shell)
+    shell(f"resume fp8 --precision bf16 --recipe demo.toml --load weights --data text/chats.jsonl --out sft {_to(SFT)}")
+    shell("inspect fp8")
+    shell("export-inference fp8 fp8-vllm --target vllm")
+    rules = shell("verify fp8-vllm --target vllm --json", may_differ=True)
+    codes = shell("verify fp8 fp8-vllm --json", may_differ=True)
+    held_out = "--data text/held-out --sequence-length 128 --json"
+    perplexity = {name: shell(f"eval {name} {held_out}") for name in ("bf16", "fp8", "fp8-vllm")}
+    return Told(there, gaps, state, last_bit, rules, codes, perplexity, shell.ran)
+
+
+def _to(steps: int) -> str:
+    return f"--set train.steps={steps}"
+
+
+def _train(shell: Shell) -> None:
+    """BF16 pretraining, and three branches from its end with the optimizer: the same data, other precisions."""
+    run = "--recipe demo.toml --out"
+    shell(f"resume megatron --precision bf16 {run} start {_to(START)}")
+    shell(f"resume start --precision bf16 {run} bf16 {_to(BRANCH)}")
+    shell(f"resume start --precision fp8 {run} fp8 {_to(BRANCH)}")
+    shell(f"resume start --precision fp8 --cold-start {run} fp8-cold {_to(BRANCH)}")
+
+
+def _there_and_back(shell: Shell) -> tuple[Ran, Ran]:
+    """The FP8 checkpoint through Hugging Face and back, and on from there; beside it, on from the checkpoint itself."""
+    run = f"--load weights --recipe demo.toml {_to(ON)} --out"
+    shell("convert fp8 fp8-hf --to hf")
+    shell("convert fp8-hf fp8-back --to megatron --precision fp8")
+    state = shell("verify fp8 fp8-back --fp8 --json", may_differ=True)
+    shell(f"resume fp8-back --precision fp8 {run} fp8-on")
+    shell(f"resume fp8 --precision fp8 {run} fp8-straight-on")
+    shell(f"resume bf16 --precision bf16 {run} bf16-on")
+    return state, shell("verify fp8-on fp8-straight-on --fp8 --json", may_differ=True)
