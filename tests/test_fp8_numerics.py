@@ -197,6 +197,16 @@ def test_encoding_rounds_to_nearest_even_and_saturates(dtype):
     assert tied.sum() == len(middles)
 
 
+def test_codes_of_inference_formats_come_from_a_division_that_rounds_once():
+    """Quotients that lie exactly between two codes go to the even one; a product with 1 / scale_inv misses some."""
+    finite = codes_of(E4M3)[:0x7F].float()
+    middles = (finite[1:] + finite[:-1]) / 2
+    scale_inv = torch.arange(1.0, 200.0)[:, None]
+    codes = torch.empty(len(scale_inv), len(middles), dtype=E4M3)
+    numerics.encode_by_scale_inv(middles * scale_inv, scale_inv, codes, torch.empty(numerics.PIECE))
+    assert (codes.view(torch.uint8) % 2 == 0).all()
+
+
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 9), columns=st.integers(1, 40), scratch=st.integers(1, 50), per_row=st.booleans())
 def test_pieces_of_any_size_give_the_codes_of_the_whole(rows, columns, scratch, per_row):
