@@ -1,0 +1,15 @@
+"""Run with ModelOpt's Python: SOURCE TARGET static|dynamic quantises and exports a model as ModelOpt does."""
+
+import sys
+
+import modelopt.torch.quantization as mtq
+import torch
+from modelopt.torch.export import export_hf_checkpoint
+from transformers import AutoModelForCausalLM
+
+CONFIGS = {"static": mtq.FP8_DEFAULT_CFG, "dynamic": mtq.FP8_PER_CHANNEL_PER_TOKEN_CFG}
+
+source, target, scheme = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+mtq.quantize(model, CONFIGS[scheme], lambda model: model(torch.arange(64).view(2, 32)))
+export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=target)
