@@ -5,7 +5,8 @@ READY := .venv/ready
 .PHONY: demo test lint bench peers clean
 
 demo: $(READY)  ## the whole story on two CPU cores, in under 8 minutes
-	$(BIN)/precisionctl demo
+	rm -rf demo-run
+	$(BIN)/precisionctl demo --out demo-run
 
 test: lint  ## what CI runs
 	$(BIN)/pytest -q
@@ -22,7 +23,7 @@ peers: $(READY)  ## other programs, each in an environment of its own
 	$(BIN)/pytest -q tests/peers
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .peers .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
 # Made again whenever what has to be installed changes. `ready` is written last, so a failed install is retried.
 $(READY): pyproject.toml constraints.txt
