@@ -76,7 +76,13 @@ class Work:
 
 
 def plan_conversion(conversion: Conversion) -> Work:
-    """Plan `convert`. Raises what opening and planning raise, and DestinationExists."""
+    """Plan `convert`. Raises what opening and planning raise, and DestinationExists.
+
+    FP8 weights in a Hugging Face directory are an export: there is one way to make them.
+    """
+    if conversion.to == "hf" and conversion.precision == "fp8":
+        source, destination, iteration = conversion.source, conversion.destination, conversion.iteration
+        return plan_export(InferenceExport(source, destination, "vllm", "static", iteration, conversion.max_shard_size))
     if (conversion.to, conversion.precision) == ("hf", "fp8"):
         return plan_export(_as_export(conversion))
     reader = open_checkpoint(conversion.source, conversion.iteration)

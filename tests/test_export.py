@@ -139,3 +139,12 @@ def test_a_megatron_source_exports_the_bytes_that_its_hugging_face_source_does(t
     second = load_file(tmp_path / "second" / "model.safetensors")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
+
+
+def test_convert_to_fp8_hugging_face_is_this_export(tmp_path: Path) -> None:
+    path = source(tmp_path)
+    expected = export(path)
+    execute(plan_conversion(Conversion(path, tmp_path / "converted", "hf", precision="fp8")))
+    stored = load_file(tmp_path / "converted" / "model.safetensors")
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
