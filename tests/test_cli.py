@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 
+import pico
 import pytest
+import torch
 from click.testing import CliRunner
 
-from precisionctl.cli import main
+from precisionctl.cli import Size, main
 
 
 def run(*arguments):
@@ -89,3 +91,59 @@ def test_compare_draws_a_picture_and_a_page_that_needs_nothing_else(tmp_path):
     page = html.read_text()
     assert "&lt;b&gt;" in page and "<b>" not in page
     assert "<svg" in page and "<script" not in page and "src=" not in page
+
+
+def test_convert_there_and_back_and_verify_agree(tmp_path):
+    source, megatron, back = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"
+    pico.save(source)
+    assert run("convert", source, megatron, "--to", "megatron").exit_code == 0
+    assert run("convert", megatron, back, "--to", "hf", "--max-shard-size", "50kB").exit_code == 0
+    assert len(list(back.glob("*.safetensors"))) > 1
+    assert run("verify", source, back).exit_code == 0
+    pico.save(tmp_path / "other", seed=1)
+    different = run("verify", source, tmp_path / "other", "--json")
+    assert different.exit_code == 1
+    assert json.loads(different.stdout)["equal"] is False
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
+    pico.save(tmp_path / "hf")
+    shown = run("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron", "--dry-run")
+    assert "decoder.layers.{layer}.self_attention.linear_qkv.weight" in shown.stdout
+    plan = json.loads(
+        run("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron", "--dry-run", "--json").stdout
+    )
+    assert plan["target"] == "megatron"
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_destination_that_exists_is_left_alone(tmp_path):
+    pico.save(tmp_path / "hf")
+    (tmp_path / "out").mkdir()
+    result = run("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron")
+    assert result.exit_code == 1
+    assert "DestinationExists" in result.stderr
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_export_keeps_the_rules_of_its_engine_and_convert_to_fp8_is_one(tmp_path):
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    exported = run("export-inference", tmp_path / "hf", tmp_path / "fp8", "--target", "vllm", "--scheme", "dynamic")
+    assert exported.exit_code == 0
+    assert run("verify", tmp_path / "fp8", "--target", "vllm").exit_code == 0
+    assert run("verify", tmp_path / "hf", tmp_path / "fp8").exit_code == 0
+    refused = run("convert", tmp_path / "hf", tmp_path / "static", "--to", "hf", "--precision", "fp8")
+    assert refused.exit_code == 1
+    assert "MissingFp8State" in refused.stderr
+
+
+@pytest.mark.parametrize("arguments", [["verify", "."], ["verify", ".", ".", "--target", "vllm"]])
+def test_verify_wants_a_second_checkpoint_or_an_engine(arguments):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "either" in result.stderr
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5_000_000_000), ("50 kB", 50_000), ("1.5M", 1_500_000), ("7", 7)])
+def test_sizes_are_read_as_people_write_them(text, size):
+    assert Size().convert(text, None, None) == size
