@@ -33,7 +33,8 @@ from precisionctl.trainer.loop import Run
 
 RUN_FILE = Path("precisionctl/run.json")
 PRODUCER = "precisionctl"
-RNG = "rng_state/shard_0.0_1.1"
+RNG = "precisionctl_rng/shard_0_1"
+"""Not Megatron's `rng_state`, which holds what no run of ours draws from."""
 
 _STATE = "optimizer.state"
 _MASTERS = ("fp32_param", "param")  # Megatron's plain optimizer, and its fully reshardable one
