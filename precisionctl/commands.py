@@ -148,8 +148,8 @@ def execute(work: Work, *, workers: int = 2, restart: bool = False, on_bytes: On
     """Do it. The destination appears only when it is complete; after a failure the same command goes on."""
     output = work.output
     with disk_problems(output):
-        output.begin(restart=restart)
-        with open_journal(output.journal, work.digest, work.reader.files) as journal:
+        with open_journal(output.journal, work.digest, work.reader.files, restart=restart) as journal:
+            output.begin(fresh=journal.fresh)
             _check_room(work)
             amax = run(
                 work.plan,

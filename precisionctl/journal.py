@@ -19,9 +19,11 @@ from precisionctl.errors import OutputError
 
 @dataclass
 class Journal:
-    """`done` are the names of finished jobs; `amax` the largest magnitude of each weight that was looked at."""
+    """`done` are the names of finished jobs; `amax` the largest magnitude of each weight that was looked at.
+    `fresh`: nothing was recorded here before."""
 
     file: IO[str]
+    fresh: bool
     done: set[str] = field(default_factory=set)
     amax: dict[str, float] = field(default_factory=dict)
 
@@ -39,19 +41,23 @@ class Journal:
 
 
 @contextmanager
-def open_journal(path: Path, digest: str, files: Iterable[Path]) -> Iterator[Journal]:
-    """The journal at `path`, locked. Raises OutputError where it belongs to another conversion or is in use."""
+def open_journal(path: Path, digest: str, files: Iterable[Path], *, restart: bool = False) -> Iterator[Journal]:
+    """The journal at `path`, locked; emptied for a `restart`.
+
+    Raises OutputError where it belongs to another conversion or is in use.
+    """
     header = {"plan": digest, "source": [_fingerprint(file) for file in files]}
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise OutputError("another run is writing this output", where=path, do="Wait for it to end.") from None
         file.seek(0)
-        lines = _whole_lines(file.read())
-        journal = Journal(file)
-        if not lines:
-            file.truncate(0)
+        lines, length = ([], 0) if restart else _whole_lines(file.read())
+        file.truncate(length)
+        journal = Journal(file, fresh=not lines)
+        if journal.fresh:
             journal._append(header)
         elif lines[0] != json.loads(json.dumps(header)):
             raise OutputError(
@@ -70,11 +76,13 @@ def _fingerprint(file: Path) -> list[object]:
     return [file.name, status.st_size, status.st_mtime_ns]
 
 
-def _whole_lines(text: str) -> list[dict[str, dict[str, float]]]:
-    lines = []
-    for line in text.splitlines():
+def _whole_lines(text: str) -> tuple[list[dict[str, dict[str, float]]], int]:
+    """Lines as JSON up to the first that is torn, and the bytes that they take."""
+    lines, length = [], 0
+    for line in text.splitlines(keepends=True):
         try:
             lines.append(json.loads(line))
         except json.JSONDecodeError:
             break
-    return lines
+        length += len(line.encode())
+    return lines, length

@@ -33,6 +33,7 @@ from precisionctl.errors import (
 )
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling
+from precisionctl.journal import open_journal
 from precisionctl.plan import make_plan
 from precisionctl.precision import PRESETS
 
@@ -286,6 +287,37 @@ def test_a_source_that_changed_is_not_gone_on_with(tmp_path: Path, monkeypatch: 
         run(tmp_path / "hf", tmp_path / "out", "megatron")
     execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
     assert (tmp_path / "out" / "release" / "metadata.json").is_file()
+
+
+def test_partial_output_that_no_journal_explains_is_not_built_upon(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    (tmp_path / "out.partial" / "release").mkdir(parents=True)
+    (tmp_path / "out.partial" / "release" / "leftover.bin").write_bytes(b"of another conversion")
+    run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert not (tmp_path / "out" / "release" / "leftover.bin").exists()
+
+
+def test_two_runs_do_not_write_one_output(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron"))
+    with open_journal(work.output.journal, work.digest, work.reader.files):
+        with pytest.raises(OutputError, match="another run"):
+            execute(work)
+        with pytest.raises(OutputError, match="another run"):
+            execute(work, restart=True)
+
+
+def test_a_torn_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with open_journal(path, "plan", []) as journal:
+        journal.record(["a", "b"], {"a": 1.5})
+    with open(path, "a") as file:
+        file.write('{"done": ["c"], "am')
+    with open_journal(path, "plan", []) as journal:
+        assert journal.done == {"a", "b"} and journal.amax == {"a": 1.5} and not journal.fresh
+        journal.record(["c"], {})
+    with open_journal(path, "plan", []) as journal:
+        assert journal.done == {"a", "b", "c"}
 
 
 def test_a_full_disk_is_one_error_and_keeps_what_is_done(tmp_path: Path) -> None:

@@ -240,16 +240,12 @@ class Output:
                 "something is already there", where=self.path, do="Choose another destination or remove it."
             )
 
-    def begin(self, *, restart: bool = False) -> None:
-        """Make the partial directory, anew with `restart`; what an earlier run left there stays without."""
+    def begin(self, *, fresh: bool) -> None:
+        """Make the partial directory; empty if `fresh`, else with what an earlier run left there."""
         self.check_free()
-        if restart:
-            self.discard()
+        if fresh:
+            shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True, exist_ok=True)
-
-    def discard(self) -> None:
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.journal.unlink(missing_ok=True)
 
     def commit(self) -> None:
         """Sync every file, then rename."""
