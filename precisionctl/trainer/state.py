@@ -195,7 +195,7 @@ def save(run: Run, out: Path, wanted: Mapping[str, Any], companions: Companions,
         objects={RNG: _rng()},
     )
     with disk_problems(output):
-        output.begin(restart=True)
+        output.begin(fresh=True)
         convert(plan, LiveModel(model, tensors), writer)
         writer.finish(carried)
         (output.partial / RUN_FILE).parent.mkdir(exist_ok=True)
