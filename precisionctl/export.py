@@ -9,7 +9,8 @@ import torch
 
 from precisionctl.architectures.find import architecture_of
 from precisionctl.cast import Encode
-from precisionctl.errors import MissingFp8State
+from precisionctl.errors import MissingFp8State, PrecisionError
+from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
@@ -18,10 +19,12 @@ from precisionctl.quant_methods.base import CODES, QuantMethod, Scheme
 
 
 class StatefulSource(Source, Protocol):
-    """A Source that knows its FP8 state."""
+    """A Source that knows its FP8 state, and which of its tensors are codes."""
 
     @property
     def fp8(self) -> Fp8States | None: ...
+    @property
+    def encodings(self) -> Mapping[str, Encoding]: ...
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,13 @@ def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, kee
 
     `keep_bf16` are shell patterns of Megatron module names. One weight scale and one input scale for each fused
     group. Raises MissingFp8State where `static` asks for an input amax that was never recorded, and PrecisionError
-    for shapes that FP8 GEMMs do not take.
+    for shapes that FP8 GEMMs do not take and for weights that are codes already.
     """
+    if source.encodings:
+        raise PrecisionError(
+            "the weights are FP8 codes; encoding them again would round them twice",
+            do="Export the checkpoint that they were made from.",
+        )
     plan = make_plan(source, "hf", dtype=torch.bfloat16)
     encoded = [job for job in plan.jobs if job.row.gemm and not any(fnmatchcase(job.module, p) for p in keep_bf16)]
     for job in encoded:

@@ -64,14 +64,14 @@ class Comparison:
 def compare(a: Reader, b: Reader, *, fp8: bool = False, on_bytes: Callable[[int], None] = lambda n: None) -> Comparison:
     """Compare every tensor of two checkpoints, and their FP8 state where both have one (or if `fp8` asks for it).
 
-    `on_bytes` hears of bytes of A that have been compared. Raises MappingError where one does not fit its own
+    `on_bytes` hears of stored bytes of A that have been compared. Raises MappingError where one does not fit its own
     architecture: then there is nothing to compare yet.
     """
     left, right = _HfTensors(a), _HfTensors(b)
     tensors = []
     for name in [*left.specs, *(name for name in right.specs if name not in left.specs)]:
         tensors.append(_compare_tensor(name, left, right))
-        on_bytes(left.specs[name].nbytes if name in left.specs else 0)
+        on_bytes(left.nbytes(name))
     both = a.fp8 is not None and b.fp8 is not None
     return Comparison(tuple(tensors), tuple(_state_differences(a.fp8, b.fp8)) if both or fp8 else None)
 
@@ -113,6 +113,12 @@ class _HfTensors:
         """Of what is stored; a plan's targets have the dtype after decoding."""
         reads = (segment.read for segment in self._segments[name] if segment.read is not None)
         return str(next((self._reader.specs[read].dtype for read in reads), "zeros")).removeprefix("torch.")
+
+    def nbytes(self, name: str) -> int:
+        """What the checkpoint stores of it; 0 where it has no such tensor."""
+        stored = [(segment.rows, segment.read) for segment in self._segments.get(name, ()) if segment.read is not None]
+        specs = self._reader.specs
+        return sum(rows * specs[read].columns * specs[read].dtype.itemsize for rows, read in stored)
 
     def read(self, name: str, row: int, rows: int) -> _Rows:
         parts = [part for segment in self._segments[name] if (part := self._part(segment, row, rows)) is not None]

@@ -148,3 +148,10 @@ def test_convert_to_fp8_hugging_face_is_this_export(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "converted" / "model.safetensors")
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
+
+
+def test_codes_are_not_exported_again(tmp_path: Path) -> None:
+    path = source(tmp_path)
+    export(path)
+    with pytest.raises(PrecisionError, match="round them twice"):
+        plan_export(InferenceExport(path.with_name("vllm-static"), tmp_path / "again", "vllm", "dynamic"))

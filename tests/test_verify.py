@@ -180,10 +180,12 @@ def test_another_recipe_a_missing_module_and_an_unread_payload_are_named(source)
     assert lines[2].startswith("x: payloads")
 
 
-def test_progress_adds_up_to_all_of_a(source):
-    counts = []
-    compare(source, in_memory.to_megatron(source), on_bytes=counts.append)
-    assert sum(counts) == sum(spec.nbytes for spec in source.specs.values())
+def test_progress_adds_up_to_the_stored_bytes_of_a(tmp_path, source):
+    exported = in_memory.export(in_memory.with_state(source), tmp_path / "exported", "modelopt", "dynamic")
+    for a in (source, exported):
+        counts: list[int] = []
+        compare(a, in_memory.to_megatron(source), on_bytes=counts.append)
+        assert sum(counts) == sum(spec.nbytes for spec in a.specs.values())
 
 
 def test_a_comparison_is_json(source):
