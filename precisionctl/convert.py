@@ -198,7 +198,7 @@ class _Worker:
         dtype = self._writer.specs[segment.write].dtype
         for start, values in self._pieces(read, segment.read_row, segment.rows):
             row = segment.write_row + start
-            scale_inv = numerics.scale_inv(_row_amax(values) if amax is None else amax, dtype)
+            scale_inv = numerics.scale_inv(numerics.row_amax(values) if amax is None else amax, dtype)
             codes = _view(self._buffers.write, dtype, *values.shape)
             numerics.encode_by_scale_inv(values, scale_inv, codes, self._buffers.scratch)
             write_rows(self._writer, segment.write, row, codes)
@@ -237,8 +237,3 @@ def _view(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int) -> Tensor
     if size > buffer.numel():
         buffer = torch.empty(size, dtype=torch.uint8)
     return buffer[:size].view(dtype).view(rows, columns)
-
-
-def _row_amax(values: Tensor) -> Tensor:
-    # Two passes: torch.aminmax over a dimension is six times slower than amax and amin together.
-    return torch.maximum(-values.amin(1, keepdim=True), values.amax(1, keepdim=True)).float()

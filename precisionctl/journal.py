@@ -80,6 +80,8 @@ def _whole_lines(text: str) -> tuple[list[dict[str, dict[str, float]]], int]:
     """Lines as JSON up to the first that is torn, and the bytes that they take."""
     lines, length = [], 0
     for line in text.splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
         try:
             lines.append(json.loads(line))
         except json.JSONDecodeError:

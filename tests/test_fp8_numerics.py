@@ -311,3 +311,10 @@ def test_a_margin_changes_the_scale_by_a_power_of_two_even_when_only_the_scale_i
     old, new = DelayedScaling(amax_history_len=1), DelayedScaling(amax_history_len=1, margin=2)
     state = Fp8State({"input": numerics.after_one_update(torch.tensor(4.0), "input", old)})
     assert numerics.change_recipe(state, old, new).roles["input"].scale == 448.0 / 4.0 / 4.0
+
+
+def test_a_rows_amax_is_that_of_the_row_alone() -> None:
+    values = torch.randn(7, 33).bfloat16()
+    values[2, 5], values[3, 1], values[4] = float("nan"), -float("inf"), 0.0
+    expected = torch.stack([numerics.amax(row) for row in values]).unsqueeze(1)
+    assert torch.equal(numerics.row_amax(values), expected)

@@ -36,6 +36,15 @@ def amax(values: Tensor) -> Tensor:
     return largest
 
 
+def row_amax(values: Tensor) -> Tensor:
+    """`amax` of each row of `[rows, columns]`, FP32 `[rows, 1]`."""
+    # Two passes: torch.aminmax over a dimension is six times slower than amin and amax together.
+    largest = torch.maximum(-values.amin(1, keepdim=True), values.amax(1, keepdim=True)).float()
+    if largest.isnan().any():
+        return row_amax(values.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
+    return largest
+
+
 def scaled_max(dtype: torch.dtype, margin: int) -> float:
     """`fp8_max * 2**-margin`, an FP32 value: what TE's kernel divides by amax."""
     return FP8_MAX[dtype] * 2.0**-margin
