@@ -11,6 +11,10 @@ import torch
 
 Layout = Literal["hf", "megatron"]
 
+GEMM_ALIGNMENT = 16
+"""What FP8 GEMMs ask of both dimensions of every operand (cuBLASLt's leading dimensions; TE checks it in
+transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec, and inference engines' CUTLASS kernels agree)."""
+
 
 @dataclass(frozen=True)
 class Parallel:

@@ -22,10 +22,7 @@ from precisionctl.cast import Encode
 from precisionctl.errors import MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
 from precisionctl.lower import layout_parts
 from precisionctl.model_shape import MAKE_VOCAB_SIZE_DIVISIBLE_BY, ModelShape
-from precisionctl.param import Layout, TensorSpec
-
-GEMM_ALIGNMENT = 16
-"""Both dimensions of an FP8 GEMM's weight (transformer_engine/pytorch/utils.py: assert_dim_for_fp8_exec)."""
+from precisionctl.param import GEMM_ALIGNMENT, Layout, TensorSpec
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,8 @@ from torch import Tensor
 import precisionctl.engines
 from precisionctl.discover import discover
 from precisionctl.errors import PrecisionctlError
-from precisionctl.param import TensorSpec
+from precisionctl.param import GEMM_ALIGNMENT, TensorSpec
 from precisionctl.quant_methods.base import Scales, Scheme, recognise, stored_scales
-
-ALIGNMENT = 16
-"""What FP8 GEMMs on NVIDIA GPUs (cuBLASLt, CUTLASS) ask of both dimensions of a weight."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of scales that load; llm-compressor writes the model's own."""
@@ -111,7 +108,7 @@ def _misshapen(
 
 def _unaligned(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule) -> Iterator[Finding]:
     for name in scales:
-        if any(size % ALIGNMENT for size in specs[name].shape):
+        if any(size % GEMM_ALIGNMENT for size in specs[name].shape):
             yield Finding(name, f"shape {list(specs[name].shape)}", rule)
 
 

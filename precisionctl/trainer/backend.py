@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 from precisionctl.errors import EnvironmentProblem, PrecisionError
 from precisionctl.fp8.state import Fp8State
+from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.precision import Precision
 
 BackendName = Literal["te", "emulated"]
-
-ALIGNMENT = 16
-"""cuBLASLt wants both dimensions of an FP8 operand divisible by this; in the weight gradient, tokens are one."""
 
 
 @runtime_checkable
@@ -110,10 +108,11 @@ def runs_in_fp8(precision: Precision, name: str) -> bool:
 
 
 def require_alignment(name: str, what: str, *sizes: int) -> None:
-    """Raises PrecisionError where a dimension of an FP8 GEMM is not divisible by ALIGNMENT."""
-    if any(size % ALIGNMENT for size in sizes):
+    """Raises PrecisionError where a dimension of an FP8 GEMM is not divisible by GEMM_ALIGNMENT."""
+    if any(size % GEMM_ALIGNMENT for size in sizes):
         raise PrecisionError(
-            f"an FP8 GEMM cannot take {what} of {' by '.join(map(str, sizes))}: sizes must be divisible by {ALIGNMENT}",
+            f"an FP8 GEMM cannot take {what} of {' by '.join(map(str, sizes))}: "
+            f"sizes must be divisible by {GEMM_ALIGNMENT}",
             where=name,
             do="Choose other sizes, or keep the module in BF16 with `keep_bf16`.",
         )

@@ -19,13 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from precisionctl.errors import DataError
+from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.trainer.chat import ChatRow, chat_rows
 
 IGNORED = -100
 """The label of a position that is no target: torch's default `ignore_index`."""
-
-ALIGNMENT = 16
-"""Rows are padded to a multiple of this: what FP8 GEMMs ask of every dimension (TE's assert_dim_for_fp8_exec)."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,9 @@ class Rows:
         return digest.hexdigest()
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The rows of these numbers, padded at the right to the longest, rounded up to ALIGNMENT."""
+        """The rows of these numbers, padded at the right to the longest, rounded up to GEMM_ALIGNMENT."""
         longest = max(int(self.ends[i] - self.starts[i]) for i in indices) - 1
-        width = -(-longest // ALIGNMENT) * ALIGNMENT
+        width = -(-longest // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
         tokens = torch.full((len(indices), width), self.padding)
         labels = torch.full((len(indices), width), IGNORED)
         for row, i in enumerate(indices):
