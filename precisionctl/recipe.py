@@ -132,6 +132,8 @@ def _override(table: Table, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)+", key.strip()):
         raise RecipeError(f"--set wants section.key=value, not {override!r}")
+    if key.strip() not in _known_keys(Recipe):
+        raise _unknown_key(key.strip(), f"--set {override}")
     *sections, last = key.strip().split(".")
     for section in sections:
         table = table.setdefault(section, {})
@@ -185,7 +187,7 @@ def _words(hint: Any) -> str:
     return words.get(hint, "a section")
 
 
-def _unknown_key(key: str, where: Path) -> RecipeError:
+def _unknown_key(key: str, where: Path | str) -> RecipeError:
     known = {name.rpartition(".")[2]: name for name in _known_keys(Recipe)}
     near = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
     hint = f"Did you mean {known[near[0]]}?" if near else f"Known keys: {', '.join(known.values())}."

@@ -53,7 +53,7 @@ def test_set_overrides_a_key_with_a_toml_value_or_a_bare_word() -> None:
     ("override", "message"),
     [
         ("train.step=3", "Did you mean train.steps?"),
-        ("trian.steps=3", "Did you mean train?"),
+        ("trian.steps=3", "--set trian.steps=3.*Did you mean train.steps?"),
         ("train.lr=3", "Did you mean optimizer.lr?"),
         ("precision.delayed.margn=1", "Did you mean precision.delayed.margin?"),
         ("train.steps=many", "train.steps = 'many' is not an integer"),

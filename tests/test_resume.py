@@ -314,6 +314,23 @@ def test_conversations_are_fine_tuned_on_the_assistant_s_words_alone(place: Path
     assert [row["tokens"] for row in read_metrics(tmp_path / "run" / FILE)] == [4 * 3, 2 * 4 * 3]  # two words and <end>
 
 
+def test_micro_batches_add_up_to_their_batch_however_its_targets_are_spread(place: Path, tmp_path: Path) -> None:
+    def reply(words: int) -> dict[str, str]:
+        return {"role": "assistant", "content": " ".join(f"w{n}" for n in range(words))}
+
+    rows = [{"messages": [{"role": "user", "content": "w5"}, reply(words)]} for words in (1, 2, 20, 7)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    made = []
+    for size in (1, 2, 4):
+        out = tmp_path / str(size)
+        run(settings(place / "source", tmp_path / "chat.jsonl", out, train__steps=1, train__micro_batch_size=size))
+        made.append(read_metrics(out / FILE)[0])
+    assert [row["tokens"] for row in made] == [1 + 2 + 20 + 7 + 4] * 3
+    for row in made[1:]:
+        assert row["loss"] == pytest.approx(made[0]["loss"], rel=1e-4)
+        assert row["grad_norm"] == pytest.approx(made[0]["grad_norm"], rel=1e-2)  # BF16 gradients
+
+
 def test_a_run_learns(place: Path, tmp_path: Path) -> None:
     _, _, made = run(
         settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", train__steps=40, train__save_every=40)
