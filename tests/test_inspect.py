@@ -17,7 +17,8 @@ def with_state(directory: Path) -> Path:
     """One module that has recorded its input and nothing else, at iteration 70."""
     roles = dict(Fp8State.fresh(4).roles)
     roles["input"] = after_one_update(torch.tensor(2.0), "input", RECIPE)
-    states = Fp8States(RECIPE, {MODULE: Fp8State(roles)}, raw={"other": torch.zeros(3, dtype=torch.uint8)}, iteration=70)
+    raw = {"other": torch.zeros(3, dtype=torch.uint8)}
+    states = Fp8States(RECIPE, {MODULE: Fp8State(roles)}, raw, iteration=70)
     sidecar.write(directory / sidecar.RELATIVE, states)
     return directory
 
