@@ -36,6 +36,15 @@ class ModelShape:
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
 
+    def __post_init__(self) -> None:
+        """Sizes come from files of strangers, and loops run over them."""
+        for field in _SIZES:
+            size = getattr(self, field)
+            if type(size) is not int or size < 1:
+                raise DamagedCheckpoint(f"{field} is {size!r}, not a size", do="Is config.json this model's?")
+        if self.num_attention_heads % self.num_query_groups:
+            raise DamagedCheckpoint(f"{self.num_attention_heads} heads in {self.num_query_groups} query groups")
+
     @property
     def projection_size(self) -> int:
         """Input width of the attention's output projection."""
@@ -50,6 +59,18 @@ class ModelShape:
         size = -(-self.vocab_size // divisible_by) * divisible_by
         return dataclasses.replace(self, padded_vocab_size=size)
 
+
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "padded_vocab_size",
+    "max_position_embeddings",
+)
 
 MAKE_VOCAB_SIZE_DIVISIBLE_BY = 128
 """Megatron's default for `--make-vocab-size-divisible-by` (times the tensor parallel size)."""
@@ -74,7 +95,7 @@ def from_hf_config(config: Mapping[str, Any], where: object = "config.json") -> 
     return ModelShape(
         architecture=_need(config, "model_type", where),
         num_query_groups=config.get("num_key_value_heads") or heads,
-        kv_channels=config.get("head_dim") or sizes["hidden_size"] // heads,
+        kv_channels=config.get("head_dim") or _head_dim(sizes["hidden_size"], heads, where),
         vocab_size=_need(config, "vocab_size", where),
         padded_vocab_size=_need(config, "vocab_size", where),
         rotary_base=float(rope.pop("rope_theta", 10000.0)),
@@ -87,6 +108,12 @@ def from_hf_config(config: Mapping[str, Any], where: object = "config.json") -> 
         add_qkv_bias=bool(config.get("attention_bias")),
         **sizes,
     )
+
+
+def _head_dim(hidden_size: Any, heads: Any, where: object) -> int:
+    if type(hidden_size) is not int or type(heads) is not int or heads < 1:
+        raise DamagedCheckpoint(f"hidden_size {hidden_size!r} for {heads!r} heads", where=where)
+    return hidden_size // heads
 
 
 def _hf_rope(config: Mapping[str, Any]) -> dict[str, Any]:

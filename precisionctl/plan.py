@@ -112,6 +112,10 @@ def make_plan(source: Source, target: Layout, *, dtype: torch.dtype | None = Non
     """
     architecture = architecture_of(source.model.architecture)
     model = _padded(source, target, tensor_parallel)
+    if model.num_layers > len(source.specs):  # before a loop over as many layers as a config may claim
+        raise MissingTensor(
+            f"{model.num_layers} layers, but only {len(source.specs)} tensors", do="Is a shard missing?"
+        )
     jobs = tuple(_jobs(architecture, model, source.layout, target, source.specs))
     derived = _derived(architecture, model, source)
     _check_consumed(jobs, derived, source)

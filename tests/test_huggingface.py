@@ -86,6 +86,11 @@ def edit_index(directory: Path, change: Callable[[dict[str, Any]], None]) -> Non
     path.write_text(json.dumps(index))
 
 
+def edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def shard(directory: Path) -> Path:
     return sorted(directory.glob("*.safetensors"))[0]
 
@@ -113,6 +118,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "an index without a map": (lambda d: edit_index(d, lambda i: i.clear()), "weight_map"),
     "a config that is no JSON": (lambda d: (d / "config.json").write_text("{"), "not readable as JSON"),
     "a config without sizes": (lambda d: (d / "config.json").write_text('{"model_type": "llama"}'), "no `num_hidden"),
+    "sizes that are none": (lambda d: edit_config(d, num_attention_heads=0), "heads"),
+    "a size that is a word": (lambda d: edit_config(d, num_hidden_layers="two"), "num_layers is 'two', not a size"),
+    "groups that do not divide": (lambda d: edit_config(d, num_key_value_heads=3), "4 heads in 3 query groups"),
     "an unknown dtype": (lambda d: lie(d, b'"dtype":"BF16"', b'"dtype":"XX16"'), "makes no sense"),
     "a shape that lies": (lambda d: lie(d, b'"shape":[250,64]', b'"shape":[251,64]'), "bytes for BF16"),
     "offsets that overlap": (
