@@ -87,7 +87,7 @@ def load(reader: Reader, device: torch.device | str = "cpu") -> tuple[GPT, str]:
     """The model of a checkpoint, ready to compute in the precision it is stored in, and that precision in words."""
     dtype = make_plan(reader, "megatron").targets[EMBEDDING].dtype
     plan = make_plan(reader, "megatron", dtype=dtype)
-    states = _live_state(reader, plan)
+    states = _live_state(reader)
     model = GPT(plan.model, _precision(states, plan), "emulated", dtype, device)
     convert.run(plan, reader, LiveModel(plan.model, dict(model.named_parameters())))
     stored = str(dtype).removeprefix("torch.")
@@ -98,7 +98,7 @@ def load(reader: Reader, device: torch.device | str = "cpu") -> tuple[GPT, str]:
     return model, f"FP8 with delayed scaling, {stored} weights"
 
 
-def _live_state(reader: Reader, plan: Plan) -> Fp8States | None:
+def _live_state(reader: Reader) -> Fp8States | None:
     """The state that the checkpoint's next step would compute with; None where that step is not in FP8.
 
     State in a sidecar is carried, not used: its checkpoint is in BF16. State that lacks a scale is none yet.
@@ -108,7 +108,7 @@ def _live_state(reader: Reader, plan: Plan) -> Fp8States | None:
         return None
     if (reader.path / sidecar.RELATIVE).exists():
         return None
-    used = [state.roles[role] for name, state in states.modules.items() for role in ("input", "weight")]
+    used = [state.roles[role] for state in states.modules.values() for role in ("input", "weight")]
     return states if used and all(role.recorded for role in used) else None
 
 
