@@ -30,7 +30,7 @@ kind = "constant"
 warmup_steps = 20
 """
 
-START, BRANCH, ON, SFT = 200, 350, 50, 50
+START, BRANCH, ON, SFT = 200, 330, 30, 40
 """Steps: BF16 up to here; the branches up to here; going on from weights alone; fine-tuning."""
 
 Say = Callable[[str], None]
