@@ -1,0 +1,66 @@
+import io
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from precisionctl import console
+from precisionctl.errors import DataError
+from precisionctl.reports.table import Table, percent, size
+from precisionctl.trainer.metrics import StepMetrics
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """What is drawn on stderr, as on a terminal of 80 columns without colours."""
+    text = io.StringIO()
+    monkeypatch.setattr(console, "_err", Console(file=text, force_terminal=True, width=80, no_color=True))
+    return text
+
+
+def step(number: int, loss: float, held_out: float | None = None) -> StepMetrics:
+    return StepMetrics(number, loss, 1e-3, 1.0, number * 64, 640.0, 0.1, held_out)
+
+
+def test_an_error_shows_what_where_and_what_to_do(shown: io.StringIO) -> None:
+    console.show_error(DataError("no [text] in it", where="here.jsonl", do="Give text."))
+    for part in ("DataError", "no [text] in it", "here.jsonl", "Give text."):
+        assert part in shown.getvalue()
+
+
+def test_an_error_of_the_disk_names_the_file(shown: io.StringIO) -> None:
+    console.show_error(PermissionError(13, "Permission denied", "/some/file"))
+    assert "Permission denied" in shown.getvalue() and "/some/file" in shown.getvalue()
+
+
+def test_a_run_on_a_terminal_is_one_panel_with_time_left_and_the_curve(shown: io.StringIO) -> None:
+    with console.RunView() as view:
+        view.start("FP8", 30)
+        for number in range(1, 11):
+            view.step(step(number, 5.0 - number / 10, held_out=4.5 if number == 10 else None))
+    for part in ("FP8", "10 of 30, 0:00:02 left", "4.0000", "█", "▁", "held out", "640 a second"):
+        assert part in shown.getvalue()
+
+
+def test_a_run_elsewhere_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = io.StringIO()
+    monkeypatch.setattr(console, "_err", Console(file=text))
+    with console.RunView() as view:
+        view.start("FP8", 12)
+        for number in range(1, 13):
+            view.step(step(number, 3.0))
+    assert [line.split("  ")[0] for line in text.getvalue().splitlines()] == ["step 1/12", "step 10/12", "step 12/12"]
+
+
+def test_columns_of_numbers_align_right() -> None:
+    table = Table("", ("name", "gap", "at"), [("a", "+1.0 %", "3"), ("1b", "-", "-")])
+    assert [table.is_numeric(column) for column in range(3)] == [False, True, True]
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (4_700_000, "4.7 MB"), (3e15, "3000.0 TB")])
+def test_sizes_are_for_people(count: float, text: str) -> None:
+    assert size(count) == text
+
+
+def test_a_gap_has_its_sign() -> None:
+    assert (percent(0.0012), percent(-0.01)) == ("+0.12 %", "-1.00 %")
