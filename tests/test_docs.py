@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import precisionctl.architectures
 from precisionctl.cli import main
+from precisionctl.discover import discover
+from precisionctl.engines.base import engines
+from precisionctl.recipe import bundled_recipes
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,3 +52,15 @@ def test_links_to_files_lead_somewhere(document):
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
     missing = [t for t in targets if "://" not in t and not (document.parent / t).exists()]
     assert not missing
+
+
+def test_the_readme_names_all_that_is_supported_and_nothing_else():
+    """Names in code font, in the rows of the table that list what the program finds by itself."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.*?) \| (.*) \|$", text, re.MULTILINE)
+    named = {first: set(re.findall(r"`([\w-]+)`", second)) for first, second in rows}
+    families = {name for each in discover(precisionctl.architectures, "ARCHITECTURE") for name in each.model_types}
+    assert named["families (`model_type`)"] == families
+    assert named["recipes that come along"] == set(bundled_recipes())
+    schemes = {scheme for engine in engines().values() for scheme in engine.spells}
+    assert named["`--target` of an export"] == set(engines()) | schemes
