@@ -225,18 +225,25 @@ def from_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: o
             )
     renamed = {"norm_epsilon": args["layernorm_epsilon"], **args} if "layernorm_epsilon" in args else args
     sizes = {field: _need(renamed, argument, where) for field, _, argument in _COMMON_FIELDS}
+    try:
+        return _from_args(args, sizes, padded_vocab_size, where)
+    except (TypeError, ValueError, IndexError) as error:
+        raise DamagedCheckpoint(f"arguments that describe no model: {error}", where=where) from error
+
+
+def _from_args(args: Mapping[str, Any], sizes: dict[str, Any], padded_vocab_size: int, where: object) -> ModelShape:
     heads = sizes["num_attention_heads"]
     window = args.get("window_size")
     biased = bool(args.get("add_bias_linear", True))  # Megatron's default
     return ModelShape(
         architecture="mistral" if window else "llama",
         num_query_groups=_need(args, "num_query_groups", where) if args.get("group_query_attention") else heads,
-        kv_channels=args.get("kv_channels") or sizes["hidden_size"] // heads,
+        kv_channels=args.get("kv_channels") or _head_dim(sizes["hidden_size"], heads, where),
         vocab_size=args.get("vocab_size") or padded_vocab_size,
         padded_vocab_size=padded_vocab_size,
         rotary_base=float(args.get("rotary_base", 10000)),
         rope_scaling=_megatron_rope(args),
-        sliding_window=window[0] + 1 if window else None,
+        sliding_window=int(window[0]) + 1 if window else None,
         tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
         attention_bias=biased or bool(args.get("add_qkv_bias")),
         mlp_bias=biased,

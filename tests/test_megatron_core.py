@@ -1,0 +1,211 @@
+"""megatron-core itself as the judge: it loads what we write, we read what it saves."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pico import make, save
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.commands import Conversion, execute, plan_conversion
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.extra_state import encode_payload
+from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
+
+PEER = Path(__file__).with_name("mcore_peer.py")
+TOKENS = torch.arange(24).view(2, 12) * 7 % 250
+RECIPE = DelayedScaling(amax_history_len=4)
+
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama-2": {},
+    "llama-3": {"rope_parameters": LLAMA_3_1},  # the only scaling of this kind that Megatron has
+    "llama-tied": {},
+    "llama-attention-bias": {},
+    "llama-all-biases": {},
+    "llama-head-dim": {},
+    "yi": {},
+    "mistral": {},
+}
+
+# what Megatron-LM 0.16.1 itself has in `args` for these sizes, of the arguments that matter here
+SAVED_ARGS: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "group_query_attention": True,
+    "kv_channels": 16,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "layernorm_epsilon": 1e-5,
+    "layernorm_zero_centered_gamma": False,
+    "rotary_interleaved": False,
+    "window_size": None,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "padded_vocab_size": 256,
+    "max_position_embeddings": 128,
+    "untie_embeddings_and_output_weights": True,
+    "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
+    "rotary_base": 10000,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "rotary_seq_len_interpolation_factor": None,
+}
+
+
+def peer(directory: Path, tensor_parallel: int, pipeline_parallel: int, jobs: list[dict[str, Any]]) -> None:
+    work = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel, "jobs": jobs}
+    path = directory / f"jobs-{tensor_parallel}-{pipeline_parallel}.json"
+    path.write_text(json.dumps(work))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, PEER, path], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def load(directory: Path) -> dict[str, Any]:
+    return {"do": "load", "directory": str(directory), "tokens": TOKENS.tolist(), "out": f"{directory}.pt"}
+
+
+def fp8_states(layers: int) -> Fp8States:
+    """A different state for each GEMM."""
+    generator = torch.Generator().manual_seed(5)
+    gemms = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+
+    def state() -> Fp8State:
+        random = {role: torch.rand(5, generator=generator) + 0.5 for role in ROLES}
+        return Fp8State({role: RoleState(random[role][0], random[role][1:]) for role in ROLES})
+
+    names = [f"decoder.layers.{layer}.{gemm}" for layer in range(layers) for gemm in gemms]
+    return Fp8States(RECIPE, {name: state() for name in names}, producer="transformer_engine", iteration=7)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Every family, written for one rank and for two, loaded by megatron-core, with the logits of both."""
+    top = tmp_path_factory.mktemp("converted")
+    expected = {}
+    for family, changes in FAMILIES.items():
+        save(top / family, family, **changes)
+        with torch.no_grad():
+            expected[family] = make(family, **changes)(TOKENS).logits
+    sidecar.write(top / "llama-3" / sidecar.RELATIVE, fp8_states(layers=2))
+    for size in (1, 2):
+        for family in FAMILIES:
+            execute(
+                plan_conversion(Conversion(top / family, top / f"{family}-{size}", "megatron", tensor_parallel=size))
+            )
+        peer(top, size, 1, [load(top / f"{family}-{size}" / "release") for family in FAMILIES])
+    return SimpleNamespace(top=top, expected=expected)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_megatron_core_loads_what_we_wrote_and_gives_transformers_logits(converted, family, size):
+    logits = torch.load(converted.top / f"{family}-{size}" / "release.pt")["logits"]
+    assert logits.shape[-1] == 256
+    torch.testing.assert_close(logits[..., :250], converted.expected[family], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_megatron_core_gives_each_module_the_fp8_state_that_we_wrote_for_it(converted, size):
+    payloads = torch.load(converted.top / f"llama-3-{size}" / "release.pt")["payloads"]
+    states = fp8_states(2)
+    assert payloads.keys() == states.modules.keys()
+    for name, payload in payloads.items():
+        assert payload.numpy().tobytes() == encode_payload(states.modules[name], RECIPE)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A model that megatron-core saved at TP 2 x PP 2 with FP8 state, and its logits."""
+    top = tmp_path_factory.mktemp("saved")
+    directory, states = top / "iter_0000007", fp8_states(SAVED_ARGS["num_layers"])
+    payloads = {
+        name: torch.frombuffer(bytearray(encode_payload(state, RECIPE)), dtype=torch.uint8)
+        for name, state in states.modules.items()
+    }
+    torch.save(payloads, top / "payloads.pt")
+    job = {"directory": str(directory), "args": SAVED_ARGS, "dtype": "float32", "payloads": str(top / "payloads.pt")}
+    peer(top, 2, 2, [{"do": "save", **job}])
+    (top / "latest_checkpointed_iteration.txt").write_text("7")
+    peer(top, 1, 1, [load(directory)])
+    ranks = [[torch.load(f"{directory}.rank{2 * stage + rank}.pt") for rank in range(2)] for stage in range(2)]
+    return SimpleNamespace(top=top, states=states, ranks=ranks, logits=torch.load(f"{directory}.pt")["logits"])
+
+
+def whole(name: str, shards: list[Tensor]) -> Tensor:
+    """The tensor of which tensor-parallel ranks hold these shards, by the rules of Megatron's layers."""
+    if name.endswith("linear_fc1.weight"):
+        gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
+        return torch.cat([*gates, *ups])
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return torch.cat(shards, dim=1)
+    return torch.cat(shards) if shards[0].dim() == 2 else shards[0]
+
+
+def test_we_read_every_tensor_that_megatron_core_saved_bit_for_bit(saved):
+    reader = TorchDistReader(saved.top)
+    renamed = {  # sharded_state_dict_keys_map of the local specification
+        "input_layernorm": "self_attention.linear_qkv.layer_norm",
+        "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm",
+    }
+    expected = {}
+    for stage, ranks in enumerate(saved.ranks):
+        for name in ranks[0]:
+            full = whole(name, [rank[name] for rank in ranks])
+            parts = name.split(".")
+            if parts[1] == "layers":
+                parts[2] = str(int(parts[2]) + 2 * stage)
+                if parts[3] in renamed:
+                    parts[3:] = [renamed[parts[3]] + "_weight"]
+            expected[".".join(parts)] = full
+    assert reader.specs.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(read_tensor(reader, name), tensor), name
+
+
+def test_what_megatron_core_saved_converts_to_a_model_of_transformers_with_the_same_logits(saved, tmp_path):
+    execute(plan_conversion(Conversion(saved.top, tmp_path / "hf", "hf")))
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        logits = model(TOKENS).logits
+    torch.testing.assert_close(logits, saved.logits, rtol=0, atol=1e-5)
+
+
+def test_we_read_the_fp8_state_the_model_and_the_iteration_that_megatron_core_saved(saved):
+    reader = TorchDistReader(saved.top)
+    assert reader.iteration == 7
+    assert reader.model.num_layers == 4
+    assert reader.model.num_query_groups == 4
+    assert reader.model.padded_vocab_size == 256
+    assert reader.fp8 is not None
+    assert reader.fp8.recipe == RECIPE
+    assert reader.fp8.iteration == 7
+    assert reader.fp8.modules.keys() == saved.states.modules.keys()
+    for name, state in saved.states.modules.items():
+        for role in ROLES:
+            found = reader.fp8.modules[name].roles[role]
+            assert torch.equal(found.scale, state.roles[role].scale)
+            assert torch.equal(found.amax_history, state.roles[role].amax_history)
