@@ -174,36 +174,51 @@ def load_rng(source: TorchDistReader) -> None:
 
 
 def save(run: Run, out: Path, wanted: Mapping[str, Any], companions: Companions, carried: Fp8States | None) -> None:
-    """Commit the run as it stands as a new iteration of `out`, then drop those beyond `train.keep`."""
-    model = run.model.model
-    tensors = dict(run.model.named_parameters()) | _optimizer_tensors(run)
-    plan = make_plan(LiveModel(model, dict(run.model.named_parameters())), "megatron")
-    optimizer = _optimizer_plan(plan, {kind: kind for kind in run.optimizer.tensors})
-    plan = replace(plan, jobs=plan.jobs + optimizer.jobs, targets={**plan.targets, **optimizer.targets})
-    live = {name: state for name, linear in fp8_linears(run.model).items() if (state := linear.fp8_state())}
-    if live and carried:
-        carried = replace(carried, modules={**carried.modules, **live}, producer=PRODUCER, iteration=run.step)
+    """Commit the run as it stands as a new iteration of `out`, then drop those beyond `train.keep`.
+
+    Raises DiskProblem; what is under an iteration's name is complete all the same.
+    """
+    plan, states = _plan(run), _states(run, carried)
     output = Output(out / directory_name(run.step))
     writer = TorchDistWriter(
         output.partial,
-        model,
+        plan.model,
         plan.targets,
         iteration=run.step,
         companions=companions,
-        fp8_in="extra_state" if live else "sidecar",
+        fp8_in="extra_state" if fp8_linears(run.model) else "sidecar",
         common=_common(run),
         objects={RNG: _rng()},
     )
     with disk_problems(output):
         output.begin(fresh=True)
-        convert(plan, LiveModel(model, tensors), writer)
-        writer.finish(carried)
+        convert(plan, LiveModel(plan.model, _parameters(run) | _optimizer_tensors(run)), writer)
+        writer.finish(states)
         (output.partial / RUN_FILE).parent.mkdir(exist_ok=True)
         saved = Saved(run.step, run.position, wanted)
         (output.partial / RUN_FILE).write_text(json.dumps(asdict(saved), indent=1))
         output.commit()
         write_tracker(out, run.step)
         _prune(out, run.recipe.train.keep)
+
+
+def _plan(run: Run) -> Plan:
+    """From the live model and its optimizer to a checkpoint of both."""
+    model = make_plan(LiveModel(run.model.model, _parameters(run)), "megatron")
+    optimizer = _optimizer_plan(model, {kind: kind for kind in run.optimizer.tensors})
+    return replace(model, jobs=model.jobs + optimizer.jobs, targets={**model.targets, **optimizer.targets})
+
+
+def _parameters(run: Run) -> dict[str, Tensor]:
+    return dict(run.model.named_parameters())
+
+
+def _states(run: Run, carried: Fp8States | None) -> Fp8States | None:
+    """What is carried, with the live modules' own state in its place."""
+    live = {name: state for name, linear in fp8_linears(run.model).items() if (state := linear.fp8_state())}
+    if not live or carried is None:
+        return carried
+    return replace(carried, modules={**carried.modules, **live}, producer=PRODUCER, iteration=run.step)
 
 
 def _common(run: Run) -> dict[str, object]:
