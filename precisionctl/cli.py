@@ -32,7 +32,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except (PrecisionctlError, OSError) as error:
-            if ctx.params["debug"]:
+            if ctx.params["debug"] or isinstance(error, BrokenPipeError):  # click ends quietly when `head` has enough
                 raise
             from precisionctl import console
 
