@@ -61,10 +61,12 @@ def test_documents_are_laid_end_to_end_and_every_token_but_the_first_is_a_target
     assert batch.targets == 10
 
 
-def test_a_directory_is_its_files_in_order_and_a_source_file_is_text(tmp_path: Path) -> None:
+def test_a_directory_is_its_visible_files_in_order_and_a_source_file_is_text(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "b.py").write_text("c d")
     (tmp_path / "a.txt").write_text("a b")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "index").write_bytes(b"\xff")
     rows = load_rows(tmp_path, tokenizer(), sequence_length=5)
     assert read(rows.tokens.tolist()) == "a b <eos> c d <eos>"
 

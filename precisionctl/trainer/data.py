@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from precisionctl.trainer.chat import ChatRow, chat_rows
 
 IGNORED = -100
 """The label of a position that is no target: torch's default `ignore_index`."""
+
+
+DOCUMENTS_AT_ONCE = 256
+"""Tokenizers work on many documents in parallel."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,8 @@ def load_rows(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: i
 def _documents(path: Path) -> Iterator[str]:
     if path.is_dir():
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
-            yield from _documents(file)
+            if not any(part.startswith(".") for part in file.relative_to(path).parts):
+                yield from _documents(file)
     elif path.suffix == ".jsonl":
         for row in _json_rows(path):
             yield _field(row, "text", str, path)
@@ -161,7 +167,7 @@ def _field(row: dict[str, Any], key: str, kind: type, path: Path) -> Any:
 
 def _packed(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, path: Path) -> Rows:
     """Rows of `length` targets; each row's first token is the last one's last target, so none is lost between."""
-    pieces = [_ended(tokenizer, text) for text in documents]
+    pieces = list(_tokenized(documents, tokenizer))
     tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
     count = (len(tokens) - 1) // length
     if count < 1:
@@ -174,12 +180,13 @@ def _packed(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, length
     return Rows(tokens, np.ones(len(tokens), np.bool_), starts, starts + length + 1, tokenizer.eos_token_id)
 
 
-def _ended(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
-    """A document's tokens, with what the tokenizer puts before it and one end-of-text token behind it."""
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    if not ids or ids[-1] != tokenizer.eos_token_id:
-        ids.append(tokenizer.eos_token_id)
-    return np.asarray(ids, np.int32)
+def _tokenized(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray[np.int32]]:
+    """Each document's tokens, with what the tokenizer puts before it and one end-of-text token behind it."""
+    coming = iter(documents)
+    while some := list(islice(coming, DOCUMENTS_AT_ONCE)):
+        for ids in tokenizer(some, verbose=False)["input_ids"]:
+            ended = ids and ids[-1] == tokenizer.eos_token_id
+            yield np.asarray(ids if ended else [*ids, tokenizer.eos_token_id], np.int32)
 
 
 def _one_row_each(rows: Iterable[ChatRow], notes: list[str], length: int, padding: int, path: Path) -> Rows:

@@ -22,7 +22,7 @@ from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import MARKER, directory_name, write_tracker
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.convert import run as convert
-from precisionctl.errors import CheckpointError, OutputError
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, OutputError
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
@@ -77,9 +77,14 @@ def newest(out: Path) -> TorchDistReader | None:
 
 
 def read_saved(reader: TorchDistReader) -> Saved | None:
-    """None where another program wrote the checkpoint."""
+    """None where another program wrote the checkpoint. Raises DamagedCheckpoint."""
     file = reader.path / RUN_FILE
-    return Saved(**json.loads(file.read_bytes())) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        return Saved(**json.loads(file.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None
 
 
 def check_same(saved: Saved | None, wanted: Mapping[str, Any], out: Path) -> None:
