@@ -20,8 +20,10 @@ from training import SMALL, make_source, make_text, run, settings
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands import Conversion, execute, plan_conversion
 from precisionctl.errors import CheckpointError, OutputError, PrecisionError, RecipeError
 from precisionctl.fp8.state import Fp8States
+from precisionctl.param import Layout
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer import state
 from precisionctl.trainer.data import Rows
@@ -106,11 +108,6 @@ def same_files(a: Path, b: Path) -> bool:
     names = sorted(path.relative_to(a) for path in a.rglob("*") if path.is_file())
     assert names == sorted(path.relative_to(b) for path in b.rglob("*") if path.is_file())
     return all(filecmp.cmp(a / name, b / name, shallow=False) for name in names)
-
-
-def tensors(path: Path) -> dict[str, torch.Tensor]:
-    reader = open_checkpoint(path)
-    return {name: read_tensor(reader, name) for name in reader.specs}
 
 
 def scales(states: Fp8States | None) -> dict[tuple[str, str], tuple[float, list[float]]]:
@@ -239,6 +236,19 @@ def test_an_fp8_run_starts_from_the_weights_and_warm_up_passes_and_says_so(place
 def test_carried_state_is_used_as_it_is(fp8_run: Path, place: Path, tmp_path: Path) -> None:
     started, _, _ = run(settings(fp8_run, place / "text.txt", tmp_path / "run", "fp8", load="weights"))
     assert started.fp8 == {"carried": {"input": 8, "weight": 8, "grad_output": 8}}
+
+
+def test_by_way_of_hugging_face_and_back_a_run_goes_on_to_the_last_bit(
+    fp8_run: Path, place: Path, tmp_path: Path
+) -> None:
+    layouts: list[Layout] = ["hf", "megatron"]
+    for source, layout in zip([fp8_run, tmp_path / "hf"], layouts, strict=True):
+        execute(plan_conversion(Conversion(source, tmp_path / layout, to=layout)))
+    started, _, there = run(settings(tmp_path / "megatron", place / "text.txt", tmp_path / "there", "fp8"))
+    _, _, here = run(settings(fp8_run, place / "text.txt", tmp_path / "here", "fp8", load="weights"))
+    assert started.fp8 == {"carried": {"input": 8, "weight": 8, "grad_output": 8}}
+    assert there == here
+    assert losses(tmp_path / "there") == losses(tmp_path / "here")
 
 
 def test_a_bf16_run_carries_fp8_state_along_untouched(fp8_run: Path, place: Path, tmp_path: Path) -> None:
