@@ -4,8 +4,8 @@ Nothing heavy is imported until a command runs, so that `precisionctl --help` an
 """
 
 import json
-import re
-from collections.abc import Callable
+import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +14,20 @@ import click
 
 from precisionctl import __version__
 from precisionctl.errors import PrecisionctlError
+from precisionctl.options import (
+    CHECKPOINT,
+    NEW_PATH,
+    POSITIVE,
+    Percent,
+    Size,
+    iteration_option,
+    json_option,
+    writing_options,
+)
 from precisionctl.reports.table import size
 
 if TYPE_CHECKING:
     from precisionctl.commands import Work
-
-CHECKPOINT = click.Path(exists=True, path_type=Path)
-NEW_PATH = click.Path(path_type=Path)
-POSITIVE = click.IntRange(min=1)
-Command = Callable[..., Any]
 
 
 class Commands(click.Group):
@@ -43,51 +48,17 @@ class Commands(click.Group):
         return list(self.commands)  # in the order of a first day, not of the alphabet
 
 
-class Percent(click.ParamType[float]):
-    """`1%` or `0.01`: the same ratio."""
-
-    name = "percent"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        text = str(value)
-        try:
-            return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
-            self.fail(f"{value!r} is not a percentage such as 1%", param, ctx)
-
-
-class Size(click.ParamType[int]):
-    """`5GB` or a number of bytes; units are powers of 1000."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", str(value))
-        if not found:
-            self.fail(f"{value!r} is not a size such as 5GB", param, ctx)
-        return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
-
-
 def print_json(result: Any) -> None:
-    """A command's result as JSON on stdout."""
-    click.echo(json.dumps(result, indent=2, default=str))
+    """A command's result as JSON on stdout; what JSON has no number for is a string."""
+    click.echo(json.dumps(_numbers(result), indent=2))
 
 
-json_option = click.option("--json", "json_wanted", is_flag=True, help="Print JSON on stdout instead of tables.")
-iteration_option = click.option("--iteration", type=int, help="Which one of a Megatron directory; else the newest.")
-
-
-def writing_options(command: Command) -> Command:
-    """Options of every command that writes a checkpoint."""
-    options = (
-        click.option("--workers", type=POSITIVE, default=2, show_default=True, help="Threads that copy and cast."),
-        click.option("--dry-run", is_flag=True, help="Show the plan and write nothing."),
-        click.option("--restart", is_flag=True, help="Discard what an unfinished run of this command left."),
-        json_option,
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+def _numbers(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _numbers(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

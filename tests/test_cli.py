@@ -9,7 +9,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from precisionctl.cli import Size, main
+from precisionctl.cli import main
+from precisionctl.options import Size
 
 
 def run(*arguments):
@@ -104,6 +105,13 @@ def test_convert_there_and_back_and_verify_agree(tmp_path):
     different = run("verify", source, tmp_path / "other", "--json")
     assert different.exit_code == 1
     assert json.loads(different.stdout)["equal"] is False
+
+
+def test_json_holds_nothing_that_json_does_not_know(tmp_path):
+    pico.save(tmp_path / "hf")
+    shown = run("verify", tmp_path / "hf", tmp_path / "hf", "--json").stdout
+    tensors = json.loads(shown, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))["tensors"]
+    assert {tensor["sqnr_db"] for tensor in tensors} == {"inf"}
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path):

@@ -1,0 +1,55 @@
+"""The words of the command line: kinds of arguments, and options that several commands share."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+CHECKPOINT = click.Path(exists=True, path_type=Path)
+NEW_PATH = click.Path(path_type=Path)
+POSITIVE = click.IntRange(min=1)
+Command = Callable[..., Any]
+
+
+class Percent(click.ParamType[float]):
+    """`1%` or `0.01`: the same ratio."""
+
+    name = "percent"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value)
+        try:
+            return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            self.fail(f"{value!r} is not a percentage such as 1%", param, ctx)
+
+
+class Size(click.ParamType[int]):
+    """`5GB` or a number of bytes; units are powers of 1000."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", str(value))
+        if not found:
+            self.fail(f"{value!r} is not a size such as 5GB", param, ctx)
+        return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+
+
+json_option = click.option("--json", "json_wanted", is_flag=True, help="Print JSON on stdout instead of tables.")
+iteration_option = click.option("--iteration", type=int, help="Which one of a Megatron directory; else the newest.")
+
+
+def writing_options(command: Command) -> Command:
+    """Options of every command that writes a checkpoint."""
+    options = (
+        click.option("--workers", type=POSITIVE, default=2, show_default=True, help="Threads that copy and cast."),
+        click.option("--dry-run", is_flag=True, help="Show the plan and write nothing."),
+        click.option("--restart", is_flag=True, help="Discard what an unfinished run of this command left."),
+        json_option,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
