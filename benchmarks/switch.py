@@ -63,7 +63,7 @@ def line(row: dict[str, Any]) -> str:
     ratio = row["seeded_early"] / row["cold_early"]
     return (
         f"seed {row['seed']}: last {LAST} steps, seeded {row['seeded_mean']:+.3%}, cold {row['cold_mean']:+.3%}; "
-        f"first {EARLY} steps at worst, seeded {row['seeded_early']:.3%}, cold {row['cold_early']:.3%}, ratio {ratio:.2f}"
+        f"first {EARLY} steps at worst, seeded {row['seeded_early']:.3%}, cold {row['cold_early']:.3%} ({ratio:.2f})"
     )
 
 

@@ -277,5 +277,5 @@ def disk_problems(output: Output) -> Iterator[None]:
         raise DiskProblem(
             f"the disk failed: {error.strerror}",
             where=output.partial,
-            do="What is done is kept there. Make room and run the same command again; --restart starts over.",
+            do="What is done is kept there. Make room and run the same command again.",
         ) from error
