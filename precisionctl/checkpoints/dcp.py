@@ -100,6 +100,7 @@ _ALLOWED = _Allowed(
         },
         **{(_PLANNER, name): _Plain for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")},
         (_FILESYSTEM, "_StorageInfo"): _Plain,
+        ("pathlib", "PosixPath"): _Plain,  # of the directory that was written
         ("torch", "Size"): tuple,
         ("torch.serialization", "_get_layout"): str,
         **{("torch", name): getattr(torch, name) for name in _DTYPES},

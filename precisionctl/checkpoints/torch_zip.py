@@ -10,6 +10,7 @@ import functools
 import io
 import math
 import struct
+import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -97,10 +98,23 @@ def record(dtype: torch.dtype, shape: tuple[int, ...]) -> Record:
 
 
 def dump(value: object) -> bytes:
-    """What torch.save writes for an object."""
+    """What torch.save writes for an object. Equal values give equal bytes."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(_interned(value), buffer)
     return buffer.getvalue()
+
+
+def _interned(value: Any) -> Any:
+    """The same value with one object for all equal strings: a pickle tells what is one object from what is equal."""
+    if type(value) is str:
+        return sys.intern(value)
+    if type(value) in (list, tuple):
+        return type(value)(_interned(item) for item in value)
+    if type(value) is dict:
+        return {_interned(key): _interned(item) for key, item in value.items()}
+    if isinstance(value, argparse.Namespace):
+        return argparse.Namespace(**_interned(vars(value)))
+    return value
 
 
 class Inert:

@@ -1,0 +1,310 @@
+"""torch_dist directories: written, read back, and held against PyTorch's own distributed checkpoints."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+
+from precisionctl.checkpoints import megatron_keys
+from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
+from precisionctl.checkpoints.megatron_dist import TorchDistReader, recognise
+from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
+from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
+from precisionctl.model_shape import ModelShape, to_hf_config, to_megatron_args
+from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, TensorSpec
+
+MODEL = ModelShape("llama", 2, 16, 24, 4, 2, 4, 50, 64, 32)
+LAYER = {
+    "self_attention.linear_qkv.layer_norm_weight": ((16,), REPLICATED),
+    "self_attention.linear_qkv.weight": ((32, 16), ROWS),
+    "self_attention.linear_qkv.bias": ((32,), ROWS),
+    "self_attention.linear_proj.weight": ((16, 16), COLUMNS),
+    "mlp.linear_fc1.layer_norm_weight": ((16,), REPLICATED),
+    "mlp.linear_fc1.weight": ((48, 16), GATED_ROWS),
+    "mlp.linear_fc2.weight": ((16, 24), COLUMNS),
+}
+ONCE = {
+    "embedding.word_embeddings.weight": ((64, 16), ROWS),
+    "decoder.final_layernorm.weight": ((16,), REPLICATED),
+    "output_layer.weight": ((64, 16), ROWS),
+}
+NAMES = ONCE | {f"decoder.layers.{layer}.{name}": form for layer in range(2) for name, form in LAYER.items()}
+MOMENTS = ("exp_avg", "exp_avg_sq", "fp32_param")
+
+
+def specs(dtype: torch.dtype = torch.bfloat16, optimizer: bool = False) -> dict[str, TensorSpec]:
+    found = {name: TensorSpec(shape, dtype, parallel) for name, (shape, parallel) in NAMES.items()}
+    if optimizer:
+        moments = {
+            f"optimizer.state.{kind}.{name}": dataclasses.replace(spec, dtype=torch.float32)
+            for kind in MOMENTS
+            for name, spec in found.items()
+        }
+        found |= moments
+    return found
+
+
+def values(wanted: dict[str, TensorSpec]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randn(spec.shape).to(spec.dtype) for name, spec in wanted.items()}
+
+
+def write(directory: Path, tensors: dict[str, Tensor], fp8: Fp8States | None = None, **settings: Any) -> None:
+    wanted = specs(tensors["output_layer.weight"].dtype, optimizer=len(tensors) > len(NAMES))
+    writer = TorchDistWriter(directory, MODEL, wanted, **settings)
+    writer.lay_out()
+    for name, tensor in tensors.items():
+        write_rows(writer, name, 0, tensor)
+    writer.finish(fp8)
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
+@pytest.mark.parametrize("optimizer", [False, True], ids=["weights", "optimizer"])
+def test_what_was_written_is_read_back(tmp_path, tensor_parallel, optimizer):
+    tensors = values(specs(optimizer=optimizer))
+    write(tmp_path, tensors, tensor_parallel=tensor_parallel)
+    reader = TorchDistReader(tmp_path)
+    assert reader.specs.keys() == NAMES.keys()
+    assert {**reader.specs, **reader.optimizer_specs}.keys() == tensors.keys()
+    everything = SimpleNamespace(specs={**reader.specs, **reader.optimizer_specs}, chunks=reader.chunks)
+    for name, tensor in tensors.items():
+        assert torch.equal(read_tensor(everything, name), tensor), name
+    assert len(reader.files) == tensor_parallel
+    assert reader.model == MODEL
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_pytorch_itself_loads_what_we_wrote(tmp_path, tensor_parallel):
+    tensors = values(specs())
+    write(tmp_path, tensors, tensor_parallel=tensor_parallel)
+    state: dict[str, Any] = {name: torch.empty(shape, dtype=torch.bfloat16) for name, (shape, _) in ONCE.items()}
+    state |= {
+        f"decoder.layers.{name}": torch.empty((2, *shape), dtype=torch.bfloat16) for name, (shape, _) in LAYER.items()
+    }
+    torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(tmp_path))
+    for name, tensor in tensors.items():
+        key, layer = megatron_keys.stack(name)
+        assert torch.equal(state[key] if layer is None else state[key][layer], tensor), name
+
+
+def megatron_directory(path: Path, state: dict[str, Any]) -> Path:
+    """What PyTorch writes of `state`, with Megatron's marker (of 0.19, which has no common.pt)."""
+    unnested = DefaultSavePlanner(flatten_state_dict=False)
+    torch.distributed.checkpoint.save(state, storage_writer=FileSystemWriter(path), planner=unnested, no_dist=True)
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "by layer"])
+def test_what_pytorch_wrote_is_read_with_layers_stacked_or_not(tmp_path, stacked):
+    tensors = values(specs())
+    state: dict[str, Any] = dict(tensors)
+    if stacked:
+        state = {name: tensors[name] for name in ONCE}
+        for name in LAYER:
+            layers = [tensors[f"decoder.layers.{layer}.{name}"] for layer in range(2)]
+            state[f"decoder.layers.{name}"] = torch.stack(layers)
+    args = argparse.Namespace(**to_megatron_args(MODEL))
+    state["common_state/shard_0_1"] = [{"args": args, "iteration": 3}]
+    reader = TorchDistReader(megatron_directory(tmp_path, state))
+    assert reader.model == MODEL
+    assert reader.iteration == 3
+    assert reader.specs.keys() == NAMES.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(read_tensor(reader, name), tensor), name
+
+
+def test_metadata_of_megatrons_own_classes_is_read(tmp_path):
+    write(tmp_path, values(specs()))
+    metadata = tmp_path / ".metadata"
+    theirs = b"megatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"  # megatron-core 0.15
+    metadata.write_bytes(metadata.read_bytes().replace(b"torch.distributed.checkpoint.metadata\nMetadata\n", theirs))
+    assert theirs in metadata.read_bytes()
+    assert TorchDistReader(tmp_path).specs.keys() == NAMES.keys()
+
+
+def test_equal_input_gives_equal_bytes(tmp_path):
+    tensors, state = values(specs()), fp8_states()
+    for name in ("a", "b"):
+        common = json.loads('{"opt_param_scheduler": {"num_steps": 5, "iteration": 3}}')
+        write(tmp_path / name, tensors, state, tensor_parallel=2, iteration=3, common=common, companions=companions())
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_laying_out_again_leaves_the_bytes_that_are_there(tmp_path):
+    tensors = values(specs())
+    write(tmp_path, tensors)
+    TorchDistWriter(tmp_path, MODEL, specs()).lay_out()
+    reader = TorchDistReader(tmp_path)
+    for name, tensor in tensors.items():
+        assert torch.equal(read_tensor(reader, name), tensor), name
+
+
+def test_a_layout_has_its_final_sizes_before_any_byte_is_written(tmp_path):
+    write(tmp_path / "whole", values(specs()), tensor_parallel=2)
+    TorchDistWriter(tmp_path / "empty", MODEL, specs(), tensor_parallel=2).lay_out()
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "empty").iterdir()}
+    assert sizes == {name: (tmp_path / "whole" / name).stat().st_size for name in ("__0_0.distcp", "__1_0.distcp")}
+
+
+def test_the_chunks_that_the_writer_and_the_reader_name_are_the_same(tmp_path):
+    writer = TorchDistWriter(tmp_path, MODEL, specs(), tensor_parallel=4)
+    writer.lay_out()
+    writer.finish(None)
+    reader = TorchDistReader(tmp_path)
+    for name in NAMES:
+        assert list(reader.chunks(name)) == list(writer.chunks(name)), name
+
+
+# megatron/core/extensions/transformer_engine.py and megatron/core/models/gpt/gpt_layer_specs.py, 0.12 to 0.19
+DEMANDED = {
+    *(
+        f"decoder.layers.{module}._extra_state/shard_{layer}_2"
+        for layer in range(2)
+        for module in (
+            *("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"),
+            *("mlp.linear_fc1", "mlp.linear_fc2"),
+        )
+    ),
+    "decoder.final_layernorm._extra_state/shard_0_1",
+}
+
+
+def test_every_extra_state_that_a_version_of_megatron_demands_is_there_and_empty(tmp_path):
+    write(tmp_path, values(specs()))
+    reader = TorchDistReader(tmp_path)
+    assert set(reader.objects) == DEMANDED
+    for key in reader.objects:
+        payload = reader.read_object(key)
+        assert payload.dtype == torch.uint8
+        assert payload.numel() == 0
+    assert reader.fp8 is None
+
+
+def fp8_states() -> Fp8States:
+    recipe = DelayedScaling(margin=1, amax_history_len=3, amax_compute_algo="most_recent")
+    fresh = Fp8State.fresh(recipe.amax_history_len)
+    modules = {f"decoder.layers.{layer}.mlp.linear_fc1": with_scales(fresh, layer + 2.0) for layer in range(2)}
+    return Fp8States(recipe, modules, producer="somebody", iteration=5)
+
+
+def with_scales(state: Fp8State, scale: float) -> Fp8State:
+    return Fp8State({role: dataclasses.replace(part, scale=torch.tensor(scale)) for role, part in state.roles.items()})
+
+
+@pytest.mark.parametrize("place", ["extra_state", "sidecar"])
+def test_fp8_state_comes_back_from_the_modules_or_from_the_sidecar(tmp_path, place):
+    states = fp8_states()
+    write(tmp_path, values(specs()), states, fp8_in=place)
+    reader = TorchDistReader(tmp_path)
+    assert (tmp_path / sidecar.RELATIVE).exists() == (place == "sidecar")
+    assert reader.args.get("fp8") == ("hybrid" if place == "extra_state" else None)
+    found = reader.fp8
+    assert found is not None
+    assert (found.recipe, found.producer, found.iteration) == (states.recipe, "somebody", 5)
+    assert found.modules.keys() == states.modules.keys()
+    for name, state in states.modules.items():
+        assert all(torch.equal(found.modules[name].roles[role].scale, part.scale) for role, part in state.roles.items())
+
+
+def test_a_payload_that_nobody_understands_is_kept_byte_for_byte(tmp_path):
+    raw = torch.frombuffer(bytearray(b"\x80\x02]."), dtype=torch.uint8)  # a pickled empty list
+    states = dataclasses.replace(fp8_states(), raw={"decoder.layers.1.self_attention.core_attention": raw})
+    write(tmp_path, values(specs()), states)
+    found = TorchDistReader(tmp_path).fp8
+    assert found is not None
+    assert found.raw.keys() == states.raw.keys()
+    assert torch.equal(found.raw["decoder.layers.1.self_attention.core_attention"], raw)
+
+
+def companions() -> Companions:
+    return Companions({"config.json": json.dumps(to_hf_config(MODEL, "LlamaForCausalLM", "bfloat16")).encode()})
+
+
+def test_companions_objects_and_common_data_come_back(tmp_path):
+    objects = {"rng_state/shard_0.0_1.1": {"torch": torch.arange(4)}, "data/shard_0_1": {"rows": 12}}
+    write(
+        tmp_path, values(specs()), companions=companions(), objects=objects, common={"extra": {"lr": 0.5}}, iteration=9
+    )
+    reader = TorchDistReader(tmp_path)
+    assert reader.companions == companions()
+    assert torch.equal(reader.read_object("rng_state/shard_0.0_1.1")["torch"], torch.arange(4))
+    assert reader.read_object("data/shard_0_1") == {"rows": 12}
+    assert reader.common["extra"] == {"lr": 0.5}
+    assert reader.iteration == 9
+    with pytest.raises(DamagedCheckpoint, match="no object"):
+        reader.read_object("nothing/shard_0_1")
+
+
+def test_the_vocabulary_is_padded_by_the_embeddings_rows_whatever_the_arguments_say(tmp_path):
+    write(tmp_path, values(specs()), companions=companions())
+    reader = TorchDistReader(tmp_path)
+    assert (reader.model.vocab_size, reader.model.padded_vocab_size) == (50, 64)
+
+
+def test_a_config_that_contradicts_the_arguments_is_refused(tmp_path):
+    config = to_hf_config(dataclasses.replace(MODEL, rotary_base=5e5), "LlamaForCausalLM", "bfloat16")
+    stale = Companions({"config.json": json.dumps(config).encode()})
+    write(tmp_path, values(specs()), companions=stale)
+    with pytest.raises(DamagedCheckpoint, match="rotary_base 500000.0 / 10000.0"):
+        _ = TorchDistReader(tmp_path).model
+
+
+def test_the_tracker_names_the_newest_iteration_and_any_complete_one_can_be_named(tmp_path):
+    for iteration in (5, 10):
+        write(tmp_path / megatron_keys.directory_name(iteration), values(specs()), iteration=iteration)
+        megatron_keys.write_tracker(tmp_path, iteration)
+    assert recognise(tmp_path)
+    assert recognise(tmp_path / "iter_0000005")
+    assert not recognise(tmp_path.parent / "nothing")
+    assert TorchDistReader(tmp_path).iteration == 10
+    assert TorchDistReader(tmp_path, 5).iteration == 5
+    assert TorchDistReader(tmp_path / "iter_0000005").iteration == 5
+    with pytest.raises(CheckpointError, match="Complete ones: iter_0000005, iter_0000010"):
+        TorchDistReader(tmp_path, 7)
+
+
+def test_a_release_belongs_to_no_iteration(tmp_path):
+    write(tmp_path / megatron_keys.directory_name(None), values(specs()))
+    megatron_keys.write_tracker(tmp_path, None)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert TorchDistReader(tmp_path).iteration is None
+
+
+@given(
+    st.sampled_from(["", "optimizer.state.exp_avg.", "model."]),
+    st.integers(0, 999),
+    st.sampled_from(["mlp.linear_fc1.weight", "self_attention.linear_qkv._extra_state", "x.0.y"]),
+)
+def test_stacking_a_name_and_its_inverse(prefix, layer, rest):
+    name = f"{prefix}decoder.layers.{layer}.{rest}"
+    key, slice_ = megatron_keys.stack(name)
+    assert megatron_keys.is_stacked(key)
+    assert not megatron_keys.is_stacked(name)
+    assert megatron_keys.unstack(key, layer) == name
+    assert slice_ == layer
+    assert megatron_keys.object_name(megatron_keys.object_key(name, 1000)) == name
+
+
+def test_names_outside_the_layers_are_not_stacked():
+    for name in ("embedding.word_embeddings.weight", "decoder.final_layernorm._extra_state"):
+        assert megatron_keys.stack(name) == (name, None)
+        assert megatron_keys.object_name(megatron_keys.object_key(name, 4)) == name

@@ -1,0 +1,102 @@
+"""Archives of torch.save: found without loading, laid out around holes, loaded with nothing but plain values."""
+
+import argparse
+import io
+import json
+import signal
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from precisionctl.checkpoints import torch_zip
+from precisionctl.checkpoints.torch_zip import Inert, Span
+from precisionctl.errors import DamagedCheckpoint, UnsafePickle
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int64, torch.bool]
+
+
+def saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@given(st.sampled_from(DTYPES), st.lists(st.integers(1, 5), max_size=4), st.integers(0, 200))
+def test_a_tensor_is_found_wherever_its_archive_stands_in_a_file(tmp_path_factory, dtype, shape, offset):
+    tensor = (torch.randn(shape) * 100).to(dtype)
+    archive = saved(tensor)
+    path = tmp_path_factory.mktemp("zip") / "file"
+    path.write_bytes(b"?" * offset + archive + b"behind")
+    located = torch_zip.locate(Span(path, offset, len(archive)))
+    assert (located.dtype, located.shape) == (dtype, tuple(shape))
+    data = path.read_bytes()[located.offset :][: tensor.nbytes]
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=dtype).view(shape), tensor)
+
+
+@given(st.sampled_from(DTYPES), st.lists(st.integers(1, 5), max_size=4))
+def test_torch_loads_a_record_whose_hole_was_filled(dtype, shape):
+    tensor = (torch.randn(shape) * 100).to(dtype)
+    record = torch_zip.record(dtype, tuple(shape))
+    data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    assert len(data) == record.nbytes
+    archive = record.head + data + record.tail
+    assert len(archive) == record.length == len(saved(tensor))
+    assert torch.equal(torch.load(io.BytesIO(archive), weights_only=True), tensor)
+
+
+def test_a_record_of_more_than_four_gibibytes_is_found_too(tmp_path):
+    record = torch_zip.record(torch.bfloat16, (5 << 29,))
+    path = tmp_path / "file"
+    with open(path, "wb") as file:
+        file.write(record.head)
+        file.seek(record.nbytes, io.SEEK_CUR)
+        file.write(record.tail)
+    assert record.nbytes == 5 << 30
+    assert torch_zip.locate(Span(path, 0, record.length)).offset == len(record.head)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.randn(4, 4).t(),
+        torch.randn(8)[2:],
+        torch.randn(1).expand(4),
+        [torch.randn(2)],
+        {"a": 1},
+        torch.nn.Parameter(torch.randn(2)),
+    ],
+    ids=["transposed", "offset", "expanded", "list", "dict", "parameter"],
+)
+def test_only_a_plain_contiguous_tensor_is_taken_for_one(tmp_path, value):
+    path = tmp_path / "file"
+    path.write_bytes(saved(value))
+    with pytest.raises((DamagedCheckpoint, UnsafePickle)):
+        torch_zip.locate(Span(path, 0, path.stat().st_size))
+
+
+def test_objects_load_as_plain_values_and_foreign_ones_as_inert_stand_ins():
+    value = {
+        "args": argparse.Namespace(layers=2, dtype=torch.bfloat16, handler=signal.Signals.SIGTERM),
+        "payload": io.BytesIO(b"TE 1.x"),
+        "random": ("MT19937", numpy.arange(3, dtype=numpy.uint32)),
+        "tensor": torch.arange(3),
+    }
+    loaded = torch_zip.load(torch_zip.dump(value), "here")
+    assert vars(loaded["args"])["layers"] == 2
+    assert loaded["args"].dtype == torch.bfloat16
+    assert isinstance(loaded["args"].handler, Inert)
+    assert loaded["payload"].getvalue() == b"TE 1.x"
+    assert loaded["random"][0] == "MT19937"
+    assert isinstance(loaded["random"][1], Inert)
+    assert torch.equal(loaded["tensor"], value["tensor"])
+
+
+def test_equal_objects_give_equal_bytes_however_they_came_to_be():
+    literal = {"iteration": 7, "args": argparse.Namespace(iteration=7, name="iteration"), "list": [("a", "a")]}
+    text = json.loads('{"iteration": 7, "args": {"iteration": 7, "name": "iterat\\u0069on"}, "list": ["\\u0061", "a"]}')
+    built = {**text, "args": argparse.Namespace(**text["args"]), "list": [tuple(text["list"])]}
+    assert built == literal
+    assert torch_zip.dump(built) == torch_zip.dump(literal)
