@@ -280,6 +280,9 @@ def test_the_tracker_names_the_newest_iteration_and_any_complete_one_can_be_name
     assert TorchDistReader(tmp_path / "iter_0000005").iteration == 5
     with pytest.raises(CheckpointError, match="Complete ones: iter_0000005, iter_0000010"):
         TorchDistReader(tmp_path, 7)
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(CheckpointError, match="Name another iteration"):
+        TorchDistReader(tmp_path)
 
 
 def test_a_release_belongs_to_no_iteration(tmp_path):

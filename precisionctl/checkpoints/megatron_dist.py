@@ -183,8 +183,11 @@ class TorchDistReader:
                 modules[module] = decoded[1]
         if not modules and not raw:
             return None
-        ours = {"fp8_producer": "transformer_engine", "fp8_iteration": self.iteration} | self.common.get(OURS, {})
-        return Fp8States(recipe or DelayedScaling(), modules, raw, ours["fp8_producer"], ours["fp8_iteration"])
+        recorded = self.common.get(OURS)  # what a payload has no place for
+        ours = recorded if isinstance(recorded, dict) else {}
+        iteration = ours.get("fp8_iteration", self.iteration)
+        producer = ours.get("fp8_producer", "transformer_engine")
+        return Fp8States(recipe or DelayedScaling(), modules, raw, producer, iteration)
 
     def _payloads(self) -> Iterator[tuple[str, bytes]]:
         """Module and bytes of each `_extra_state` that is not empty."""

@@ -66,27 +66,29 @@ def write_tracker(top: Path, iteration: int | None) -> None:
 
 
 def find_iteration(path: Path, iteration: int | None = None) -> Path:
-    """The directory of `iteration`, else the one that the tracker names, else `path` if it is one itself."""
-    if iteration is not None:
-        found = path / directory_name(iteration)
-        if not (found / MARKER).is_file():
-            there = ", ".join(sorted(entry.parent.name for entry in path.glob(f"*/{MARKER}"))) or "none"
-            raise CheckpointError(f"no iteration {iteration}", where=path, do=f"Complete ones: {there}.")
-        return found
-    if (path / MARKER).is_file():
+    """The directory of `iteration`, else the one that the tracker names, else `path` if it is one itself.
+
+    Raises CheckpointError for an iteration that is not there, and DamagedCheckpoint for a tracker that misleads.
+    """
+    if iteration is None and (path / MARKER).is_file():
         return path
-    found = path / directory_name(_tracked(path / TRACKER))
+    found = path / directory_name(_tracked(path) if iteration is None else iteration)
     if not (found / MARKER).is_file():
-        raise DamagedCheckpoint(
-            f"{TRACKER} names {found.name}, which is not a complete checkpoint",
-            where=path,
-            do="Name another iteration.",
-        )
+        raise CheckpointError(f"{found.name} is not a complete checkpoint", where=path, do=_complete(path))
     return found
 
 
-def _tracked(tracker: Path) -> int | None:
-    text = tracker.read_text(errors="replace").strip()
-    if text != "release" and not (text.isascii() and text.isdigit()):
-        raise DamagedCheckpoint(f"{text[:40]!r} is neither an iteration nor `release`", where=tracker)
+def _tracked(path: Path) -> int | None:
+    if not (path / TRACKER).is_file():
+        raise CheckpointError(f"no {TRACKER} says which iteration is meant", where=path, do=_complete(path))
+    text = (path / TRACKER).read_text(errors="replace").strip()
+    if text != "release" and not re.fullmatch("[0-9]{1,15}", text):
+        raise DamagedCheckpoint(
+            f"{TRACKER} says {text[:40]!r}, not an iteration or `release`", where=path, do=_complete(path)
+        )
     return None if text == "release" else int(text)
+
+
+def _complete(path: Path) -> str:
+    there = sorted(marker.parent.name for marker in path.glob(f"*/{MARKER}"))
+    return f"Name another iteration. Complete ones: {', '.join(there) or 'none'}."

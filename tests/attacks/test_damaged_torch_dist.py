@@ -1,0 +1,251 @@
+"""torch_dist directories that are broken or hostile: one error each, before anything large is made or run."""
+
+import io
+import os
+import pickle
+import tracemalloc
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from precisionctl.checkpoints import dcp, torch_zip
+from precisionctl.checkpoints.base import read_tensor, write_rows
+from precisionctl.checkpoints.dcp import Index, Piece, StoredTensor
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
+from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
+from precisionctl.fp8.opcodes import Global, Made, dumps
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import ROWS, TensorSpec
+
+MODEL = ModelShape("llama", 1, 8, 8, 2, 2, 4, 16, 16, 32)
+NAME = "embedding.word_embeddings.weight"
+WHOLE = torch.arange(128, dtype=torch.float32).view(16, 8)
+
+
+class Gadget:
+    """Unpickling it runs a command."""
+
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not Path("executed").exists()
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A sound one, of one tensor in two files."""
+    made = tmp_path / "release"
+    writer = TorchDistWriter(made, MODEL, {NAME: TensorSpec((16, 8), torch.float32, ROWS)}, tensor_parallel=2)
+    writer.lay_out()
+    write_rows(writer, NAME, 0, WHOLE)
+    writer.finish(None)
+    assert torch.equal(read_tensor(TorchDistReader(made), NAME), WHOLE)
+    return made
+
+
+def change(directory: Path, **fields: object) -> None:
+    """Say something else about the tensor in `.metadata`."""
+    index = dcp.read_index(directory)
+    spans = {key: replace(span, path=directory / span.path.name) for key, span in index.objects.items()}
+    tensor = index.tensors[NAME]
+    pieces = tuple(replace(p, span=replace(p.span, path=directory / p.span.path.name)) for p in tensor.pieces)
+    changed = replace(replace(tensor, pieces=pieces), **{k: v(pieces) if callable(v) else v for k, v in fields.items()})
+    dcp.write_index(directory, Index({NAME: changed}, spans))
+
+
+def overlapping(pieces):
+    return (pieces[0], replace(pieces[1], offsets=(4, 0)))
+
+
+def with_a_gap(pieces):
+    return pieces[:1]
+
+
+def outside(pieces):
+    return (pieces[0], replace(pieces[1], offsets=(12, 0)))
+
+
+def beyond_the_file(pieces):
+    return (pieces[0], replace(pieces[1], span=replace(pieces[1].span, length=1 << 40)))
+
+
+def shifted(pieces):
+    return (pieces[0], replace(pieces[1], span=Span(pieces[1].span.path, 8, pieces[1].span.length - 8)))
+
+
+LIES = {
+    "overlap": {"pieces": overlapping},
+    "gap": {"pieces": with_a_gap},
+    "outside the tensor": {"pieces": outside},
+    "beyond the file": {"pieces": beyond_the_file},
+    "shifted": {"pieces": shifted},
+    "dtype of the same size": {"dtype": torch.int32},
+    "smaller dtype": {"dtype": torch.bfloat16},
+    "shape of the same size": {"shape": (8, 16)},
+    "more dimensions": {"shape": (16, 8, 1)},
+    "empty": {"shape": (0, 8), "pieces": ()},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_metadata_that_contradicts_the_files_is_refused(directory, lie):
+    change(directory, **LIES[lie])
+    with pytest.raises(DamagedCheckpoint):
+        read_tensor(TorchDistReader(directory), NAME)
+
+
+def test_a_tensor_that_claims_to_be_huge_allocates_nothing(directory):
+    layers = 1 << 40
+    piece = Piece((0, 0), (layers, 1), Span(directory / "__0_0.distcp", 0, 100))
+    huge = StoredTensor((layers, 1), torch.float32, (piece,))
+    dcp.write_index(directory, Index({"decoder.layers.x": huge}, {}))
+    tracemalloc.start()
+    with pytest.raises(DamagedCheckpoint):
+        TorchDistReader(directory)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 << 20
+
+
+@pytest.mark.parametrize("cut", [1, 100, 600])
+def test_a_truncated_file_is_named(directory, cut):
+    path = directory / "__1_0.distcp"
+    os.truncate(path, path.stat().st_size - cut)
+    with pytest.raises(DamagedCheckpoint, match="__1_0.distcp"):
+        TorchDistReader(directory)
+
+
+def test_a_missing_file_is_named(directory):
+    (directory / "__1_0.distcp").unlink()
+    with pytest.raises(DamagedCheckpoint, match="a file is missing .*__1_0.distcp"):
+        TorchDistReader(directory)
+
+
+def test_bytes_that_are_no_archive_are_refused_when_the_tensor_is_wanted(directory):
+    path = directory / "__0_0.distcp"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    reader = TorchDistReader(directory)
+    with pytest.raises(DamagedCheckpoint, match="not what torch.save writes"):
+        reader.chunks(NAME)
+
+
+@pytest.mark.parametrize("name", ["../x0.distcp", "/tmp/x.distc", "./../x.distc"])
+def test_a_path_out_of_the_directory_is_refused(directory, name):
+    metadata = directory / ".metadata"
+    assert len(name) == len("__0_0.distcp")
+    metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", name.encode()))
+    with pytest.raises(DamagedCheckpoint, match="outside its directory"):
+        TorchDistReader(directory)
+
+
+def test_a_link_out_of_the_directory_is_refused(directory, tmp_path):
+    path = directory / "__0_0.distcp"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedCheckpoint, match="outside its directory"):
+        TorchDistReader(directory)
+
+
+METADATA = "torch.distributed.checkpoint.metadata"
+HOSTILE_METADATA = {
+    "gadget": pickle.dumps(Gadget()),
+    "gadget inside": dumps(Made(Global(METADATA, "Metadata"), (Made(Global("os", "system"), ("touch executed",)),))),
+    "a class's attribute": dumps(Made(Global("torch.distributed", "checkpoint.os.system"), ("touch executed",))),
+    "megatron's attribute": dumps(Made(Global("megatron.os", "system"), ("touch executed",))),
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE_METADATA)
+def test_a_gadget_in_metadata_does_not_run(directory, content):
+    (directory / ".metadata").write_bytes(HOSTILE_METADATA[content])
+    with pytest.raises((UnsafePickle, DamagedCheckpoint)):
+        TorchDistReader(directory)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04.", b"not a pickle", b"\x80\x04N.", b"\x80\x04]."])
+def test_metadata_that_is_something_else_is_refused(directory, content):
+    (directory / ".metadata").write_bytes(content)
+    with pytest.raises(DamagedCheckpoint):
+        TorchDistReader(directory)
+
+
+def archive(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def test_a_gadget_in_the_common_data_does_not_run(directory):
+    (directory / "common.pt").write_bytes(archive({"args": Gadget()}))
+    reader = TorchDistReader(directory)
+    with pytest.raises(UnsafePickle, match="system"):
+        _ = reader.common
+
+
+def test_a_gadget_in_an_object_does_not_run(directory):
+    path = directory / "__0_1.distcp"
+    content = archive([Gadget()])
+    path.write_bytes(content)
+    span = Span(path, 0, len(content))
+    dcp.write_index(directory, Index({}, {"decoder.final_layernorm._extra_state/shard_0_1": span}))
+    with pytest.raises(UnsafePickle, match="system"):
+        _ = TorchDistReader(directory).fp8
+
+
+def test_a_gadget_in_a_tensors_archive_does_not_run(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(archive(Gadget()))
+    with pytest.raises(UnsafePickle, match="system"):
+        torch_zip.locate(Span(path, 0, path.stat().st_size))
+
+
+def test_a_compressed_bomb_is_not_inflated(tmp_path):
+    path = tmp_path / "common.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bomb:
+        bomb.writestr("common/data.pkl", b"\0" * (64 << 20))
+        bomb.writestr("common/version", b"3\n")
+    tracemalloc.start()
+    with pytest.raises(DamagedCheckpoint, match="compressed"):
+        torch_zip.load(path.read_bytes(), path)
+    with pytest.raises(DamagedCheckpoint, match="compressed"):
+        torch_zip.locate(Span(path, 0, path.stat().st_size))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 << 20
+
+
+@pytest.mark.parametrize("content", ["", "-5", "1e3", "../release", "9" * 5000, "\0"])
+def test_a_tracker_that_names_no_iteration_is_refused(directory, content):
+    (directory.parent / "latest_checkpointed_iteration.txt").write_text(content)
+    with pytest.raises(CheckpointError):
+        TorchDistReader(directory.parent)
+
+
+ARGUMENTS = [
+    {"num_layers": "two"},
+    {"num_layers": -1},
+    {"hidden_size": None},
+    {"num_attention_heads": 0, "kv_channels": None},
+    {"window_size": 5},
+    {"window_size": ("a", 0)},
+    {"rotary_base": "large"},
+]
+
+
+@pytest.mark.parametrize("wrong", ARGUMENTS, ids=str)
+def test_arguments_that_describe_no_model_are_refused(directory, wrong):
+    common = torch_zip.load((directory / "common.pt").read_bytes(), directory)
+    vars(common["args"]).update(wrong)
+    (directory / "common.pt").write_bytes(torch_zip.dump(common))
+    with pytest.raises(DamagedCheckpoint):
+        _ = TorchDistReader(directory).model
