@@ -1,0 +1,131 @@
+"""The arguments that Megatron-LM takes from a checkpoint, and the model that we take from them."""
+
+import dataclasses
+
+import pytest
+import torch
+from pico import FAMILIES, make
+
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
+from precisionctl.model_shape import ModelShape, from_hf_config, from_megatron_args, to_megatron_args
+from precisionctl.param import ROWS, TensorSpec
+
+MODEL = ModelShape("llama", 2, 16, 24, 4, 2, 4, 50, 64, 32)
+
+# megatron/training/checkpointing.py, load_args_from_checkpoint, the same from core_v0.12.0 to core_v0.19.0
+READ = {
+    *("num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "num_query_groups"),
+    *("group_query_attention", "kv_channels", "max_position_embeddings", "position_embedding_type"),
+    *("add_position_embedding", "use_rotary_position_embeddings", "rotary_base", "rotary_percent"),
+    *("rotary_interleaved", "add_bias_linear", "add_qkv_bias", "squared_relu", "swiglu"),
+    *("untie_embeddings_and_output_weights", "apply_layernorm_1p", "normalization", "apply_query_key_layer_scaling"),
+    *("attention_dropout", "hidden_dropout", "num_experts", "padded_vocab_size", "ckpt_format"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    "expert_model_parallel_size",
+}
+READ_SINCE_0_17 = {"mtp_num_layers"}
+# the same function: absent means that the command line's value stays
+READ_OF_OTHER_MODELS = {
+    *("moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_token_dispatcher_type", "moe_grouped_gemm"),
+    *("moe_router_pre_softmax", "moe_shared_expert_intermediate_size", "moe_router_score_function"),
+    *("moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_latent_size"),
+    *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "spec"),
+    *("is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio", "hybrid_override_pattern"),
+    *("hybrid_layer_pattern", "gdp_num_householder", "mtp_hybrid_override_pattern", "mtp_use_repeated_layer"),
+    *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+    *("moe_single_grouped_weight", "moe_single_grouped_bias"),
+    *("tokenizer_model", "tokenizer_type", "tiktoken_pattern", "num_layers_per_virtual_pipeline_stage"),
+}
+# megatron/training/checkpointing.py, check_checkpoint_args and load_checkpoint
+COMPARED = {"num_layers", "hidden_size", "num_attention_heads", "make_vocab_size_divisible_by"}
+ASKED = {"no_save_optim", "no_save_rng", "iteration"}
+# megatron/training/arguments.py (0.12 to 0.15) and megatron/core/transformer/transformer_config.py (since 0.16):
+# not taken from a checkpoint, but what `launch-args` and readers of `args` look for
+DESCRIBING = {
+    *("norm_epsilon", "layernorm_epsilon", "layernorm_zero_centered_gamma", "qk_layernorm", "multi_latent_attention"),
+    *("window_size", "window_attn_skip_freq", "use_rope_scaling", "rope_scaling_factor", "vocab_size"),
+    *("rotary_seq_len_interpolation_factor", "params_dtype", "bf16", "fp16"),
+}
+
+
+def test_a_checkpoint_has_every_argument_that_some_version_of_megatron_reads_and_no_other(tmp_path):
+    spec = TensorSpec((64, 16), torch.float16, ROWS)
+    writer = TorchDistWriter(tmp_path, MODEL, {"embedding.word_embeddings.weight": spec}, tensor_parallel=2)
+    writer.lay_out()
+    writer.finish(None)
+    args = TorchDistReader(tmp_path).args
+    assert args.keys() == READ | READ_SINCE_0_17 | COMPARED | ASKED | DESCRIBING
+    assert not args.keys() & READ_OF_OTHER_MODELS
+    assert (args["params_dtype"], args["fp16"], args["bf16"]) == (torch.float16, True, False)
+    assert args["tensor_model_parallel_size"] == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_comes_back_from_its_arguments(family):
+    model = from_hf_config(make(family).config.to_dict()).padded(128)
+    found = from_megatron_args(to_megatron_args(model), model.padded_vocab_size, "args")
+    if family == "llama-3":  # its original_max_position_embeddings is not Megatron's constant
+        model = dataclasses.replace(model, rope_scaling=None)
+    if family == "llama-attention-bias":  # one switch for all linears
+        model = dataclasses.replace(model, mlp_bias=True)
+    assert found == model
+
+
+def test_the_rotary_scaling_of_llama_3_1_is_an_argument():
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    model = dataclasses.replace(MODEL, rope_scaling={**rope, "original_max_position_embeddings": 8192})
+    args = to_megatron_args(model)
+    assert (args["use_rope_scaling"], args["rope_scaling_factor"]) == (True, 8.0)
+    assert from_megatron_args(args, 64, "args") == model
+
+
+def test_linear_rotary_scaling_is_an_argument():
+    model = dataclasses.replace(MODEL, rope_scaling={"rope_type": "linear", "factor": 4.0})
+    args = to_megatron_args(model)
+    assert args["rotary_seq_len_interpolation_factor"] == 4.0
+    assert from_megatron_args(args, 64, "args") == model
+
+
+def test_a_window_counts_distances_in_megatron_and_tokens_in_transformers():
+    config = make("mistral").config.to_dict()
+    assert config["sliding_window"] == 8
+    assert to_megatron_args(from_hf_config(config))["window_size"] == (7, 0)
+
+
+def test_without_grouped_queries_megatrons_number_of_groups_means_nothing():
+    args = to_megatron_args(MODEL) | {"group_query_attention": False, "num_query_groups": 1}  # Megatron's defaults
+    assert from_megatron_args(args, 64, "args").num_query_groups == MODEL.num_attention_heads
+
+
+@pytest.mark.parametrize("name", ["norm_epsilon", "layernorm_epsilon"])
+def test_older_and_newer_versions_name_epsilon_differently(name):
+    args = to_megatron_args(MODEL)
+    del args["norm_epsilon"], args["layernorm_epsilon"]
+    assert from_megatron_args(args | {name: 1e-6}, 64, "args").norm_epsilon == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_experts", 8),
+        ("normalization", "LayerNorm"),
+        ("swiglu", False),
+        ("position_embedding_type", "learned_absolute"),
+        ("qk_layernorm", True),
+        ("multi_latent_attention", True),
+        ("apply_layernorm_1p", True),
+        ("rotary_percent", 0.5),
+    ],
+)
+def test_arguments_of_a_family_that_has_no_table_are_refused_by_name(name, value):
+    with pytest.raises(UnknownArchitecture, match=f"{name}={value!r}"):
+        from_megatron_args(to_megatron_args(MODEL) | {name: value}, 64, "args")
+
+
+def test_a_missing_argument_is_named():
+    args = to_megatron_args(MODEL)
+    del args["hidden_size"]
+    with pytest.raises(DamagedCheckpoint, match="hidden_size"):
+        from_megatron_args(args, 64, "args")
