@@ -19,7 +19,7 @@ VERSION = "0.47.0"
 """The version whose JSON quant_methods/modelopt.py writes."""
 
 
-NEEDS = (f"nvidia-modelopt=={VERSION}", "torch", "transformers", "requests", "datasets")
+INSTALL = (*environments.OUR_VERSIONS, f"nvidia-modelopt=={VERSION}", "torch", "transformers", "requests", "datasets")
 """Its export imports requests and datasets, which are not among its own requirements."""
 
 FAMILIES = ("llama-3", "llama-tied", "llama-all-biases", "mistral")
@@ -28,7 +28,7 @@ FAMILIES = ("llama-3", "llama-tied", "llama-all-biases", "mistral")
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """Makes ModelOpt's directory and ours for a family and a scheme, once each."""
-    python = environments.python_with("modelopt", *NEEDS)
+    python = environments.python_with("modelopt", INSTALL)
 
     @functools.cache
     def export(family, scheme):

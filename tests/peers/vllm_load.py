@@ -1,0 +1,31 @@
+"""Run with vLLM's Python: DIRECTORY OUT. vLLM parses the config, builds the model and loads the weights, on a CPU;
+its parameters go into OUT, a safetensors file, but for those that it did not fill and that may keep a default."""
+
+import sys
+import tempfile
+
+import torch
+from safetensors.torch import save_file
+from vllm.config import set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+OPTIONAL = ("q_scale", "k_scale", "v_scale", "prob_scale", "zero_point")  # of the KV cache: 1 where not stored
+
+directory, out = sys.argv[1:]
+settings = {"dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64}
+config = EngineArgs(model=directory, **settings).create_engine_config()
+with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+    init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+    ensure_model_parallel_initialized(1, 1)
+    with set_default_torch_dtype(torch.bfloat16):
+        model = initialize_model(vllm_config=config)
+    loaded = model.load_weights(DefaultModelLoader(config.load_config).get_all_weights(config.model_config, model))
+parameters = dict(model.named_parameters())
+silent = [name for name in parameters if name not in loaded and not name.endswith(OPTIONAL)]
+assert not silent, f"vLLM was given nothing for {silent}"
+tensors = {name: parameters[name].detach().contiguous() for name in loaded}
+save_file(tensors, out, {"quantization": config.model_config.quantization})
