@@ -86,24 +86,21 @@ class _Allowed(dict[tuple[str, str], Any]):
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _PLANNER = "torch.distributed.checkpoint.planner"
-_DTYPES = ("bfloat16", "bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
+_PLAIN = {
+    _METADATA: ("Metadata", "ChunkStorageMetadata", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    _FILESYSTEM: ("_StorageInfo",),
+    _PLANNER: ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
+    "pathlib": ("PosixPath",),  # of the directory that was written
+}
 _ALLOWED = _Allowed(
     {
         (_METADATA, "TensorStorageMetadata"): _Tensor,
         (_METADATA, "BytesStorageMetadata"): _Object,
         (_METADATA, "MetadataIndex"): _MetadataIndex,
-        **{
-            (_METADATA, name): _Plain
-            for name in (
-                *("Metadata", "ChunkStorageMetadata", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-            )
-        },
-        **{(_PLANNER, name): _Plain for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")},
-        (_FILESYSTEM, "_StorageInfo"): _Plain,
-        ("pathlib", "PosixPath"): _Plain,  # of the directory that was written
+        **{(module, name): _Plain for module, names in _PLAIN.items() for name in names},
+        **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
         ("torch", "Size"): tuple,
         ("torch.serialization", "_get_layout"): str,
-        **{("torch", name): getattr(torch, name) for name in _DTYPES},
     }
 )
 
