@@ -6,7 +6,7 @@ Nothing heavy is imported until a command runs, so that `precisionctl --help` an
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from precisionctl.reports.table import size
 
 if TYPE_CHECKING:
     from precisionctl.commands import Work
+    from precisionctl.precision import Precision
 
 
 class Commands(click.Group):
@@ -115,10 +116,8 @@ def convert(recipe: str | None, dry_run: bool, restart: bool, workers: int, json
     `--to hf --precision fp8` is `export-inference --target vllm`, and rounds the weights.
     """
     from precisionctl.commands import Conversion, plan_conversion
-    from precisionctl.recipe import load_recipe
 
-    precision = load_recipe(recipe).precision if recipe else None
-    do_work(plan_conversion(Conversion(recipe=precision, **what)), dry_run, restart, workers, json_wanted)
+    do_work(plan_conversion(Conversion(recipe=precision_of(recipe), **what)), dry_run, restart, workers, json_wanted)
 
 
 @main.command()
@@ -169,17 +168,27 @@ def resume(**what: Any) -> None:
     show_default=True,
     help="Input scales from the FP8 state, or made by the engine token by token.",
 )
+@click.option("--recipe", help="Recipe whose keep_bf16 names modules to leave in BF16: a bundled name or a TOML file.")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
 @iteration_option
 @writing_options
-def export_inference(dry_run: bool, restart: bool, workers: int, json_wanted: bool, **what: Any) -> None:
+def export_inference(
+    recipe: str | None, dry_run: bool, restart: bool, workers: int, json_wanted: bool, **what: Any
+) -> None:
     """Write CHECKPOINT as FP8 for an inference engine, with the scales that training recorded.
 
     No calibration data is needed. The weights of FP8 GEMMs are rounded to E4M3; the rest is BF16.
     """
     from precisionctl.commands import InferenceExport, plan_export
 
-    do_work(plan_export(InferenceExport(**what)), dry_run, restart, workers, json_wanted)
+    do_work(plan_export(InferenceExport(recipe=precision_of(recipe), **what)), dry_run, restart, workers, json_wanted)
+
+
+def precision_of(recipe: str | None) -> "Precision | None":
+    """How a recipe computes FP8 GEMMs, where one is named; the command says by itself that it wants FP8."""
+    from precisionctl.recipe import load_recipe
+
+    return replace(load_recipe(recipe).precision, fp8=True) if recipe else None
 
 
 def do_work(work: "Work", dry_run: bool, restart: bool, workers: int, json_wanted: bool) -> None:

@@ -26,7 +26,7 @@ from precisionctl.journal import open_journal
 from precisionctl.model_shape import to_hf_config
 from precisionctl.param import Layout
 from precisionctl.plan import Plan, check_fp8_gemm, make_plan
-from precisionctl.precision import Precision
+from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import Scheme, quant_methods
 
 PrecisionChoice = Literal["keep", "bf16", "fp8"]
@@ -48,15 +48,25 @@ class Conversion:
     max_shard_size: int = MAX_SHARD_SIZE
     drop_fp8_state: bool = False
 
+    @property
+    def delayed(self) -> bool:
+        """Whether a target in FP8 keeps state: other recipes have none, and TE asks for an empty one."""
+        return self.precision != "bf16" and (self.recipe is None or self.recipe.scaling == "delayed")
+
+    def in_fp8(self, module: str) -> bool:
+        return self.recipe is None or self.recipe.in_fp8(module)
+
 
 @dataclass(frozen=True)
 class InferenceExport:
-    """What to export, for which engine (a name in engines/). `scheme` static needs recorded input scales."""
+    """What to export, for which engine (a name in engines/). `scheme` static needs recorded input scales; `recipe`
+    says which modules stay in BF16."""
 
     source: Path
     destination: Path
     target: str
     scheme: Scheme = "static"
+    recipe: Precision | None = None
     iteration: int | None = None
     max_shard_size: int = MAX_SHARD_SIZE
 
@@ -81,9 +91,6 @@ def plan_conversion(conversion: Conversion) -> Work:
     FP8 weights in a Hugging Face directory are an export: there is one way to make them.
     """
     if conversion.to == "hf" and conversion.precision == "fp8":
-        source, destination, iteration = conversion.source, conversion.destination, conversion.iteration
-        return plan_export(InferenceExport(source, destination, "vllm", "static", iteration, conversion.max_shard_size))
-    if (conversion.to, conversion.precision) == ("hf", "fp8"):
         return plan_export(_as_export(conversion))
     reader = open_checkpoint(conversion.source, conversion.iteration)
     if reader.encodings:
@@ -97,7 +104,7 @@ def plan_conversion(conversion: Conversion) -> Work:
     makes_state = conversion.to == "megatron" and conversion.precision == "fp8"
     if makes_state:
         for job in plan.jobs:
-            if job.row.gemm:
+            if job.row.gemm and conversion.in_fp8(job.module):
                 check_fp8_gemm(job, plan.model)
     output = Output(conversion.destination)
     output.check_free()
@@ -116,6 +123,7 @@ def _as_export(conversion: Conversion) -> InferenceExport:
         conversion.source,
         conversion.destination,
         target="vllm",
+        recipe=conversion.recipe,
         iteration=conversion.iteration,
         max_shard_size=conversion.max_shard_size,
     )
@@ -126,7 +134,7 @@ def plan_export(export: InferenceExport) -> Work:
     reader = open_checkpoint(export.source, export.iteration)
     engine = engine_named(export.target)
     method = quant_methods()[engine.spells[export.scheme]]
-    made = make_export(reader, method, export.scheme)
+    made = make_export(reader, method, export.scheme, export.recipe or PRESETS["fp8-delayed"])
     output = Output(export.destination)
     output.check_free()
     writer = _hf_writer(output, reader, made.plan, export.max_shard_size, made)
@@ -188,17 +196,18 @@ def _megatron_writer(output: Output, reader: Reader, plan: Plan, conversion: Con
         plan.targets,
         tensor_parallel=conversion.tensor_parallel,
         companions=reader.companions,
-        fp8_in="sidecar" if conversion.precision == "bf16" else "extra_state",
+        fp8_in="extra_state" if conversion.delayed else "sidecar",
     )
 
 
 def _finish(carried: Fp8States | None, conversion: Conversion, makes_state: bool, notes: list[str]) -> Finish:
     recipe = conversion.recipe
-    if not makes_state or (recipe is not None and recipe.scaling != "delayed"):
+    if not makes_state or not conversion.delayed:
         return lambda amax: carried
 
     def make(weight_amax: Mapping[str, float]) -> Fp8States:
-        change = fp8_state(carried, weight_amax, recipe.delayed if recipe else None)
+        wanted = {module: amax for module, amax in weight_amax.items() if conversion.in_fp8(module)}
+        change = fp8_state(carried, wanted, recipe.delayed if recipe else None)
         notes.extend(_state_notes(change))
         return change.states
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +14,7 @@ from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.plan import Job, Plan, Source, check_fp8_gemm, make_plan
+from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import CODES, QuantMethod, Scheme
 
 
@@ -37,10 +37,10 @@ class Export:
     recorded_at: int | None
 
 
-def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, keep_bf16: tuple[str, ...] = ()) -> Export:
+def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, precision: Precision) -> Export:
     """Plan a directory of E4M3 weights for inference; everything else in BF16.
 
-    `keep_bf16` are shell patterns of Megatron module names. One weight scale and one input scale for each fused
+    `precision` says which modules stay in BF16. One weight scale and one input scale for each fused
     group. Raises MissingFp8State where `static` asks for an input amax that was never recorded, and PrecisionError
     for shapes that FP8 GEMMs do not take and for weights that are codes already.
     """
@@ -50,7 +50,7 @@ def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, kee
             do="Export the checkpoint that they were made from.",
         )
     plan = make_plan(source, "hf", dtype=torch.bfloat16)
-    encoded = [job for job in plan.jobs if job.row.gemm and not any(fnmatchcase(job.module, p) for p in keep_bf16)]
+    encoded = [job for job in plan.jobs if job.row.gemm and precision.in_fp8(job.module)]
     for job in encoded:
         check_fp8_gemm(job, plan.model)
     inputs = _input_scales(source, encoded) if scheme == "static" else {}

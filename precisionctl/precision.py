@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from precisionctl.fp8.state import DelayedScaling
@@ -21,6 +22,10 @@ class Precision:
     scaling: Scaling = "delayed"
     delayed: DelayedScaling = field(default_factory=DelayedScaling)
     keep_bf16: tuple[str, ...] = ()
+
+    def in_fp8(self, module: str) -> bool:
+        """Whether the GEMM of the module with this Megatron name is computed in FP8."""
+        return self.fp8 and not any(fnmatchcase(module, pattern) for pattern in self.keep_bf16)
 
 
 PRESETS: Mapping[str, Precision] = {

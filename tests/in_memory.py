@@ -17,6 +17,7 @@ from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.plan import make_plan
+from precisionctl.precision import PRESETS
 from precisionctl.quant_methods.base import Scheme, quant_methods
 
 
@@ -78,7 +79,7 @@ def with_state(reader: Reader, *, seed: int = 0) -> InMemory:
 
 def export(source: Reader, directory: Path, method: str, scheme: Scheme) -> HuggingFaceReader:
     """`source` exported for inference, and opened."""
-    made = make_export(source, quant_methods()[method], scheme)
+    made = make_export(source, quant_methods()[method], scheme, PRESETS["fp8-delayed"])
     directory.mkdir()
     writer = HuggingFaceWriter(
         directory, made.plan.targets, source.companions, {}, quantization=made.quantization, extra_files=made.files

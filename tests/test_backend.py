@@ -5,7 +5,7 @@ import torch
 
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import choose_backend, runs_in_fp8
+from precisionctl.trainer.backend import choose_backend
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -27,7 +27,7 @@ def test_asking_for_the_emulation_gives_it_anywhere() -> None:
 
 def test_keep_bf16_takes_shell_patterns_of_whole_names() -> None:
     precision = Precision(fp8=True, keep_bf16=("decoder.layers.0.*", "*.linear_fc2"))
-    assert not runs_in_fp8(precision, "decoder.layers.0.mlp.linear_fc1")
-    assert not runs_in_fp8(precision, "decoder.layers.7.mlp.linear_fc2")
-    assert runs_in_fp8(precision, "decoder.layers.7.mlp.linear_fc1")
-    assert not runs_in_fp8(Precision(fp8=False), "decoder.layers.7.mlp.linear_fc1")
+    assert not precision.in_fp8("decoder.layers.0.mlp.linear_fc1")
+    assert not precision.in_fp8("decoder.layers.7.mlp.linear_fc2")
+    assert precision.in_fp8("decoder.layers.7.mlp.linear_fc1")
+    assert not Precision(fp8=False).in_fp8("decoder.layers.7.mlp.linear_fc1")

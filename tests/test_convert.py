@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,16 @@ def test_fp8_to_hugging_face_and_back_loses_no_state(tmp_path: Path) -> None:
         for role, part in state.roles.items():
             assert torch.equal(part.scale, last.modules[module].roles[role].scale)
             assert torch.equal(part.amax_history, last.modules[module].roles[role].amax_history)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "some-kept"])
+def test_a_recipe_says_which_modules_get_state(tmp_path: Path, recipe: str) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    presets = {**PRESETS, "some-kept": replace(PRESETS["fp8-delayed"], keep_bf16=("*.linear_fc2",))}
+    run(tmp_path / "hf", tmp_path / "fp8", "megatron", precision="fp8", recipe=presets[recipe])
+    states = open_checkpoint(tmp_path / "fp8").fp8
+    found = {name.rpartition(".")[2] for name in states.modules} if states else set()
+    assert found == (set() if recipe == "fp8-current" else {"linear_qkv", "linear_proj", "linear_fc1"})
 
 
 def test_a_stale_weight_amax_is_made_from_the_weights(tmp_path: Path) -> None:

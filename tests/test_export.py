@@ -1,5 +1,6 @@
 """Exports: which scale each tensor gets, from where, and what is refused."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.plan import make_plan
+from precisionctl.precision import PRESETS
 
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 SINGLE = ("self_attn.o_proj", "mlp.down_proj")
@@ -155,3 +157,14 @@ def test_codes_are_not_exported_again(tmp_path: Path) -> None:
     export(path)
     with pytest.raises(PrecisionError, match="round them twice"):
         plan_export(InferenceExport(path.with_name("vllm-static"), tmp_path / "again", "vllm", "dynamic"))
+
+
+def test_what_a_recipe_keeps_in_bf16_is_left_so_and_ignored_by_name(tmp_path: Path) -> None:
+    path = source(tmp_path)
+    recipe = replace(PRESETS["fp8-delayed"], keep_bf16=("decoder.layers.0.*",))
+    execute(plan_export(InferenceExport(path, tmp_path / "out", "vllm", recipe=recipe)))
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
+    assert stored["model.layers.1.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "model.layers.0.mlp.up_proj" in config["quantization_config"]["ignore"]

@@ -4,7 +4,6 @@ Both make modules with the same parameter names, FP8 state and numerics: `module
 Engine, on a GPU with FP8) and `modules_emulated` (plain PyTorch, anywhere).
 """
 
-import fnmatch
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol, runtime_checkable
 
@@ -100,11 +99,6 @@ def make_backend(name: BackendName, precision: Precision, dtype: torch.dtype, de
     from precisionctl.trainer.modules_emulated import EmulatedBackend
 
     return EmulatedBackend(precision, dtype, device)
-
-
-def runs_in_fp8(precision: Precision, name: str) -> bool:
-    """Whether a linear's GEMMs are in FP8: not when `keep_bf16` has a pattern for its name."""
-    return precision.fp8 and not any(fnmatch.fnmatch(name, pattern) for pattern in precision.keep_bf16)
 
 
 def require_alignment(name: str, what: str, *sizes: int) -> None:

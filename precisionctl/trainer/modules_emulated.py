@@ -25,7 +25,7 @@ from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import require_alignment, rms_norm, runs_in_fp8
+from precisionctl.trainer.backend import require_alignment, rms_norm
 
 
 class Quantized(NamedTuple):
@@ -253,7 +253,7 @@ class EmulatedBackend:
 
     def quantizers(self, name: str, in_features: int, out_features: int) -> Mapping[Role, Quantizer]:
         """How a GEMM's tensors are cast, by role; empty where it stays in BF16."""
-        if not runs_in_fp8(self.precision, name):
+        if not self.precision.in_fp8(name):
             return {}
         require_alignment(name, "a weight", out_features, in_features)
         if self.precision.scaling == "current":

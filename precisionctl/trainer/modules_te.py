@@ -21,7 +21,7 @@ from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import require_alignment, rms_norm, runs_in_fp8
+from precisionctl.trainer.backend import require_alignment, rms_norm
 
 Group = Literal["scaling_fwd", "scaling_bwd"]
 
@@ -165,7 +165,7 @@ class TransformerEngineBackend:
 
     def _adopt(self, module: _Fp8Linear, name: str) -> nn.Module:
         module.backend, module.module_name = self, name
-        module.in_fp8 = runs_in_fp8(self.precision, name)
+        module.in_fp8 = self.precision.in_fp8(name)
         if module.in_fp8:
             require_alignment(name, "a weight", *module.weight.shape)
         if module.keeps_state:
