@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,6 +234,16 @@ def test_a_payload_that_nobody_understands_is_kept_byte_for_byte(tmp_path):
     assert found is not None
     assert found.raw.keys() == states.raw.keys()
     assert torch.equal(found.raw["decoder.layers.1.self_attention.core_attention"], raw)
+
+
+def test_state_of_transformer_engine_1_is_kept_though_not_understood(tmp_path):
+    file = io.BytesIO()
+    torch.save({"scale_fwd": torch.ones(3), "amax_history_fwd": torch.zeros(4, 3)}, file)
+    key = "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"
+    write(tmp_path, values(specs()), objects={key: file})
+    found = TorchDistReader(tmp_path).fp8
+    assert found is not None
+    assert found.raw["decoder.layers.0.mlp.linear_fc1"].numpy().tobytes() == file.getvalue()
 
 
 def companions() -> Companions:

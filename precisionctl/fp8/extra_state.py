@@ -24,6 +24,7 @@ _RECIPES = "transformer_engine.common.recipe"
 _FORMATS = {"HYBRID": (448, 57344), "E4M3": (448, 448)}
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch/serialization.py, MAGIC_NUMBER, pickled
 _LEGACY_VERSION = 1001
+_ARCHIVE = b"PK\3\4"  # of torch.save, with which TE 1.x wrote
 _TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
 
@@ -91,6 +92,8 @@ def decode_payload(data: bytes, where: object) -> tuple[DelayedScaling, Fp8State
     operations, TE 1.x), UnsafePickle for one that asks for more than TE's classes, DamagedCheckpoint for one
     that contradicts itself.
     """
+    if data.startswith(_ARCHIVE):
+        raise NotUnderstood("FP8 state in the form of TE 1.x", where=where)
     payload = safe_pickle.loads(data, _ALLOWED, where) if data else None
     if payload is None:
         return None
