@@ -23,14 +23,14 @@ path = "text/train"
 sequence_length = 128
 
 [optimizer]
-lr = 1e-3
+lr = 2e-3
 
 [schedule]
 kind = "constant"
 warmup_steps = 20
 """
 
-START, BRANCH, ON, SFT = 200, 330, 30, 40
+START, BRANCH, ON, SFT = 150, 280, 30, 40
 """Steps: BF16 up to here; the branches up to here; going on from weights alone; fine-tuning."""
 
 Say = Callable[[str], None]
