@@ -14,50 +14,30 @@ PACKAGE = Path(__file__).parents[1] / "precisionctl"
 ANYONE = {"errors", "safe_pickle", "discover"}
 """Leaves that every unit may import."""
 
-LOWER = {"precision", "model_shape", "fp8", "param", "architectures", "quant_methods", "engines", "recipe"}
-MIDDLE = LOWER | {"checkpoints", "cast", "lower", "plan", "journal", "convert", "export", "verify"}
-EVERYTHING = MIDDLE | {"commands", "trainer", "evaluate", "reports", "demo", "console"}
+DOCUMENT = PACKAGE.parent / "docs" / "architecture.md"
 
-MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
-    "safe_pickle": set(),
-    "discover": set(),
-    "fp8": set(),
-    "model_shape": set(),
-    "precision": {"fp8.state"},
-    "param": {"fp8"},
-    "architectures": {"model_shape", "param"},
-    "quant_methods": {"param", "fp8"},
-    "engines": {"model_shape", "param", "quant_methods"},
-    "checkpoints": {"param", "model_shape", "fp8", "quant_methods"},
-    "recipe": {"precision"},
-    "cast": {"param", "precision", "fp8"},
-    "lower": {"param", "model_shape", "architectures"},
-    "plan": {"param", "model_shape", "precision", "architectures", "quant_methods", "engines", "cast", "lower"},
-    "journal": {"plan", "checkpoints.base"},
-    "convert": {"plan", "lower", "journal", "cast", "checkpoints.base", "engines", "fp8"},
-    "verify": {"plan", "lower", "journal", "cast", "checkpoints.base", "engines", "fp8"},
-    "export": LOWER | {"cast", "lower", "plan"},
-    "commands": MIDDLE,
-    "trainer": MIDDLE,
-    "evaluate": MIDDLE | {"trainer"},
-    "reports": MIDDLE | {"commands", "trainer", "evaluate"},
-    "demo": EVERYTHING - {"console", "demo"},
-    "console": MIDDLE | {"trainer", "reports"},
-    "options": set(),
-    "cli": EVERYTHING | {"options"},
-    "__main__": {"cli"},
-}
-"""A name means that module or anything in that package; units also import themselves."""
 
-ONLY_HERE = {
-    "transformer_engine": {"trainer/modules_te.py"},
-    "rich": {"console.py"},
-    "click": {"cli.py", "options.py"},
-    "pickle": {"safe_pickle.py", "fp8/opcodes.py"},
-    "matplotlib": {"reports/plot.py"},
-}
+def names(cell: str) -> list[str]:
+    """What stands in code font."""
+    return re.findall(r"`([^`]+)`", cell)
 
+
+def read_table() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """By unit, what it may import; by package, the files that may import it."""
+    section = DOCUMENT.read_text(encoding="utf-8").partition("## Who may import whom")[2].partition("\n## ")[0]
+    may_import: dict[str, set[str]] = {}
+    only_here: dict[str, set[str]] = {}
+    for row in re.findall(r"^\| (`.*) \|$", section, re.MULTILINE):
+        units, _, allowed, only = re.split(r" ?\| ?", row)
+        above = set(may_import) if allowed == "everything above" else set(names(allowed))
+        may_import |= {unit: above | ANYONE for unit in names(units)}
+        if only:
+            package, *files = names(only)
+            only_here[package] = set(files)
+    return may_import, only_here
+
+
+MAY_IMPORT, ONLY_HERE = read_table()
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -85,7 +65,7 @@ def test_a_unit_imports_only_what_the_table_allows(file):
     if unit == "__init__":
         assert not list(imports(file))
         return
-    allowed = MAY_IMPORT[unit] | ANYONE | {unit, "__version__"}
+    allowed = MAY_IMPORT[unit] | {unit, "__version__"}
     ours = [name.removeprefix("precisionctl.") for name in imports(file) if name.startswith("precisionctl.")]
     strangers = [name for name in ours if not any(covers(each, name) for each in allowed)]
     assert not strangers, f"{unit} may not import {strangers}"
@@ -103,14 +83,11 @@ def test_the_table_names_no_unit_that_does_not_exist():
     assert {unit_of(file) for file in FILES} - {"__init__"} == set(MAY_IMPORT)
 
 
-def test_the_table_has_no_cycle():
-    """Each unit can be placed after all it may import."""
-    placed: set[str] = set()
-    waiting = {unit: {name.partition(".")[0] for name in names} - {unit} for unit, names in MAY_IMPORT.items()}
-    while ready := {unit for unit, names in waiting.items() if names <= placed}:
-        placed |= ready
-        waiting = {unit: names for unit, names in waiting.items() if unit not in ready}
-    assert not waiting
+def test_no_unit_may_import_from_a_row_below_its_own():
+    above: set[str] = set()
+    for unit, allowed in MAY_IMPORT.items():
+        assert {name.partition(".")[0] for name in allowed} <= above | ANYONE
+        above.add(unit)
 
 
 def test_every_other_package_that_is_imported_is_declared_in_pyproject():
