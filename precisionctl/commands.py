@@ -156,8 +156,7 @@ def execute(work: Work, *, workers: int = 2, restart: bool = False, on_bytes: On
     """Do it. The destination appears only when it is complete; after a failure the same command goes on."""
     output = work.output
     with disk_problems(output):
-        with open_journal(output.journal, work.digest, work.reader.files, restart=restart) as journal:
-            output.begin(fresh=journal.fresh)
+        with open_journal(output, work.digest, work.reader.files, restart=restart) as journal:
             _check_room(work)
             amax = run(
                 work.plan,

@@ -61,11 +61,11 @@ def run(
     Returns the largest magnitude of each FP8 GEMM's weight, by module, if `weight_amax` asks for it. `on_bytes`
     hears of bytes written; first of those that were written before.
     """
+    files = {chunk.place for name in plan.targets for chunk in writer.chunks(name) if isinstance(chunk.place, Path)}
+    done = journal.done if journal and all(file.is_file() for file in files) else set()  # a lost file was not done
     writer.lay_out()
-    done = journal.done if journal else set()
     on_bytes(sum(nbytes(job, plan) for job in plan.jobs if job.name in done))
     todo = [job for job in plan.jobs if job.name not in done]
-    files = {chunk.place for name in plan.targets for chunk in writer.chunks(name) if isinstance(chunk.place, Path)}
     worker = _Worker(plan, reader, writer, weight_amax)
     found: dict[str, float] = dict(journal.amax) if journal else {}
     with _one_torch_thread(), ThreadPoolExecutor(workers) as pool:

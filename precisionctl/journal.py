@@ -8,22 +8,22 @@ is ignored. The file is locked: two runs of the same conversion never write into
 import fcntl
 import json
 import os
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from precisionctl.checkpoints.base import Output
 from precisionctl.errors import OutputError
 
 
 @dataclass
 class Journal:
-    """`done` are the names of finished jobs; `amax` the largest magnitude of each weight that was looked at.
-    `fresh`: nothing was recorded here before."""
+    """`done` are the names of finished jobs; `amax` the largest magnitude of each weight that was looked at."""
 
     file: IO[str]
-    fresh: bool
     done: set[str] = field(default_factory=set)
     amax: dict[str, float] = field(default_factory=dict)
 
@@ -41,34 +41,59 @@ class Journal:
 
 
 @contextmanager
-def open_journal(path: Path, digest: str, files: Iterable[Path], *, restart: bool = False) -> Iterator[Journal]:
-    """The journal at `path`, locked; emptied for a `restart`.
+def open_journal(output: Output, digest: str, files: Iterable[Path], *, restart: bool = False) -> Iterator[Journal]:
+    """The journal of `output`, locked, beside a partial directory that fits it: made anew where there is none to go
+    on with, and for a `restart`.
 
-    Raises OutputError where it belongs to another conversion or is in use.
+    Raises OutputError where journal or directory belong to something else, or another run is writing.
     """
     header = {"plan": digest, "source": [_fingerprint(file) for file in files]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+", encoding="utf-8") as file:
+    output.check_free()
+    output.path.parent.mkdir(parents=True, exist_ok=True)
+    with open(output.journal, "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise OutputError("another run is writing this output", where=path, do="Wait for it to end.") from None
+            raise OutputError("another run is writing this output", where=output.path, do="Wait for it.") from None
         file.seek(0)
-        lines, length = ([], 0) if restart else _whole_lines(file.read())
-        file.truncate(length)
-        journal = Journal(file, fresh=not lines)
-        if journal.fresh:
-            journal._append(header)
-        elif lines[0] != json.loads(json.dumps(header)):
-            raise OutputError(
-                "unfinished output of another conversion, or of a source that has changed since",
-                where=path,
-                do="Run with --restart to discard it, or choose another destination.",
-            )
-        for line in lines[1:]:
-            journal.done.update(line["done"])
-            journal.amax.update(line["amax"])
+        text = file.read()
+        lines, length = _whole_lines(text)
+        if not restart:
+            _check_ours(output, text, lines, header)
+        journal = Journal(file)
+        if not restart and lines and output.token.is_file() and output.token.read_text() == lines[0]["id"]:
+            file.truncate(length)
+            for line in lines[1:]:
+                journal.done.update(line["done"])
+                journal.amax.update(line["amax"])
+        else:
+            _begin(output, journal, header)
         yield journal
+
+
+def _check_ours(output: Output, text: str, lines: list[Any], header: Mapping[str, object]) -> None:
+    """A partial directory without a journal, or a journal without our header, is somebody else's."""
+    ours = {key: lines[0].get(key) for key in header} if lines and isinstance(lines[0], dict) else {}
+    partial = output.partial.is_dir() and any(output.partial.iterdir())
+    torn = "\n" not in text and text.startswith('{"plan": ')  # our own first line, and a crash
+    if (not partial and (torn or not text)) or ours == json.loads(json.dumps(header)):
+        return
+    if not text:
+        output.journal.unlink()  # it was made by looking for it
+    raise OutputError(
+        "unfinished output of another conversion is there, or of a source that has changed since",
+        where=output.journal if text else output.partial,
+        do="Run with --restart to discard it, or choose another destination.",
+    )
+
+
+def _begin(output: Output, journal: Journal, header: Mapping[str, object]) -> None:
+    """From nothing. The header names the directory's token, so a journal is never believed beside another one."""
+    output.begin()
+    journal.file.truncate(0)
+    identity = uuid.uuid4().hex
+    journal._append({**header, "id": identity})
+    output.token.write_text(identity)
 
 
 def _fingerprint(file: Path) -> list[object]:
@@ -76,9 +101,10 @@ def _fingerprint(file: Path) -> list[object]:
     return [file.name, status.st_size, status.st_mtime_ns]
 
 
-def _whole_lines(text: str) -> tuple[list[dict[str, dict[str, float]]], int]:
+def _whole_lines(text: str) -> tuple[list[Any], int]:
     """Lines as JSON up to the first that is torn, and the bytes that they take."""
-    lines, length = [], 0
+    lines: list[Any] = []
+    length = 0
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
             break

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from precisionctl import commands, convert
-from precisionctl.checkpoints.base import Reader, read_tensor
+from precisionctl.checkpoints.base import Output, Reader, read_tensor
 from precisionctl.checkpoints.huggingface import INDEX
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands import Conversion, execute, plan_conversion
@@ -300,18 +301,62 @@ def test_a_source_that_changed_is_not_gone_on_with(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "out" / "release" / "metadata.json").is_file()
 
 
-def test_partial_output_that_no_journal_explains_is_not_built_upon(tmp_path: Path) -> None:
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unfinished conversion at tmp_path/out, with all of its jobs in the journal."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
-    (tmp_path / "out.partial" / "release").mkdir(parents=True)
-    (tmp_path / "out.partial" / "release" / "leftover.bin").write_bytes(b"of another conversion")
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "commit", lambda output: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        with pytest.raises(DiskProblem):
+            run(tmp_path / "hf", tmp_path / "out", "megatron")
+
+
+def test_a_journal_is_not_believed_beside_another_partial_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped(tmp_path, monkeypatch)
+    shutil.rmtree(tmp_path / "out.partial")
     run(tmp_path / "hf", tmp_path / "out", "megatron")
-    assert not (tmp_path / "out" / "release" / "leftover.bin").exists()
+    run(tmp_path / "out", tmp_path / "back", "hf")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+
+
+def test_a_file_that_was_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(tmp_path, monkeypatch)
+    (tmp_path / "out.partial" / "release" / "__0_0.distcp").unlink()
+    run(tmp_path / "hf", tmp_path / "out", "megatron")
+    run(tmp_path / "out", tmp_path / "back", "hf")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+
+
+@pytest.mark.parametrize("theirs", ["out.partial/thesis.txt", "out.journal"])
+def test_what_is_not_ours_is_not_destroyed(tmp_path: Path, theirs: str) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    (tmp_path / theirs).parent.mkdir(exist_ok=True)
+    (tmp_path / theirs).write_text("precious")
+    with pytest.raises(OutputError, match="--restart"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert (tmp_path / theirs).read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 2
+    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
+
+
+def test_a_restart_that_is_killed_leaves_nothing_of_what_it_discards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped(tmp_path, monkeypatch)
+    (tmp_path / "out.partial" / "stale.bin").write_bytes(b"of the run before")
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "begin", lambda output: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
+    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
+    assert not (tmp_path / "out" / "stale.bin").exists()
 
 
 def test_two_runs_do_not_write_one_output(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron"))
-    with open_journal(work.output.journal, work.digest, work.reader.files):
+    with open_journal(work.output, work.digest, work.reader.files):
         with pytest.raises(OutputError, match="another run"):
             execute(work)
         with pytest.raises(OutputError, match="another run"):
@@ -319,15 +364,15 @@ def test_two_runs_do_not_write_one_output(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    with open_journal(path, "plan", []) as journal:
+    output = Output(tmp_path / "out")
+    with open_journal(output, "plan", []) as journal:
         journal.record(["a", "b"], {"a": 1.5})
-    with open(path, "a") as file:
+    with open(output.journal, "a") as file:
         file.write('{"done": ["c"], "am')
-    with open_journal(path, "plan", []) as journal:
-        assert journal.done == {"a", "b"} and journal.amax == {"a": 1.5} and not journal.fresh
+    with open_journal(output, "plan", []) as journal:
+        assert journal.done == {"a", "b"} and journal.amax == {"a": 1.5}
         journal.record(["c"], {})
-    with open_journal(path, "plan", []) as journal:
+    with open_journal(output, "plan", []) as journal:
         assert journal.done == {"a", "b", "c"}
 
 

@@ -240,18 +240,24 @@ class Output:
                 "something is already there", where=self.path, do="Choose another destination or remove it."
             )
 
-    def begin(self, *, fresh: bool) -> None:
-        """Make the partial directory; empty if `fresh`, else with what an earlier run left there."""
+    @property
+    def token(self) -> Path:
+        """In the partial directory, the identity of the journal that says what is done there."""
+        return self.partial / ".unfinished"
+
+    def begin(self) -> None:
+        """Make an empty partial directory."""
         self.check_free()
-        if fresh:
-            shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True, exist_ok=True)
+        if self.partial.exists():
+            shutil.rmtree(self.partial)
+        self.partial.mkdir(parents=True)
 
     def commit(self) -> None:
         """Sync every file, then rename."""
         for directory, _, names in os.walk(self.partial):
             for path in [Path(directory, name) for name in names] + [Path(directory)]:
                 sync(path)
+        self.token.unlink(missing_ok=True)
         os.rename(self.partial, self.path)
         sync(self.path.parent)
         self.journal.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """Hugging Face directories: safetensors files, one or sharded, beside config.json and a tokenizer."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -182,11 +183,12 @@ class HuggingFaceWriter:
         for file, shard in self._shards.items():
             header, _ = make_header(shard)
             size = len(header) + sum(spec.nbytes for spec in shard.values())
-            if file.exists() and file.stat().st_size == size:
-                continue
-            with open(file, "wb") as handle:
-                handle.write(header)
-                handle.truncate(size)
+            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                os.pwrite(handle, header, 0)
+                os.ftruncate(handle, size)
+            finally:
+                os.close(handle)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return [self._places[name]]

@@ -196,7 +196,7 @@ def save(run: Run, out: Path, wanted: Mapping[str, Any], companions: Companions,
         objects={RNG: _rng()},
     )
     with disk_problems(output):
-        output.begin(fresh=True)
+        output.begin()
         convert(plan, LiveModel(plan.model, _parameters(run) | _optimizer_tensors(run)), writer)
         writer.finish(states)
         (output.partial / RUN_FILE).parent.mkdir(exist_ok=True)
