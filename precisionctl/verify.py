@@ -47,15 +47,17 @@ class TensorComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`fp8` has a line for each difference in FP8 state; None where the state was not compared, because only one
-    side has any."""
+    """`settings` has a line for each setting that makes other logits of the same weights, and for each static input
+    scale that differs; `fp8` one for each difference in FP8 state, None where the state was not compared, because
+    only one side has any."""
 
     tensors: tuple[TensorComparison, ...]
+    settings: tuple[str, ...]
     fp8: tuple[str, ...] | None
 
     @property
     def equal(self) -> bool:
-        return all(tensor.equal for tensor in self.tensors) and not self.fp8
+        return all(tensor.equal for tensor in self.tensors) and not self.settings and not self.fp8
 
     def as_json(self) -> dict[str, Any]:
         return {"equal": self.equal} | asdict(self)
@@ -73,7 +75,26 @@ def compare(a: Reader, b: Reader, *, fp8: bool = False, on_bytes: Callable[[int]
         tensors.append(_compare_tensor(name, left, right))
         on_bytes(left.nbytes(name))
     both = a.fp8 is not None and b.fp8 is not None
-    return Comparison(tuple(tensors), tuple(_state_differences(a.fp8, b.fp8)) if both or fp8 else None)
+    states = tuple(_state_differences(a.fp8, b.fp8)) if both or fp8 else None
+    return Comparison(tuple(tensors), tuple(_setting_differences(a, b)), states)
+
+
+_SETTINGS = (
+    *("num_attention_heads", "num_query_groups", "kv_channels", "norm_epsilon"),
+    *("rotary_base", "rope_scaling", "sliding_window"),
+)
+"""Fields of ModelShape that no tensor shows."""
+
+
+def _setting_differences(a: Reader, b: Reader) -> Iterator[str]:
+    for field in _SETTINGS:
+        left, right = getattr(a.model, field), getattr(b.model, field)
+        if left != right:
+            yield f"{field} is {left} and {right}"
+    if isinstance(a, Directory) and isinstance(b, Directory):
+        for name in sorted(a.input_scales.keys() & b.input_scales.keys()):
+            if a.input_scales[name] != b.input_scales[name]:
+                yield f"{name}: input scale is {a.input_scales[name]} and {b.input_scales[name]}"
 
 
 @dataclass(frozen=True)
@@ -85,8 +106,10 @@ class _Rows:
 
     @property
     def values(self) -> Tensor:
-        """FP32."""
-        return self.stored.float() if self.scale_inv is None else numerics.decode(self.stored, self.scale_inv)
+        """FP32; FP64 of what FP32 would round."""
+        if self.scale_inv is not None:
+            return numerics.decode(self.stored, self.scale_inv)
+        return self.stored.double() if self.stored.dtype.itemsize > 4 else self.stored.float()
 
     def encodes(self, values: Tensor) -> bool:
         """Whether these codes are the encoding of FP32 `values` under the scales stored with them."""
@@ -189,13 +212,16 @@ def _error(pieces: Iterable[tuple[_Rows, _Rows]]) -> tuple[float, float]:
         largest = max(largest, float(error.abs().max()))
     if noise == 0:
         return math.inf, largest
+    if not math.isfinite(noise) or not math.isfinite(signal):  # an infinity or NaN on one side
+        return -math.inf, largest
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf, largest
 
 
 def _state_differences(a: Fp8States | None, b: Fp8States | None) -> Iterator[str]:
     """A line for each difference; equal means equal to the last bit."""
     if a is None or b is None:
-        yield "no FP8 state in " + " nor ".join(side for side, states in (("A", a), ("B", b)) if states is None)
+        if a is not b:
+            yield f"no FP8 state in {'A' if a is None else 'B'}"
         return
     left, right = asdict(a.recipe), asdict(b.recipe)
     yield from (f"recipe: {key} is {left[key]} and {right[key]}" for key in left if left[key] != right[key])
@@ -225,6 +251,8 @@ class Directory(Protocol):
 
     @property
     def config(self) -> Mapping[str, Any]: ...
+    @property
+    def input_scales(self) -> Mapping[str, float]: ...
     @property
     def stored(self) -> Chunked: ...
 

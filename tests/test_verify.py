@@ -9,6 +9,7 @@ import in_memory
 import pico
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from precisionctl import verify
 from precisionctl.checkpoints.base import read_tensor, write_rows
@@ -135,6 +136,46 @@ def test_two_exports_that_decode_alike_are_equal_and_two_schemes_are_not(tmp_pat
     dynamic = in_memory.export(stateful, tmp_path / "dynamic", "compressed-tensors", "dynamic")
     assert compare(static, modelopt).equal
     assert of(compare(static, dynamic), Q).status == "differs"
+
+
+def test_a_setting_that_no_tensor_shows_is_a_difference(source):
+    other = replace(source_in_memory(source), model=replace(source.model, rotary_base=7.0, norm_epsilon=0.5))
+    found = compare(source, other)
+    assert all(tensor.equal for tensor in found.tensors) and not found.equal
+    assert [line.split()[0] for line in found.settings] == ["norm_epsilon", "rotary_base"]
+
+
+def source_in_memory(source):
+    return in_memory.InMemory(source.model, "hf", {name: read_tensor(source, name) for name in source.specs})
+
+
+def test_static_input_scales_are_compared(tmp_path, source):
+    stated = in_memory.with_state(source)
+    one = in_memory.export(stated, tmp_path / "one", "compressed-tensors", "static")
+    in_memory.export(stated, tmp_path / "two", "compressed-tensors", "static")
+    file = tmp_path / "two" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.down_proj.input_scale"] *= 2
+    save_file(tensors, file, metadata={"format": "pt"})
+    found = compare(one, HuggingFaceReader(tmp_path / "two"))
+    assert not found.equal and "down_proj.weight: input scale" in found.settings[0]
+
+
+def test_fp64_is_compared_as_it_is(source):
+    a, b = source_in_memory(source), source_in_memory(source)
+    a.tensors = {name: values.double() for name, values in a.tensors.items()}
+    b.tensors = {name: values.double() * (1 + 1e-9) for name, values in b.tensors.items()}
+    assert not compare(a, b).equal
+
+
+def test_an_infinity_on_one_side_only_is_a_difference_with_no_sqnr(source):
+    other = source_in_memory(source)
+    other.tensors[Q][0, 0] = float("inf")
+    assert of(compare(source, other), Q).sqnr_db == -math.inf
+
+
+def test_no_state_on_either_side_is_no_difference(source):
+    assert compare(source, source, fp8=True).equal
 
 
 def test_equal_fp8_state_is_no_difference(source):

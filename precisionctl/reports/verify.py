@@ -19,6 +19,8 @@ def tables(comparison: Comparison) -> list[Table]:
     different = [tensor for tensor in comparison.tensors if not tensor.equal]
     if different:
         found.append(_worst(different))
+    if comparison.settings:
+        found.append(Table("Settings that differ", ("",), [(line,) for line in comparison.settings[:SHOWN]]))
     found.append(Table("FP8 state", ("",), [(line,) for line in _state(comparison)]))
     return found
 
