@@ -19,7 +19,7 @@ from precisionctl.checkpoints.megatron_keys import directory_name, write_tracker
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.convert import OnBytes, run
 from precisionctl.engines.base import Engine, engines
-from precisionctl.errors import DiskProblem, PrecisionError
+from precisionctl.errors import DiskProblem, MappingError, PrecisionError, RecipeError
 from precisionctl.export import Export, make_export
 from precisionctl.fp8.state import Fp8States
 from precisionctl.journal import open_journal
@@ -48,10 +48,23 @@ class Conversion:
     max_shard_size: int = MAX_SHARD_SIZE
     drop_fp8_state: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises RecipeError for options that contradict one another."""
+        if self.to == "hf" and self.tensor_parallel > 1:
+            raise RecipeError("Hugging Face directories are not cut for tensor parallelism", do="Leave --tp out.")
+        if self.recipe is not None and self.precision != "fp8":
+            raise RecipeError("a recipe says how FP8 is made", do="Give --precision fp8 too, or leave --recipe out.")
+        if self.drop_fp8_state and self.to == "hf" and self.precision == "fp8":
+            raise RecipeError(
+                "the input scales of FP8 weights come from the FP8 state",
+                do="Leave --drop-fp8-state out, or use `export-inference --scheme dynamic`.",
+            )
+
     @property
-    def delayed(self) -> bool:
-        """Whether a target in FP8 keeps state: other recipes have none, and TE asks for an empty one."""
-        return self.precision != "bf16" and (self.recipe is None or self.recipe.scaling == "delayed")
+    def fills_extra_state(self) -> bool:
+        """Whether FP8 state goes where a run takes it up: delayed scaling keeps some, other recipes none."""
+        delayed = self.recipe is None or self.recipe.scaling == "delayed"
+        return self.to == "megatron" and self.precision != "bf16" and delayed
 
     def in_fp8(self, module: str) -> bool:
         return self.recipe is None or self.recipe.in_fp8(module)
@@ -101,11 +114,12 @@ def plan_conversion(conversion: Conversion) -> Work:
         )
     dtype = None if conversion.precision == "keep" else torch.bfloat16
     plan = make_plan(reader, conversion.to, dtype=dtype, tensor_parallel=conversion.tensor_parallel)
-    makes_state = conversion.to == "megatron" and conversion.precision == "fp8"
-    if makes_state:
-        for job in plan.jobs:
-            if job.row.gemm and conversion.in_fp8(job.module):
-                check_fp8_gemm(job, plan.model)
+    carried = None if conversion.drop_fp8_state else reader.fp8
+    for job in plan.jobs:
+        if conversion.precision == "fp8" and job.row.gemm and conversion.in_fp8(job.module):
+            check_fp8_gemm(job, plan.model)
+    if carried:
+        _check_modules(carried, plan)
     output = Output(conversion.destination)
     output.check_free()
     if conversion.to == "hf":
@@ -113,8 +127,9 @@ def plan_conversion(conversion: Conversion) -> Work:
     else:
         writer = _megatron_writer(output, reader, plan, conversion)
     notes = _left_behind(reader)
-    finish = _finish(None if conversion.drop_fp8_state else reader.fp8, conversion, makes_state, notes)
-    return Work(reader, plan, writer, output, finish, makes_state, _digest(plan, conversion), notes)
+    makes = conversion.fills_extra_state and (conversion.precision == "fp8" or carried is not None)
+    finish = _make_state(carried, conversion, notes) if makes else lambda amax: carried
+    return Work(reader, plan, writer, output, finish, makes, _digest(plan, conversion), notes)
 
 
 def _as_export(conversion: Conversion) -> InferenceExport:
@@ -195,18 +210,27 @@ def _megatron_writer(output: Output, reader: Reader, plan: Plan, conversion: Con
         plan.targets,
         tensor_parallel=conversion.tensor_parallel,
         companions=reader.companions,
-        fp8_in="extra_state" if conversion.delayed else "sidecar",
+        fp8_in="extra_state" if conversion.fills_extra_state else "sidecar",
     )
 
 
-def _finish(carried: Fp8States | None, conversion: Conversion, makes_state: bool, notes: list[str]) -> Finish:
-    recipe = conversion.recipe
-    if not makes_state or not conversion.delayed:
-        return lambda amax: carried
+def _check_modules(states: Fp8States, plan: Plan) -> None:
+    unknown = sorted(states.modules.keys() - set(plan.gemms))
+    if unknown:
+        raise MappingError(
+            f"FP8 state of `{unknown[0]}`, which this model does not have",
+            do="Does the state belong to another model? --drop-fp8-state leaves it behind.",
+        )
+
+
+def _make_state(carried: Fp8States | None, conversion: Conversion, notes: list[str]) -> Finish:
+    """State that a run will take up: what is carried, held against the weights; for `fp8`, of every FP8 GEMM."""
+    recipe = conversion.recipe.delayed if conversion.recipe else None
 
     def make(weight_amax: Mapping[str, float]) -> Fp8States:
-        wanted = {module: amax for module, amax in weight_amax.items() if conversion.in_fp8(module)}
-        change = fp8_state(carried, wanted, recipe.delayed if recipe else None)
+        known = carried.modules if carried else {}
+        wanted = conversion.in_fp8 if conversion.precision == "fp8" else known.__contains__
+        change = fp8_state(carried, {module: amax for module, amax in weight_amax.items() if wanted(module)}, recipe)
         notes.extend(_state_notes(change))
         return change.states
 

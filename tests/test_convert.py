@@ -23,12 +23,15 @@ from precisionctl.checkpoints.huggingface import INDEX
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands import Conversion, execute, plan_conversion
 from precisionctl.errors import (
+    CheckpointError,
     DamagedCheckpoint,
     DestinationExists,
     DiskProblem,
+    MappingError,
     MissingTensor,
     OutputError,
     PrecisionError,
+    RecipeError,
     ShapeMismatch,
     UnknownArchitecture,
     UnmappedTensor,
@@ -213,14 +216,45 @@ def test_a_recipe_says_which_modules_get_state(tmp_path: Path, recipe: str) -> N
     assert found == (set() if recipe == "fp8-current" else {"linear_qkv", "linear_proj", "linear_fc1"})
 
 
-def test_a_stale_weight_amax_is_made_from_the_weights(tmp_path: Path) -> None:
+CONTRADICTORY: dict[str, dict[str, Any]] = {
+    "not cut for tensor parallelism": {"to": "hf", "tensor_parallel": 2},
+    "a recipe says how FP8 is made": {"to": "megatron", "recipe": PRESETS["fp8-delayed"]},
+    "input scales of FP8 weights come from": {"to": "hf", "precision": "fp8", "drop_fp8_state": True},
+}
+
+
+@pytest.mark.parametrize("message", CONTRADICTORY)
+def test_options_that_contradict_one_another_are_refused(tmp_path: Path, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Conversion(tmp_path, tmp_path / "out", **CONTRADICTORY[message])
+
+
+def test_a_hugging_face_source_has_no_iterations(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match="no iterations"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron", iteration=3)
+
+
+def test_state_of_a_module_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "fp8", "megatron", precision="fp8")
+    run(tmp_path / "fp8", tmp_path / "over", "hf")
+    pico.save(tmp_path / "short", dtype=torch.bfloat16, num_hidden_layers=1)
+    shutil.copytree(tmp_path / "over" / "precisionctl", tmp_path / "short" / "precisionctl")
+    with pytest.raises(MappingError, match=r"FP8 state of `decoder.layers.1.mlp.linear_fc1`"):
+        run(tmp_path / "short", tmp_path / "out", "megatron")
+    run(tmp_path / "short", tmp_path / "out", "megatron", drop_fp8_state=True)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "keep"])
+def test_a_stale_weight_amax_is_made_from_the_weights(tmp_path: Path, precision: str) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     run(tmp_path / "hf", tmp_path / "fp8", "megatron", precision="fp8")
     run(tmp_path / "fp8", tmp_path / "over", "hf")
     stored = load_file(tmp_path / "over" / "model.safetensors")
     stored["model.layers.1.mlp.down_proj.weight"] *= 4
     save_file(stored, tmp_path / "over" / "model.safetensors", metadata={"format": "pt"})
-    work = run(tmp_path / "over", tmp_path / "again", "megatron", precision="fp8")
+    work = run(tmp_path / "over", tmp_path / "again", "megatron", precision=precision)
     assert any("1 modules was stale" in note for note in work.notes)
     states = open_checkpoint(tmp_path / "again").fp8
     assert states is not None

@@ -13,7 +13,7 @@ import torch
 from precisionctl import model_shape
 from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
 from precisionctl.checkpoints.safetensors_file import Stored, make_header, read_header, split_shards
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
@@ -214,9 +214,15 @@ class HuggingFaceWriter:
         return config
 
 
+def _open(path: Path, iteration: int | None) -> HuggingFaceReader:
+    if iteration is not None:
+        raise CheckpointError("a Hugging Face directory has no iterations", where=path, do="Leave --iteration out.")
+    return HuggingFaceReader(path)
+
+
 CONTAINER = Container(
     recognise,
-    lambda path, iteration: HuggingFaceReader(path),
+    _open,
     f"config.json with {SINGLE}, {INDEX} or other *.safetensors (Hugging Face)",
 )
 
