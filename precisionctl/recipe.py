@@ -6,9 +6,10 @@ the nearest known one; `--set train.steps=200` overrides one key.
 
 import dataclasses
 import difflib
+import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import GenericAlias
@@ -19,6 +20,22 @@ from precisionctl.precision import Precision
 
 Table = dict[str, Any]
 Made = TypeVar("Made")
+
+Bounds = tuple[str, Callable[[float], bool]]
+"""What a number must be, in words and as a rule that no NaN passes."""
+
+ABOVE_0: Bounds = ("above 0 and finite", lambda value: 0 < value < math.inf)
+FROM_0: Bounds = ("0 or above, and finite", lambda value: 0 <= value < math.inf)
+BELOW_1: Bounds = ("from 0 to below 1", lambda value: 0 <= value < 1)
+SHARE: Bounds = ("from 0 to 1", lambda value: 0 <= value <= 1)
+SEED: Bounds = ("from 0 to 4294967295", lambda value: 0 <= value < 2**32)
+
+
+def _require(section: str, table: object, **bounds: Bounds) -> None:
+    """Raise RecipeError for a value of a section that is out of its bounds."""
+    for key, (words, holds) in bounds.items():
+        if not holds(value := getattr(table, key)):
+            raise RecipeError(f"{section}.{key} = {value} must be {words}")
 
 
 @dataclass(frozen=True)
@@ -35,7 +52,8 @@ class Train:
     warmup_passes: int = 8
 
     def __post_init__(self) -> None:
-        _positive(self, "train", "steps", "batch_size", "micro_batch_size", "save_every", "keep", "eval_every")
+        counts = ("steps", "batch_size", "micro_batch_size", "save_every", "keep", "eval_every")
+        _require("train", self, seed=SEED, warmup_passes=FROM_0, **dict.fromkeys(counts, ABOVE_0))
         if self.batch_size % self.micro_batch_size:
             raise RecipeError(
                 f"train.batch_size {self.batch_size} is no multiple of train.micro_batch_size {self.micro_batch_size}"
@@ -51,7 +69,7 @@ class Data:
     sequence_length: int = 1024
 
     def __post_init__(self) -> None:
-        _positive(self, "data", "sequence_length")
+        _require("data", self, sequence_length=ABOVE_0)
 
 
 @dataclass(frozen=True)
@@ -66,7 +84,8 @@ class Optimizer:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        _positive(self, "optimizer", "lr", "epsilon")
+        _require("optimizer", self, lr=ABOVE_0, beta1=BELOW_1, beta2=BELOW_1)
+        _require("optimizer", self, epsilon=ABOVE_0, weight_decay=FROM_0, clip_norm=FROM_0)
 
 
 @dataclass(frozen=True)
@@ -81,6 +100,9 @@ class Schedule:
     warmup_steps: int = 0
     decay_steps: int = 0
     min_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        _require("schedule", self, warmup_steps=FROM_0, decay_steps=FROM_0, min_ratio=SHARE)
 
 
 @dataclass(frozen=True)
@@ -199,9 +221,3 @@ def _known_keys(kind: type, prefix: str = "") -> Iterable[str]:
         yield prefix + key
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             yield from _known_keys(hint, f"{prefix}{key}.")
-
-
-def _positive(section: object, name: str, *keys: str) -> None:
-    for key in keys:
-        if getattr(section, key) <= 0:
-            raise RecipeError(f"{name}.{key} = {getattr(section, key)} must be above 0")

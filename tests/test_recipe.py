@@ -1,12 +1,14 @@
 """Recipes: strict TOML, overrides, and every bundled one."""
 
+import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 
 from precisionctl.errors import RecipeError
 from precisionctl.precision import PRESETS
-from precisionctl.recipe import Recipe, bundled_recipes, load_recipe
+from precisionctl.recipe import Data, Optimizer, Recipe, Schedule, Train, bundled_recipes, load_recipe
 
 
 def test_the_bundled_recipes_are_these_and_each_says_what_its_name_says() -> None:
@@ -69,6 +71,38 @@ def test_set_overrides_a_key_with_a_toml_value_or_a_bare_word() -> None:
 def test_a_bad_override_is_refused_with_the_way_out(override: str, message: str) -> None:
     with pytest.raises(RecipeError, match="(?s)" + message.replace("?", r"\?").replace("[", r"\[")):
         load_recipe("bf16", [override, "train.micro_batch_size=2"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=nan", "above 0"),
+        ("optimizer.epsilon=inf", "above 0 and finite"),
+        ("optimizer.beta1=1.5", "from 0 to below 1"),
+        ("optimizer.beta2=1.0", "from 0 to below 1"),
+        ("optimizer.weight_decay=-1", "0 or above"),
+        ("optimizer.clip_norm=-1", "0 or above"),
+        ("schedule.min_ratio=nan", "from 0 to 1"),
+        ("schedule.warmup_steps=-5", "0 or above"),
+        ("schedule.decay_steps=-1", "0 or above"),
+        ("train.warmup_passes=-1", "0 or above"),
+        ("train.seed=99999999999999999", "from 0 to 4294967295"),
+        ("train.seed=-1", "from 0 to 4294967295"),
+        ("data.sequence_length=0", "above 0"),
+    ],
+)
+def test_a_number_that_no_run_could_use_is_refused(override: str, message: str) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(RecipeError, match=f"^{key} = .* must be {message}"):
+        load_recipe("bf16", [override])
+
+
+def test_every_number_of_a_recipe_has_bounds() -> None:
+    for section in (Train, Data, Optimizer, Schedule):
+        for field in dataclasses.fields(section):
+            if type(field.default) in (int, float):
+                with pytest.raises(RecipeError, match=f".{field.name} = nan must be"):
+                    section(**{field.name: math.nan})
 
 
 def test_a_name_that_is_no_recipe_lists_those_there_are() -> None:
