@@ -4,7 +4,7 @@ import math
 import pytest
 
 from precisionctl.errors import DataError
-from precisionctl.reports.compare import find_gap
+from precisionctl.reports.compare import Comparison, find_gap
 from precisionctl.reports.curves import Curve, read_curve, read_curves
 
 
@@ -32,6 +32,15 @@ def test_a_loss_that_is_no_number_is_the_worst_and_passes_no_gate():
     gap = find_gap(other, first)
     assert gap.worst_step == 2
     assert math.isnan(gap.mean)
+
+
+def test_a_first_loss_of_zero_is_infinitely_far_from_every_other_and_passes_no_gate():
+    first = curve({1: 2.0, 2: 0.0})
+    gap = find_gap(curve({1: 2.0, 2: 0.1}), first)
+    assert (gap.now, gap.worst, gap.worst_step) == (math.inf, math.inf, 2)
+    assert find_gap(curve({2: 0.0}), first).mean == 0.0
+    never = curve({1: 0.0})
+    assert not Comparison([never], [find_gap(curve({1: 0.1}), never)]).within(1e9)
 
 
 def test_runs_without_a_common_step_cannot_be_compared():

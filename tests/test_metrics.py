@@ -1,10 +1,12 @@
 """The metrics file says every step once, whatever happened to the process that wrote it."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from precisionctl.errors import DataError
 from precisionctl.trainer.metrics import FILE, MetricsLog, StepMetrics, read_metrics
 
 
@@ -38,6 +40,16 @@ def test_tokens_are_counted_on_from_the_step_resumed_from(tmp_path: Path) -> Non
 def test_what_was_not_measured_is_not_written(tmp_path: Path) -> None:
     write(tmp_path, 0, step(1))
     assert "held_out_loss" not in read_metrics(tmp_path / FILE)[0]
+
+
+@pytest.mark.parametrize("garbage", ["\0\0\0", "[1]", '{"step": 2}', '{"step": 2, "loss": "x", "tokens": 1}', "\ud800"])
+def test_a_line_that_is_no_step_s_is_one_clear_error_also_for_a_run_that_goes_on(tmp_path: Path, garbage: str) -> None:
+    write(tmp_path, 0, step(1))
+    with open(tmp_path / FILE, "a", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(garbage + "\n")
+    for reading in (partial(read_metrics, tmp_path / FILE), partial(MetricsLog, tmp_path, 1)):
+        with pytest.raises(DataError, match="line 2 is not a step's metrics"):
+            reading()
 
 
 def test_tensorboard_events_are_written_beside(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from precisionctl.errors import DataError
-from precisionctl.reports.curves import Curve, read_curves
+from precisionctl.reports.curves import Curve, read_curves, relative
 from precisionctl.reports.table import Table, percent
 
 LAST_STEPS = 100
@@ -76,7 +76,7 @@ def find_gap(curve: Curve, first: Curve) -> Gap:
         steps=len(steps),
         loss=curve.losses[steps[-1]],
         now=by_step[steps[-1]],
-        mean=fmean(curve.losses[step] for step in last) / fmean(first.losses[step] for step in last) - 1,
+        mean=relative(fmean(curve.losses[step] for step in last), fmean(first.losses[step] for step in last)),
         worst=by_step[worst_step],
         worst_step=worst_step,
     )

@@ -1,5 +1,6 @@
 """Loss curves, as runs leave them in `metrics.jsonl`."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,15 @@ class Curve:
     losses: Mapping[int, float]
 
     def against(self, first: "Curve") -> dict[int, float]:
-        """(loss - first) / first for each step that both runs have."""
-        return {step: self.losses[step] / loss - 1 for step, loss in first.losses.items() if step in self.losses}
+        """The relative gap to `first` at each step that both runs have."""
+        return {step: relative(self.losses[step], loss) for step, loss in first.losses.items() if step in self.losses}
+
+
+def relative(loss: float, first: float) -> float:
+    """(loss - first) / first; from a first loss of 0, everything but 0 is infinitely far."""
+    if first == 0:
+        return 0.0 if loss == 0 else math.inf
+    return loss / first - 1
 
 
 def read_curves(paths: Sequence[Path]) -> list[Curve]:
@@ -30,12 +38,10 @@ def read_curve(path: Path, name: str) -> Curve:
     """The curve of a run's folder, or of a metrics file. Raises DataError where there is none."""
     file = path / FILE if path.is_dir() else path
     try:
-        losses = {int(row["step"]): float(row["loss"]) for row in read_metrics(file)}
+        losses = {row["step"]: row["loss"] for row in read_metrics(file)}
     except OSError as error:
         do = "Give a folder that `precisionctl resume --out` wrote, or its metrics file."
         raise DataError(f"no metrics to read: {error.strerror}", where=file, do=do) from None
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"not lines of metrics: {error!r}", where=file) from None
     if not losses:
         raise DataError("no step has a loss yet", where=file)
     return Curve(name, dict(sorted(losses.items())))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import sync
+from precisionctl.errors import DataError
 
 FILE = "metrics.jsonl"
 
@@ -70,13 +71,21 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics file, up to a line that a kill cut short."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        rows.append(json.loads(line))
-    return rows
+    """The steps of a metrics file, up to a line that a kill cut short. Raises DataError for other garbage."""
+    *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [_read_line(line, number, path) for number, line in enumerate(whole, start=1)]
+
+
+def _read_line(line: str, number: int, path: Path) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = json.loads(line)
+        return row | {"step": int(row["step"]), "loss": float(row["loss"]), "tokens": int(row.get("tokens", 0))}
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        raise DataError(
+            f"line {number} is not a step's metrics: {line[:80]!r}",
+            where=path,
+            do="Remove that line; a run can go on without it.",
+        ) from None
 
 
 def _keep_up_to(path: Path, step: int) -> list[dict[str, Any]]:
