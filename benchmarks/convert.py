@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -90,7 +89,8 @@ def child(task: str, source: Path, target: Path, workers: int) -> None:
     """One run in this process; prints seconds and memory above what importing took."""
     from precisionctl import commands
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak that importing left
+    before = memory_mb("VmRSS")
     start, cpu = time.perf_counter(), time.process_time()
     if task.startswith("export"):
         scheme: Any = task.removeprefix("export-")
@@ -100,8 +100,13 @@ def child(task: str, source: Path, target: Path, workers: int) -> None:
         work = commands.plan_conversion(commands.Conversion(source, target, to))
     commands.execute(work, workers=workers)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"seconds": seconds, "cpu": cpu, "memory_mb": (peak - before) / 1024, "bytes": work.plan.nbytes}))
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "memory_mb": memory_mb("VmHWM") - before}))
+
+
+def memory_mb(field: str) -> float:
+    """A line of Linux's account of this process: VmRSS is what it holds, VmHWM the most that it held."""
+    status = Path("/proc/self/status").read_text()
+    return float(status.split(f"{field}:")[1].split()[0]) / 1024
 
 
 def run_child(task: str, source: Path, target: Path, workers: int) -> dict[str, float]:
