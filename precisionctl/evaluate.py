@@ -66,6 +66,7 @@ def evaluate(
     """
     length = min(sequence_length, reader.model.max_position_embeddings)
     rows = load_rows(data, load_tokenizer(reader.companions), length)
+    rows.require_vocabulary(reader.model.vocab_size)
     model, precision = load(reader, device)
     loss, tokens = _score(model, rows, on_rows)
     return Evaluation(math.exp(loss), loss, tokens, precision)
@@ -101,15 +102,15 @@ def load(reader: Reader, device: torch.device | str = "cpu") -> tuple[GPT, str]:
 def _live_state(reader: Reader) -> Fp8States | None:
     """The state that the checkpoint's next step would compute with; None where that step is not in FP8.
 
-    State in a sidecar is carried, not used: its checkpoint is in BF16. State that lacks a scale is none yet.
+    State in a sidecar is carried, not used: its modules are in BF16. State that lacks a scale is none yet.
     """
     states = reader.fp8
     if states is None or reader.layout != "megatron" or reader.path is None:
         return None
-    if (reader.path / sidecar.RELATIVE).exists():
-        return None
-    used = [state.roles[role] for state in states.modules.values() for role in ("input", "weight")]
-    return states if used and all(role.recorded for role in used) else None
+    carried = sidecar.find(reader.path)
+    live = states.without(carried.modules) if carried else states
+    used = [state.roles[role] for state in live.modules.values() for role in ("input", "weight")]
+    return live if used and all(role.recorded for role in used) else None
 
 
 def _precision(states: Fp8States | None, plan: Plan) -> Precision:

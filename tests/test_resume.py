@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pico import save as save_pico
 from test_megatron_core import SAVED_ARGS
 from training import SMALL, make_source, make_text, run, settings
 
@@ -21,14 +23,17 @@ from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands import Conversion, execute, plan_conversion
-from precisionctl.errors import CheckpointError, OutputError, PrecisionError, RecipeError
-from precisionctl.fp8.state import Fp8States
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, DataError, OutputError, PrecisionError, RecipeError
+from precisionctl.evaluate import evaluate, load
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.param import Layout
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer import state
+from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.data import Rows
 from precisionctl.trainer.loop import Run
-from precisionctl.trainer.metrics import FILE, read_metrics
+from precisionctl.trainer.metrics import FILE, StepMetrics, read_metrics
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.optim import MasterAdamW
 from precisionctl.trainer.resume import resume
@@ -119,6 +124,10 @@ def scales(states: Fp8States | None) -> dict[tuple[str, str], tuple[float, list[
     }
 
 
+def same_state(a: Fp8States | None, b: Fp8States) -> bool:
+    return a is not None and (scales(a), a.iteration, a.recipe) == (scales(b), b.iteration, b.recipe)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_run_killed_at_any_step_ends_as_one_that_never_was(place: Path, tmp_path: Path, precision: str) -> None:
     out = tmp_path / "run"
@@ -166,6 +175,80 @@ def test_another_run_in_the_folder_is_refused_by_what_differs(
     source, data = place / str(fields.pop("source")), place / str(fields.pop("data"))
     with pytest.raises(OutputError, match=f"it differs in {named} "):
         run(settings(source, data, out, **fields))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "iter_0000003/mp_rank_00/model_optim_rng.pt",
+        "iter_0000999/metadata.json",
+        "iter_0000002.partial/__0_0.distcp",
+        "latest_checkpointed_iteration.txt",
+    ],
+)
+def test_a_folder_with_checkpoints_of_another_program_is_refused_and_left_as_it_is(
+    place: Path, tmp_path: Path, name: str
+) -> None:
+    foreign = tmp_path / name
+    foreign.parent.mkdir(exist_ok=True, parents=True)
+    foreign.write_text("3")
+    with pytest.raises(OutputError, match=f"{name.partition('/')[0]} is there, and no run of this program wrote it"):
+        run(settings(place / "source", place / "text.txt", tmp_path, train__steps=2))
+    assert foreign.read_text() == "3"
+
+
+def test_pruning_takes_what_is_older_and_ours_and_what_a_kill_left_of_it(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "iter_0000003.partial").mkdir()  # killed before its first file
+    killed, ours = tmp_path / "iter_0000005.partial/precisionctl/run.json", {"iter_0000006"}
+    killed.parent.mkdir(parents=True)
+    killed.write_text("{")
+    foreign = {"iter_0000001", "iter_0000999", "iter_0000998.partial"}
+
+    def another_program_saves(metrics: StepMetrics) -> None:
+        for name in foreign:
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "model.pt").touch()
+
+    made = settings(place / "source", place / "text.txt", tmp_path, train__keep=1)
+    resume(made, lambda started: None, another_program_saves)
+    assert {path.name for path in tmp_path.glob("iter_*")} == ours | foreign
+
+
+def test_a_source_whose_model_or_fp8_state_was_edited_is_another_source(place: Path, tmp_path: Path) -> None:
+    source = make_source(tmp_path / "source")
+    made = settings(source, place / "text.txt", tmp_path / "run", train__steps=1)
+    run(made)
+    sidecar.write(source / sidecar.RELATIVE, Fp8States(DelayedScaling(), {}))
+    with pytest.raises(OutputError, match="it differs in source "):
+        run(made)
+    (source / sidecar.RELATIVE).unlink()
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    with pytest.raises(OutputError, match="it differs in model.norm_epsilon "):
+        run(made)
+
+
+def test_a_tokenizer_with_more_words_than_the_model_is_one_clear_error(place: Path, tmp_path: Path) -> None:
+    source = make_source(tmp_path / "source")
+    save_pico(source, vocab_size=40)
+    message = "makes token 64, and the model's last one is 39"
+    with pytest.raises(DataError, match=message):
+        run(settings(source, place / "text.txt", tmp_path / "run"))
+    with pytest.raises(DataError, match=message):
+        evaluate(open_checkpoint(source), place / "text.txt")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"identity": {}}, {"identity": []}, {"step": "2"}, {"position": None}, {"more": 1}], ids=str
+)
+def test_a_damaged_note_of_where_a_run_was_is_one_clear_error(
+    place: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    _, first, _ = run(settings(place / "source", place / "text.txt", tmp_path / "first", train__steps=1))
+    note = first.checkpoint / "precisionctl/run.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | changes))
+    with pytest.raises(DamagedCheckpoint, match="not what a run writes"):
+        run(settings(first.checkpoint, place / "text.txt", tmp_path / "second", load="full"))
 
 
 def test_what_changes_no_number_may_change_and_a_constant_rate_may_run_longer(place: Path, tmp_path: Path) -> None:
@@ -265,6 +348,42 @@ def test_a_cold_start_drops_even_what_was_carried(fp8_run: Path, place: Path, tm
     for (_, role), (_, history) in scales(open_checkpoint(finished.checkpoint).fp8).items():
         # one update, of two micro-batches: their two rows, and nothing of the run before
         assert sum(row != 0 for row in history) == (2 if role in ("input", "weight", "grad_output") else 0)
+
+
+@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"precision": "fp8", "precision__scaling": "current"}])
+def test_a_cold_start_without_state_to_empty_is_refused(place: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="this run keeps none"):
+        run(settings(place / "source", place / "text.txt", tmp_path / "run", cold_start=True, **changes))
+
+
+def test_state_of_modules_kept_in_bf16_goes_along_beside_and_keeps_its_date(
+    fp8_run: Path, place: Path, tmp_path: Path
+) -> None:
+    keep = settings(
+        fp8_run,
+        place / "text.txt",
+        tmp_path / "keep",
+        "fp8",
+        load="weights",
+        train__steps=3,
+        precision__keep_bf16=["decoder.layers.0.*"],
+    )
+    resume(keep, lambda started: None, lambda step: os.kill(os.getpid(), signal.SIGTERM) if step.step == 1 else None)
+    _, finished, _ = run(keep)
+    reader = open_checkpoint(finished.checkpoint)
+    live, carried = reader.fp8, sidecar.find(finished.checkpoint)
+    assert live is not None and carried is not None
+    assert {name[:16] for name in live.modules} == {"decoder.layers.1"} and live.iteration == 3
+    assert {name[:16] for name in carried.modules} == {"decoder.layers.0"} and carried.iteration == 6
+    before = scales(open_checkpoint(fp8_run).fp8)
+    assert scales(carried) == {key: value for key, value in before.items() if key[0] in carried.modules}
+    model, _ = load(reader)
+    assert set(fp8_linears(model)) == set(live.modules)
+    again = replace(keep, checkpoint=finished.checkpoint, out=tmp_path / "again")
+    assert same_state(sidecar.find(run(again)[1].checkpoint), carried)
+    started, finished, _ = run(settings(finished.checkpoint, place / "text.txt", tmp_path / "bf16", load="weights"))
+    assert any(note.startswith("older FP8 state of 4 modules is left behind") for note in started.notes)
+    assert same_state(sidecar.find(finished.checkpoint), live)
 
 
 def test_current_scaling_trains_without_state_and_carries_what_there_is(

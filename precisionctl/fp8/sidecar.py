@@ -52,6 +52,12 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().clone()
 
 
+def find(checkpoint: Path) -> Fp8States | None:
+    """The states in the sidecar of a checkpoint's directory, if it has one. Raises as `read` does."""
+    path = checkpoint / RELATIVE
+    return read(path) if path.is_file() else None
+
+
 def read(path: Path) -> Fp8States:
     """The states in a sidecar.
 

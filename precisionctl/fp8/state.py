@@ -4,8 +4,8 @@ TE's words: `scale` multiplies before the cast (`fp8 = saturate(x * scale)`). `a
 row order: row 0 is the step being recorded (zero at rest), row 1 the oldest, the last row the newest.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -157,3 +157,11 @@ class Fp8States:
     raw: Mapping[str, Tensor] = field(default_factory=dict)
     producer: str = ""
     iteration: int | None = None
+
+    def without(self, modules: Container[str]) -> "Fp8States":
+        """What is kept of the other modules."""
+        return replace(
+            self,
+            modules={name: state for name, state in self.modules.items() if name not in modules},
+            raw={name: data for name, data in self.raw.items() if name not in modules},
+        )

@@ -69,6 +69,15 @@ class Rows:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
+    def require_vocabulary(self, size: int) -> None:
+        """Raise DataError for a token that a model with `size` of them does not know."""
+        largest = max(int(self.tokens.max()), self.padding)
+        if largest >= size:
+            raise DataError(
+                f"the tokenizer makes token {largest}, and the model's last one is {size - 1}",
+                do="Give the checkpoint the tokenizer that its model was trained with.",
+            )
+
     def batch(self, indices: Sequence[int]) -> Batch:
         """The rows of these numbers, padded at the right to the longest, rounded up to GEMM_ALIGNMENT."""
         longest = max(int(self.ends[i] - self.starts[i]) for i in indices) - 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from signal import Signals
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,7 @@ from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_keys import directory_name
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import CheckpointError, OutputError, RecipeError
+from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Role
 from precisionctl.model_shape import ModelShape
 from precisionctl.plan import make_plan
@@ -86,14 +87,13 @@ def resume(settings: Settings, on_start: Callable[[Started], None], on_step: OnS
         backend = choose_backend(settings.backend)
         run = _build(recipe, make_plan(source, "megatron").model, backend, rows, held_out)
         if here:
-            state.check_same(state.read_saved(here), wanted, out)
-            fp8 = _go_on(run, here)
+            fp8 = _go_on(run, here, wanted, out)
         else:
             fp8 = _start(run, source, load, settings.cold_start)
         with closing(MetricsLog(out, run.step)) as log:
             notes = (*_notes(source, load, run), *rows.notes, *log.notes, *fp8.notes)
             on_start(Started(recipe, out, run.step, load, backend, fp8.counts, notes))
-            received = train(run, log, partial(state.save, run, out, wanted, source.companions, fp8.states), on_step)
+            received = train(run, log, partial(state.save, run, out, wanted, source.companions, fp8.carried), on_step)
         return Finished(run.step, out / directory_name(run.step), received)
 
 
@@ -102,6 +102,11 @@ def read_recipe(settings: Settings) -> Recipe:
     name = settings.recipe or {"bf16": "bf16", "fp8": "fp8-delayed"}[settings.precision]
     recipe = load_recipe(name, settings.overrides)
     recipe = replace(recipe, precision=replace(recipe.precision, fp8=settings.precision == "fp8"))
+    if settings.cold_start and not (recipe.precision.fp8 and recipe.precision.scaling == "delayed"):
+        raise RecipeError(
+            "--cold-start empties the state of delayed scaling, and this run keeps none",
+            do="Leave it out, or train in FP8 with precision.scaling=delayed.",
+        )
     if settings.data:
         recipe = replace(recipe, data=replace(recipe.data, path=str(settings.data)))
     if not recipe.data.path:
@@ -129,9 +134,13 @@ def _locked(out: Path, checkpoint: Path) -> Iterator[None]:
 
 def _read_data(source: Reader, recipe: Recipe) -> tuple[Rows, Rows | None]:
     tokenizer = load_tokenizer(source.companions)
-    length, held_out = recipe.data.sequence_length, recipe.data.held_out
-    rows = load_rows(Path(recipe.data.path), tokenizer, length)
-    return rows, load_rows(Path(held_out), tokenizer, length) if held_out else None
+
+    def read(path: str) -> Rows:
+        rows = load_rows(Path(path), tokenizer, recipe.data.sequence_length)
+        rows.require_vocabulary(source.model.vocab_size)
+        return rows
+
+    return read(recipe.data.path), read(recipe.data.held_out) if recipe.data.held_out else None
 
 
 def _build(recipe: Recipe, model: ModelShape, backend: BackendName, rows: Rows, held_out: Rows | None) -> Run:
@@ -145,14 +154,15 @@ def _build(recipe: Recipe, model: ModelShape, backend: BackendName, rows: Rows, 
     return Run(recipe, gpt, MasterAdamW(gpt, recipe.optimizer), rows, held_out)
 
 
-def _go_on(run: Run, here: TorchDistReader) -> Fp8Start:
+def _go_on(run: Run, here: TorchDistReader, wanted: Mapping[str, Any], out: Path) -> Fp8Start:
     """Exactly where the run was."""
     saved = state.read_saved(here)
-    assert saved is not None, "check_same has seen it"
+    assert saved is not None, "the newest iteration is ours"
+    state.check_same(saved, wanted, out)
     state.load_optimizer(here, run)
     state.load_rng(here)
     run.step, run.position = saved.step, saved.position
-    return go_on_fp8(run, here.fp8)
+    return go_on_fp8(run, here.fp8, sidecar.find(here.path))
 
 
 def _start(run: Run, source: Reader, load: Load, cold: bool) -> Fp8Start:
@@ -171,7 +181,7 @@ def _start(run: Run, source: Reader, load: Load, cold: bool) -> Fp8Start:
                 f"the checkpoint is at step {run.step}, and train.steps is {run.recipe.train.steps}",
                 do="Steps count on from the checkpoint's: raise train.steps, or use --load weights.",
             )
-    return start_fp8(run, source.fp8, cold=cold)
+    return start_fp8(run, source.fp8, sidecar.find(source.path) if source.path else None, cold=cold)
 
 
 def _notes(source: Reader, load: Load, run: Run) -> Iterator[str]:

@@ -26,40 +26,53 @@ IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
 
 @dataclass(frozen=True)
 class Fp8Start:
-    """What a run starts with: how many roles got their state from where, and the state of the whole model,
-    with that of modules which the run keeps in BF16."""
+    """What a run starts with: how many roles got their state from where, and the state that goes along unused,
+    of modules which the run keeps in BF16."""
 
     counts: Mapping[Source, Mapping[Role, int]]
-    states: Fp8States | None
+    carried: Fp8States | None
     notes: tuple[str, ...] = ()
 
 
-def start_fp8(run: Run, carried: Fp8States | None, *, cold: bool) -> Fp8Start:
-    """Set the state of every FP8 linear of the run's model; `cold` is scale 1 and empty histories everywhere,
-    whatever was carried. A precision that keeps no state (BF16, current scaling) only hands on what is carried."""
+def start_fp8(run: Run, found: Fp8States | None, aside: Fp8States | None, *, cold: bool) -> Fp8Start:
+    """Set the state of every FP8 linear of the run's model from what is `found` in the checkpoint; `cold` is scale 1
+    and empty histories everywhere, whatever is found. `aside` is what the checkpoint itself carried unused."""
     linears, recipe = fp8_linears(run.model), run.recipe.precision.delayed
+    carried, left = _unused(found, aside, linears)
     if not linears:
-        return Fp8Start({}, carried)
+        return Fp8Start({}, carried, left)
     if cold:
         for linear in linears.values():
             linear.set_fp8_state(Fp8State.fresh(recipe.amax_history_len))
         notes = ("cold start: scale 1 and empty histories everywhere",)
-        return Fp8Start({_NEVER: dict.fromkeys(IN_USE, len(linears))}, Fp8States(recipe, {}), notes)
+        return Fp8Start({_NEVER: dict.fromkeys(IN_USE, len(linears))}, None, notes)
     weights = {name: float(amax(run.model.get_parameter(f"{name}.weight"))) for name in linears}
-    change = fp8_state(carried, weights, recipe)
+    change = fp8_state(found, weights, recipe)
     if not all(change.states.modules[name].roles[role].recorded for name in linears for role in IN_USE):
         _warm_up(run)
     sources = {name: _complete(name, linear, change) for name, linear in linears.items()}
-    return Fp8Start(_counts(sources), change.states, _notes(change, sources))
+    return Fp8Start(_counts(sources), carried, (*left, *_notes(change, sources)))
 
 
-def go_on_fp8(run: Run, saved: Fp8States | None) -> Fp8Start:
+def go_on_fp8(run: Run, saved: Fp8States | None, carried: Fp8States | None) -> Fp8Start:
     """Set the state that the run itself saved, as it is."""
     linears = fp8_linears(run.model)
     for name, linear in linears.items():
         assert saved is not None, "such a run saves its state"
         linear.set_fp8_state(saved.modules[name])
-    return Fp8Start({"carried": dict.fromkeys(IN_USE, len(linears))} if linears else {}, saved)
+    return Fp8Start({"carried": dict.fromkeys(IN_USE, len(linears))} if linears else {}, carried)
+
+
+def _unused(
+    found: Fp8States | None, aside: Fp8States | None, linears: Mapping[str, Fp8Linear]
+) -> tuple[Fp8States | None, tuple[str, ...]]:
+    """What no linear takes up: of what was found, else of what was aside, for each has its own date and recipe.
+    A note where something of both is left."""
+    rests = [states.without(linears) for states in (found, aside) if states]
+    kept = next((rest for rest in rests if rest.modules or rest.raw), None)
+    left = [name for rest in rests for name in rest.modules if kept and name not in kept.modules]
+    notes = (f"older FP8 state of {len(left)} modules is left behind, e.g. of {left[0]}",) if left else ()
+    return kept, notes
 
 
 _NEVER: Source = "never recorded"

@@ -19,10 +19,11 @@ from torch import Tensor
 from precisionctl.checkpoints.base import Companions, Output, Reader, disk_problems
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
-from precisionctl.checkpoints.megatron_keys import MARKER, directory_name, write_tracker
+from precisionctl.checkpoints.megatron_keys import TRACKER, directory_name, write_tracker
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.convert import run as convert
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, OutputError
+from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
@@ -36,6 +37,8 @@ PRODUCER = "precisionctl"
 RNG = "precisionctl_rng/shard_0_1"
 """Not Megatron's `rng_state`, which holds what no run of ours draws from."""
 
+_PARTIAL = ".partial"  # what Output builds
+_REMOVED = ".removed"
 _STATE = "optimizer.state"
 _MASTERS = ("fp32_param", "param")  # Megatron's plain optimizer, and its fully reshardable one
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -53,12 +56,16 @@ class Saved:
 
 
 def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict[str, Any]:
-    """The source by its files' sizes and times, the data by their tokens, the recipe key by key, and how it starts."""
-    files = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
+    """The source by its files' sizes and times and by its model, the data by their tokens, the recipe key by key,
+    and how it starts."""
+    state = [source.path / sidecar.RELATIVE] if source.path else []
+    files = [file for file in (*source.files, *state) if file.is_file()]
+    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     keys = {key: value for key, value in _flat(asdict(recipe)).items() if key not in _INDIFFERENT}
+    keys |= _flat({"model": asdict(source.model)})
     if recipe.schedule.kind == "constant":
         del keys["train.steps"]  # no rate depends on it: such a run may be made longer
-    return {"source": hashlib.sha256(json.dumps(files).encode()).hexdigest(), "data": data, **start, **keys}
+    return {"source": hashlib.sha256(json.dumps(stats).encode()).hexdigest(), "data": data, **start, **keys}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -69,11 +76,30 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def newest(out: Path) -> TorchDistReader | None:
-    """The newest complete iteration of a run's folder. A kill may have come before the tracker was written."""
-    steps = [
-        int(name[1]) for path in out.glob(f"*/{MARKER}") if (name := re.fullmatch(r"iter_(\d+)", path.parent.name))
-    ]
+    """The newest iteration of a run's folder. A kill may have come before the tracker was written.
+
+    Raises OutputError where there are checkpoints that no run of ours wrote.
+    """
+    steps = _iterations(out, "")
+    others = [path for path in (*steps.values(), *_iterations(out, _PARTIAL).values()) if not _is_ours(path)]
+    if (out / TRACKER).exists() and not steps:
+        others.append(out / TRACKER)
+    if others:
+        what = f"{others[0].name} is there, and no run of this program wrote it"
+        raise OutputError(what, where=out, do="Choose another --out.")
     return TorchDistReader(out, max(steps)) if steps else None
+
+
+def _iterations(out: Path, suffix: str) -> dict[int, Path]:
+    """What is in a run's folder under the names of iterations, with a suffix, by step."""
+    matches = ((re.fullmatch(rf"iter_(\d{{7,}}){re.escape(suffix)}", path.name), path) for path in out.iterdir())
+    return {int(match[1]): path for match, path in matches if match}
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a run wrote this; a kill may have left an iteration with no file in it yet."""
+    begun = path.name.endswith(_PARTIAL) and not any(file.is_file() for file in path.rglob("*"))
+    return begun or (path / RUN_FILE).is_file()
 
 
 def read_saved(reader: TorchDistReader) -> Saved | None:
@@ -82,19 +108,23 @@ def read_saved(reader: TorchDistReader) -> Saved | None:
     if not file.is_file():
         return None
     try:
-        return Saved(**json.loads(file.read_bytes()))
+        saved = Saved(**json.loads(file.read_bytes()))
     except (ValueError, TypeError) as error:
         raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None
+    if not (type(saved.step) is type(saved.position) is int and isinstance(saved.identity, dict)):
+        raise DamagedCheckpoint("not what a run writes: a value of the wrong type", where=file)
+    if "data" not in saved.identity:
+        raise DamagedCheckpoint("not what a run writes: it does not say on which data", where=file)
+    return saved
 
 
-def check_same(saved: Saved | None, wanted: Mapping[str, Any], out: Path) -> None:
+def check_same(saved: Saved, wanted: Mapping[str, Any], out: Path) -> None:
     """Raise OutputError, naming what differs, where `out` holds another run."""
-    found: Mapping[str, Any] = saved.identity if saved else {}
-    plain = json.loads(json.dumps(wanted))
+    found, plain = saved.identity, json.loads(json.dumps(wanted))
     differing = sorted(key for key in {**found, **plain} if found.get(key) != plain.get(key))
     if differing:
         raise OutputError(
-            f"another run is there: it differs in {', '.join(differing) if found else 'everything'}",
+            f"another run is there: it differs in {', '.join(differing)}",
             where=out,
             do="Choose another --out, or give the checkpoint, data and settings that it was started with.",
         )
@@ -181,9 +211,10 @@ def load_rng(source: TorchDistReader) -> None:
 def save(run: Run, out: Path, wanted: Mapping[str, Any], companions: Companions, carried: Fp8States | None) -> None:
     """Commit the run as it stands as a new iteration of `out`, then drop those beyond `train.keep`.
 
-    Raises DiskProblem; what is under an iteration's name is complete all the same.
+    The state of modules that compute in FP8 goes into `_extra_state`; what is carried beside it, with its own date,
+    into the sidecar. Raises DiskProblem; what is under an iteration's name is complete all the same.
     """
-    plan, states = _plan(run), _states(run, carried)
+    plan = _plan(run)
     output = Output(out / directory_name(run.step))
     writer = TorchDistWriter(
         output.partial,
@@ -191,20 +222,19 @@ def save(run: Run, out: Path, wanted: Mapping[str, Any], companions: Companions,
         plan.targets,
         iteration=run.step,
         companions=companions,
-        fp8_in="extra_state" if fp8_linears(run.model) else "sidecar",
         common=_common(run),
         objects={RNG: _rng()},
     )
     with disk_problems(output):
         output.begin()
+        _sign(output.partial, Saved(run.step, run.position, wanted))
         convert(plan, LiveModel(plan.model, _parameters(run) | _optimizer_tensors(run)), writer)
-        writer.finish(states)
-        (output.partial / RUN_FILE).parent.mkdir(exist_ok=True)
-        saved = Saved(run.step, run.position, wanted)
-        (output.partial / RUN_FILE).write_text(json.dumps(asdict(saved), indent=1))
+        writer.finish(_live(run))
+        if carried:
+            sidecar.write(output.partial / sidecar.RELATIVE, carried)
         output.commit()
         write_tracker(out, run.step)
-        _prune(out, run.recipe.train.keep)
+        _prune(out, run.step, run.recipe.train.keep)
 
 
 def _plan(run: Run) -> Plan:
@@ -218,12 +248,16 @@ def _parameters(run: Run) -> dict[str, Tensor]:
     return dict(run.model.named_parameters())
 
 
-def _states(run: Run, carried: Fp8States | None) -> Fp8States | None:
-    """What is carried, with the live modules' own state in its place."""
+def _sign(partial: Path, saved: Saved) -> None:
+    """Say whose this is before there is anything else: only what is ours may be pruned."""
+    (partial / RUN_FILE).parent.mkdir()
+    (partial / RUN_FILE).write_text(json.dumps(asdict(saved), indent=1))
+
+
+def _live(run: Run) -> Fp8States | None:
+    """State of the modules that compute in FP8."""
     live = {name: state for name, linear in fp8_linears(run.model).items() if (state := linear.fp8_state())}
-    if not live or carried is None:
-        return carried
-    return replace(carried, modules={**carried.modules, **live}, producer=PRODUCER, iteration=run.step)
+    return Fp8States(run.recipe.precision.delayed, live, producer=PRODUCER, iteration=run.step) if live else None
 
 
 def _common(run: Run) -> dict[str, object]:
@@ -252,9 +286,12 @@ def _rng() -> dict[str, Tensor | None]:
     return {"torch_rng_state": torch.get_rng_state(), "cuda_rng_state": cuda}
 
 
-def _prune(out: Path, keep: int) -> None:
-    """Drop old iterations, and what kills left of others. Renamed first: half an iteration must not look whole."""
-    for old in sorted(path for path in out.glob("iter_*") if re.fullmatch(r"iter_\d+", path.name))[:-keep]:
-        old.rename(old.with_name(old.name + ".removed"))
-    for left in (*out.glob("iter_*.removed"), *out.glob("iter_*.partial")):
+def _prune(out: Path, step: int, keep: int) -> None:
+    """Drop iterations before `step`, and what kills left of others. Renamed first: half an iteration must not look
+    whole."""
+    older = {number: path for number, path in _iterations(out, "").items() if number < step and _is_ours(path)}
+    for number in sorted(older, reverse=True)[keep - 1 :]:
+        older[number].rename(older[number].with_name(older[number].name + _REMOVED))
+    partial = [path for path in _iterations(out, _PARTIAL).values() if _is_ours(path)]
+    for left in (*_iterations(out, _REMOVED).values(), *partial):
         shutil.rmtree(left)

@@ -20,7 +20,7 @@ def load_tokenizer(companions: Companions) -> PreTrainedTokenizerBase:
             raise DataError(
                 f"the checkpoint's tokenizer does not load: {error}",
                 where=", ".join(companions.files) or "no tokenizer files",
-                do="Convert with --reference HF_DIR, so that the tokenizer's files travel with the checkpoint.",
+                do="Put its files beside config.json, which in a Megatron checkpoint is in precisionctl/hf.",
             ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase) or tokenizer.eos_token_id is None:
         raise DataError("the checkpoint's tokenizer has no end-of-text token", do="Set eos_token in its config.")
