@@ -23,6 +23,8 @@
 Each error says *what* is wrong, *where*, and what to *do* about it.
 """
 
+import reprlib
+
 
 class PrecisionctlError(Exception):
     """What went wrong, where, and what to do about it."""
@@ -109,3 +111,19 @@ class DataError(PrecisionctlError):
 
 class EnvironmentProblem(PrecisionctlError):
     """This machine lacks what was asked for."""
+
+
+class _Short(reprlib.Repr):
+    """Looks into plain containers alone: any other object's own repr may be as long as it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring = 2, 60
+
+    def repr_instance(self, x: object, level: int) -> str:
+        plain = isinstance(x, int | float | None)
+        return super().repr_instance(x, level) if plain else f"a {type(x).__name__}"
+
+
+shown = _Short().repr
+"""`repr` for what a stranger's file holds: short, whatever shares its parts with itself 2**60 times."""

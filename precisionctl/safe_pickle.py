@@ -2,14 +2,20 @@
 
 A pickle is a program. `loads` runs it on a virtual machine whose only verbs are the callables that
 the caller lists, so the worst a hostile file can do is to raise UnsafePickle or DamagedCheckpoint.
+What a caller lists must not hash, compare, copy or print its arguments: two bytes make a tuple of a tuple
+twice, so that a hundred bytes make one that has 2**50 parts when it is walked.
 """
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, BinaryIO, ClassVar
 
-from precisionctl.errors import DamagedCheckpoint, UnsafePickle
+import torch
+from torch import Tensor
+
+from precisionctl.errors import DamagedCheckpoint, UnsafePickle, shown
 
 Allowed = Mapping[tuple[str, str], Any]
 """(module, qualified name) as the pickle spells it -> what stands in for it here."""
@@ -24,12 +30,100 @@ def loads(data: bytes, allowed: Allowed, where: object, persistent: Persistent |
     `where` names the source in errors. Raises UnsafePickle for a name outside `allowed` and
     DamagedCheckpoint for bytes that are no pickle.
     """
+    return load(io.BytesIO(data), allowed, where, persistent)
+
+
+def load(file: BinaryIO, allowed: Allowed, where: object, persistent: Persistent | None = None) -> Any:
+    """As `loads`, of the next pickle in a file."""
     try:
-        return _AllowListUnpickler(data, allowed, where, persistent).load()
+        return _AllowListUnpickler(file, allowed, where, persistent).load()
     except UnsafePickle:
         raise
     except Exception as error:  # a damaged pickle can raise nearly anything
-        raise DamagedCheckpoint(f"a pickle does not load: {error!r}", where=where) from error
+        raise DamagedCheckpoint(f"a pickle does not load: {type(error).__name__}: {error}", where=where) from error
+
+
+STORAGES: Mapping[tuple[str, str], torch.dtype] = {
+    ("torch", "BFloat16Storage"): torch.bfloat16,
+    ("torch", "BoolStorage"): torch.bool,
+    ("torch", "ByteStorage"): torch.uint8,
+    ("torch", "CharStorage"): torch.int8,
+    ("torch", "DoubleStorage"): torch.float64,
+    ("torch", "FloatStorage"): torch.float32,
+    ("torch", "HalfStorage"): torch.float16,
+    ("torch", "IntStorage"): torch.int32,
+    ("torch", "LongStorage"): torch.int64,
+    ("torch", "ShortStorage"): torch.int16,
+}
+"""PyTorch's classes of storages, for an allow-list; each stands for the dtype of its elements."""
+
+
+def itself(value: Any) -> Any:
+    """Stands in for a class or function of one argument that matters to nobody here; it makes nothing."""
+    return value
+
+
+def ordered_dict() -> OrderedDict[Any, Any]:
+    """Stands in for OrderedDict, which pickles as an empty one that is filled afterwards."""
+    return OrderedDict()
+
+
+def plain_set(items: list[Any]) -> set[Any]:
+    """Stands in for `set`, which pickles as a call before protocol 4."""
+    _check_keys(items)
+    return set(items)
+
+
+def strided(values: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """The tensor that PyTorch's pickles describe within the flat `values` of a storage.
+
+    Raises ValueError, RuntimeError or TypeError for one that is not within it.
+    """
+    tensor = values.as_strided(size, stride, offset)
+    if tensor.numel() > values.numel():  # strides of zero would make gigabytes out of nothing
+        raise ValueError("a tensor is larger than its storage")
+    return tensor
+
+
+def sizes(values: Any) -> tuple[int, ...]:
+    """A shape, or a place in one, after checking that it is one. Raises ValueError."""
+    plain = type(values) in (tuple, list) and len(values) <= 64
+    if not plain or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{shown(values)} as sizes")
+    return tuple(values)
+
+
+_SCALARS = (str, bytes, int, float, bool, type(None))
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    """Raise UnpicklingError for one whose hash may take for ever: allowed are scalars, flat tuples and identities."""
+    for key in keys:
+        parts = key if type(key) is tuple else (key,)
+        if not all(type(part) in _SCALARS or _hashes_by_identity(type(part)) for part in parts):
+            raise pickle.UnpicklingError(f"{shown(key)} as a key")
+
+
+def _hashes_by_identity(kind: Any) -> bool:
+    return kind.__hash__ is object.__hash__
+
+
+def _hashing(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
+    def checked(unpickler: Any) -> None:
+        _check_keys(unpickler.stack[keys])
+        load(unpickler)
+
+    return checked
+
+
+_HASHING = {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(None, None, 2),
+    pickle.DICT: slice(None, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
+"""Opcodes that hash, and where on the stack what they hash is."""
 
 
 class _AllowListUnpickler(pickle._Unpickler):
@@ -37,18 +131,22 @@ class _AllowListUnpickler(pickle._Unpickler):
     for gigabytes, and its BUILD cannot be held back from changing what is allowed for everyone after this file."""
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch}
+    for _opcode, _keys in _HASHING.items():
+        dispatch[_opcode[0]] = _hashing(dispatch[_opcode[0]], _keys)
     del dispatch[pickle.BYTEARRAY8[0]]  # it fills as much memory as it names before it reads a byte
 
     def load_build(self) -> None:
         changed = self.stack[-2]  # type: ignore[attr-defined]
         if callable(changed):
             raise UnsafePickle(f"a pickle changes {changed!r}, a class or function", where=self._where)
+        if isinstance(changed, Tensor):  # its state says how large its storage becomes
+            raise UnsafePickle("a pickle changes a tensor", where=self._where)
         super().load_build()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
 
-    def __init__(self, data: bytes, allowed: Allowed, where: object, persistent: Persistent | None) -> None:
-        super().__init__(io.BytesIO(data))
+    def __init__(self, file: BinaryIO, allowed: Allowed, where: object, persistent: Persistent | None) -> None:
+        super().__init__(file)
         self._allowed = allowed
         self._where = where
         self._persistent = persistent

@@ -14,8 +14,9 @@ import torch
 
 from precisionctl import safe_pickle
 from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.errors import DamagedCheckpoint, PrecisionctlError
+from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, shown
 from precisionctl.fp8.opcodes import Global, Made, dumps
+from precisionctl.safe_pickle import itself, sizes
 
 FILE = ".metadata"
 
@@ -99,8 +100,8 @@ _ALLOWED = _Allowed(
         (_METADATA, "MetadataIndex"): _MetadataIndex,
         **{(module, name): _Plain for module, names in _PLAIN.items() for name in names},
         **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-        ("torch", "Size"): tuple,
-        ("torch.serialization", "_get_layout"): str,
+        ("torch", "Size"): itself,
+        ("torch.serialization", "_get_layout"): itself,
     }
 )
 
@@ -117,21 +118,27 @@ def read_index(directory: Path) -> Index:
     except PrecisionctlError:
         raise
     except Exception as error:  # a damaged pickle can hold anything anywhere
-        raise DamagedCheckpoint(f"not what PyTorch writes: {error!r}", where=path, do="Is the copy whole?") from error
+        what = f"not what PyTorch writes: {type(error).__name__}: {error}"
+        raise DamagedCheckpoint(what, where=path, do="Is the copy whole?") from error
 
 
 def _index(root: Any, files: "_Files") -> Index:
-    infos = {(index.fqn, index.offset): info for index, info in root.storage_data.items()}
+    infos = {_place_of(index): info for index, info in root.storage_data.items()}
     tensors, objects = {}, {}
     for key, entry in root.state_dict_metadata.items():
+        _text(key)
         if isinstance(entry, _Object):
-            objects[str(key)] = files.span(infos[key, None])
+            objects[key] = files.span(infos[key, None])
         else:
-            boxes = dict.fromkeys((_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks)
+            boxes = dict.fromkeys((sizes(chunk.offsets), sizes(chunk.sizes)) for chunk in entry.chunks)
             pieces = tuple(Piece(*box, files.span(infos[key, box[0]])) for box in boxes)
-            tensors[str(key)] = StoredTensor(_sizes(entry.size), entry.properties.args[0], pieces)
-            _check(str(key), tensors[str(key)])
+            tensors[key] = StoredTensor(sizes(entry.size), _dtype(entry.properties.args[0]), pieces)
+            _check(key, tensors[key])
     return Index(tensors, objects)
+
+
+def _place_of(index: Any) -> tuple[str, tuple[int, ...] | None]:
+    return _text(index.fqn), None if index.offset is None else sizes(index.offset)
 
 
 def _check(key: str, tensor: StoredTensor) -> None:
@@ -147,10 +154,16 @@ def _check(key: str, tensor: StoredTensor) -> None:
         raise ValueError(f"{key} has pieces of another size than itself")
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
-    if not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"{values!r} as a size")
-    return tuple(values)
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{shown(value)} as a name")
+    return value
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if not isinstance(value, torch.dtype):
+        raise ValueError(f"{shown(value)} as a dtype")
+    return value
 
 
 class _Files:
@@ -162,12 +175,13 @@ class _Files:
 
     def span(self, info: Any) -> Span:
         if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"bytes transformed by {info.transform_descriptors}")
-        offset, length = _sizes((info.offset, info.length))
-        if info.relative_path not in self._lengths:
-            self._lengths[info.relative_path] = self._length(info.relative_path)
-        path = self._directory / info.relative_path
-        if offset + length > self._lengths[info.relative_path]:
+            raise ValueError(f"bytes transformed by {shown(info.transform_descriptors)}")
+        offset, length = sizes((info.offset, info.length))
+        relative = _text(info.relative_path)
+        if relative not in self._lengths:
+            self._lengths[relative] = self._length(relative)
+        path = self._directory / relative
+        if offset + length > self._lengths[relative]:
             raise DamagedCheckpoint(
                 f"bytes {offset} to {offset + length} are wanted of a file of {path.stat().st_size}",
                 where=path,

@@ -1,8 +1,8 @@
 """Archives of `torch.save`, without loading them: where a tensor's bytes are, and one laid out around a hole.
 
 An archive is a ZIP file of stored entries: `data.pkl` pickles the object and names its storages by number;
-each storage is an entry `data/<number>`. Objects (not tensors) are loaded with `weights_only`, classes that
-are not here as inert stand-ins.
+each storage is an entry `data/<number>`. Objects (not tensors) are loaded from plain values and inert stand-ins,
+not by torch.load: its allow-list for weights lets a few bytes ask for any amount of memory or time.
 """
 
 import argparse
@@ -12,8 +12,7 @@ import math
 import struct
 import sys
 import zipfile
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,8 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 
 from precisionctl import safe_pickle
-from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnsafePickle
+from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, shown
+from precisionctl.safe_pickle import itself, sizes
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def locate(span: Span) -> Located:
     with _damage(span), open(span.path, "rb") as file:
         archive = zipfile.ZipFile(_Window(file, span.offset, span.length))
         root = archive.namelist()[0].split("/")[0]
-        tensor = safe_pickle.loads(archive.read(_stored(archive, f"{root}/data.pkl")), _TENSOR, span, tuple)
+        tensor = safe_pickle.loads(archive.read(_stored(archive, f"{root}/data.pkl")), _TENSOR, span, itself)
         if not isinstance(tensor, _Tensor):
             raise ValueError("it holds no plain tensor")
         entry = _stored(archive, f"{root}/data/{tensor.key}")
@@ -127,8 +127,49 @@ class Inert:
         self.state = state
 
 
-_INERT_MODULES = ("megatron", "signal", "pathlib", "types", "numpy")
-_LOADABLE: Mapping[str, Any] = {"argparse.Namespace": argparse.Namespace, "_io.BytesIO": io.BytesIO}
+def _latin1(text: str, encoding: str) -> bytes:
+    """Stands in for `_codecs.encode`, as which bytes pickle before protocol 3."""
+    if encoding != "latin1":
+        raise ValueError("bytes in another encoding than pickle's")
+    return text.encode("latin1")
+
+
+def _rebuilt(values: torch.Tensor, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
+    """Stands in for torch._utils._rebuild_tensor_v2."""
+    return safe_pickle.strided(values, offset, size, stride)
+
+
+def _parameter(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Stands in for torch._utils._rebuild_parameter."""
+    return tensor
+
+
+class _Objects(dict[tuple[str, str], Any]):
+    """What plain values, tensors and Megatron's options are made of; names of `_INERT` modules are Inert."""
+
+    _INERT = ("megatron", "signal", "pathlib", "types", "numpy")
+
+    def __missing__(self, key: tuple[str, str]) -> Any:
+        if key[0].split(".")[0] in self._INERT:
+            return Inert
+        raise KeyError(key)
+
+
+_OBJECTS = _Objects(
+    {
+        **safe_pickle.STORAGES,
+        **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+        ("_codecs", "encode"): _latin1,
+        ("_io", "BytesIO"): io.BytesIO,
+        ("__builtin__", "set"): safe_pickle.plain_set,
+        ("argparse", "Namespace"): argparse.Namespace,
+        ("collections", "OrderedDict"): safe_pickle.ordered_dict,
+        ("torch", "Size"): itself,
+        ("torch", "device"): Inert,
+        ("torch._utils", "_rebuild_parameter"): _parameter,
+        ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
+    }
+)
 
 
 def load(data: bytes, where: object) -> Any:
@@ -139,23 +180,28 @@ def load(data: bytes, where: object) -> Any:
     """
     with _damage(where):
         archive = zipfile.ZipFile(io.BytesIO(data))
-        for name in archive.namelist():
-            _stored(archive, name)  # torch would inflate the others, to any size
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-        with torch.serialization.safe_globals([_stand_in(name, where) for name in names]):
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        root = archive.namelist()[0].split("/")[0]
+        storages: dict[str, torch.Tensor] = {}
+
+        def storage(reference: Any) -> torch.Tensor:
+            dtype, key = _reference(reference)
+            if key not in storages:
+                storages[key] = _elements(archive.read(_stored(archive, f"{root}/data/{key}")), dtype)
+            return storages[key]
+
+        return safe_pickle.loads(archive.read(_stored(archive, f"{root}/data.pkl")), _OBJECTS, where, storage)
 
 
-def _stand_in(name: str, where: object) -> tuple[Any, str]:
-    if name in _LOADABLE:
-        return _LOADABLE[name], name
-    if name.split(".")[0] in _INERT_MODULES:
-        return Inert, name
-    raise UnsafePickle(
-        f"a pickle asks for {name}, which is not on the allow-list",
-        where=where,
-        do="Nothing was executed. If you trust the file, report the name as missing.",
-    )
+def _reference(identifier: Any) -> tuple[torch.dtype, str]:
+    """dtype and name of the storage that ("storage", dtype, name, device, elements) stands for."""
+    _, dtype, name, *_ = identifier
+    if not isinstance(dtype, torch.dtype) or type(name) is not str:
+        raise ValueError(f"{shown(identifier)} as a storage")
+    return dtype, name
+
+
+def _elements(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -165,30 +211,20 @@ class _Tensor:
     shape: tuple[int, ...]
 
 
-def _rebuilt(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> _Tensor:
-    """Stands in for torch._utils._rebuild_tensor_v2; `storage` is ("storage", dtype, key, device, elements)."""
+def _whole(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> _Tensor:
+    """Stands in for torch._utils._rebuild_tensor_v2 of a storage that is only referred to."""
+    dtype, key = _reference(storage)
+    shape = sizes(size)
     expected = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     if offset != 0 or any(n > 1 and have != want for n, have, want in zip(shape, stride, expected, strict=True)):
-        raise ValueError(f"a view: offset {offset}, shape {list(shape)}, strides {list(stride)}")
-    return _Tensor(storage[1], storage[2], tuple(shape))
+        raise ValueError(f"a view: offset {shown(offset)}, shape {shown(shape)}, strides {shown(stride)}")
+    return _Tensor(dtype, key, shape)
 
 
-_STORAGES = {
-    "BFloat16Storage": torch.bfloat16,
-    "BoolStorage": torch.bool,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "ShortStorage": torch.int16,
-}
 _TENSOR: safe_pickle.Allowed = {
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
-    ("collections", "OrderedDict"): OrderedDict,
-    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+    **safe_pickle.STORAGES,
+    ("torch._utils", "_rebuild_tensor_v2"): _whole,
+    ("collections", "OrderedDict"): safe_pickle.ordered_dict,
 }
 
 

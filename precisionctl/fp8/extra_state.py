@@ -33,8 +33,9 @@ class _Record:
 
     fields: Mapping[str, Any] = {}
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.fields = dict(state)
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            self.fields = state
 
 
 class _Delayed(_Record):
@@ -80,7 +81,7 @@ _ALLOWED: safe_pickle.Allowed = {
     (_RECIPES, "_FormatHelper"): _FormatHelper,
     ("torch._utils", "_rebuild_tensor_v2"): _StoredTensor,
     ("torch.storage", "_load_from_bytes"): _Storage,
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): safe_pickle.ordered_dict,
 }
 
 
@@ -148,26 +149,30 @@ def _tensor(stored: object, where: object) -> Tensor:
         raise DamagedCheckpoint("FP8 state lacks a tensor", where=where)
     values = _storage(stored.storage.saved, where)
     try:
-        tensor = values.as_strided(stored.size, stored.stride, stored.offset)
-    except (RuntimeError, TypeError) as error:
+        return safe_pickle.strided(values, stored.offset, stored.size, stored.stride)
+    except (RuntimeError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(f"a tensor reaches beyond its storage: {error}", where=where) from error
-    if tensor.numel() > values.numel():  # strides of zero would make gigabytes out of nothing
-        raise DamagedCheckpoint("a tensor is larger than its storage", where=where)
-    return tensor
 
 
 def _storage(saved: object, where: object) -> Tensor:
-    """All of a storage that was pickled with `torch.save`'s legacy format, as `[elements]`."""
+    """All of a storage that was pickled with `torch.save`'s legacy format, as `[elements]`.
+
+    Taken apart here, because torch.load makes whatever such a file asks it for.
+    """
     if not isinstance(saved, bytes) or not saved.startswith(_LEGACY_MAGIC):
         raise DamagedCheckpoint("a tensor's storage is not one that PyTorch wrote", where=where)
-    try:
-        storage = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
-        values = torch.empty(0, dtype=storage.dtype).set_(storage)
-    except Exception as error:  # damaged bytes make torch.load raise nearly anything, hostile ones a refusal
-        raise DamagedCheckpoint("PyTorch does not load a tensor's storage", where=where) from error
-    if values.nbytes > len(saved):  # torch.load allocates what the header says, present or not
-        raise DamagedCheckpoint("a tensor's storage is shorter than it says", where=where)
-    return values
+    file = io.BytesIO(saved[len(_LEGACY_MAGIC) :])
+    _version, _system, *reference = (
+        safe_pickle.load(file, safe_pickle.STORAGES, f"{where}, its storage", safe_pickle.itself) for _ in range(4)
+    )
+    match reference:
+        case [("storage", torch.dtype() as dtype, str(key), _, int(elements), None), [str(only)]] if key == only:
+            count, numbers = file.read(8), file.read()
+        case _:
+            raise DamagedCheckpoint("a tensor's storage is not one that PyTorch wrote", where=where)
+    if not 0 < int.from_bytes(count, "little") == elements == len(numbers) / dtype.itemsize:
+        raise DamagedCheckpoint("a tensor's storage is shorter or longer than it says", where=where)
+    return torch.frombuffer(bytearray(numbers), dtype=dtype)
 
 
 def encode_payload(state: Fp8State, recipe: DelayedScaling) -> bytes:
