@@ -47,7 +47,7 @@ def lower(
 
 def layout_parts(row: Row, model: ModelShape) -> list[int]:
     """Rows of each Hugging Face tensor of a row."""
-    whole = torch.empty(row.shape(model)[0], 1, dtype=torch.bool)
+    whole = torch.empty(row.shape(model)[0], 1, device="meta")  # a config may claim any number of rows
     return [part.shape[0] for part in row.split(whole, model)]
 
 

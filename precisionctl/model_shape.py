@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,14 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         """Sizes come from files of strangers, and loops run over them."""
-        for field in _SIZES:
+        for field in _SIZES if self.sliding_window is None else (*_SIZES, "sliding_window"):
             size = getattr(self, field)
-            if type(size) is not int or size < 1:
-                raise DamagedCheckpoint(f"{field} is {size!r}, not a size", do="Is config.json this model's?")
+            if type(size) is not int or not 1 <= size <= _LARGEST:
+                raise DamagedCheckpoint(f"{field} is {shown(size)}, not a size", do="Is config.json this model's?")
+        for field in ("norm_epsilon", "rotary_base"):
+            _real(getattr(self, field), field)
+        if not isinstance(self.architecture, str):
+            raise DamagedCheckpoint(f"model_type is {shown(self.architecture)}, not a name")
         if self.num_attention_heads % self.num_query_groups:
             raise DamagedCheckpoint(f"{self.num_attention_heads} heads in {self.num_query_groups} query groups")
 
@@ -59,6 +63,9 @@ class ModelShape:
         size = -(-self.vocab_size // divisible_by) * divisible_by
         return dataclasses.replace(self, padded_vocab_size=size)
 
+
+_LARGEST = 1 << 30
+"""Of any size of a model: beyond every real one, and products of two fit 64 bits."""
 
 _SIZES = (
     "num_layers",
@@ -86,11 +93,26 @@ _COMMON_FIELDS = (
 )
 
 
+# what the families above have in common and config.json could say otherwise
+_FIXED_CONFIG: Mapping[str, Any] = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
+# rotary scalings that can be computed or said in Megatron's words, and the numbers of each
+_ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
 def from_hf_config(config: Mapping[str, Any], where: object = "config.json") -> ModelShape:
-    """Read a config.json of transformers 4 or 5. Raises DamagedCheckpoint where a size is missing."""
+    """Read a config.json of transformers 4 or 5.
+
+    Raises DamagedCheckpoint where a size is missing or something is not of its kind, and UnknownArchitecture for
+    an activation or a rotary embedding that the families here do not have.
+    """
     sizes = {field: _need(config, key, where) for field, key, _ in _COMMON_FIELDS}
     heads = sizes["num_attention_heads"]
-    rope = _hf_rope(config)
+    rope = _hf_rope(config, where)
+    _check_fixed({**config, **rope}, where)
     biased = bool(config.get("attention_bias")) or bool(config.get("mlp_bias"))
     return ModelShape(
         architecture=_need(config, "model_type", where),
@@ -98,7 +120,7 @@ def from_hf_config(config: Mapping[str, Any], where: object = "config.json") -> 
         kv_channels=config.get("head_dim") or _head_dim(sizes["hidden_size"], heads, where),
         vocab_size=_need(config, "vocab_size", where),
         padded_vocab_size=_need(config, "vocab_size", where),
-        rotary_base=float(rope.pop("rope_theta", 10000.0)),
+        rotary_base=_real(rope.pop("rope_theta", 10000.0), "rope_theta", where),
         rope_scaling=rope if rope.get("rope_type", "default") != "default" else None,
         sliding_window=config.get("sliding_window"),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -112,18 +134,45 @@ def from_hf_config(config: Mapping[str, Any], where: object = "config.json") -> 
 
 def _head_dim(hidden_size: Any, heads: Any, where: object) -> int:
     if type(hidden_size) is not int or type(heads) is not int or heads < 1:
-        raise DamagedCheckpoint(f"hidden_size {hidden_size!r} for {heads!r} heads", where=where)
+        raise DamagedCheckpoint(f"hidden_size {shown(hidden_size)} for {shown(heads)} heads", where=where)
     return hidden_size // heads
 
 
-def _hf_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _real(value: Any, name: str, where: object = "") -> float:
+    if type(value) not in (int, float) or not 0 < value < 1e30:
+        raise DamagedCheckpoint(f"{name} is {shown(value)}, not a positive number", where=where)
+    return float(value)
+
+
+def _check_fixed(config: Mapping[str, Any], where: object) -> None:
+    for key, value in _FIXED_CONFIG.items():
+        if config.get(key) not in (None, value):
+            raise UnknownArchitecture(
+                f"no family known here has {key}={shown(config[key])}", where=where, do="Known: llama, mistral."
+            )
+
+
+def _hf_rope(config: Mapping[str, Any], where: object) -> dict[str, Any]:
     """transformers 5 has `rope_parameters`; transformers 4 `rope_theta` beside `rope_scaling`."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, Mapping):
+        raise DamagedCheckpoint(f"rotary parameters are {shown(found)}, no object", where=where)
+    rope = dict(found)
     if "type" in rope:  # the spelling before transformers 4.43
         rope.setdefault("rope_type", rope.pop("type"))
     if "rope_theta" in config:
         rope.setdefault("rope_theta", config["rope_theta"])
+    _check_rope(rope, where)
     return rope
+
+
+def _check_rope(rope: Mapping[str, Any], where: object) -> None:
+    kind = rope.get("rope_type", "default")
+    if not isinstance(kind, str) or kind not in _ROPE_NUMBERS:
+        known = ", ".join(_ROPE_NUMBERS)
+        raise UnknownArchitecture(f"rotary scaling of type {shown(kind)}", where=where, do=f"Known: {known}.")
+    for name in _ROPE_NUMBERS[kind]:
+        _real(_need(rope, name, where), name, where)
 
 
 def to_hf_config(model: ModelShape, hf_class: str, dtype: str) -> dict[str, Any]:
@@ -221,7 +270,9 @@ def from_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: o
     for name, value in _FIXED_ARGS.items():
         if (args.get(name, value) or None) != (value or None):  # None, 0 and False all mean "without"
             raise UnknownArchitecture(
-                f"no family known here has Megatron's {name}={args[name]!r}", where=where, do="Known: llama, mistral."
+                f"no family known here has Megatron's {name}={shown(args[name])}",
+                where=where,
+                do="Known: llama, mistral.",
             )
     renamed = {"norm_epsilon": args["layernorm_epsilon"], **args} if "layernorm_epsilon" in args else args
     sizes = {field: _need(renamed, argument, where) for field, _, argument in _COMMON_FIELDS}

@@ -108,7 +108,7 @@ def make_plan(source: Source, target: Layout, *, dtype: torch.dtype | None = Non
     """Plan the way from `source` to a checkpoint of layout `target`.
 
     `dtype` is that of every target tensor; None keeps each as stored, FP8 codes decoded to BF16.
-    Raises UnknownArchitecture, UnmappedTensor, MissingTensor or ShapeMismatch.
+    Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch or PrecisionError.
     """
     architecture = architecture_of(source.model.architecture)
     model = _padded(source, target, tensor_parallel)
@@ -122,6 +122,7 @@ def make_plan(source: Source, target: Layout, *, dtype: torch.dtype | None = Non
     targets: dict[str, TensorSpec] = {}
     for job in jobs:
         targets |= _targets(job, model, target, source.specs, dtype)
+        _check_dtypes(job, source)
         _check_shapes(job, model, source)
         _check_division(job, model, tensor_parallel)
     return Plan(model, source.layout, target, jobs, dict(source.specs), targets, derived, tensor_parallel)
@@ -208,6 +209,17 @@ def layout_shapes(row: Row, model: ModelShape, layout: Layout) -> tuple[tuple[in
     if layout == "megatron":
         return (whole,)
     return tuple((rows, *whole[1:]) for rows in layout_parts(row, model))
+
+
+_VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+"""What a tensor can hold; the readers have made sure that FP8 codes have scales."""
+
+
+def _check_dtypes(job: Job, source: Source) -> None:
+    for name in (*job.reads, *job.copies):
+        if source.specs[name].dtype not in _VALUES:
+            dtype = str(source.specs[name].dtype).removeprefix("torch.")
+            raise PrecisionError(f"`{name}` is {dtype}", do="Known are values in BF16, FP16 and FP32, and E4M3 codes.")
 
 
 def _check_shapes(job: Job, model: ModelShape, source: Source) -> None:

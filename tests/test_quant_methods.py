@@ -85,6 +85,12 @@ def test_block_scaled_and_four_bit_groups_are_refused():
         METHODS["modelopt"].scheme({"quant_algo": "NVFP4"})
 
 
+@pytest.mark.parametrize("groups", [[1], {"group_0": 1}, {"group_0": {"weights": [1]}}, "abc", None])
+def test_groups_that_are_none_are_refused(groups):
+    with pytest.raises(PrecisionError, match="config groups are not FP8"):
+        quant_methods()["compressed-tensors"].scheme({"config_groups": groups})
+
+
 def test_an_unknown_quant_method_is_refused_by_name():
     with pytest.raises(PrecisionError, match="'gptq'.*compressed-tensors, modelopt"):
         recognise({"quantization_config": {"quant_method": "gptq"}})

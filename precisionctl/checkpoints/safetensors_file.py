@@ -54,7 +54,7 @@ def read_header(path: Path) -> dict[str, Stored]:
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         tensors = {name: _stored(entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"the header makes no sense: {error!r}", where=path, do="Copy it again.") from error
     _check_tiling(tensors, 8 + length, size, path)
     return tensors

@@ -73,12 +73,17 @@ def quant_methods() -> dict[str, QuantMethod]:
 
 
 def recognise(config: Mapping[str, Any], where: object = "config.json") -> QuantMethod | None:
-    """The method that a config.json names; None where it names none. Raises PrecisionError for an unknown one."""
+    """The method that a config.json names; None where it names none.
+
+    Raises PrecisionError for an unknown one, DamagedCheckpoint for what is none.
+    """
     quantization = config.get("quantization_config")
     if not quantization:
         return None
+    if not isinstance(quantization, Mapping):
+        raise DamagedCheckpoint("`quantization_config` is no object", where=where)
     methods, name = quant_methods(), quantization.get("quant_method")
-    if name not in methods:
+    if not isinstance(name, str) or name not in methods:
         known = ", ".join(methods)
         raise PrecisionError(f"quant_method {name!r} is not one that can be read", where=where, do=f"Known: {known}.")
     return methods[name]

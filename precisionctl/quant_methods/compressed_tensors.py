@@ -34,11 +34,12 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
 
 def scheme(config: Mapping[str, Any]) -> Scheme:
     """Reads what llm-compressor and others write too, where it says the same thing in more keys."""
-    groups = list(config.get("config_groups", {}).values())
+    found = config.get("config_groups")
+    groups = list(found.values()) if isinstance(found, Mapping) else []
     for name in _WEIGHTS:
-        if groups and all(_says(group.get("weights"), _WEIGHTS[name]) for group in groups):
-            if all(_says(group.get("input_activations"), _INPUTS[name]) for group in groups):
-                return name
+        expected = {"weights": _WEIGHTS[name], "input_activations": _INPUTS[name]}
+        if groups and all(_says(group, key, value) for group in groups for key, value in expected.items()):
+            return name
     raise PrecisionError(
         "these compressed-tensors config groups are not FP8 of a kind that can be read",
         where="config.json",
@@ -46,8 +47,9 @@ def scheme(config: Mapping[str, Any]) -> Scheme:
     )
 
 
-def _says(arguments: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> bool:
-    return arguments is not None and all(arguments.get(key) == value for key, value in expected.items())
+def _says(group: object, part: str, expected: Mapping[str, Any]) -> bool:
+    arguments = group.get(part) if isinstance(group, Mapping) else None
+    return isinstance(arguments, Mapping) and all(arguments.get(key) == value for key, value in expected.items())
 
 
 QUANT_METHOD = QuantMethod(

@@ -1,0 +1,179 @@
+"""A few hundred bytes that ask for gigabytes, or for centuries: refused at once, whichever file they are in."""
+
+import io
+import json
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pico
+import torch
+
+from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
+
+GIGABYTE = 1 << 30
+RECIPES = "transformer_engine.common.recipe"
+
+SHARED = pickle.EMPTY_TUPLE + (pickle.DUP + pickle.TUPLE2) * 60
+"""Opcodes of a tuple both parts of which are one tuple, and so on: 2**60 parts for who walks through it."""
+MEMOIZED = pickle.EMPTY_TUPLE + b"".join(b"q%bh%b\x86" % (bytes([i]), bytes([i])) for i in range(60))
+
+
+def pickled(*opcodes: bytes) -> bytes:
+    return pickle.PROTO + b"\x04" + b"".join(opcodes) + pickle.STOP
+
+
+def called(module: str, name: str, *arguments: bytes) -> bytes:
+    """Opcodes of `name(*arguments)`."""
+    function = pickle.GLOBAL + f"{module}\n{name}\n".encode()
+    return function + pickle.MARK + b"".join(arguments) + pickle.TUPLE + pickle.REDUCE
+
+
+def constant(value: object) -> bytes:
+    return dumps(value)[2:-1]
+
+
+def list_of(item: bytes) -> bytes:
+    return pickle.EMPTY_LIST + item + pickle.APPEND
+
+
+PAIRS = list_of(SHARED + pickle.NONE + pickle.TUPLE2)
+
+HASHES: Mapping[str, bytes] = {
+    "a key": pickle.EMPTY_DICT + SHARED + pickle.NONE + pickle.SETITEM,
+    "a key of the memo": pickle.EMPTY_DICT + MEMOIZED + pickle.NONE + pickle.SETITEM,
+    "keys": pickle.EMPTY_DICT + pickle.MARK + SHARED + pickle.NONE + pickle.SETITEMS,
+    "a part of a key": pickle.EMPTY_DICT + SHARED + pickle.TUPLE1 + pickle.NONE + pickle.SETITEM,
+    "a dict at once": pickle.MARK + SHARED + pickle.NONE + pickle.DICT,
+    "an item": pickle.EMPTY_SET + pickle.MARK + SHARED + pickle.ADDITEMS,
+    "a frozen set": pickle.MARK + SHARED + pickle.FROZENSET,
+    "an ordered dict": called("collections", "OrderedDict", PAIRS),
+    "a set": called("__builtin__", "set", list_of(SHARED)),
+    "a bytearray": called("__builtin__", "bytearray", constant(GIGABYTE)),
+    "a bytearray by its new name": called("builtins", "bytearray", constant(GIGABYTE)),
+    "a state for what has none": SHARED + constant({"a": 1}) + pickle.BUILD,
+}
+
+
+def detonate(how: str, paths: Iterable[Path]) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("detonate.py")), how, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def written(directory: Path, contents: Mapping[str, bytes]) -> list[Path]:
+    for name, content in contents.items():
+        (directory / name).write_bytes(content)
+    return [directory / name for name in contents]
+
+
+def test_metadata(tmp_path: Path) -> None:
+    torch_size = "torch", "Size"
+    metadata = "torch.distributed.checkpoint.metadata"
+
+    def index(**fields: bytes) -> bytes:
+        """An index with one file's place in it, of which `fields` are something else."""
+        place = {"fqn": constant("x"), "offset": constant(None), "relative_path": constant("x"), "length": constant(1)}
+        state = {name: fields.get(name, value) for name, value in place.items()}
+        return build("Metadata", state_dict_metadata=pickle.EMPTY_DICT, storage_data=one(state))
+
+    def build(name: str, **state: bytes) -> bytes:
+        items = b"".join(constant(key) + value for key, value in state.items())
+        return called(metadata, name) + pickle.EMPTY_DICT + pickle.MARK + items + pickle.SETITEMS + pickle.BUILD
+
+    def one(state: Mapping[str, bytes]) -> bytes:
+        key = build("MetadataIndex", fqn=state["fqn"], offset=state["offset"])
+        return pickle.EMPTY_DICT + key + pickle.NONE + pickle.SETITEM
+
+    entry = build("BytesStorageMetadata")
+    bombs = {
+        **HASHES,
+        "a layout": called("torch.serialization", "_get_layout", SHARED),
+        "a size": called(*torch_size, SHARED),
+        "a place's name": index(fqn=SHARED),
+        "a place's offset": index(offset=SHARED),
+        "a tensor's name": build(
+            "Metadata",
+            state_dict_metadata=pickle.EMPTY_DICT + pickle.NONE + entry + pickle.SETITEM,
+            storage_data=one({"fqn": SHARED, "offset": pickle.NONE}),
+        ),
+    }
+    paths = []
+    for name, content in bombs.items():
+        (tmp_path / name).mkdir()
+        paths += written(tmp_path / name, {".metadata": pickled(content)})
+    detonate("metadata", [path.parent for path in paths])
+
+
+def test_extra_state(tmp_path: Path) -> None:
+    hooks = Made(Global("collections", "OrderedDict"), ())
+    system = dumps({"little_endian": True}, protocol=2)
+    magic = torch.ones(1).__reduce_ex__(2)[1][0].__reduce__()[1][0].partition(b".")[0] + b"."
+
+    def payload(*pickles: bytes) -> bytes:
+        """FP8 state with a storage of these, after the usual two."""
+        storage = Made(Global("torch.storage", "_load_from_bytes"), (magic + dumps(1001) + system + b"".join(pickles),))
+        tensor = Made(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, (3,), (1,), False, hooks))
+        recipe = Made(Global(RECIPES, "DelayedScaling"), (), new=True, fields={})
+        return dumps({"recipe": recipe, "extra_fp8_variables": {"num_gemms": 1}, "scale_fwd": tensor})
+
+    reference = Persistent(("storage", Global("torch", "FloatStorage"), "0", "cpu", 1 << 28, None))
+    recipe = called(RECIPES, "DelayedScaling") + PAIRS + pickle.BUILD
+    bombs = {name: pickled(content) for name, content in HASHES.items()} | {
+        f"a storage of {name}": payload(pickled(content)) for name, content in HASHES.items()
+    }
+    bombs |= {
+        "a storage that is not there": payload(dumps(reference, 2), dumps(["0"], 2), (1 << 28).to_bytes(8, "little")),
+        "a recipe's fields": pickled(pickle.EMPTY_DICT, constant("scale_fwd"), recipe, pickle.SETITEM),
+    }
+    detonate("extra state", written(tmp_path, bombs))
+
+
+def archived(content: bytes) -> bytes:
+    """An archive of torch.save with another pickle in it."""
+    saved, changed = io.BytesIO(), io.BytesIO()
+    torch.save(torch.ones(3), saved)
+    with zipfile.ZipFile(saved) as before, zipfile.ZipFile(changed, "w") as after:
+        for name in before.namelist():
+            after.writestr(name, content if name.endswith("/data.pkl") else before.read(name))
+    return changed.getvalue()
+
+
+def tensor(size: bytes, stride: bytes, key: bytes = constant("0")) -> bytes:
+    storage = constant("storage") + pickle.GLOBAL + b"torch\nFloatStorage\n" + key + constant("cpu") + constant(3)
+    reference = pickle.MARK + storage + pickle.TUPLE + pickle.BINPERSID
+    return called("torch._utils", "_rebuild_tensor_v2", reference, constant(0), size, stride)
+
+
+TENSORS: Mapping[str, bytes] = {
+    "sizes of tuples": tensor(SHARED, SHARED),
+    "a size that repeats a word": tensor(constant(("a" * 99, 1 << 30)), constant((1, 1))),
+    "gigabytes by strides of zero": tensor(constant((1 << 30, 3)), constant((0, 1))),
+    "a storage's name": tensor(constant((3,)), constant((1,)), key=SHARED),
+    "a tensor that grows": tensor(constant((3,)), constant((1,)))
+    + pickle.MARK + tensor(constant((3,)), constant((1,))) + constant(0) + constant((1 << 28,)) + constant((1,))
+    + pickle.TUPLE + pickle.BUILD,
+}  # fmt: skip
+
+
+def test_objects(tmp_path: Path) -> None:
+    bombs = {name: archived(pickled(content)) for name, content in (HASHES | TENSORS).items()}
+    detonate("object", written(tmp_path, bombs))
+
+
+def test_tensors(tmp_path: Path) -> None:
+    bombs = {name: archived(pickled(content)) for name, content in (HASHES | TENSORS).items()}
+    detonate("tensor", written(tmp_path, bombs))
+
+
+def test_sizes_in_a_config_are_compared_before_anything_is_made_as_large(tmp_path: Path) -> None:
+    config = pico.save(tmp_path, dtype=torch.bfloat16).config.to_dict()
+    claims = {"head_dim": 1 << 28, "vocab_size": 1 << 30, "intermediate_size": 1 << 30}
+    for key, size in claims.items():
+        (tmp_path / key).mkdir()
+        (tmp_path / key / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+        (tmp_path / key / "config.json").write_text(json.dumps(config | {key: size}))
+    detonate("config", [tmp_path / key for key in claims])
