@@ -14,8 +14,9 @@ from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import INDEX, SINGLE, HuggingFaceReader, HuggingFaceWriter, recognise
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import make_header, read_header
-from precisionctl.errors import DamagedCheckpoint, UnknownFormat
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnknownArchitecture, UnknownFormat
 from precisionctl.param import TensorSpec
+from precisionctl.plan import make_plan
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"])
@@ -95,6 +96,10 @@ def shard(directory: Path) -> Path:
     return sorted(directory.glob("*.safetensors"))[0]
 
 
+def replace_header(directory: Path, header: bytes) -> None:
+    shard(directory).write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 def lie(directory: Path, old: bytes, new: bytes) -> None:
     path = shard(directory)
     data = path.read_bytes()
@@ -121,6 +126,20 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "sizes that are none": (lambda d: edit_config(d, num_attention_heads=0), "heads"),
     "a size that is a word": (lambda d: edit_config(d, num_hidden_layers="two"), "num_layers is 'two', not a size"),
     "groups that do not divide": (lambda d: edit_config(d, num_key_value_heads=3), "4 heads in 3 query groups"),
+    "a vocabulary of terabytes": (lambda d: edit_config(d, vocab_size=10**13), "vocab_size is 10000000000000"),
+    "a number that is a word": (lambda d: edit_config(d, rms_norm_eps="abc"), "norm_epsilon is 'abc'"),
+    "a base that is a word": (lambda d: edit_config(d, rope_parameters=None, rope_theta="abc"), "rope_theta is 'abc'"),
+    "a base that is none": (
+        lambda d: edit_config(d, rope_parameters={"rope_theta": float("nan")}),
+        "rope_theta is nan",
+    ),
+    "a window that is a word": (lambda d: edit_config(d, sliding_window="x"), "sliding_window is 'x'"),
+    "a family that is a list": (lambda d: edit_config(d, model_type=["llama"]), "model_type is .'llama'., not a name"),
+    "rotary parameters that are a list": (lambda d: edit_config(d, rope_parameters=[1]), "rotary parameters are"),
+    "rotary scaling without its factor": (lambda d: edit_config(d, rope_parameters={"type": "linear"}), "no `factor`"),
+    "quantisation that is a word": (lambda d: edit_config(d, quantization_config="abc"), "`quantization_config` is no"),
+    "a map of lists": (lambda d: edit_index(d, lambda i: i["weight_map"].update(x=["y"])), "not the name of a file"),
+    "a header too deep to parse": (lambda d: replace_header(d, b"[" * 100_000), "makes no sense"),
     "an unknown dtype": (lambda d: lie(d, b'"dtype":"BF16"', b'"dtype":"XX16"'), "makes no sense"),
     "a shape that lies": (lambda d: lie(d, b'"shape":[250,64]', b'"shape":[251,64]'), "bytes for BF16"),
     "offsets that overlap": (
@@ -137,3 +156,35 @@ def test_damage_is_one_error(tmp_path: Path, name: str) -> None:
     damage(tmp_path)
     with pytest.raises(DamagedCheckpoint, match=message):
         HuggingFaceReader(tmp_path)
+
+
+UNSUPPORTED: dict[str, dict[str, Any]] = {
+    "an activation": {"hidden_act": "gelu"},
+    "yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}},
+    "dynamic scaling": {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "half of the channels rotated": {"partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_model_that_would_become_another_one_is_refused(tmp_path: Path, name: str) -> None:
+    pico.save(tmp_path)
+    edit_config(tmp_path, **UNSUPPORTED[name])
+    with pytest.raises(UnknownArchitecture, match="no family known here|rotary scaling of type"):
+        HuggingFaceReader(tmp_path)
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "default"}])
+def test_rotary_scaling_that_both_sides_have_is_read(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    pico.save(tmp_path)
+    edit_config(tmp_path, rope_parameters={**scaling, "rope_theta": 10000.0})
+    assert HuggingFaceReader(tmp_path).model.rope_scaling == (scaling if "factor" in scaling else None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8, torch.float64])
+def test_numbers_that_are_no_values_are_not_taken_for_some(tmp_path: Path, dtype: torch.dtype) -> None:
+    pico.save(tmp_path)
+    stored = load_file(tmp_path / SINGLE)
+    save_file({name: v.to(dtype) if "proj" in name else v for name, v in stored.items()}, tmp_path / SINGLE)
+    with pytest.raises(PrecisionError, match=f"q_proj.weight` is {str(dtype).removeprefix('torch.')}"):
+        make_plan(HuggingFaceReader(tmp_path), "megatron")

@@ -12,6 +12,7 @@ import torch
 
 from precisionctl import model_shape
 from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
+from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.safetensors_file import Stored, make_header, read_header, split_shards
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
@@ -25,31 +26,10 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_SIZE = 5_000_000_000
 
-# What transformers and the engines read beside the weights. Anything else in the directory is not the model.
-_COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "spiece.model",
-    "chat_template*",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
-
 
 def recognise(path: Path) -> bool:
     """A directory with a config.json and safetensors files (or an index that names some)."""
     return (path / "config.json").is_file() and ((path / INDEX).is_file() or any(path.glob("*.safetensors")))
-
-
-def read_companions(directory: Path) -> Companions:
-    """The companion files of a Hugging Face directory."""
-    paths = sorted({path for pattern in _COMPANIONS for path in directory.glob(pattern) if path.is_file()})
-    return Companions({path.name: path.read_bytes() for path in paths})
 
 
 class HuggingFaceReader:
@@ -64,7 +44,7 @@ class HuggingFaceReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.companions = read_companions(path)
+        self.companions = read_companions(path, links=True)
         self.config = _load_json(path / "config.json")
         self.model: ModelShape = model_shape.from_hf_config(self.config, path / "config.json")
         self.stored = _Stored(self._read_headers())
@@ -98,7 +78,7 @@ class HuggingFaceReader:
         weight_map = _load_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise DamagedCheckpoint("no `weight_map`", where=index)
-        for file in sorted(set(weight_map.values()), key=str):
+        for file in weight_map.values():
             if not isinstance(file, str) or Path(file).name != file:
                 raise DamagedCheckpoint(f"{file!r} is not the name of a file in this directory", where=index)
             if not (self.path / file).is_file():
@@ -238,12 +218,10 @@ def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
 
 def _load_json(path: Path) -> dict[str, Any]:
     try:
-        loaded = json.loads(path.read_bytes())
-    except (ValueError, OSError, RecursionError) as error:
-        raise DamagedCheckpoint(f"not readable as JSON: {error}", where=path) from error
-    if not isinstance(loaded, dict):
-        raise DamagedCheckpoint("not a JSON object", where=path)
-    return loaded
+        data = path.read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(f"not readable: {error.strerror}", where=path) from error
+    return parse_json(data, path)
 
 
 def _dump_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import Box, Chunk, Companions, Container
+from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.megatron_keys import (
     COMMON,
     COMMON_OBJECT,
@@ -52,7 +53,7 @@ def recognise(path: Path) -> bool:
 def _is_torch_dist(marker: Path) -> bool:
     try:
         content = json.loads(marker.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("sharded_backend") == "torch_dist"
 
@@ -139,9 +140,7 @@ class TorchDistReader:
 
     @cached_property
     def companions(self) -> Companions:
-        directory = self.path / COMPANIONS
-        files = sorted(directory.iterdir()) if directory.is_dir() else []
-        return Companions({file.name: file.read_bytes() for file in files if file.is_file() and not file.is_symlink()})
+        return read_companions(self.path / COMPANIONS, links=False)
 
     @cached_property
     def model(self) -> ModelShape:
@@ -152,10 +151,7 @@ class TorchDistReader:
         if "config.json" not in self.companions.files:
             return from_megatron_args(self.args, rows, self.path)
         path = self.path / COMPANIONS / "config.json"
-        try:
-            config = json.loads(self.companions.files["config.json"])
-        except ValueError as error:
-            raise DamagedCheckpoint(f"not JSON: {error}", where=path) from error
+        config = parse_json(self.companions.files["config.json"], path)
         model = dataclasses.replace(from_hf_config(config, path), padded_vocab_size=rows)
         if self.args:
             _check_agreement(model, from_megatron_args(self.args, rows, self.path), path)
@@ -196,7 +192,9 @@ class TorchDistReader:
             value = self.read_object(key) if name.endswith(EXTRA_STATE) else None
             data = value.getvalue() if isinstance(value, io.BytesIO) else value  # TE 1.x kept a file
             if isinstance(data, Tensor):
-                data = data.contiguous().view(torch.uint8).numpy().tobytes()
+                data = data.reshape(-1).view(torch.uint8).numpy().tobytes()
+            if data and not isinstance(data, bytes):
+                raise DamagedCheckpoint(f"{key} holds no bytes", where=self.path)
             if data:
                 yield name.removesuffix(EXTRA_STATE), data
 

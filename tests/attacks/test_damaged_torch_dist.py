@@ -231,6 +231,35 @@ def test_a_tracker_that_names_no_iteration_is_refused(directory, content):
         TorchDistReader(directory.parent)
 
 
+def test_only_a_models_companions_travel_with_it(directory, tmp_path):
+    hf = directory / "precisionctl" / "hf"
+    hf.mkdir(parents=True)
+    weights = ("model.safetensors", "tokenizer.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+    for name in ("tokenizer.json", "fp8_state", *weights):
+        (hf / name).write_bytes(b"{}")
+    (tmp_path / "secret").write_bytes(b"secret")
+    (hf / "tokenizer_config.json").symlink_to(tmp_path / "secret")
+    assert TorchDistReader(directory).companions.files == {"tokenizer.json": b"{}"}
+
+
+@pytest.mark.parametrize("config", [b"[" * 100_000, b"[]", b"{", b"\xff"])
+def test_a_config_that_is_none_is_refused(directory, config):
+    (directory / "precisionctl" / "hf").mkdir(parents=True)
+    (directory / "precisionctl" / "hf" / "config.json").write_bytes(config)
+    with pytest.raises(DamagedCheckpoint, match=r"config\.json"):
+        _ = TorchDistReader(directory).model
+
+
+@pytest.mark.parametrize("value", [7, "text", [1]])
+def test_extra_state_that_is_no_bytes_is_refused(directory, value):
+    path = directory / "__0_1.distcp"
+    path.write_bytes(archive([value]))
+    span = Span(path, 0, path.stat().st_size)
+    dcp.write_index(directory, Index({}, {"decoder.final_layernorm._extra_state/shard_0_1": span}))
+    with pytest.raises(DamagedCheckpoint, match="holds no bytes"):
+        _ = TorchDistReader(directory).fp8
+
+
 ARGUMENTS = [
     {"num_layers": "two"},
     {"num_layers": -1},

@@ -1,0 +1,49 @@
+"""Which files beside the weights belong to a model, and JSON of strangers."""
+
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints.base import Companions
+from precisionctl.errors import DamagedCheckpoint
+
+# What transformers and the engines read beside the weights. Anything else in the directory is not the model.
+_COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+
+
+def read_companions(directory: Path, *, links: bool) -> Companions:
+    """The companion files in a directory; none where there is no directory, and never one named as weights are.
+
+    `links`: whether symbolic links count, as they make up the cache of Hugging Face's hub.
+    """
+    paths = sorted(directory.iterdir()) if directory.is_dir() else []
+    return Companions({path.name: path.read_bytes() for path in paths if _is_companion(path, links)})
+
+
+def _is_companion(path: Path, links: bool) -> bool:
+    named = any(fnmatchcase(path.name, pattern) for pattern in _COMPANIONS) and path.suffix != ".safetensors"
+    return named and path.is_file() and (links or not path.is_symlink())
+
+
+def parse_json(data: bytes, where: object) -> dict[str, Any]:
+    """A JSON object of a stranger. Raises DamagedCheckpoint for anything else."""
+    try:
+        parsed = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"not readable as JSON: {error}", where=where) from error
+    if not isinstance(parsed, dict):
+        raise DamagedCheckpoint("not a JSON object", where=where)
+    return parsed
