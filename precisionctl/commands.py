@@ -21,6 +21,7 @@ from precisionctl.convert import OnBytes, run
 from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import DiskProblem, MappingError, PrecisionError, RecipeError
 from precisionctl.export import Export, make_export
+from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.journal import open_journal
 from precisionctl.model_shape import to_hf_config
@@ -250,11 +251,18 @@ def _state_notes(change: StateChange) -> list[str]:
 
 
 def _left_behind(reader: Reader) -> list[str]:
-    optimizer = reader.optimizer_specs if isinstance(reader, TorchDistReader) else {}
-    if not optimizer:
+    if not isinstance(reader, TorchDistReader):
         return []
-    size = sum(spec.nbytes for spec in optimizer.values())
-    return [f"The optimizer stays behind: {len(optimizer)} tensors, {size / 1e9:.2f} GB. The result is weights only."]
+    notes = []
+    if optimizer := reader.optimizer_specs:
+        size = sum(spec.nbytes for spec in optimizer.values()) / 1e9
+        notes.append(
+            f"The optimizer stays behind: {len(optimizer)} tensors, {size:.2f} GB. The result is weights only."
+        )
+    older = sidecar.find(reader.path)
+    if older and reader.fp8 and (names := older.modules.keys() - reader.fp8.modules.keys()):
+        notes.append(f"Older FP8 state of {len(names)} modules, which the run kept in BF16, stays behind.")
+    return notes
 
 
 def _digest(plan: Plan, command: Conversion | InferenceExport) -> str:

@@ -97,8 +97,7 @@ class HuggingFaceReader:
 
     @cached_property
     def fp8(self) -> Fp8States | None:
-        path = self.path / sidecar.RELATIVE
-        return sidecar.read(path) if path.is_file() else None
+        return sidecar.find(self.path)
 
     @property
     def iteration(self) -> int | None:

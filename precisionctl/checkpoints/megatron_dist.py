@@ -160,8 +160,7 @@ class TorchDistReader:
     @cached_property
     def fp8(self) -> Fp8States | None:
         """The delayed-scaling state in `_extra_state`, else the one in the sidecar."""
-        path = self.path / sidecar.RELATIVE
-        return self._extra_states() or (sidecar.read(path) if path.is_file() else None)
+        return self._extra_states() or sidecar.find(self.path)
 
     def _extra_states(self) -> Fp8States | None:
         recipe: DelayedScaling | None = None
