@@ -106,10 +106,8 @@ class _Rows:
 
     @property
     def values(self) -> Tensor:
-        """FP32; FP64 of what FP32 would round."""
-        if self.scale_inv is not None:
-            return numerics.decode(self.stored, self.scale_inv)
-        return self.stored.double() if self.stored.dtype.itemsize > 4 else self.stored.float()
+        """FP32."""
+        return self.stored.float() if self.scale_inv is None else numerics.decode(self.stored, self.scale_inv)
 
     def encodes(self, values: Tensor) -> bool:
         """Whether these codes are the encoding of FP32 `values` under the scales stored with them."""

@@ -161,13 +161,6 @@ def test_static_input_scales_are_compared(tmp_path, source):
     assert not found.equal and "down_proj.weight: input scale" in found.settings[0]
 
 
-def test_fp64_is_compared_as_it_is(source):
-    a, b = source_in_memory(source), source_in_memory(source)
-    a.tensors = {name: values.double() for name, values in a.tensors.items()}
-    b.tensors = {name: values.double() * (1 + 1e-9) for name, values in b.tensors.items()}
-    assert not compare(a, b).equal
-
-
 def test_an_infinity_on_one_side_only_is_a_difference_with_no_sqnr(source):
     other = source_in_memory(source)
     other.tensors[Q][0, 0] = float("inf")
