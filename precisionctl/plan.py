@@ -22,7 +22,7 @@ from precisionctl.cast import Encode
 from precisionctl.errors import MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
 from precisionctl.lower import layout_parts
 from precisionctl.model_shape import MAKE_VOCAB_SIZE_DIVISIBLE_BY, ModelShape
-from precisionctl.param import GEMM_ALIGNMENT, Layout, TensorSpec
+from precisionctl.param import GEMM_ALIGNMENT, REPLICATED, Layout, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ class Plan:
     source: Layout
     target: Layout
     jobs: tuple[Job, ...]
-    sources: Mapping[str, TensorSpec]
     targets: Mapping[str, TensorSpec]
     derived: tuple[str, ...] = ()
     tensor_parallel: int = 1
@@ -125,7 +124,7 @@ def make_plan(source: Source, target: Layout, *, dtype: torch.dtype | None = Non
         _check_dtypes(job, source)
         _check_shapes(job, model, source)
         _check_division(job, model, tensor_parallel)
-    return Plan(model, source.layout, target, jobs, dict(source.specs), targets, derived, tensor_parallel)
+    return Plan(model, source.layout, target, jobs, targets, derived, tensor_parallel)
 
 
 def _padded(source: Source, target: Layout, tensor_parallel: int) -> ModelShape:
@@ -199,7 +198,7 @@ def _targets(
         for other in kept[1:]:
             made = torch.promote_types(made, other)
     shapes = layout_shapes(job.row, model, target)
-    parallel = job.row.parallel if target == "megatron" else TensorSpec((), made).parallel
+    parallel = job.row.parallel if target == "megatron" else REPLICATED
     return {name: TensorSpec(shape, made, parallel) for name, shape in zip(job.writes, shapes, strict=False)}
 
 

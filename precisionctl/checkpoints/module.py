@@ -5,6 +5,7 @@ It has no files, and its FP8 state is taken and set module by module (`fp8_state
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
@@ -23,13 +24,12 @@ class LiveModel:
     layout: Layout = "megatron"
     encodings: Mapping[str, Encoding] = field(default_factory=dict)
 
-    @property
+    @cached_property  # a run asks for it several times a piece
     def specs(self) -> Mapping[str, TensorSpec]:
         return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        tensor = self.tensors[name]
-        return [Chunk(whole(TensorSpec(tuple(tensor.shape), tensor.dtype)), tensor)]
+        return [Chunk(whole(self.specs[name]), self.tensors[name])]
 
     def lay_out(self) -> None:
         """Nothing to do: the tensors are there."""
