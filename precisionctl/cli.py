@@ -109,15 +109,25 @@ def inspect(checkpoint: Path, by_layer: bool, iteration: int | None, json_wanted
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
 @iteration_option
 @writing_options
-def convert(recipe: str | None, dry_run: bool, restart: bool, workers: int, json_wanted: bool, **what: Any) -> None:
+def convert(
+    recipe: str | None,
+    tensor_parallel: int,
+    dry_run: bool,
+    restart: bool,
+    workers: int,
+    json_wanted: bool,
+    **what: Any,
+) -> None:
     """Convert SOURCE between Hugging Face and Megatron (torch_dist), FP8 state included.
 
     DESTINATION appears only when it is complete; the same command run again goes on where one was stopped.
     `--to hf --precision fp8` is `export-inference --target vllm`, and rounds the weights.
     """
     from precisionctl.commands import Conversion, plan_conversion
+    from precisionctl.param import Parallelism
 
-    do_work(plan_conversion(Conversion(recipe=precision_of(recipe), **what)), dry_run, restart, workers, json_wanted)
+    conversion = Conversion(recipe=precision_of(recipe), parallelism=Parallelism(tensor_parallel), **what)
+    do_work(plan_conversion(conversion), dry_run, restart, workers, json_wanted)
 
 
 @main.command()

@@ -25,7 +25,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.journal import open_journal
 from precisionctl.model_shape import to_hf_config
-from precisionctl.param import Layout
+from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.plan import Plan, check_fp8_gemm, make_plan
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import Scheme, quant_methods
@@ -44,15 +44,15 @@ class Conversion:
     to: Layout
     precision: PrecisionChoice = "keep"
     recipe: Precision | None = None
-    tensor_parallel: int = 1
+    parallelism: Parallelism = ONE_RANK
     iteration: int | None = None
     max_shard_size: int = MAX_SHARD_SIZE
     drop_fp8_state: bool = False
 
     def __post_init__(self) -> None:
         """Raises RecipeError for options that contradict one another."""
-        if self.to == "hf" and self.tensor_parallel > 1:
-            raise RecipeError("Hugging Face directories are not cut for tensor parallelism", do="Leave --tp out.")
+        if self.to == "hf" and self.parallelism != ONE_RANK:
+            raise RecipeError("Hugging Face directories are not cut for ranks", do="Leave --tp and its like out.")
         if self.recipe is not None and self.precision != "fp8":
             raise RecipeError("a recipe says how FP8 is made", do="Give --precision fp8 too, or leave --recipe out.")
         if self.drop_fp8_state and self.to == "hf" and self.precision == "fp8":
@@ -114,7 +114,7 @@ def plan_conversion(conversion: Conversion) -> Work:
             do="`verify` and `eval` read such a directory. Convert the checkpoint that it was exported from.",
         )
     dtype = None if conversion.precision == "keep" else torch.bfloat16
-    plan = make_plan(reader, conversion.to, dtype=dtype, tensor_parallel=conversion.tensor_parallel)
+    plan = make_plan(reader, conversion.to, dtype=dtype, parallelism=conversion.parallelism)
     carried = None if conversion.drop_fp8_state else reader.fp8
     for job in plan.jobs:
         if conversion.precision == "fp8" and job.row.gemm and conversion.in_fp8(job.module):
@@ -209,7 +209,7 @@ def _megatron_writer(output: Output, reader: Reader, plan: Plan, conversion: Con
         output.partial / directory_name(None),
         plan.model,
         plan.targets,
-        tensor_parallel=conversion.tensor_parallel,
+        parallelism=conversion.parallelism,
         companions=reader.companions,
         fp8_in="extra_state" if conversion.fills_extra_state else "sidecar",
     )

@@ -35,6 +35,24 @@ COLUMNS = Parallel("columns")
 
 
 @dataclass(frozen=True)
+class Parallelism:
+    """Sizes of the process groups of a Megatron run: how many ranks a checkpoint is cut for.
+
+    `tensor`, `pipeline`, `expert` as `--tensor-model-parallel-size` and so on; `virtual` is the number of stages
+    of each pipeline rank, `expert_tensor` cuts the experts' tensors in place of `tensor` (None: as `tensor`).
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+
+
+ONE_RANK = Parallelism()
+
+
+@dataclass(frozen=True)
 class TensorSpec:
     """Shape, dtype and parallel form of a logical tensor; no data."""
 

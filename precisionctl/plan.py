@@ -22,7 +22,7 @@ from precisionctl.cast import Encode
 from precisionctl.errors import MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
 from precisionctl.lower import layout_parts
 from precisionctl.model_shape import MAKE_VOCAB_SIZE_DIVISIBLE_BY, ModelShape
-from precisionctl.param import GEMM_ALIGNMENT, REPLICATED, Layout, TensorSpec
+from precisionctl.param import GEMM_ALIGNMENT, ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Plan:
     jobs: tuple[Job, ...]
     targets: Mapping[str, TensorSpec]
     derived: tuple[str, ...] = ()
-    tensor_parallel: int = 1
+    parallelism: Parallelism = ONE_RANK
     quantization: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -73,7 +73,7 @@ class Plan:
             "model": dataclasses.asdict(self.model),
             "source": self.source,
             "target": self.target,
-            "tensor_parallel": self.tensor_parallel,
+            "parallelism": dataclasses.asdict(self.parallelism),
             "jobs": [
                 {"name": job.name, "reads": job.reads, "writes": job.writes, "copies": job.copies}
                 | ({"encode": job.encode.describe()} if job.encode else {})
@@ -103,14 +103,20 @@ class Source(Protocol):
     def specs(self) -> Mapping[str, TensorSpec]: ...
 
 
-def make_plan(source: Source, target: Layout, *, dtype: torch.dtype | None = None, tensor_parallel: int = 1) -> Plan:
+def make_plan(
+    source: Source,
+    target: Layout,
+    *,
+    dtype: torch.dtype | None = None,
+    parallelism: Parallelism = ONE_RANK,
+) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
     `dtype` is that of every target tensor; None keeps each as stored, FP8 codes decoded to BF16.
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch or PrecisionError.
     """
     architecture = architecture_of(source.model.architecture)
-    model = _padded(source, target, tensor_parallel)
+    model = _padded(source, target, parallelism.tensor)
     if model.num_layers > len(source.specs):  # before a loop over as many layers as a config may claim
         raise MissingTensor(
             f"{model.num_layers} layers, but only {len(source.specs)} tensors", do="Is a shard missing?"
@@ -123,8 +129,8 @@ def make_plan(source: Source, target: Layout, *, dtype: torch.dtype | None = Non
         targets |= _targets(job, model, target, source.specs, dtype)
         _check_dtypes(job, source)
         _check_shapes(job, model, source)
-        _check_division(job, model, tensor_parallel)
-    return Plan(model, source.layout, target, jobs, targets, derived, tensor_parallel)
+        _check_division(job, model, parallelism.tensor)
+    return Plan(model, source.layout, target, jobs, targets, derived, parallelism)
 
 
 def _padded(source: Source, target: Layout, tensor_parallel: int) -> ModelShape:

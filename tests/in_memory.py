@@ -15,7 +15,7 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import Layout, TensorSpec
+from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
 from precisionctl.plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.quant_methods.base import Scheme, quant_methods
@@ -48,9 +48,9 @@ class InMemory:
         self.fp8 = fp8
 
 
-def to_megatron(reader: Reader, *, tensor_parallel: int = 1) -> InMemory:
+def to_megatron(reader: Reader, *, parallelism: Parallelism = ONE_RANK) -> InMemory:
     """The same model in Megatron's layout."""
-    plan = make_plan(reader, "megatron", tensor_parallel=tensor_parallel)
+    plan = make_plan(reader, "megatron", parallelism=parallelism)
     tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in plan.targets.items()}
     made = InMemory(plan.model, "megatron", tensors, companions=reader.companions)
     convert.run(plan, reader, made)

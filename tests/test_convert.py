@@ -39,6 +39,7 @@ from precisionctl.errors import (
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.journal import open_journal
+from precisionctl.param import Parallelism
 from precisionctl.plan import make_plan
 from precisionctl.precision import PRESETS
 
@@ -71,7 +72,7 @@ def assert_same_tensors(a: Path, b: Path) -> None:
 def test_there_and_back_is_bit_exact(tmp_path: Path, family: str, tensor_parallel: int) -> None:
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, max_shard_size="40KB")
     before = tree(tmp_path / "hf")
-    run(tmp_path / "hf", tmp_path / "megatron", "megatron", tensor_parallel=tensor_parallel)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron", parallelism=Parallelism(tensor_parallel))
     run(tmp_path / "megatron", tmp_path / "back", "hf")
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
     assert tree(tmp_path / "hf") == before
@@ -100,7 +101,7 @@ def test_bf16_rounds_each_value_once_and_says_so_in_the_config(tmp_path: Path) -
 def test_two_shards_hold_what_one_holds(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", "llama-all-biases", dtype=torch.bfloat16)
     run(tmp_path / "hf", tmp_path / "one", "megatron")
-    run(tmp_path / "hf", tmp_path / "two", "megatron", tensor_parallel=2)
+    run(tmp_path / "hf", tmp_path / "two", "megatron", parallelism=Parallelism(2))
     one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
     assert [len(list((tmp_path / n / "release").glob("__*_0.distcp"))) for n in ("one", "two")] == [1, 2]
     vocabulary = {"embedding.word_embeddings.weight", "output_layer.weight"}  # padded to 128 times the shards
@@ -135,7 +136,7 @@ def test_all_bytes_are_moved_by_copies_for_llama(tmp_path: Path, monkeypatch: py
 def test_lowered_bytes_are_those_of_the_tensor_path(tmp_path: Path) -> None:
     """The rows applied to whole tensors, against what the copies wrote, TP 2 included."""
     pico.save(tmp_path / "hf", "llama-all-biases", dtype=torch.bfloat16)
-    work = run(tmp_path / "hf", tmp_path / "megatron", "megatron", tensor_parallel=2)
+    work = run(tmp_path / "hf", tmp_path / "megatron", "megatron", parallelism=Parallelism(2))
     source, written = tensors(tmp_path / "hf"), tensors(tmp_path / "megatron")
     for job in work.plan.jobs:
         assert torch.equal(written[job.name], job.row.merge([source[name] for name in job.reads], work.plan.model))
@@ -217,7 +218,7 @@ def test_a_recipe_says_which_modules_get_state(tmp_path: Path, recipe: str) -> N
 
 
 CONTRADICTORY: dict[str, dict[str, Any]] = {
-    "not cut for tensor parallelism": {"to": "hf", "tensor_parallel": 2},
+    "not cut for ranks": {"to": "hf", "parallelism": Parallelism(2)},
     "a recipe says how FP8 is made": {"to": "megatron", "recipe": PRESETS["fp8-delayed"]},
     "input scales of FP8 weights come from": {"to": "hf", "precision": "fp8", "drop_fp8_state": True},
 }
@@ -475,7 +476,7 @@ def test_shapes_that_fp8_gemms_do_not_take_are_refused(tmp_path: Path) -> None:
 def test_a_tensor_parallel_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     with pytest.raises(ShapeMismatch, match="5 tensor-parallel parts"):
-        run(tmp_path / "hf", tmp_path / "out", "megatron", tensor_parallel=5)
+        run(tmp_path / "hf", tmp_path / "out", "megatron", parallelism=Parallelism(5))
 
 
 def test_a_large_model_is_sharded_with_an_index(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from precisionctl.commands import Conversion, InferenceExport, execute, plan_con
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.param import Parallelism
 from precisionctl.plan import make_plan
 from precisionctl.precision import PRESETS
 
@@ -135,7 +136,7 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> Non
 
 def test_a_megatron_source_exports_the_bytes_that_its_hugging_face_source_does(tmp_path: Path) -> None:
     path = source(tmp_path)
-    execute(plan_conversion(Conversion(path, tmp_path / "megatron", "megatron", tensor_parallel=2)))
+    execute(plan_conversion(Conversion(path, tmp_path / "megatron", "megatron", parallelism=Parallelism(2))))
     first = export(path)
     execute(plan_export(InferenceExport(tmp_path / "megatron", tmp_path / "second", "vllm")))
     second = load_file(tmp_path / "second" / "model.safetensors")

@@ -10,7 +10,7 @@ from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model_shape import ModelShape, from_hf_config, from_megatron_args, to_megatron_args
-from precisionctl.param import ROWS, TensorSpec
+from precisionctl.param import ROWS, Parallelism, TensorSpec
 
 MODEL = ModelShape("llama", 2, 16, 24, 4, 2, 4, 50, 64, 32)
 
@@ -52,7 +52,7 @@ DESCRIBING = {
 
 def test_a_checkpoint_has_every_argument_that_some_version_of_megatron_reads_and_no_other(tmp_path):
     spec = TensorSpec((64, 16), torch.float16, ROWS)
-    writer = TorchDistWriter(tmp_path, MODEL, {"embedding.word_embeddings.weight": spec}, tensor_parallel=2)
+    writer = TorchDistWriter(tmp_path, MODEL, {"embedding.word_embeddings.weight": spec}, parallelism=Parallelism(2))
     writer.lay_out()
     writer.finish(None)
     args = TorchDistReader(tmp_path).args

@@ -20,6 +20,7 @@ from precisionctl.commands import Conversion, execute, plan_conversion
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state import decode_payload, encode_payload
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.param import Parallelism
 
 PEER = Path(__file__).with_name("mcore_peer.py")
 TOKENS = torch.arange(24).view(2, 12) * 7 % 250
@@ -114,7 +115,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     for size in (1, 2):
         for family in FAMILIES:
             execute(
-                plan_conversion(Conversion(top / family, top / f"{family}-{size}", "megatron", tensor_parallel=size))
+                plan_conversion(
+                    Conversion(top / family, top / f"{family}-{size}", "megatron", parallelism=Parallelism(size))
+                )
             )
         peer(top, size, 1, [load(top / f"{family}-{size}" / "release") for family in FAMILIES])
     return SimpleNamespace(top=top, expected=expected)

@@ -24,7 +24,7 @@ from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.model_shape import ModelShape, to_hf_config, to_megatron_args
-from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, TensorSpec
+from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallelism, TensorSpec
 
 MODEL = ModelShape("llama", 2, 16, 24, 4, 2, 4, 50, 64, 32)
 LAYER = {
@@ -79,7 +79,7 @@ def files(directory: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("optimizer", [False, True], ids=["weights", "optimizer"])
 def test_what_was_written_is_read_back(tmp_path, tensor_parallel, optimizer):
     tensors = values(specs(optimizer=optimizer))
-    write(tmp_path, tensors, tensor_parallel=tensor_parallel)
+    write(tmp_path, tensors, parallelism=Parallelism(tensor_parallel))
     reader = TorchDistReader(tmp_path)
     assert reader.specs.keys() == NAMES.keys()
     assert {**reader.specs, **reader.optimizer_specs}.keys() == tensors.keys()
@@ -94,7 +94,7 @@ def test_what_was_written_is_read_back(tmp_path, tensor_parallel, optimizer):
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_pytorch_itself_loads_what_we_wrote(tmp_path, tensor_parallel):
     tensors = values(specs())
-    write(tmp_path, tensors, tensor_parallel=tensor_parallel)
+    write(tmp_path, tensors, parallelism=Parallelism(tensor_parallel))
     state: dict[str, Any] = {name: torch.empty(shape, dtype=torch.bfloat16) for name, (shape, _) in ONCE.items()}
     state |= {
         f"decoder.layers.{name}": torch.empty((2, *shape), dtype=torch.bfloat16) for name, (shape, _) in LAYER.items()
@@ -146,7 +146,15 @@ def test_equal_input_gives_equal_bytes(tmp_path):
     tensors, state = values(specs()), fp8_states()
     for name in ("a", "b"):
         common = json.loads('{"opt_param_scheduler": {"num_steps": 5, "iteration": 3}}')
-        write(tmp_path / name, tensors, state, tensor_parallel=2, iteration=3, common=common, companions=companions())
+        write(
+            tmp_path / name,
+            tensors,
+            state,
+            parallelism=Parallelism(2),
+            iteration=3,
+            common=common,
+            companions=companions(),
+        )
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
@@ -160,14 +168,14 @@ def test_laying_out_again_leaves_the_bytes_that_are_there(tmp_path):
 
 
 def test_a_layout_has_its_final_sizes_before_any_byte_is_written(tmp_path):
-    write(tmp_path / "whole", values(specs()), tensor_parallel=2)
-    TorchDistWriter(tmp_path / "empty", MODEL, specs(), tensor_parallel=2).lay_out()
+    write(tmp_path / "whole", values(specs()), parallelism=Parallelism(2))
+    TorchDistWriter(tmp_path / "empty", MODEL, specs(), parallelism=Parallelism(2)).lay_out()
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "empty").iterdir()}
     assert sizes == {name: (tmp_path / "whole" / name).stat().st_size for name in ("__0_0.distcp", "__1_0.distcp")}
 
 
 def test_the_chunks_that_the_writer_and_the_reader_name_are_the_same(tmp_path):
-    writer = TorchDistWriter(tmp_path, MODEL, specs(), tensor_parallel=4)
+    writer = TorchDistWriter(tmp_path, MODEL, specs(), parallelism=Parallelism(4))
     writer.lay_out()
     writer.finish(None)
     reader = TorchDistReader(tmp_path)

@@ -17,6 +17,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.engines.base import engines
 from precisionctl.errors import MissingTensor, UnknownFormat
 from precisionctl.fp8.state import Fp8State, RoleState
+from precisionctl.param import Parallelism
 from precisionctl.verify import compare
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -46,7 +47,7 @@ def of(comparison, name):
 def test_both_layouts_of_a_model_are_equal_whatever_the_padding(tmp_path, family):
     pico.save(tmp_path, family, dtype=torch.bfloat16)
     hf = HuggingFaceReader(tmp_path)
-    megatron, wider = in_memory.to_megatron(hf), in_memory.to_megatron(hf, tensor_parallel=4)
+    megatron, wider = in_memory.to_megatron(hf), in_memory.to_megatron(hf, parallelism=Parallelism(4))
     assert megatron.model.padded_vocab_size != wider.model.padded_vocab_size
     for a, b in [(hf, megatron), (megatron, hf), (megatron, wider)]:
         comparison = compare(a, b)

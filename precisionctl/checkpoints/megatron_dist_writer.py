@@ -23,7 +23,7 @@ from precisionctl.checkpoints.megatron_keys import COMMON, COMPANIONS, EXTRA_STA
 from precisionctl.fp8 import extra_state, sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.model_shape import ModelShape, to_megatron_args
-from precisionctl.param import TensorSpec
+from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
 
 # modules with an `_extra_state` in the Transformer Engine specification of a dense GPT, megatron-core 0.12 to 0.19
 _OF_LAYERS = (
@@ -75,7 +75,7 @@ class TorchDistWriter:
         model: ModelShape,
         specs: Mapping[str, TensorSpec],
         *,
-        tensor_parallel: int = 1,
+        parallelism: Parallelism = ONE_RANK,
         iteration: int | None = None,
         companions: Companions | None = None,
         fp8_in: Literal["extra_state", "sidecar"] = "extra_state",
@@ -83,9 +83,9 @@ class TorchDistWriter:
         objects: Mapping[str, object] | None = None,
     ) -> None:
         self.directory, self.model, self.specs = directory, model, specs
-        self._tensor_parallel, self._iteration, self._fp8_in = tensor_parallel, iteration, fp8_in
+        self._parallelism, self._iteration, self._fp8_in = parallelism, iteration, fp8_in
         self._companions, self._common, self._objects = companions or Companions(), common or {}, objects or {}
-        self._ranks = [self._place(rank) for rank in range(tensor_parallel)]
+        self._ranks = [self._place(rank) for rank in range(parallelism.tensor)]
         self._chunks: dict[str, list[Chunk]] = {name: [] for name in specs}
         for placed in itertools.chain(*self._ranks):
             self._chunks[placed.name].append(placed.chunk)
@@ -95,7 +95,7 @@ class TorchDistWriter:
         path, offset, placed = self.directory / f"__{rank}_0.distcp", 0, []
         for name, spec in self.specs.items():
             _, layer = stack(name)
-            for box in shard_boxes(spec, self._tensor_parallel)[rank]:
+            for box in shard_boxes(spec, self._parallelism.tensor)[rank]:
                 offsets, sizes = _dimensions(spec, box)
                 if layer is not None:
                     offsets, sizes = (layer, *offsets), (1, *sizes)
@@ -185,7 +185,7 @@ class TorchDistWriter:
             "params_dtype": dtype,
             "bf16": dtype == torch.bfloat16,
             "fp16": dtype == torch.float16,
-            "tensor_model_parallel_size": self._tensor_parallel,
+            "tensor_model_parallel_size": self._parallelism.tensor,
             "pipeline_model_parallel_size": 1,
             "virtual_pipeline_model_parallel_size": None,
             "expert_model_parallel_size": 1,

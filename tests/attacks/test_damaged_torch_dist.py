@@ -20,7 +20,7 @@ from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
 from precisionctl.fp8.opcodes import Global, Made, dumps
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import ROWS, TensorSpec
+from precisionctl.param import ROWS, Parallelism, TensorSpec
 
 MODEL = ModelShape("llama", 1, 8, 8, 2, 2, 4, 16, 16, 32)
 NAME = "embedding.word_embeddings.weight"
@@ -45,7 +45,7 @@ def nothing_runs(tmp_path, monkeypatch):
 def directory(tmp_path):
     """A sound one, of one tensor in two files."""
     made = tmp_path / "release"
-    writer = TorchDistWriter(made, MODEL, {NAME: TensorSpec((16, 8), torch.float32, ROWS)}, tensor_parallel=2)
+    writer = TorchDistWriter(made, MODEL, {NAME: TensorSpec((16, 8), torch.float32, ROWS)}, parallelism=Parallelism(2))
     writer.lay_out()
     write_rows(writer, NAME, 0, WHOLE)
     writer.finish(None)
