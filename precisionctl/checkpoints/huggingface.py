@@ -13,6 +13,7 @@ import torch
 from precisionctl import model_shape
 from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
 from precisionctl.checkpoints.safetensors_file import Stored, make_header, read_header, split_shards
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
@@ -35,8 +36,8 @@ def recognise(path: Path) -> bool:
 class HuggingFaceReader:
     """A Hugging Face directory as a Reader. Raises DamagedCheckpoint where files contradict one another.
 
-    Scale tensors of FP8 codes are not among `specs`; they are in `encodings` (and `input_scales`), and in `stored`,
-    which is every tensor as the files have it.
+    Experts that are stored as one tensor are slices here, `name[expert]`. Scale tensors of FP8 codes are not among
+    `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every tensor in the files.
     """
 
     container = "safetensors"
@@ -56,13 +57,14 @@ class HuggingFaceReader:
         found: dict[str, tuple[Path, Stored]] = {}
         expected = self._weight_map()
         for file in sorted(set(expected.values())) or self._unindexed():
-            for name, stored in read_header(file).items():
+            header = read_header(file)
+            missing = [name for name in expected if expected[name] == file and name not in header]
+            if missing:
+                raise DamagedCheckpoint(f"{INDEX} says that `{missing[0]}` is in {file.name}, but it is not")
+            for name, stored in sliced(header, file).items():
                 if name in found:
                     raise DamagedCheckpoint(f"`{name}` is in {found[name][0].name} too", where=file)
                 found[name] = (file, stored)
-        wrong = sorted(name for name, file in expected.items() if name not in found or found[name][0] != file)
-        if wrong:
-            raise DamagedCheckpoint(f"{INDEX} says that `{wrong[0]}` is in {expected[wrong[0]].name}, but it is not")
         return found
 
     def _unindexed(self) -> list[Path]:
@@ -141,7 +143,7 @@ class HuggingFaceWriter:
 
     @cached_property
     def _shards(self) -> dict[Path, dict[str, TensorSpec]]:
-        shards = split_shards(self.specs, self.max_shard_size)
+        shards = split_shards(stacked(self.specs), self.max_shard_size)
         if len(shards) == 1:
             return {self.directory / SINGLE: shards[0]}
         count = len(shards)
@@ -152,11 +154,17 @@ class HuggingFaceWriter:
 
     @cached_property
     def _places(self) -> dict[str, Chunk]:
-        return {
-            name: Chunk(whole(shard[name]), file, offset)
+        starts = {
+            name: (file, offset)
             for file, shard in self._shards.items()
             for name, offset in make_header(shard)[1].items()
         }
+        places = {}
+        for name, spec in self.specs.items():
+            stored, index = stored_name(name)
+            file, offset = starts[stored]
+            places[name] = Chunk(whole(spec), file, offset + (index or 0) * spec.nbytes)
+        return places
 
     def lay_out(self) -> None:
         for file, shard in self._shards.items():

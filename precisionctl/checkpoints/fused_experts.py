@@ -1,0 +1,60 @@
+"""Experts that Hugging Face stores as one tensor: `mlp.experts.gate_up_proj` of shape [experts, ...].
+
+Logical names are one per expert, so a stored one is its slices `name[0]`, `name[1]`, ...; each is contiguous.
+"""
+
+import re
+from collections.abc import Mapping
+
+from precisionctl.checkpoints.safetensors_file import Stored
+from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
+from precisionctl.param import TensorSpec
+
+_FUSED = re.compile(r".+\.experts\.[a-z_]+")
+_SLICE = re.compile(rf"({_FUSED.pattern})\[(\d+)\]")
+
+_MOST_SLICES = 1 << 18
+"""Of one file: DeepSeek-V3, whole, would have 3 x 10^4. A header of a few bytes can claim any number."""
+
+
+def sliced(tensors: Mapping[str, Stored], where: object) -> dict[str, Stored]:
+    """The logical tensors of a file's. Raises DamagedCheckpoint for more experts than any model has."""
+    fused = {name for name, tensor in tensors.items() if _FUSED.fullmatch(name) and len(tensor.spec.shape) > 1}
+    if sum(tensors[name].spec.rows for name in fused) > _MOST_SLICES:
+        raise DamagedCheckpoint(f"more than {_MOST_SLICES} experts", where=where)
+    if posing := [name for name in tensors if _SLICE.fullmatch(name)]:
+        raise DamagedCheckpoint(f"`{posing[0]}` is named as a slice of another tensor", where=where)
+    found: dict[str, Stored] = {}
+    for name, tensor in tensors.items():
+        found |= _slices(name, tensor) if name in fused else {name: tensor}
+    return found
+
+
+def _slices(name: str, tensor: Stored) -> dict[str, Stored]:
+    spec = TensorSpec(tensor.spec.shape[1:], tensor.spec.dtype)
+    return {f"{name}[{e}]": Stored(spec, tensor.offset + e * spec.nbytes) for e in range(tensor.spec.rows)}
+
+
+def stored_name(name: str) -> tuple[str, int | None]:
+    """The stored tensor that holds a logical one, and which slice of it: the inverse of `sliced`."""
+    match = _SLICE.fullmatch(name)
+    return (match[1], int(match[2])) if match else (name, None)
+
+
+def stacked(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """What is stored of these logical tensors, where the first slice of each stood.
+
+    Raises ShapeMismatch where slices are missing or differ.
+    """
+    slices: dict[str, dict[int, TensorSpec]] = {}
+    found: dict[str, TensorSpec] = {}
+    for name, spec in specs.items():
+        stored, index = stored_name(name)
+        found.setdefault(stored, spec)
+        if index is not None:
+            slices.setdefault(stored, {})[index] = spec
+    for stored, parts in slices.items():
+        if parts.keys() != set(range(len(parts))) or len(set(parts.values())) != 1:
+            raise ShapeMismatch(f"the slices of `{stored}` do not make one tensor")
+        found[stored] = TensorSpec((len(parts), *parts[0].shape), parts[0].dtype)
+    return found

@@ -1,0 +1,81 @@
+"""Experts in one tensor: read as slices, stacked again, as transformers itself saves and loads them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from precisionctl.checkpoints import huggingface
+from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
+from precisionctl.checkpoints.fused_experts import sliced, stacked
+from precisionctl.checkpoints.safetensors_file import Stored, read_header
+from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
+from precisionctl.param import TensorSpec
+
+
+class Slices:
+    """The slices of one file, as a Reader would give them."""
+
+    def __init__(self, file: Path) -> None:
+        self.found = sliced(read_header(file), file)
+        self.specs = {name: stored.spec for name, stored in self.found.items()}
+        self.chunks = huggingface._Stored({name: (file, stored) for name, stored in self.found.items()}).chunks
+
+
+@pytest.fixture
+def gpt_oss(tmp_path: Path) -> GptOssForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = GptOssForCausalLM(
+        GptOssConfig(**sizes, vocab_size=64, num_key_value_heads=2, head_dim=8, num_local_experts=4)
+    )
+    model.save_pretrained(tmp_path / "source")
+    return model
+
+
+def test_each_expert_of_transformers_fused_tensors_is_one_tensor(gpt_oss: GptOssForCausalLM, tmp_path: Path) -> None:
+    slices = Slices(tmp_path / "source" / "model.safetensors")
+    expected = {}
+    for name, values in gpt_oss.state_dict().items():
+        fused = ".experts." in name
+        expected |= {f"{name}[{e}]": values[e] for e in range(4)} if fused else {name: values}
+    assert slices.specs.keys() == expected.keys()
+    assert "model.layers.1.mlp.experts.gate_up_proj_bias[3]" in expected
+    for name, values in expected.items():
+        assert torch.equal(read_tensor(slices, name), values), name
+
+
+def test_slices_are_written_as_the_tensors_that_transformers_loads(gpt_oss: GptOssForCausalLM, tmp_path: Path) -> None:
+    slices = Slices(tmp_path / "source" / "model.safetensors")
+    (tmp_path / "target").mkdir()
+    companions = Companions({"config.json": (tmp_path / "source" / "config.json").read_bytes()})
+    writer = huggingface.HuggingFaceWriter(tmp_path / "target", slices.specs, companions, {}, max_shard_size=8000)
+    writer.lay_out()
+    for name in reversed(slices.specs):
+        write_rows(writer, name, 0, read_tensor(slices, name).reshape(slices.specs[name].rows, -1))
+    writer.finish(None)
+    loaded = GptOssForCausalLM.from_pretrained(tmp_path / "target").state_dict()
+    for name, values in gpt_oss.state_dict().items():
+        assert torch.equal(loaded[name], values), name
+    assert len(list((tmp_path / "target").glob("model-*.safetensors"))) > 2
+
+
+def test_a_header_that_claims_a_billion_experts_is_refused_at_once() -> None:
+    billion = {"mlp.experts.gate_up_proj": Stored(TensorSpec((10**9, 0), torch.float32), 0)}
+    with pytest.raises(DamagedCheckpoint, match="experts"):
+        sliced(billion, "here")
+
+
+def test_a_name_that_poses_as_a_slice_is_refused(tmp_path: Path) -> None:
+    save_file({"mlp.experts.down_proj": torch.ones(2, 3), "mlp.experts.down_proj[0]": torch.ones(3)}, tmp_path / "x")
+    assert len(load_file(tmp_path / "x")) == 2
+    with pytest.raises(DamagedCheckpoint, match=r"named as a slice"):
+        sliced(read_header(tmp_path / "x"), tmp_path)
+
+
+@pytest.mark.parametrize("names", [("[0]", "[2]"), ("[1]",)])
+def test_slices_that_are_not_all_there_are_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(ShapeMismatch, match="do not make one tensor"):
+        stacked({f"mlp.experts.down_proj{name}": TensorSpec((2, 3), torch.float32) for name in names})
