@@ -8,6 +8,7 @@ is ignored. The file is locked: two runs of the same conversion never write into
 import fcntl
 import json
 import os
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from typing import IO, Any
 
 from precisionctl.checkpoints.base import Output
 from precisionctl.errors import OutputError
+
+PATIENCE = 3.0
+"""Seconds to wait for the lock."""
 
 
 @dataclass
@@ -51,10 +55,7 @@ def open_journal(output: Output, digest: str, files: Iterable[Path], *, restart:
     output.check_free()
     output.path.parent.mkdir(parents=True, exist_ok=True)
     with open(output.journal, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise OutputError("another run is writing this output", where=output.path, do="Wait for it.") from None
+        _lock(file, output)
         file.seek(0)
         text = file.read()
         lines, length = _whole_lines(text)
@@ -69,6 +70,18 @@ def open_journal(output: Output, digest: str, files: Iterable[Path], *, restart:
         else:
             _begin(output, journal, header)
         yield journal
+
+
+def _lock(file: IO[str], output: Output) -> None:
+    """Workers of a run that was killed hold its lock until they notice, at the end of a job."""
+    give_up = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > give_up:
+                raise OutputError("another run is writing this output", where=output.path, do="Wait for it.") from None
+            time.sleep(0.05)
 
 
 def _check_ours(output: Output, text: str, lines: list[Any], header: Mapping[str, object]) -> None:

@@ -45,7 +45,7 @@ iteration_option = click.option("--iteration", type=int, help="Which one of a Me
 def writing_options(command: Command) -> Command:
     """Options of every command that writes a checkpoint."""
     options = (
-        click.option("--workers", type=POSITIVE, default=2, show_default=True, help="Threads that copy and cast."),
+        click.option("--workers", type=POSITIVE, default=2, show_default=True, help="Processes that copy and cast."),
         click.option("--dry-run", is_flag=True, help="Show the plan and write nothing."),
         click.option("--restart", is_flag=True, help="Discard what an unfinished run of this command left."),
         json_option,

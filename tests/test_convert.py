@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from precisionctl import commands, convert
+from precisionctl import commands, convert, journal, worker
 from precisionctl.checkpoints.base import Output, Reader, read_tensor
 from precisionctl.checkpoints.huggingface import INDEX
 from precisionctl.checkpoints.open import open_checkpoint
@@ -129,7 +129,7 @@ def test_all_bytes_are_moved_by_copies_for_llama(tmp_path: Path, monkeypatch: py
 
     merge = QKV.merge
     monkeypatch.setattr(QKV, "merge", lambda s, parts, m: (seen.extend(p.dtype for p in parts), merge(s, parts, m))[1])
-    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron", workers=1)
     assert set(seen) == {torch.int64}
 
 
@@ -266,7 +266,7 @@ def test_a_stale_weight_amax_is_made_from_the_weights(tmp_path: Path, precision:
 KILL = """
 import os, signal, sys
 from pathlib import Path
-from precisionctl import convert, commands
+from precisionctl import convert, commands, worker
 from precisionctl.checkpoints import base
 convert.SYNC_EVERY = 20_000
 stage, source, destination = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
@@ -279,7 +279,7 @@ def count(function):
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*arguments, **named)
     return counted
-convert.write_rows = count(convert.write_rows)
+worker.write_rows = count(worker.write_rows)
 base.sync = count(base.sync)  # what the commit calls
 commands.execute(commands.plan_conversion(commands.Conversion(source, destination, "megatron", "fp8")), workers=1)
 """
@@ -298,11 +298,40 @@ def test_a_kill_leaves_nothing_that_looks_whole_and_the_same_command_goes_on(tmp
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "killed", "undisturbed"]
 
 
+def test_a_worker_that_is_killed_is_one_error_and_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "undisturbed", "megatron")
+    parent, write_rows = os.getpid(), worker.write_rows
+
+    def killed(target: Any, name: str, row: int, values: torch.Tensor) -> None:
+        if os.getpid() != parent and name == "decoder.layers.1.mlp.linear_fc1.weight":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_rows(target, name, row, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "write_rows", killed)
+        with pytest.raises(OutputError, match=r"exit code -9.*same command again"):
+            run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert not (tmp_path / "out").exists()
+    run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+def test_jobs_are_dealt_in_neighbouring_runs_of_about_equal_cost() -> None:
+    for costs, shares in (([1] * 10, 2), ([5, 1, 1, 1, 1, 1], 2), ([], 3), ([7], 4), ([0, 0, 3], 2)):
+        dealt = convert.deal(costs, shares)
+        assert [number for share in dealt for number in share] == list(range(len(costs)))
+        assert len(dealt) <= shares
+    assert convert.deal([5, 1, 1, 1, 1, 1], 2) == [range(1), range(1, 6)]
+
+
 def test_going_on_does_not_write_again_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     monkeypatch.setattr(convert, "SYNC_EVERY", 1)
     written: list[str] = []
-    write_rows = convert.write_rows
+    write_rows = worker.write_rows
 
     def failing(target: Any, name: str, row: int, values: torch.Tensor) -> None:
         if name == "decoder.layers.1.mlp.linear_fc1.weight" and name not in written:
@@ -311,7 +340,7 @@ def test_going_on_does_not_write_again_what_is_done(tmp_path: Path, monkeypatch:
         written.append(name)
         write_rows(target, name, row, values)
 
-    monkeypatch.setattr(convert, "write_rows", failing)
+    monkeypatch.setattr(worker, "write_rows", failing)
     with pytest.raises(DiskProblem, match="run the same command again"):
         run(tmp_path / "hf", tmp_path / "out", "megatron", workers=1)
     assert not (tmp_path / "out").exists() and (tmp_path / "out.partial").exists()
@@ -326,7 +355,7 @@ def test_a_source_that_changed_is_not_gone_on_with(tmp_path: Path, monkeypatch: 
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     fails = monkeypatch.context()
     with fails as patch:
-        patch.setattr(convert, "write_rows", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        patch.setattr(worker, "write_rows", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(DiskProblem):
             run(tmp_path / "hf", tmp_path / "out", "megatron")
     os.utime(tmp_path / "hf" / "model.safetensors")
@@ -388,7 +417,8 @@ def test_a_restart_that_is_killed_leaves_nothing_of_what_it_discards(
     assert not (tmp_path / "out" / "stale.bin").exists()
 
 
-def test_two_runs_do_not_write_one_output(tmp_path: Path) -> None:
+def test_two_runs_do_not_write_one_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "PATIENCE", 0.1)
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron"))
     with open_journal(work.output, work.digest, work.reader.files):
@@ -400,15 +430,15 @@ def test_two_runs_do_not_write_one_output(tmp_path: Path) -> None:
 
 def test_a_torn_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
     output = Output(tmp_path / "out")
-    with open_journal(output, "plan", []) as journal:
-        journal.record(["a", "b"], {"a": 1.5})
+    with open_journal(output, "plan", []) as kept:
+        kept.record(["a", "b"], {"a": 1.5})
     with open(output.journal, "a") as file:
         file.write('{"done": ["c"], "am')
-    with open_journal(output, "plan", []) as journal:
-        assert journal.done == {"a", "b"} and journal.amax == {"a": 1.5}
-        journal.record(["c"], {})
-    with open_journal(output, "plan", []) as journal:
-        assert journal.done == {"a", "b", "c"}
+    with open_journal(output, "plan", []) as kept:
+        assert kept.done == {"a", "b"} and kept.amax == {"a": 1.5}
+        kept.record(["c"], {})
+    with open_journal(output, "plan", []) as kept:
+        assert kept.done == {"a", "b", "c"}
 
 
 def test_a_full_disk_is_one_error_and_keeps_what_is_done(tmp_path: Path) -> None:
