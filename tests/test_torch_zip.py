@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precisionctl.checkpoints import torch_zip
+from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.torch_zip import Inert, Span
 from precisionctl.errors import DamagedCheckpoint, UnsafePickle
 
@@ -39,16 +39,16 @@ def test_a_tensor_is_found_wherever_its_archive_stands_in_a_file(tmp_path_factor
 @given(st.sampled_from(DTYPES), st.lists(st.integers(1, 5), max_size=4))
 def test_torch_loads_a_record_whose_hole_was_filled(dtype, shape):
     tensor = (torch.randn(shape) * 100).to(dtype)
-    record = torch_zip.record(dtype, tuple(shape))
+    record = torch_zip_writer.record(dtype, tuple(shape))
     data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     assert len(data) == record.nbytes
     archive = record.head + data + record.tail
-    assert len(archive) == record.length == len(saved(tensor))
+    assert len(archive) == record.length
     assert torch.equal(torch.load(io.BytesIO(archive), weights_only=True), tensor)
 
 
 def test_a_record_of_more_than_four_gibibytes_is_found_too(tmp_path):
-    record = torch_zip.record(torch.bfloat16, (5 << 29,))
+    record = torch_zip_writer.record(torch.bfloat16, (5 << 29,))
     path = tmp_path / "file"
     with open(path, "wb") as file:
         file.write(record.head)
@@ -84,7 +84,7 @@ def test_objects_load_as_plain_values_and_foreign_ones_as_inert_stand_ins():
         "random": ("MT19937", numpy.arange(3, dtype=numpy.uint32)),
         "tensor": torch.arange(3),
     }
-    loaded = torch_zip.load(torch_zip.dump(value), "here")
+    loaded = torch_zip.load(torch_zip_writer.dump(value), "here")
     assert vars(loaded["args"])["layers"] == 2
     assert loaded["args"].dtype == torch.bfloat16
     assert isinstance(loaded["args"].handler, Inert)
@@ -99,4 +99,60 @@ def test_equal_objects_give_equal_bytes_however_they_came_to_be():
     text = json.loads('{"iteration": 7, "args": {"iteration": 7, "name": "iterat\\u0069on"}, "list": ["\\u0061", "a"]}')
     built = {**text, "args": argparse.Namespace(**text["args"]), "list": [tuple(text["list"])]}
     assert built == literal
-    assert torch_zip.dump(built) == torch_zip.dump(literal)
+    assert torch_zip_writer.dump(built) == torch_zip_writer.dump(literal)
+
+
+def test_a_skeleton_says_where_every_tensor_of_an_object_is(tmp_path):
+    base = torch.randn(6, 4).to(torch.bfloat16)
+    tied = torch.nn.Parameter(torch.randn(3, 5))
+    value = {
+        "model": {"whole": base, "rows": base[2:4], "tied": tied, "again": tied, "scalar": torch.tensor(2.5)},
+        "empty": [torch.empty(0, dtype=torch.uint8), None],
+        "args": argparse.Namespace(dtype=torch.float16),
+        "turned": base.t(),
+    }
+    torch.save(value, tmp_path / "file.pt")
+    found = torch_zip.skeleton(tmp_path / "file.pt")
+    for name, tensor in value["model"].items():
+        located = found["model"][name]
+        assert (located.dtype, located.shape) == (tensor.dtype, tuple(tensor.shape))
+        assert torch.equal(torch_zip.read_located(tmp_path / "file.pt", located), tensor), name
+    assert found["model"]["tied"] == found["model"]["again"]
+    assert found["empty"][0].shape == (0,)
+    assert found["args"].dtype == torch.float16
+    assert isinstance(found["turned"], Inert)
+
+
+def fill(archive: torch_zip_writer.Archive, path, tensors: list[torch.Tensor]) -> None:
+    with open(path, "wb") as file:
+        archive.write_around(file.fileno())
+        for hole, tensor in zip(archive.holes, tensors, strict=True):
+            file.seek(hole)
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        file.truncate(archive.length)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_torch_loads_an_object_that_was_laid_out_around_holes(tmp_path, mmap):
+    tensors = [torch.randn(3, 5), torch.randn(7).to(torch.bfloat16), torch.randn(()), torch.empty(0, 4)]
+    blanks = [torch_zip_writer.Blank(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    names = "abcd"
+    value = {"model": dict(zip(names, blanks, strict=True)), "tied": blanks[0], "step": 3, "rate": 0.1, "none": None}
+    value |= {"real": torch.arange(6).view(2, 3).t(), "dtype": torch.bfloat16}
+    fill(torch_zip_writer.lay_out(value), tmp_path / "file.pt", tensors)
+    loaded = torch.load(tmp_path / "file.pt", weights_only=True, mmap=mmap)
+    for name, tensor in zip(names, tensors, strict=True):
+        assert torch.equal(loaded["model"][name], tensor), name
+    assert loaded["tied"].data_ptr() == loaded["model"]["a"].data_ptr()
+    assert torch.equal(loaded["real"], value["real"])
+    assert (loaded["step"], loaded["rate"], loaded["none"], loaded["dtype"]) == (3, 0.1, None, torch.bfloat16)
+    assert torch_zip.skeleton(tmp_path / "file.pt")["model"]["b"].shape == (7,)
+
+
+def test_where_a_hole_is_follows_from_the_tensors_alone():
+    blanks = {"a": torch_zip_writer.Blank(torch.bfloat16, (1 << 36,)), "b": torch_zip_writer.Blank(torch.float32, (3,))}
+    short = torch_zip_writer.lay_out({"model": blanks})
+    long = torch_zip_writer.lay_out({"before": "x" * 1000, "model": blanks, "payload": torch.ones(1000)})
+    assert short.holes == long.holes
+    assert short.length > 2 << 36
+    assert long == torch_zip_writer.lay_out({"before": "x" * 1000, "model": blanks, "payload": torch.ones(1000)})

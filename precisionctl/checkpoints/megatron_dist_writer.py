@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints import dcp, torch_zip
+from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Box, Chunk, Companions, shard_boxes
 from precisionctl.checkpoints.megatron_keys import COMMON, COMPANIONS, EXTRA_STATE, MARKER, OURS, object_key, stack
 from precisionctl.fp8 import extra_state, sidecar
@@ -45,7 +45,7 @@ class _Placed:
 
     name: str
     box: Box
-    record: torch_zip.Record
+    record: torch_zip_writer.Record
     piece: dcp.Piece
 
     @property
@@ -99,7 +99,7 @@ class TorchDistWriter:
                 offsets, sizes = _dimensions(spec, box)
                 if layer is not None:
                     offsets, sizes = (layer, *offsets), (1, *sizes)
-                record = torch_zip.record(spec.dtype, sizes)
+                record = torch_zip_writer.record(spec.dtype, sizes)
                 span = torch_zip.Span(path, offset, record.length)
                 placed.append(_Placed(name, box, record, dcp.Piece(offsets, sizes, span)))
                 offset += -(-record.length // _ALIGNMENT) * _ALIGNMENT
@@ -124,7 +124,7 @@ class TorchDistWriter:
         """Write objects, `.metadata`, common data, companions, and last `metadata.json`."""
         payloads = fp8 if self._fp8_in == "extra_state" else None
         dcp.write_index(self.directory, dcp.Index(self._stored(), self._write_objects(payloads)))
-        (self.directory / COMMON).write_bytes(torch_zip.dump(self._common_data(payloads)))
+        (self.directory / COMMON).write_bytes(torch_zip_writer.dump(self._common_data(payloads)))
         for name, content in self._companions.files.items():
             (self.directory / COMPANIONS).mkdir(parents=True, exist_ok=True)
             (self.directory / COMPANIONS / name).write_bytes(content)
@@ -150,7 +150,7 @@ class TorchDistWriter:
         path, offset, spans = self.directory / "__0_1.distcp", 0, {}
         with open(path, "wb") as file:
             for key, value in (states | dict(self._objects)).items():
-                record = torch_zip.dump([value])  # Megatron wraps each in a list
+                record = torch_zip_writer.dump([value])  # Megatron wraps each in a list
                 spans[key] = torch_zip.Span(path, offset, len(record))
                 offset += file.write(record)
         return spans

@@ -1,8 +1,8 @@
-"""Archives of `torch.save`, without loading them: where a tensor's bytes are, and one laid out around a hole.
+"""Archives of `torch.save`, without torch.load: where tensors' bytes are, and objects made of plain values.
 
 An archive is a ZIP file of stored entries: `data.pkl` pickles the object and names its storages by number;
-each storage is an entry `data/<number>`. Objects (not tensors) are loaded from plain values and inert stand-ins,
-not by torch.load: its allow-list for weights lets a few bytes ask for any amount of memory or time.
+each storage is an entry `data/<number>`. What is no tensor is made of plain values and inert stand-ins: the
+allow-list of torch.load lets a few bytes ask for any amount of memory or time. `torch_zip_writer.py` is the inverse.
 """
 
 import argparse
@@ -10,13 +10,12 @@ import functools
 import io
 import math
 import struct
-import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 
@@ -44,24 +43,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Located:
-    """A contiguous tensor whose row-major bytes start at byte `offset` of its file."""
+    """A contiguous tensor whose row-major bytes start at byte `offset` of its file.
+
+    `part`: whether it is a view of a larger storage.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-
-
-@dataclass(frozen=True)
-class Record:
-    """The archive of one tensor: `head`, then its `nbytes` bytes, then `tail`."""
-
-    head: bytes
-    nbytes: int
-    tail: bytes
-
-    @property
-    def length(self) -> int:
-        return len(self.head) + self.nbytes + len(self.tail)
+    part: bool = False
 
 
 def locate(span: Span) -> Located:
@@ -69,52 +59,48 @@ def locate(span: Span) -> Located:
 
     Raises DamagedCheckpoint for anything but one whole, plain, uncompressed tensor, and UnsafePickle.
     """
+    tensor = _skeleton(span, _TENSOR)
+    if not isinstance(tensor, Located) or tensor.part:
+        raise DamagedCheckpoint("not what torch.save writes: it holds no plain tensor", where=span)
+    return tensor
+
+
+def skeleton(path: Path) -> Any:
+    """The object that is saved at `path`, with a Located for each tensor; reads no tensor's bytes.
+
+    A tensor that is not contiguous is Inert. Raises DamagedCheckpoint, and UnsafePickle as `load`.
+    """
+    with open(path, "rb") as file:
+        if file.read(4) != b"PK\3\4":
+            what = "no ZIP archive, as torch.save writes since PyTorch 1.6"
+            raise DamagedCheckpoint(what, where=path, do="Is it whole? An older file: load it and save it again.")
+    return _skeleton(Span(path, 0, path.stat().st_size), _SKELETON)
+
+
+def read_located(path: Path, tensor: Located) -> torch.Tensor:
+    """A tensor of a skeleton, small enough to be read whole."""
+    data = Span(path, tensor.offset, math.prod(tensor.shape) * tensor.dtype.itemsize).read()
+    return _elements(data, tensor.dtype).reshape(tensor.shape)
+
+
+def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
     with _damage(span), open(span.path, "rb") as file:
         archive = zipfile.ZipFile(_Window(file, span.offset, span.length))
         root = archive.namelist()[0].split("/")[0]
-        tensor = safe_pickle.loads(archive.read(_stored(archive, f"{root}/data.pkl")), _TENSOR, span, itself)
-        if not isinstance(tensor, _Tensor):
-            raise ValueError("it holds no plain tensor")
-        entry = _stored(archive, f"{root}/data/{tensor.key}")
-        if entry.file_size != math.prod(tensor.shape) * tensor.dtype.itemsize:
-            raise ValueError(f"{entry.file_size} bytes for {tensor.dtype} {list(tensor.shape)}")
-        start = _start_of_data(archive.fp, entry)
-        if start + entry.file_size > span.length:
-            raise ValueError("its bytes reach past its end")
-        return Located(tensor.dtype, tensor.shape, span.offset + start)
 
+        @functools.cache
+        def start(key: str) -> tuple[int, int]:
+            entry = _stored(archive, f"{root}/data/{key}")
+            begin = _start_of_data(archive.fp, entry)
+            if begin + entry.file_size > span.length:
+                raise ValueError("its bytes reach past its end")
+            return span.offset + begin, entry.file_size
 
-@functools.cache
-def record(dtype: torch.dtype, shape: tuple[int, ...]) -> Record:
-    """How torch.save lays out a tensor of this dtype and shape, without its bytes.
+        def storage(reference: Any) -> _Storage:
+            dtype, key = _reference(reference)
+            return _Storage(dtype, *start(key))
 
-    Deterministic. The entry's CRC is 0, since the bytes come later: PyTorch does not look at it,
-    `zipfile.testzip` would.
-    """
-    around = _AroundHole()
-    with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], around))  # memory that is never touched
-    return Record(bytes(around.head), around.hole, bytes(around.tail))
-
-
-def dump(value: object) -> bytes:
-    """What torch.save writes for an object. Equal values give equal bytes."""
-    buffer = io.BytesIO()
-    torch.save(_interned(value), buffer)
-    return buffer.getvalue()
-
-
-def _interned(value: Any) -> Any:
-    """The same value with one object for all equal strings: a pickle tells what is one object from what is equal."""
-    if type(value) is str:
-        return sys.intern(value)
-    if type(value) in (list, tuple):
-        return type(value)(_interned(item) for item in value)
-    if type(value) is dict:
-        return {_interned(key): _interned(item) for key, item in value.items()}
-    if isinstance(value, argparse.Namespace):
-        return argparse.Namespace(**_interned(vars(value)))
-    return value
+        return safe_pickle.loads(archive.read(_stored(archive, f"{root}/data.pkl")), allowed, span, storage)
 
 
 class Inert:
@@ -205,27 +191,34 @@ def _elements(data: bytes, dtype: torch.dtype) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _Storage:
+    """Bytes of a file that are elements of a dtype."""
+
     dtype: torch.dtype
-    key: str
-    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
 
 
-def _whole(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> _Tensor:
+def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> "Located | Inert":
     """Stands in for torch._utils._rebuild_tensor_v2 of a storage that is only referred to."""
-    dtype, key = _reference(storage)
     shape = sizes(size)
+    (start,) = sizes((offset,))
+    begin = start * storage.dtype.itemsize
+    length = math.prod(shape) * storage.dtype.itemsize
     expected = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    if offset != 0 or any(n > 1 and have != want for n, have, want in zip(shape, stride, expected, strict=True)):
-        raise ValueError(f"a view: offset {shown(offset)}, shape {shown(shape)}, strides {shown(stride)}")
-    return _Tensor(dtype, key, shape)
+    if any(n > 1 and have != want for n, have, want in zip(shape, stride, expected, strict=True)):
+        return Inert()
+    if begin + length > storage.nbytes:
+        raise ValueError(f"a tensor {shown(shape)} at {shown(offset)} in {storage.nbytes} bytes")
+    return Located(storage.dtype, shape, storage.offset + begin, part=length != storage.nbytes)
 
 
 _TENSOR: safe_pickle.Allowed = {
     **safe_pickle.STORAGES,
-    ("torch._utils", "_rebuild_tensor_v2"): _whole,
+    ("torch._utils", "_rebuild_tensor_v2"): _located,
     ("collections", "OrderedDict"): safe_pickle.ordered_dict,
 }
+_SKELETON = _Objects(_OBJECTS | {("torch._utils", "_rebuild_tensor_v2"): _located})
 
 
 def _stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
@@ -257,6 +250,10 @@ def _damage(where: object) -> Iterator[None]:
         raise DamagedCheckpoint(f"not what torch.save writes: {error}", where=where, do="Is the copy whole?") from error
 
 
+_LONGEST = 64 << 20
+"""Bytes of an archive's directory, and of its pickle: several times what 10^5 tensors take."""
+
+
 class _Window(io.RawIOBase):
     """Bytes `[offset, offset + length)` of a file, as a file."""
 
@@ -280,30 +277,9 @@ class _Window(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._length - self._at)
+        if min(left, left if size < 0 else size) > _LONGEST:  # holes of a file cost nothing on a disk
+            raise ValueError(f"a directory or pickle of more than {_LONGEST} bytes")
         self._file.seek(self._offset + self._at)
         data = self._file.read(left if size < 0 else min(size, left))
         self._at += len(data)
         return data
-
-
-class _AroundHole(io.RawIOBase):
-    """Takes what torch.save writes under skip_data, where one relative seek stands for the tensor's bytes."""
-
-    def __init__(self) -> None:
-        self.head, self.hole, self.tail = bytearray(), 0, bytearray()
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        (self.tail if self.hole else self.head).extend(data)
-        return len(data)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence != io.SEEK_CUR or self.hole:
-            raise io.UnsupportedOperation("torch.save lays archives out in another way than it did")
-        self.hole = offset
-        return len(self.head) + offset

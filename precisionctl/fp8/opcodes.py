@@ -34,7 +34,7 @@ class Persistent(NamedTuple):
 
 
 def dumps(value: object, protocol: int = 4) -> bytes:
-    """A pickle of None, bool, int, str, bytes, tuples, lists, dicts and the objects above."""
+    """A pickle of None, bool, int, float, str, bytes, tuples, lists, dicts and the objects above."""
     return pickle.PROTO + bytes([protocol]) + _opcodes(value) + pickle.STOP
 
 
@@ -49,6 +49,8 @@ def _opcodes(value: object) -> bytes:
         case int():
             number = pickle.encode_long(value)
             return pickle.LONG1 + bytes([len(number)]) + number
+        case float():
+            return pickle.BINFLOAT + struct.pack(">d", value)
         case str():
             return pickle.BINUNICODE + struct.pack("<I", len(value.encode())) + value.encode()
         case bytes():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from precisionctl.checkpoints import dcp, torch_zip
+from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.dcp import Index, Piece, StoredTensor
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
@@ -275,6 +275,6 @@ ARGUMENTS = [
 def test_arguments_that_describe_no_model_are_refused(directory, wrong):
     common = torch_zip.load((directory / "common.pt").read_bytes(), directory)
     vars(common["args"]).update(wrong)
-    (directory / "common.pt").write_bytes(torch_zip.dump(common))
+    (directory / "common.pt").write_bytes(torch_zip_writer.dump(common))
     with pytest.raises(DamagedCheckpoint):
         _ = TorchDistReader(directory).model

@@ -1,0 +1,208 @@
+"""Archives of `torch.save`, written: around holes, where the bytes of large tensors come later.
+
+The entries are those of torch.save in another order: first the holes, then all that is small. So where a tensor's
+bytes belong follows from the tensors alone, and what only the end knows can still be of any size.
+"""
+
+import argparse
+import functools
+import io
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+import torch
+
+from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
+from precisionctl.safe_pickle import STORAGES
+
+_ALIGNMENT = 64
+"""Of storages in an archive, as torch.save has it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Blank:
+    """Stands for a contiguous tensor whose bytes come later. The same Blank twice is the same tensor twice."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Archive:
+    """An archive of `length` bytes, but for the bytes in its holes.
+
+    `pieces` are the bytes around them, each with where it stands; `holes` is where each Blank's row-major bytes
+    belong, in the order in which the Blanks were met.
+    """
+
+    pieces: tuple[tuple[int, bytes], ...]
+    holes: tuple[int, ...]
+    length: int
+
+    def write_around(self, file: int, at: int = 0) -> None:
+        """Write all but the holes, at byte `at` of an open file."""
+        for start, piece in self.pieces:
+            os.pwrite(file, piece, at + start)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The archive of one tensor: `head`, then its `nbytes` bytes, then `tail`."""
+
+    head: bytes
+    nbytes: int
+    tail: bytes
+
+    @property
+    def length(self) -> int:
+        return len(self.head) + self.nbytes + len(self.tail)
+
+
+def lay_out(value: object) -> Archive:
+    """The archive of an object with Blanks in it: of lists, tuples, dicts, Namespaces, tensors and plain values.
+
+    Equal values give equal bytes, and no memory is taken for a Blank. `holes` depend on the Blanks alone. The CRCs
+    of their entries are 0, since the bytes come later: PyTorch does not look at them, `zipfile.testzip` would.
+    """
+    blanks: dict[Blank, str] = {}
+    _number(value, blanks)
+    tensors: dict[str, torch.Tensor] = {}
+    data = dumps(_as_opcodes(value, blanks, tensors), protocol=2)
+    around = _AroundHoles()
+    archive = torch._C.PyTorchFileWriter(cast(IO[bytes], around), storage_alignment=_ALIGNMENT)
+    for blank, name in blanks.items():
+        archive.write_record_metadata(f"data/{name}", blank.nbytes)  # type: ignore[attr-defined]
+    archive.write_record("data.pkl", data, len(data))
+    for name, text in ((".format_version", "1"), (".storage_alignment", str(_ALIGNMENT)), ("byteorder", sys.byteorder)):
+        archive.write_record(name, text.encode(), len(text))
+    for name, tensor in tensors.items():
+        archive.write_record(f"data/{name}", _bytes(tensor), tensor.nbytes)
+    archive.write_end_of_file()
+    return around.archive([blank.nbytes for blank in blanks])
+
+
+def _number(value: Any, blanks: dict[Blank, str]) -> None:
+    """Name the storage of each Blank in a value."""
+    if isinstance(value, Blank):
+        blanks.setdefault(value, str(len(blanks)))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _number(item, blanks)
+    elif isinstance(value, dict | argparse.Namespace):
+        for item in (value if isinstance(value, dict) else vars(value)).values():
+            _number(item, blanks)
+
+
+def _as_opcodes(value: Any, blanks: Mapping[Blank, str], tensors: dict[str, torch.Tensor]) -> object:
+    """The same value as `opcodes.dumps` takes it; `tensors` gets those that it holds, by their storages' names."""
+    if isinstance(value, Blank):
+        return _tensor(value, blanks[value])
+    if isinstance(value, torch.Tensor):
+        name = str(len(blanks) + len(tensors))
+        tensors[name] = value
+        return _tensor(value, name)
+    if isinstance(value, torch.dtype):
+        return Global("torch", str(value).removeprefix("torch."))
+    if isinstance(value, argparse.Namespace):
+        fields = {name: _as_opcodes(item, blanks, tensors) for name, item in vars(value).items()}
+        return Made(Global("argparse", "Namespace"), (), new=True, fields=fields)
+    if isinstance(value, dict):
+        return {key: _as_opcodes(item, blanks, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_as_opcodes(item, blanks, tensors) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+def _tensor(tensor: Blank | torch.Tensor, name: str) -> Made:
+    """A contiguous tensor as PyTorch pickles it."""
+    shape = tuple(tensor.shape)
+    stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    storage = Persistent(("storage", _STORAGE_CLASSES[tensor.dtype], name, "cpu", math.prod(shape)))
+    hooks = Made(Global("collections", "OrderedDict"), ())
+    return Made(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, stride, False, hooks))
+
+
+_STORAGE_CLASSES = {dtype: Global(*name) for name, dtype in STORAGES.items()}
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """Row-major bytes."""
+    return bytes(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+
+
+@functools.cache
+def record(dtype: torch.dtype, shape: tuple[int, ...]) -> Record:
+    """The archive of one tensor of this dtype and shape, as `lay_out` makes it."""
+    archive = lay_out(Blank(dtype, shape))
+    (hole,) = archive.holes
+    head = b"".join(piece for start, piece in archive.pieces if start < hole)
+    tail = b"".join(piece for start, piece in archive.pieces if start >= hole)
+    return Record(head, archive.length - len(head) - len(tail), tail)
+
+
+def dump(value: object) -> bytes:
+    """What torch.save writes for an object. Equal values give equal bytes."""
+    buffer = io.BytesIO()
+    torch.save(_interned(value), buffer)
+    return buffer.getvalue()
+
+
+def _interned(value: Any) -> Any:
+    """The same value with one object for all equal strings: a pickle tells what is one object from what is equal."""
+    if type(value) is str:
+        return sys.intern(value)
+    if type(value) in (list, tuple):
+        return type(value)(_interned(item) for item in value)
+    if type(value) is dict:
+        return {_interned(key): _interned(item) for key, item in value.items()}
+    if isinstance(value, argparse.Namespace):
+        return argparse.Namespace(**_interned(vars(value)))
+    return value
+
+
+class _AroundHoles(io.RawIOBase):
+    """Takes an archive as PyTorch writes it, where a relative seek stands for the bytes of a storage."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int, bytearray]] = [(0, bytearray())]
+        self._holes: list[tuple[int, int]] = []
+
+    @property
+    def _end(self) -> int:
+        start, piece = self._pieces[-1]
+        return start + len(piece)
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._pieces[-1][1].extend(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence != io.SEEK_CUR:
+            raise io.UnsupportedOperation("PyTorch lays archives out in another way than it did")
+        self._holes.append((self._end, offset))
+        self._pieces.append((self._end + offset, bytearray()))
+        return self._end
+
+    def archive(self, sizes: list[int]) -> Archive:
+        """What was written, with a hole for each of `sizes`: PyTorch leaves none for a tensor without elements."""
+        holes = iter(self._holes)
+        starts = [next(holes) if size else (0, 0) for size in sizes]
+        if [length for _, length in starts] != sizes or next(holes, None):
+            raise io.UnsupportedOperation("PyTorch lays archives out in another way than it did")
+        pieces = tuple((start, bytes(piece)) for start, piece in self._pieces)
+        return Archive(pieces, tuple(start for start, _ in starts), self._end)
