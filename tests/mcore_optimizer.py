@@ -57,7 +57,7 @@ def save(out: Path, way: str, args: argparse.Namespace) -> None:
     if way == "plain":
         masters = {name: parameter.main_param for name, parameter in model.named_parameters()}
         states = optimizer.chained_optimizers[0].optimizer.state
-        expected = {name: {"fp32_param": master, **states[master]} for name, master in masters.items()}
+        expected = {name: {"param": master, **states[master]} for name, master in masters.items()}
         torch.save(expected, out / "expected.pt")
 
 

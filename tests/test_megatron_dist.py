@@ -42,7 +42,7 @@ ONCE = {
     "output_layer.weight": ((64, 16), ROWS),
 }
 NAMES = ONCE | {f"decoder.layers.{layer}.{name}": form for layer in range(2) for name, form in LAYER.items()}
-MOMENTS = ("exp_avg", "exp_avg_sq", "fp32_param")
+MOMENTS = ("exp_avg", "exp_avg_sq", "param")
 
 
 def specs(dtype: torch.dtype = torch.bfloat16, optimizer: bool = False) -> dict[str, TensorSpec]:
@@ -311,22 +311,43 @@ def test_a_release_belongs_to_no_iteration(tmp_path):
     assert TorchDistReader(tmp_path).iteration is None
 
 
+NAMES_IN_LAYERS = [
+    "mlp.linear_fc1.weight",
+    "self_attention.linear_qkv._extra_state",
+    "x.0.y",
+    "mlp.experts.linear_fc1.weight17",
+    "mlp.experts.linear_fc2.bias0",
+    "mlp.experts.linear_fc2._extra_state3",
+    "mlp.shared_experts.linear_fc1.weight",
+]
+
+
 @given(
-    st.sampled_from(["", "optimizer.state.exp_avg.", "model."]),
+    st.sampled_from(["decoder.layers.", "optimizer.state.exp_avg.decoder.layers.", "mtp.layers."]),
     st.integers(0, 999),
-    st.sampled_from(["mlp.linear_fc1.weight", "self_attention.linear_qkv._extra_state", "x.0.y"]),
+    st.sampled_from(NAMES_IN_LAYERS),
+    st.booleans(),
 )
-def test_stacking_a_name_and_its_inverse(prefix, layer, rest):
-    name = f"{prefix}decoder.layers.{layer}.{rest}"
-    key, slice_ = megatron_keys.stack(name)
-    assert megatron_keys.is_stacked(key)
-    assert not megatron_keys.is_stacked(name)
-    assert megatron_keys.unstack(key, layer) == name
-    assert slice_ == layer
-    assert megatron_keys.object_name(megatron_keys.object_key(name, 1000)) == name
+def test_stacking_a_name_and_its_inverse(prefix, layer, rest, by_layer):
+    name = f"{prefix}{layer}.{rest}"
+    key, at = megatron_keys.stack(name, by_layer)
+    assert megatron_keys.leading(key) == len(at)
+    assert (layer in at[:1]) == ("decoder" in prefix and not by_layer)
+    assert megatron_keys.unstack(key, at) == name
+    assert megatron_keys.object_name(megatron_keys.object_key(name, 1000, 20, by_layer)) == name
 
 
 def test_names_outside_the_layers_are_not_stacked():
     for name in ("embedding.word_embeddings.weight", "decoder.final_layernorm._extra_state"):
-        assert megatron_keys.stack(name) == (name, None)
+        assert megatron_keys.stack(name) == (name, ())
         assert megatron_keys.object_name(megatron_keys.object_key(name, 4)) == name
+
+
+def test_the_keys_of_experts_are_megatrons():
+    """As megatron-core 0.16.1 writes them: test_megatron_core.py has the whole."""
+    name = "decoder.layers.3.mlp.experts.linear_fc1.weight5"
+    assert megatron_keys.stack(name) == ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (3, 5))
+    assert megatron_keys.stack(name, by_layer=True) == ("decoder.layers.3.mlp.experts.experts.linear_fc1.weight", (5,))
+    payload = "decoder.layers.3.mlp.experts.linear_fc1._extra_state5"
+    key = "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_3.5_4.8"
+    assert megatron_keys.object_key(payload, 4, 8) == key

@@ -405,7 +405,7 @@ def test_masters_keep_the_source_s_fp32_values_where_the_model_rounds_them(place
     assert source.dtype == torch.float32 and not torch.equal(source, source.bfloat16().float())
     assert torch.equal(read_tensor(saved, name), source.bfloat16())
     optimizer: Any = SimpleNamespace(specs=saved.optimizer_specs, chunks=saved.chunks)
-    assert torch.equal(read_tensor(optimizer, f"optimizer.state.fp32_param.{name}"), source)
+    assert torch.equal(read_tensor(optimizer, f"optimizer.state.param.{name}"), source)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_nothing_saved(place: Path, tmp_path: Path) -> None:

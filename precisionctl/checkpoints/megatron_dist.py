@@ -7,21 +7,16 @@ written last. `megatron_dist_writer.py` is the inverse.
 
 import argparse
 import dataclasses
-import io
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from precisionctl.checkpoints import dcp, torch_zip
-from precisionctl.checkpoints.base import Box, Chunk, Companions, Container
+from precisionctl.checkpoints.base import Chunk, Companions, Container
 from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.checkpoints.megatron_extra_state import bytes_of, decode
 from precisionctl.checkpoints.megatron_keys import (
     COMMON,
     COMMON_OBJECT,
@@ -30,19 +25,15 @@ from precisionctl.checkpoints.megatron_keys import (
     MARKER,
     OURS,
     find_iteration,
-    is_stacked,
     object_name,
-    unstack,
 )
-from precisionctl.errors import DamagedCheckpoint, NotUnderstood
-from precisionctl.fp8 import extra_state, sidecar
+from precisionctl.checkpoints.megatron_logical import EMBEDDING, OPTIMIZER, Part, logical_tensors, model_prefix
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
+from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.model_shape import ModelShape, from_hf_config, from_megatron_args
 from precisionctl.param import Layout, TensorSpec
-
-_EMBEDDING = "embedding.word_embeddings.weight"
-_OPTIMIZER = ("optimizer.", "chained_")
 
 
 def recognise(path: Path) -> bool:
@@ -56,15 +47,6 @@ def _is_torch_dist(marker: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("sharded_backend") == "torch_dist"
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A box of a logical tensor: `start` elements into a stored piece."""
-
-    box: Box
-    piece: dcp.Piece
-    start: int
 
 
 class TorchDistReader:
@@ -84,22 +66,20 @@ class TorchDistReader:
         self.path: Path = find_iteration(path, iteration)
         self._index = dcp.read_index(self.path)
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
-        self._parts: dict[str, list[_Part]] = {}
-        self.specs: dict[str, TensorSpec] = {}
-        self.optimizer_specs: dict[str, TensorSpec] = {}
-        for key, stored in self._index.tensors.items():
-            specs = self.optimizer_specs if key.startswith(_OPTIMIZER) else self.specs
-            for name, spec, parts in _logical(key, stored, self.path):
-                specs[name], self._parts[name] = spec, parts
+        self._prefix = model_prefix(self._index.tensors)
+        self._tensors = logical_tensors(self._index.tensors, self.path)
+        specs = {name: tensor.spec for name, tensor in self._tensors.items()}
+        self.specs = {name: spec for name, spec in specs.items() if not name.startswith(OPTIMIZER)}
+        self.optimizer_specs = {name: spec for name, spec in specs.items() if name.startswith(OPTIMIZER)}
 
     @property
     def files(self) -> Sequence[Path]:
-        return sorted({part.piece.span.path for parts in self._parts.values() for part in parts})
+        return sorted({part.piece.span.path for tensor in self._tensors.values() for part in tensor.parts})
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name not in self._chunks:
-            spec = self.specs.get(name) or self.optimizer_specs[name]
-            self._chunks[name] = tuple(_chunk(name, spec, part) for part in self._parts[name])
+            tensor = self._tensors[name]
+            self._chunks[name] = tuple(_chunk(name, tensor.spec, part) for part in tensor.parts)
         return self._chunks[name]
 
     @cached_property
@@ -145,9 +125,9 @@ class TorchDistReader:
     @cached_property
     def model(self) -> ModelShape:
         """From the companions' config.json, checked against Megatron's arguments; else from these alone."""
-        if _EMBEDDING not in self.specs:
-            raise DamagedCheckpoint(f"no {_EMBEDDING}", where=self.path)
-        rows = self.specs[_EMBEDDING].rows
+        if EMBEDDING not in self.specs:
+            raise DamagedCheckpoint(f"no {EMBEDDING}", where=self.path)
+        rows = self.specs[EMBEDDING].rows
         if "config.json" not in self.companions.files:
             return from_megatron_args(self.args, rows, self.path)
         path = self.path / COMPANIONS / "config.json"
@@ -163,45 +143,21 @@ class TorchDistReader:
         return self._extra_states() or sidecar.find(self.path)
 
     def _extra_states(self) -> Fp8States | None:
-        recipe: DelayedScaling | None = None
-        modules: dict[str, Fp8State] = {}
-        raw: dict[str, Tensor] = {}
-        for module, payload in self._payloads():
-            where = f"{self.path}: {module}{EXTRA_STATE}"
-            try:
-                decoded = extra_state.decode_payload(payload, where)
-            except NotUnderstood:
-                raw[module] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-                continue
-            if decoded:
-                recipe = _same_recipe(recipe, decoded[0], where)
-                modules[module] = decoded[1]
-        if not modules and not raw:
+        decoded = decode(dict(self._payloads()), self.path)
+        if not decoded.modules and not decoded.raw:
             return None
         recorded = self.common.get(OURS)  # what a payload has no place for
         ours = recorded if isinstance(recorded, dict) else {}
         iteration = ours.get("fp8_iteration", self.iteration)
         producer = ours.get("fp8_producer", "transformer_engine")
-        return Fp8States(recipe or DelayedScaling(), modules, raw, producer, iteration)
+        return Fp8States(decoded.recipe or DelayedScaling(), decoded.modules, decoded.raw, producer, iteration)
 
     def _payloads(self) -> Iterator[tuple[str, bytes]]:
-        """Module and bytes of each `_extra_state` that is not empty."""
+        """Logical name and bytes of each `_extra_state` that is not empty."""
         for key in self._index.objects:
-            name = object_name(key) or ""
-            value = self.read_object(key) if name.endswith(EXTRA_STATE) else None
-            data = value.getvalue() if isinstance(value, io.BytesIO) else value  # TE 1.x kept a file
-            if isinstance(data, Tensor):
-                data = data.reshape(-1).view(torch.uint8).numpy().tobytes()
-            if data and not isinstance(data, bytes):
-                raise DamagedCheckpoint(f"{key} holds no bytes", where=self.path)
-            if data:
-                yield name.removesuffix(EXTRA_STATE), data
-
-
-def _same_recipe(known: DelayedScaling | None, recipe: DelayedScaling, where: str) -> DelayedScaling:
-    if known not in (None, recipe):
-        raise DamagedCheckpoint(f"its FP8 recipe {recipe} is not the other modules' {known}", where=where)
-    return recipe
+            name = object_name(key.removeprefix(self._prefix)) or ""
+            if EXTRA_STATE in name and (data := bytes_of(self.read_object(key), key)):
+                yield name, data
 
 
 def _check_agreement(config: ModelShape, args: ModelShape, where: Path) -> None:
@@ -220,50 +176,7 @@ def _check_agreement(config: ModelShape, args: ModelShape, where: Path) -> None:
         )
 
 
-def _logical(key: str, stored: dcp.StoredTensor, where: Path) -> Iterator[tuple[str, TensorSpec, list[_Part]]]:
-    """The logical tensors in a stored one: itself, or one per layer where layers are stacked."""
-    if not stored.shape or not is_stacked(key):
-        parts = [_Part(_box(stored.shape, piece.offsets, piece.sizes, where), piece, 0) for piece in stored.pieces]
-        yield _tiled(key, TensorSpec(stored.shape, stored.dtype), parts, where)
-        return
-    spec = TensorSpec(stored.shape[1:], stored.dtype)
-    layers: list[list[_Part]] = [[] for _ in range(stored.shape[0])]
-    for piece in stored.pieces:
-        box = _box(spec.shape, piece.offsets[1:], piece.sizes[1:], where)
-        for index in range(piece.sizes[0]):
-            layers[piece.offsets[0] + index].append(_Part(box, piece, index * box.rows * box.columns))
-    for layer, parts in enumerate(layers):
-        yield _tiled(unstack(key, layer), spec, parts, where)
-
-
-def _box(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], where: Path) -> Box:
-    """A box per dimension as one of rows and columns; only the first two dimensions may be cut."""
-    if sizes[2:] != shape[2:]:
-        raise DamagedCheckpoint(f"a piece {sizes} at {offsets} of a tensor {shape}", where=where)
-    inner = math.prod(shape[2:])
-    row, rows = (offsets[0], sizes[0]) if shape else (0, 1)
-    column, columns = (offsets[1] * inner, sizes[1] * inner) if len(shape) > 1 else (0, 1)
-    return Box(row, rows, column, columns)
-
-
-def _tiled(name: str, spec: TensorSpec, parts: list[_Part], where: Path) -> tuple[str, TensorSpec, list[_Part]]:
-    """The same three, after checking that the boxes cover the tensor exactly once."""
-    boxes = sorted((part.box for part in parts), key=lambda box: (box.row, box.column))
-    overlap = any(box.intersect(other) for i, box in enumerate(boxes) for other in _beside(boxes, i))
-    if overlap or sum(box.rows * box.columns for box in boxes) != spec.rows * spec.columns:
-        raise DamagedCheckpoint(f"the pieces of {name} do not make one tensor {list(spec.shape)}", where=where)
-    return name, spec, parts
-
-
-def _beside(boxes: list[Box], index: int) -> Iterator[Box]:
-    """The later of the sorted boxes that share rows with this one."""
-    for other in boxes[index + 1 :]:
-        if other.row >= boxes[index].row + boxes[index].rows:
-            return
-        yield other
-
-
-def _chunk(name: str, spec: TensorSpec, part: _Part) -> Chunk:
+def _chunk(name: str, spec: TensorSpec, part: Part) -> Chunk:
     located = torch_zip.locate(part.piece.span)
     if (located.dtype, located.shape) != (spec.dtype, part.piece.sizes):
         raise DamagedCheckpoint(

@@ -20,37 +20,76 @@ COMPANIONS = Path("precisionctl/hf")
 OURS = "precisionctl"
 """Key of what we add to the common data; Megatron passes over it."""
 
-_NUMBERED = re.compile(r"(.*\bdecoder\.layers\.)(\d+)\.(.+)")
-_STACKED = re.compile(r"(.*\bdecoder\.layers\.)(?!\d+\.)(.+)")
-_SHARD = re.compile(r"(.+)/shard_(\d+)_(\d+)")
+_LAYER = re.compile(r"(.*\bdecoder\.layers\.)(\d{1,9})\.(.+)")
+_LAYERS = re.compile(r"(.*\bdecoder\.layers\.)(?!\d+\.)(.+)")
+_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(linear_fc[12]\.(?:weight|bias|_extra_state))(\d{1,9})")
+_EXPERTS = re.compile(r"(.+\.mlp\.experts\.)experts\.(linear_fc[12]\.(?:weight|bias|_extra_state))")
+_ONE_EXPERT = re.compile(
+    r"(.+\.mlp\.experts\.)(?:local_)?experts\.(\d{1,9})\.(linear_fc[12]\.(?:weight|bias|_extra_state))(_[wv])?"
+)
+_SHARD = re.compile(r"(.+)/shard_(\d{1,9}(?:\.\d{1,9})?)_\d+(?:\.\d+)?")
 
 
-def stack(name: str) -> tuple[str, int | None]:
-    """The key that holds a logical name, and which slice: `decoder.layers.3.x` is slice 3 of `decoder.layers.x`."""
-    match = _NUMBERED.fullmatch(name)
-    return (match[1] + match[3], int(match[2])) if match else (name, None)
+def expert_of(name: str) -> int | None:
+    """The (global) expert whose tensor or module a logical name is of."""
+    match = _EXPERT.fullmatch(name)
+    return int(match[3]) if match else None
 
 
-def is_stacked(key: str) -> bool:
-    return _STACKED.fullmatch(key) is not None
+def layer_of(name: str) -> tuple[int, str] | None:
+    """The layer of a logical name, and the name within the layer."""
+    match = _LAYER.fullmatch(name)
+    return (int(match[2]), match[3]) if match else None
 
 
-def unstack(key: str, layer: int) -> str:
-    """The logical name of slice `layer` of a stacked key: the inverse of `stack`."""
-    match = _STACKED.fullmatch(key)
-    return f"{match[1]}{layer}.{match[2]}" if match else key
+def stack(name: str, by_layer: bool = False) -> tuple[str, tuple[int, ...]]:
+    """The key that holds a logical name, and where in its leading dimensions.
+
+    `decoder.layers.3.x` is slice 3 of `decoder.layers.x`, or a key of its own (`by_layer`: in models whose layers
+    differ); `….mlp.experts.linear_fc1.weight5` is slice 5 of `….mlp.experts.experts.linear_fc1.weight`.
+    """
+    at: tuple[int, ...] = ()
+    if (match := _LAYER.fullmatch(name)) and not by_layer:
+        name, at = match[1] + match[3], (int(match[2]),)
+    if match := _EXPERT.fullmatch(name):
+        name, at = f"{match[1]}experts.{match[2]}", (*at, int(match[3]))
+    return name, at
 
 
-def object_key(name: str, layers: int) -> str:
-    """Where an object of this logical name lies: objects of layers are shards of one, as their tensors are."""
-    key, layer = stack(name)
-    return f"{key}/shard_0_1" if layer is None else f"{key}/shard_{layer}_{layers}"
+def leading(key: str) -> int:
+    """How many of a stored tensor's dimensions count layers and experts."""
+    return bool(_LAYERS.fullmatch(key)) + bool(_EXPERTS.fullmatch(key))
+
+
+def unstack(key: str, at: tuple[int, ...]) -> str:
+    """The logical name of a slice: the inverse of `stack`.
+
+    Also of `….mlp.experts.experts.5.linear_fc1.weight_w`: experts have keys of their own, and gates and ups, where
+    `singleton_local_shards` was set (megatron-core 0.14 to 0.16).
+    """
+    numbers = list(at)
+    if match := _LAYERS.fullmatch(key):
+        key = f"{match[1]}{numbers.pop(0)}.{match[2]}"
+    if match := _EXPERTS.fullmatch(key):
+        return f"{match[1]}{match[2]}{numbers.pop(0)}"
+    match = _ONE_EXPERT.fullmatch(key)
+    return f"{match[1]}{match[3]}{match[2]}{match[4] or ''}" if match else key
+
+
+def object_key(name: str, layers: int, experts: int = 1, by_layer: bool = False) -> str:
+    """Where an object of this logical name lies: those of layers and experts are shards of one, as their tensors."""
+    key, at = stack(name, by_layer)
+    sizes = [layers] * bool(_LAYERS.fullmatch(key)) + [experts] * bool(_EXPERTS.fullmatch(key))
+    return f"{key}/shard_{'.'.join(map(str, at or [0]))}_{'.'.join(map(str, sizes or [1]))}"
 
 
 def object_name(key: str) -> str | None:
-    """The logical name of an object: the inverse of `object_key`. None for an object that is cut more than once."""
+    """The logical name of an object: the inverse of `object_key`. None for one that is cut in another way."""
     match = _SHARD.fullmatch(key)
-    return unstack(match[1], int(match[2])) if match else None
+    if not match:
+        return None
+    at, dimensions = tuple(map(int, match[2].split("."))), leading(match[1])
+    return unstack(match[1], at[:dimensions]) if len(at) == max(dimensions, 1) else None
 
 
 def directory_name(iteration: int | None) -> str:

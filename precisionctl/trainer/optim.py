@@ -55,7 +55,7 @@ class MasterAdamW:
     @property
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         """What a checkpoint keeps, under Megatron's names for it (`optimizer.state.<kind>.<parameter>`)."""
-        return {"fp32_param": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return {"param": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
     def publish(self) -> None:
         """Make the model's parameters the rounding of the masters."""

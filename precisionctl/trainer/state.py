@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,7 @@ RNG = "precisionctl_rng/shard_0_1"
 _PARTIAL = ".partial"  # what Output builds
 _REMOVED = ".removed"
 _STATE = "optimizer.state"
-_MASTERS = ("fp32_param", "param")  # Megatron's plain optimizer, and its fully reshardable one
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_KINDS = ("param", "exp_avg", "exp_avg_sq")
 _INDIFFERENT = ("train.keep", "train.save_every", "train.eval_every", "data.path", "data.held_out")
 """Recipe keys that change no number of a run; `data.path` is covered by what is in the file."""
 
@@ -140,18 +139,14 @@ def load_weights(source: Reader, run: Run) -> None:
 def has_optimizer(source: Reader) -> bool:
     """Whether there is optimizer state that `load_optimizer` can read: stored by parameter."""
     return isinstance(source, TorchDistReader) and any(
-        name.startswith(f"{_STATE}.{_MOMENTS[0]}.") for name in source.optimizer_specs
+        name.startswith(f"{_STATE}.exp_avg.") for name in source.optimizer_specs
     )
 
 
 def load_optimizer(source: TorchDistReader, run: Run) -> None:
     """Fill masters and moments, and the number of updates. Raises CheckpointError where some are missing."""
     plan = make_plan(source, "megatron")
-    kinds = {kind: kind for kind in _MOMENTS}
-    for kind in _MASTERS:
-        if any(name.startswith(f"{_STATE}.{kind}.") for name in source.optimizer_specs):
-            kinds["fp32_param"] = kind
-    wanted = _optimizer_plan(plan, kinds)
+    wanted = _optimizer_plan(plan, _KINDS)
     missing = [name for job in wanted.jobs for name in job.reads if name not in source.optimizer_specs]
     if missing:
         raise CheckpointError(
@@ -172,13 +167,13 @@ class _OptimizerOf:
         self.chunks = reader.chunks
 
 
-def _optimizer_plan(plan: Plan, kinds: Mapping[str, str]) -> Plan:
-    """The plan of a model, for the optimizer's tensors of each kind (as written: as stored) instead."""
+def _optimizer_plan(plan: Plan, kinds: Iterable[str]) -> Plan:
+    """The plan of a model, for the optimizer's tensors of each kind instead."""
     jobs, targets = [], {}
-    for kind, stored in kinds.items():
+    for kind in kinds:
         for job in plan.jobs:
             write = f"{_STATE}.{kind}.{job.name}"
-            jobs.append(replace(job, name=write, reads=(f"{_STATE}.{stored}.{job.name}",), writes=(write,)))
+            jobs.append(replace(job, name=write, reads=(write,), writes=(write,)))
             targets[write] = replace(plan.targets[job.name], dtype=torch.float32)
     return replace(plan, jobs=tuple(jobs), targets=targets)
 
@@ -240,7 +235,7 @@ def save(run: Run, out: Path, wanted: Mapping[str, Any], companions: Companions,
 def _plan(run: Run) -> Plan:
     """From the live model and its optimizer to a checkpoint of both."""
     model = make_plan(LiveModel(run.model.model, _parameters(run)), "megatron")
-    optimizer = _optimizer_plan(model, {kind: kind for kind in run.optimizer.tensors})
+    optimizer = _optimizer_plan(model, run.optimizer.tensors)
     return replace(model, jobs=model.jobs + optimizer.jobs, targets={**model.targets, **optimizer.targets})
 
 
