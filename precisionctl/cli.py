@@ -20,8 +20,10 @@ from precisionctl.options import (
     POSITIVE,
     Percent,
     Size,
+    Writing,
     iteration_option,
     json_option,
+    parallelism_options,
     writing_options,
 )
 from precisionctl.reports.table import size
@@ -102,32 +104,20 @@ def inspect(checkpoint: Path, by_layer: bool, iteration: int | None, json_wanted
     help="What the result is made of; FP8 state is carried by all three.",
 )
 @click.option("--recipe", help="Recipe of the FP8 state: a bundled name or a TOML file; else the carried one, or TE's.")
-@click.option(
-    "--tp", "tensor_parallel", type=POSITIVE, default=1, show_default=True, help="Tensor-parallel size to write for."
-)
+@parallelism_options
 @click.option("--drop-fp8-state", is_flag=True, help="Leave the FP8 state behind.")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
 @iteration_option
 @writing_options
-def convert(
-    recipe: str | None,
-    tensor_parallel: int,
-    dry_run: bool,
-    restart: bool,
-    workers: int,
-    json_wanted: bool,
-    **what: Any,
-) -> None:
+def convert(recipe: str | None, how: Writing, **what: Any) -> None:
     """Convert SOURCE between Hugging Face and Megatron (torch_dist), FP8 state included.
 
     DESTINATION appears only when it is complete; the same command run again goes on where one was stopped.
     `--to hf --precision fp8` is `export-inference --target vllm`, and rounds the weights.
     """
     from precisionctl.commands import Conversion, plan_conversion
-    from precisionctl.param import Parallelism
 
-    conversion = Conversion(recipe=precision_of(recipe), parallelism=Parallelism(tensor_parallel), **what)
-    do_work(plan_conversion(conversion), dry_run, restart, workers, json_wanted)
+    do_work(plan_conversion(Conversion(recipe=precision_of(recipe), **what)), how)
 
 
 @main.command()
@@ -182,16 +172,14 @@ def resume(**what: Any) -> None:
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
 @iteration_option
 @writing_options
-def export_inference(
-    recipe: str | None, dry_run: bool, restart: bool, workers: int, json_wanted: bool, **what: Any
-) -> None:
+def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
     """Write CHECKPOINT as FP8 for an inference engine, with the scales that training recorded.
 
     No calibration data is needed. The weights of FP8 GEMMs are rounded to E4M3; the rest is BF16.
     """
     from precisionctl.commands import InferenceExport, plan_export
 
-    do_work(plan_export(InferenceExport(recipe=precision_of(recipe), **what)), dry_run, restart, workers, json_wanted)
+    do_work(plan_export(InferenceExport(recipe=precision_of(recipe), **what)), how)
 
 
 def precision_of(recipe: str | None) -> "Precision | None":
@@ -201,18 +189,23 @@ def precision_of(recipe: str | None) -> "Precision | None":
     return replace(load_recipe(recipe).precision, fp8=True) if recipe else None
 
 
-def do_work(work: "Work", dry_run: bool, restart: bool, workers: int, json_wanted: bool) -> None:
-    """Show a plan, or carry it out."""
-    from precisionctl import console
+def do_work(work: "Work", how: Writing) -> None:
+    """Show a plan, or carry it out; of several ranks, the first one speaks."""
+    from precisionctl import console, ranks
     from precisionctl.commands import execute
     from precisionctl.reports import plan as report
 
-    if not dry_run:
-        with console.bytes_progress("writing", work.plan.nbytes) as on_bytes:
-            execute(work, workers=workers, restart=restart, on_bytes=on_bytes)
-    if json_wanted:
+    here = ranks.ALONE if how.dry_run else ranks.from_environment()
+    if not how.dry_run:
+        passes = 2 if how.verify else 1
+        total = passes * work.plan.nbytes // here.count
+        with console.bytes_progress("writing", total, quiet=not here.first) as on_bytes:
+            execute(work, workers=how.workers, restart=how.restart, verify=how.verify, ranks=here, on_bytes=on_bytes)
+    if not here.first:
+        return
+    if how.json_wanted:
         print_json(work.plan.describe() | {"notes": work.notes})
-    elif dry_run:
+    elif how.dry_run:
         console.show_tables(report.tables(work.plan))
     else:
         console.show_lines([f"Wrote {work.output.path}, {size(work.plan.nbytes)}.", *work.notes])

@@ -2,7 +2,8 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,18 +18,20 @@ from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import directory_name, write_tracker
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.convert import OnBytes, run
+from precisionctl.convert import OnBytes, check, run
 from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import DiskProblem, MappingError, PrecisionError, RecipeError
 from precisionctl.export import Export, make_export
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.journal import open_journal
+from precisionctl.journal import Journal, open_journal, open_share_journal
+from precisionctl.manifest import write_manifest
 from precisionctl.model_shape import to_hf_config
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.plan import Plan, check_fp8_gemm, make_plan
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import Scheme, quant_methods
+from precisionctl.ranks import ALONE, Ranks
 
 PrecisionChoice = Literal["keep", "bf16", "fp8"]
 Finish = Callable[[Mapping[str, float]], Fp8States | None]
@@ -168,25 +171,60 @@ def engine_named(name: str) -> Engine:
     return known[name]
 
 
-def execute(work: Work, *, workers: int = 2, restart: bool = False, on_bytes: OnBytes = lambda count: None) -> None:
-    """Do it. The destination appears only when it is complete; after a failure the same command goes on."""
-    output = work.output
-    with disk_problems(output):
-        with open_journal(output, work.digest, work.reader.files, restart=restart) as journal:
-            _check_room(work)
-            amax = run(
-                work.plan,
-                work.reader,
-                work.writer,
-                journal=journal,
-                weight_amax=work.wants_amax,
-                workers=workers,
-                on_bytes=on_bytes,
-            )
-            work.writer.finish(work.finish(amax))
-            if work.plan.target == "megatron":
-                write_tracker(output.partial, None)
-            output.commit()
+def execute(
+    work: Work,
+    *,
+    workers: int = 2,
+    restart: bool = False,
+    verify: bool = False,
+    ranks: Ranks = ALONE,
+    on_bytes: OnBytes = lambda count: None,
+) -> None:
+    """Do it. The destination appears only when it is complete; after a failure the same command goes on.
+
+    `verify` reads everything back before that; `on_bytes` hears of those bytes too.
+    """
+    with ranks.together(), disk_problems(work.output), _journal(work, restart, ranks) as journal:
+        amax = run(
+            work.plan,
+            work.reader,
+            work.writer,
+            journal=journal,
+            weight_amax=work.wants_amax,
+            workers=workers,
+            ranks=ranks,
+            on_bytes=on_bytes,
+        )
+        amax |= ranks.gather("amax", amax)
+        checksums: dict[str, str] = {}
+        if verify:
+            checksums = check(work.plan, work.reader, work.writer, workers=workers, ranks=ranks, on_bytes=on_bytes)
+            checksums |= ranks.gather("checksums", checksums)
+        if ranks.first:
+            _finish(work, amax, checksums)
+
+
+@contextmanager
+def _journal(work: Work, restart: bool, ranks: Ranks) -> Iterator[Journal]:
+    """This rank's. The first begins, the others come after it."""
+    if not ranks.first:
+        ranks.hear("begun")
+        with open_share_journal(work.output, ranks.rank) as journal:
+            yield journal
+        return
+    files = work.reader.files
+    with open_journal(work.output, work.digest, files, ranks=ranks.count, restart=restart) as journal:
+        _check_room(work)
+        ranks.tell("begun")
+        yield journal
+
+
+def _finish(work: Work, amax: Mapping[str, float], checksums: Mapping[str, str]) -> None:
+    work.writer.finish(work.finish(amax))
+    write_manifest(work.writer.directory, work.reader, work.plan.digest, checksums)
+    if work.plan.target == "megatron":
+        write_tracker(work.output.partial, None)
+    work.output.commit()
 
 
 def _hf_writer(

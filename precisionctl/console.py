@@ -76,7 +76,7 @@ def _parts(error: Exception) -> tuple[str, str, str]:
 
 
 @contextmanager
-def bytes_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def bytes_progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
     """A bar of bytes with rate and time left on stderr; calls of what it yields move it on."""
     with Progress(
         TextColumn("{task.description}"),
@@ -85,6 +85,7 @@ def bytes_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=_err,
+        disable=quiet,
     ) as progress:
         task = progress.add_task(what, total=total)
         yield lambda count: progress.advance(task, count)

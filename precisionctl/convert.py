@@ -1,4 +1,4 @@
-"""The only loop over tensors: jobs are dealt out to processes, and what is done is synced and put on record.
+"""The only loop over tensors: jobs are dealt out to ranks and processes, and what is done is put on record.
 
 Workers are processes, forked when everything is planned and open, because casting small pieces is half Python: two
 threads encoded no faster than one. A live model, as source or target, is in this process, and so is its one worker.
@@ -15,21 +15,23 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
-from precisionctl.checkpoints.base import Chunked, sync
+from precisionctl.checkpoints.base import Chunk, Chunked, forget, sync
 from precisionctl.errors import OutputError
 from precisionctl.journal import Journal
 from precisionctl.plan import Job, Plan
-from precisionctl.worker import Source, Worker
+from precisionctl.ranks import ALONE, Ranks
+from precisionctl.worker import Checker, Source, Worker, written
 
 SYNC_EVERY = 64 << 20
 """Bytes between two records in the journal, at least: what a crash of the machine can cost. It is small so that the
 disk writes while the workers copy."""
 
 OnBytes = Callable[[int], None]
+T = TypeVar("T")
 Result = tuple[Job, float | None]
 """A job that is done, and the amax of its weight where it was asked for or needed."""
 
@@ -48,22 +50,28 @@ def run(
     journal: Journal | None = None,
     weight_amax: bool = False,
     workers: int = 1,
+    ranks: Ranks = ALONE,
     on_bytes: OnBytes = lambda count: None,
 ) -> dict[str, float]:
-    """Write every target of `plan` but what the journal says is done; `finish` and commit are the caller's.
+    """Write this rank's share of `plan`'s targets but what its journal says is done; `finish` and commit are the
+    caller's.
 
     Returns the largest magnitude of each FP8 GEMM's weight, by module, if `weight_amax` asks for it. `on_bytes`
     hears of bytes written; first of those that were written before. More than one of `workers` need files on both
     sides.
     """
     done = journal.done if journal and all(file.is_file() for file in _files(plan.targets, writer)) else set()
-    writer.lay_out()  # a lost file was not done
-    on_bytes(sum(nbytes(job, plan) for job in plan.jobs if job.name in done))
-    todo = [job for job in plan.jobs if job.name not in done]
-    worker = Worker(plan, reader, writer, weight_amax)
+    if ranks.first:
+        writer.lay_out()  # a lost file was not done
+        ranks.tell("laid out")
+    ranks.hear("laid out")
+    share = _Share(plan, writer, ranks) if ranks.count > 1 else writer
+    jobs = [job for job in plan.jobs if ranks.count == 1 or any(share.chunks(name) for name in written(job))]
+    on_bytes(sum(nbytes(job, plan) for job in jobs if job.name in done))
+    todo = [job for job in jobs if job.name not in done]
     found: dict[str, float] = dict(journal.amax) if journal else {}
-    with _one_torch_thread(), _Recorder(plan, writer, journal) as recorder:
-        for result in _forked(worker, todo, workers) if workers > 1 else _inline(worker, todo):
+    with _one_torch_thread(), _Recorder(plan, share, journal) as recorder:
+        for result in _done(Worker(plan, reader, share, weight_amax).do, todo, plan, workers):
             job, amax = result
             if amax is not None:
                 found[job.module] = amax
@@ -72,23 +80,62 @@ def run(
     return found
 
 
+def check(
+    plan: Plan,
+    reader: Source,
+    writer: Chunked,
+    *,
+    workers: int = 1,
+    ranks: Ranks = ALONE,
+    on_bytes: OnBytes = lambda count: None,
+) -> dict[str, str]:
+    """Read this rank's share of the jobs' targets back from the disk, and hold them against the source through the map.
+
+    Returns the SHA-256 of each tensor, of its row-major bytes. Raises DamagedCheckpoint for the first difference.
+    """
+    for file in _files(plan.targets, writer):
+        forget(file)
+    shares = deal([nbytes(job, plan) for job in plan.jobs], ranks.count)
+    jobs = [plan.jobs[number] for number in shares[ranks.rank]] if ranks.rank < len(shares) else []
+    checksums: dict[str, str] = {}
+    with _one_torch_thread():
+        for job, found in _done(Checker(plan, reader, writer).check, jobs, plan, workers):
+            checksums |= found
+            on_bytes(nbytes(job, plan))
+    return checksums
+
+
 def nbytes(job: Job, plan: Plan) -> int:
     """Bytes that a job writes, its scales included."""
-    return sum(plan.targets[name].nbytes for name in _written(job))
+    return sum(plan.targets[name].nbytes for name in written(job))
 
 
-def _written(job: Job) -> Sequence[str]:
-    return (*job.writes, *job.encode.weight_scales.values(), *job.encode.input_scales) if job.encode else job.writes
-
-
-def _files(names: Iterable[str], writer: Target) -> set[Path]:
+def _files(names: Iterable[str], writer: Chunked) -> set[Path]:
     return {chunk.place for name in names for chunk in writer.chunks(name) if isinstance(chunk.place, Path)}
+
+
+class _Share:
+    """A rank's part of a target: whole files, neighbouring ones, of about as many bytes as every other rank's."""
+
+    def __init__(self, plan: Plan, writer: Target, ranks: Ranks) -> None:
+        self.specs, self._writer = writer.specs, writer
+        sizes: dict[Path, int] = {}
+        for name in plan.targets:
+            for chunk in writer.chunks(name):
+                assert isinstance(chunk.place, Path), "a live model has one rank"
+                itemsize = writer.specs[name].dtype.itemsize
+                sizes[chunk.place] = sizes.get(chunk.place, 0) + chunk.box.rows * chunk.box.columns * itemsize
+        files, shares = sorted(sizes), deal([sizes[file] for file in sorted(sizes)], ranks.count)
+        self._mine = {files[number] for number in shares[ranks.rank]} if ranks.rank < len(shares) else set()
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return [chunk for chunk in self._writer.chunks(name) if chunk.place in self._mine]
 
 
 class _Recorder:
     """Syncs what is done and then puts it on record, in the background: the disk is busy while workers copy."""
 
-    def __init__(self, plan: Plan, writer: Target, journal: Journal | None) -> None:
+    def __init__(self, plan: Plan, writer: Chunked, journal: Journal | None) -> None:
         self._plan, self._writer, self._journal = plan, writer, journal
         self._batch: list[Result] = []
         self._bytes = 0
@@ -111,7 +158,7 @@ class _Recorder:
     def _record(self, batch: list[Result]) -> None:
         if self._journal is None or not batch:
             return
-        for file in _files((name for job, _ in batch for name in _written(job)), self._writer):
+        for file in _files((name for job, _ in batch for name in written(job)), self._writer):
             sync(file)
         amax = {job.module: value for job, value in batch if value is not None}
         self._journal.record([job.name for job, _ in batch], amax)
@@ -128,17 +175,16 @@ class _Recorder:
             self._running.result()
 
 
-def _inline(worker: Worker, jobs: list[Job]) -> Iterator[Result]:
-    for job in jobs:
-        yield job, worker.do(job)
-
-
-def _forked(worker: Worker, jobs: list[Job], workers: int) -> Iterator[Result]:
-    """Results as they come. A worker's error is raised here, after the others have been stopped."""
+def _done(task: Callable[[Job], T], jobs: list[Job], plan: Plan, workers: int) -> Iterator[tuple[Job, T]]:
+    """Each job with what `task` returns for it, as they come. A worker's error is raised here, after the others have
+    been stopped."""
+    if workers == 1:
+        yield from ((job, task(job)) for job in jobs)
+        return
     children: dict[Connection, BaseProcess] = {}
     try:
-        for share in deal([nbytes(job, worker.plan) for job in jobs], workers):
-            receiver, process = _fork(worker, jobs, share)
+        for share in deal([nbytes(job, plan) for job in jobs], workers):
+            receiver, process = _fork(task, jobs, share)
             children[receiver] = process
         while children:
             for receiver in [receiver for receiver in wait(list(children)) if isinstance(receiver, Connection)]:
@@ -149,8 +195,8 @@ def _forked(worker: Worker, jobs: list[Job], workers: int) -> Iterator[Result]:
                     continue
                 if isinstance(message, Exception):
                     raise message
-                number, amax = message
-                yield jobs[number], amax
+                number, result = message
+                yield jobs[number], result
     finally:
         for process in children.values():
             process.terminate()
@@ -167,10 +213,10 @@ def deal(costs: Sequence[int], shares: int) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(costs)], strict=True)]
 
 
-def _fork(worker: Worker, jobs: list[Job], share: range) -> tuple[Connection, BaseProcess]:
+def _fork(task: Callable[[Job], T], jobs: list[Job], share: range) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(worker, jobs, share, sender), daemon=True)
+    process = context.Process(target=_child, args=(task, jobs, share, sender), daemon=True)
     with warnings.catch_warnings():
         # Python 3.12 warns of locks that other threads may hold: the child touches none, and leaves by os._exit
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -179,13 +225,13 @@ def _fork(worker: Worker, jobs: list[Job], share: range) -> tuple[Connection, Ba
     return receiver, process
 
 
-def _child(worker: Worker, jobs: list[Job], share: range, results: Connection) -> None:
+def _child(task: Callable[[Job], T], jobs: list[Job], share: range, results: Connection) -> None:
     """The life of a worker. Where its parent is gone, sending fails and it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         for number in share:
-            results.send((number, worker.do(jobs[number])))
+            results.send((number, task(jobs[number])))
     except BrokenPipeError:
         pass
     except Exception as error:

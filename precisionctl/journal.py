@@ -43,15 +43,35 @@ class Journal:
         self.file.flush()
         os.fsync(self.file.fileno())
 
+    def _take_up(self, lines: Iterable[Mapping[str, Any]], length: int) -> None:
+        """What was recorded before a stop."""
+        self.file.truncate(length)
+        for line in lines:
+            self.done.update(line["done"])
+            self.amax.update(line["amax"])
+
 
 @contextmanager
-def open_journal(output: Output, digest: str, files: Iterable[Path], *, restart: bool = False) -> Iterator[Journal]:
+def open_share_journal(output: Output, rank: int) -> Iterator[Journal]:
+    """The journal of another rank than the first, in the partial directory, with which it goes."""
+    with open(output.share_journal(rank), "a+", encoding="utf-8") as file:
+        _lock(file, output)
+        file.seek(0)
+        journal = Journal(file)
+        journal._take_up(*_whole_lines(file.read()))
+        yield journal
+
+
+@contextmanager
+def open_journal(
+    output: Output, digest: str, files: Iterable[Path], *, ranks: int = 1, restart: bool = False
+) -> Iterator[Journal]:
     """The journal of `output`, locked, beside a partial directory that fits it: made anew where there is none to go
-    on with, and for a `restart`.
+    on with, and for a `restart`. With other `ranks` the files are dealt otherwise.
 
     Raises OutputError where journal or directory belong to something else, or another run is writing.
     """
-    header = {"plan": digest, "source": [_fingerprint(file) for file in files]}
+    header = {"plan": digest, "ranks": ranks, "source": [_fingerprint(file) for file in files]}
     output.check_free()
     output.path.parent.mkdir(parents=True, exist_ok=True)
     with open(output.journal, "a+", encoding="utf-8") as file:
@@ -63,10 +83,7 @@ def open_journal(output: Output, digest: str, files: Iterable[Path], *, restart:
             _check_ours(output, text, lines, header)
         journal = Journal(file)
         if not restart and lines and output.token.is_file() and output.token.read_text() == lines[0]["id"]:
-            file.truncate(length)
-            for line in lines[1:]:
-                journal.done.update(line["done"])
-                journal.amax.update(line["amax"])
+            journal._take_up(lines[1:], length)
         else:
             _begin(output, journal, header)
         yield journal

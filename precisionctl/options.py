@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +44,57 @@ json_option = click.option("--json", "json_wanted", is_flag=True, help="Print JS
 iteration_option = click.option("--iteration", type=int, help="Which one of a Megatron directory; else the newest.")
 
 
+@dataclass(frozen=True)
+class Writing:
+    """How a checkpoint is written, whatever it is."""
+
+    workers: int
+    verify: bool
+    dry_run: bool
+    restart: bool
+    json_wanted: bool
+
+
 def writing_options(command: Command) -> Command:
-    """Options of every command that writes a checkpoint."""
+    """Options of every command that writes a checkpoint, handed to it as one `how`."""
     options = (
         click.option("--workers", type=POSITIVE, default=2, show_default=True, help="Processes that copy and cast."),
+        click.option("--verify", is_flag=True, help="Read everything back and compare, before it appears."),
         click.option("--dry-run", is_flag=True, help="Show the plan and write nothing."),
         click.option("--restart", is_flag=True, help="Discard what an unfinished run of this command left."),
         json_option,
     )
+
+    @wraps(command)
+    def with_how(*arguments: Any, **named: Any) -> Any:
+        how = Writing(**{field.name: named.pop(field.name) for field in fields(Writing)})
+        return command(*arguments, how=how, **named)
+
     for option in reversed(options):
-        command = option(command)
-    return command
+        with_how = option(with_how)
+    return with_how
+
+
+def parallelism_options(command: Command) -> Command:
+    """The sizes of a Megatron run, handed to a command as one `parallelism`."""
+    sizes = {
+        "--tp": ("tensor", "Tensor-parallel size"),
+        "--pp": ("pipeline", "Pipeline-parallel size"),
+        "--vpp": ("virtual", "Stages of each pipeline rank"),
+        "--ep": ("expert", "Expert-parallel size"),
+        "--etp": ("expert_tensor", "Tensor-parallel size of experts, else as --tp;"),
+    }
+
+    @wraps(command)
+    def with_parallelism(*arguments: Any, **named: Any) -> Any:
+        from precisionctl.param import Parallelism
+
+        parallelism = Parallelism(**{field: named.pop(field) for field, _ in sizes.values()})
+        return command(*arguments, parallelism=parallelism, **named)
+
+    for flag, (field, text) in reversed(sizes.items()):
+        default = None if field == "expert_tensor" else 1
+        with_parallelism = click.option(flag, field, type=POSITIVE, default=default, help=f"{text} to write for.")(
+            with_parallelism
+        )
+    return with_parallelism

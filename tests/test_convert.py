@@ -1,6 +1,7 @@
 """Conversions end to end: bit-exact there and back, the same bytes however they are made, and nothing half-done."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -524,3 +525,27 @@ def test_every_source_is_used_once_and_every_target_made_once(tmp_path: Path) ->
         plan = make_plan(reader, "megatron")
         assert sorted(name for job in plan.jobs for name in job.reads) == sorted(reader.specs)
         assert [name for job in plan.jobs for name in job.writes] == list(plan.targets)
+
+
+def test_verify_reads_back_what_is_on_the_disk_and_lists_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron", parallelism=Parallelism(2)))
+    execute(work, verify=True)
+    manifest = json.loads((tmp_path / "out" / "release" / "precisionctl" / "manifest.json").read_text())
+    for name, values in tensors(tmp_path / "out").items():
+        assert manifest["sha256"][name] == hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
+    assert set(manifest["sha256"]) == set(work.plan.targets)
+
+    def flips(target: Any, name: str, row: int, values: torch.Tensor) -> None:
+        values = values.clone()
+        if name == "decoder.final_layernorm.weight":
+            values.view(torch.uint8)[0, 0] ^= 1
+        write_rows(target, name, row, values)
+
+    write_rows = worker.write_rows
+    monkeypatch.setattr(worker, "write_rows", flips)
+    with pytest.raises(DamagedCheckpoint, match="`decoder.final_layernorm.weight` reads back other than"):
+        execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "flipped", "megatron")), verify=True)
+    assert not (tmp_path / "flipped").exists()

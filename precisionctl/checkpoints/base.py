@@ -109,6 +109,11 @@ class Writer(Protocol):
     """A checkpoint (or a live model) to write to. `specs` says everything that will be written."""
 
     @property
+    def directory(self) -> Path:
+        """Where the checkpoint's own files are, and what we say of it under `precisionctl/`."""
+        ...
+
+    @property
     def specs(self) -> Mapping[str, TensorSpec]: ...
 
     def lay_out(self) -> None:
@@ -184,6 +189,22 @@ def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
             _transfer(chunk, part, window.contiguous(), os.pwritev, os.O_WRONLY)
 
 
+def check_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
+    """Raise DamagedCheckpoint unless `target` holds these values, bit for bit, wherever it holds them."""
+    spec = target.specs[name]
+    values = values.reshape(-1, spec.columns)
+    for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.columns)):
+        expected = _window(values, part, row, 0).contiguous()
+        found = torch.empty_like(expected)
+        _transfer(chunk, part, found, os.preadv, os.O_RDONLY)
+        if not torch.equal(expected.view(torch.uint8), found.view(torch.uint8)):
+            raise DamagedCheckpoint(
+                f"`{name}` reads back other than it was written",
+                where=chunk.place,
+                do="Is the disk or the memory failing? Run with --restart.",
+            )
+
+
 def _touching(place: Chunked, name: str, box: Box) -> Iterator[tuple[Chunk, Box]]:
     for chunk in place.chunks(name):
         part = chunk.box.intersect(box)
@@ -245,6 +266,10 @@ class Output:
         """In the partial directory, the identity of the journal that says what is done there."""
         return self.partial / ".unfinished"
 
+    def share_journal(self, rank: int) -> Path:
+        """In the partial directory, what another rank than the first has done."""
+        return self.partial / f".unfinished.{rank}"
+
     def begin(self) -> None:
         """Make an empty partial directory."""
         self.check_free()
@@ -257,7 +282,8 @@ class Output:
         for directory, _, names in os.walk(self.partial):
             for path in [Path(directory, name) for name in names] + [Path(directory)]:
                 sync(path)
-        self.token.unlink(missing_ok=True)
+        for file in self.partial.glob(f"{self.token.name}*"):
+            file.unlink()
         os.rename(self.partial, self.path)
         sync(self.path.parent)
         self.journal.unlink(missing_ok=True)
@@ -270,6 +296,17 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def forget(file: Path) -> None:
+    """Let go of a synced file's pages in memory, so that reading it reads the disk (where the system knows how)."""
+    sync(file)
+    if hasattr(os, "posix_fadvise"):
+        handle = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
 
 
 @contextmanager

@@ -1,0 +1,31 @@
+"""What a result says of itself: from what it was made, by which plan, and the checksums that were read back."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from precisionctl import __version__
+from precisionctl.checkpoints.base import Reader
+
+RELATIVE = Path("precisionctl/manifest.json")
+
+
+def write_manifest(directory: Path, reader: Reader, digest: str, checksums: Mapping[str, str]) -> None:
+    """Write it into a checkpoint's directory. It names no path and no time: equal input gives equal bytes.
+
+    `checksums` are the SHA-256 of each tensor's row-major bytes, by logical name; empty where nothing was read back.
+    """
+    source = {
+        "container": reader.container,
+        "architecture": reader.model.architecture,
+        "iteration": reader.iteration,
+        "files": {file.name: file.stat().st_size for file in reader.files},
+    }
+    versions = {"precisionctl": __version__, "torch": torch.__version__.partition("+")[0]}
+    content = {"versions": versions, "plan": digest, "source": source}
+    if checksums:
+        content["sha256"] = dict(sorted(checksums.items()))
+    (directory / RELATIVE).parent.mkdir(parents=True, exist_ok=True)
+    (directory / RELATIVE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,140 @@
+"""Several machines on one conversion, over a file system that they share: who this process is, and what they tell
+one another.
+
+Every rank makes the same plan; the target's files are dealt out, each to one rank, and rank 0 begins and commits. The
+few words in between go through PyTorch's key-value store, as torchrun or Slurm set it up.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from precisionctl.errors import EnvironmentProblem, OutputError, PrecisionctlError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+T = TypeVar("T")
+
+_FAILED = "failed"
+_AGAIN = "Mend that, and run the same command again on all of them: it goes on where they stopped."
+_RENDEZVOUS = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Rank `rank` of `count`; alone, nothing is said and nothing waited for."""
+
+    rank: int = 0
+    count: int = 1
+    store: "Store | None" = None
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def tell(self, what: str, value: str = "") -> None:
+        """Say something under a name, once."""
+        if self.store is not None:
+            self.store.set(what, f"={value}")  # a store takes an empty value for none
+
+    def hear(self, what: str) -> str:
+        """Wait until it is said. Raises OutputError where another rank fails instead."""
+        if self.store is None:
+            return ""
+        while not self._said(what):
+            if self._said(_FAILED):
+                raise OutputError(f"another rank failed: {self._get(_FAILED)}", do=_AGAIN)
+            time.sleep(0.02)
+        return self._get(what)
+
+    def _said(self, what: str) -> bool:
+        from torch.distributed import DistError
+
+        assert self.store is not None
+        try:
+            return self.store.check([what])
+        except DistError as error:
+            raise OutputError(f"the other ranks are gone: {error}", do=_AGAIN) from error
+
+    def _get(self, what: str) -> str:
+        assert self.store is not None
+        return bytes(self.store.get(what)).decode()[1:]
+
+    def hear_all(self, what: str) -> list[str]:
+        """What each of the other ranks says under a name of its own, `<what>.<rank>`."""
+        return [self.hear(f"{what}.{rank}") for rank in range(1, self.count)]
+
+    def gather(self, what: str, values: Mapping[str, T]) -> dict[str, T]:
+        """At the first rank, what the others found, as JSON; elsewhere nothing."""
+        if not self.first:
+            self.tell(f"{what}.{self.rank}", json.dumps(values))
+            return {}
+        return {key: value for said in self.hear_all(what) for key, value in json.loads(said).items()}
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks do: an error of one is told to the others, and nobody leaves before the end."""
+        try:
+            yield
+            if self.first:
+                self.tell("end")
+                self.hear_all("bye")  # the store is this rank's, and ends with it
+            else:
+                self.hear("end")
+                self.tell(f"bye.{self.rank}")
+        except (PrecisionctlError, OSError) as error:
+            if self.store is not None and not self._said(_FAILED):
+                self.tell(_FAILED, f"rank {self.rank}: {error}")
+            raise
+
+
+ALONE = Ranks()
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
+    """The ranks that torchrun (RANK, WORLD_SIZE) or a Slurm step (SLURM_PROCID, SLURM_STEP_NUM_TASKS) describe; ALONE
+    without.
+
+    Raises EnvironmentProblem where the ranks do not find one another.
+    """
+    for rank, count in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+        if int(environment.get(count, "1")) > 1 and rank in environment:
+            return _meet(int(environment[rank]), int(environment[count]), environment)
+    return ALONE
+
+
+def _meet(rank: int, count: int, environment: Mapping[str, str]) -> Ranks:
+    from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, and not in the stubs
+
+    host, port = environment.get("MASTER_ADDR") or _first_host(environment), _port(environment)
+    hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun runs the store itself
+    try:
+        store = TCPStore(host, port, count, is_master=rank == 0 and not hosted, timeout=_RENDEZVOUS)
+    except DistError as error:
+        raise EnvironmentProblem(
+            f"rank {rank} does not reach the others at {host}:{port}: {error}",
+            do="Set MASTER_ADDR and MASTER_PORT to a host and port that every rank can reach.",
+        ) from error
+
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Ranks(rank, count, PrefixStore(f"precisionctl/{attempt}", store))
+
+
+def _first_host(environment: Mapping[str, str]) -> str:
+    """Of Slurm's list, such as `node[003-010,021],login1`."""
+    names = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
+    match = re.match(r"([^,\[]+)(?:\[(\w+))?", names)
+    return match[1] + (match[2] or "") if match else "localhost"
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    """Slurm gives none: each job step has its own, the same on every rank."""
+    step = int(environment.get("SLURM_JOB_ID", "0")) * 16 + int(environment.get("SLURM_STEP_ID", "0"))
+    return int(environment.get("MASTER_PORT") or 20000 + step % 20000)

@@ -1,0 +1,121 @@
+"""Several ranks on one conversion: the same bytes as one, one error for all of them, and going on."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pico
+import pytest
+import torch
+
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands import Conversion, execute, plan_conversion
+from precisionctl.ranks import _first_host, _port
+
+SHARD = 60_000
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def environments(count: int, names: tuple[str, str]) -> list[dict[str, str]]:
+    rank, size = names
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    return [os.environ | where | {rank: str(number), size: str(count)} for number in range(count)]
+
+
+def start(arguments: list[str], environment: dict[str, str], before: str = "") -> subprocess.Popen[str]:
+    script = f"from precisionctl.cli import main\n{before}\nmain()"
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    return [(process.wait(), *process.communicate(timeout=100)) for process in processes]
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    top = tmp_path_factory.mktemp("ranks")
+    pico.save(top / "hf", dtype=torch.bfloat16)
+    execute(plan_conversion(Conversion(top / "hf", top / "megatron", "megatron", "fp8")))
+    return top / "megatron"
+
+
+def convert(source: Path, destination: Path) -> list[str]:
+    return ["convert", str(source), str(destination), "--to", "hf", "--max-shard-size", str(SHARD), "--verify"]
+
+
+@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")], ids=str)
+def test_two_ranks_write_the_bytes_of_one(tmp_path: Path, megatron: Path, names: tuple[str, str]) -> None:
+    alone = finish([start(convert(megatron, tmp_path / "alone"), dict(os.environ))])
+    assert alone[0][0] == 0, alone
+    ends = finish([start(convert(megatron, tmp_path / "two"), each) for each in environments(2, names)])
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert "Wrote" in ends[0][1] and ends[1][1] == ""
+    assert tree(tmp_path / "two") == tree(tmp_path / "alone")
+    assert len(list((tmp_path / "two").glob("*.safetensors"))) > 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "two"]
+
+
+def test_torchrun_itself_can_start_it(tmp_path: Path, megatron: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    command = [sys.executable, *launcher, "-m", "precisionctl", *convert(megatron, tmp_path / "two")]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    execute(plan_conversion(Conversion(megatron, tmp_path / "alone", "hf", max_shard_size=SHARD)), verify=True)
+    assert tree(tmp_path / "two") == tree(tmp_path / "alone")
+
+
+def test_what_stops_one_rank_stops_all_and_the_same_command_goes_on(tmp_path: Path, megatron: Path) -> None:
+    broken = """
+import errno
+from precisionctl import worker
+def fail(*_): raise OSError(errno.EIO, "Input/output error")
+worker.write_rows = fail
+"""
+    first, second = environments(2, ("RANK", "WORLD_SIZE"))
+    arguments = convert(megatron, tmp_path / "two")
+    ends = finish([start(arguments, first), start(arguments, second, broken)])
+    assert [code for code, _, _ in ends] == [1, 1]
+    assert "another rank failed: rank 1: the disk failed" in " ".join(ends[0][2].replace("│", " ").split())
+    assert not (tmp_path / "two").exists()
+    ends = finish([start(arguments, each) for each in environments(2, ("RANK", "WORLD_SIZE"))])
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert open_checkpoint(tmp_path / "two").fp8 is not None
+
+
+def test_a_rank_that_is_killed_can_be_started_again_with_the_others(tmp_path: Path, megatron: Path) -> None:
+    dies = """
+import os, signal
+from precisionctl import worker
+def die(*_): os.kill(os.getppid(), signal.SIGKILL)
+worker.write_rows = die
+"""
+    first, second = environments(2, ("RANK", "WORLD_SIZE"))
+    arguments = convert(megatron, tmp_path / "two")
+    waiting = start(arguments, first)
+    assert finish([start(arguments, second, dies)])[0][0] == -signal.SIGKILL
+    waiting.kill()  # as torchrun and srun do when a rank is gone
+    waiting.communicate()
+    assert not (tmp_path / "two").exists()
+    ends = finish([start(arguments, each) for each in environments(2, ("RANK", "WORLD_SIZE"))])
+    assert [code for code, _, _ in ends] == [0, 0], ends
+
+
+def test_slurm_says_where_the_first_rank_is() -> None:
+    for nodes, host in (("node[003-010,021],login1", "node003"), ("a,b", "a"), ("gpu7", "gpu7")):
+        assert _first_host({"SLURM_STEP_NODELIST": nodes}) == host
+    ports = {_port({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(step)}) for step in range(3)}
+    assert len(ports) == 3 and all(1024 < port < 65536 for port in ports)
