@@ -130,6 +130,13 @@ def _parameter(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
     return tensor
 
 
+def _with_attributes(rebuild: Any, _kind: Any, arguments: Any, _state: Any) -> Any:
+    """Stands in for torch._tensor._rebuild_from_type_v2, of a tensor that carries attributes."""
+    if rebuild not in (_rebuilt, _located, _parameter):
+        raise ValueError(f"a tensor made by {shown(rebuild)}")
+    return rebuild(*arguments)
+
+
 class _Objects(dict[tuple[str, str], Any]):
     """What plain values, tensors and Megatron's options are made of; names of `_INERT` modules are Inert."""
 
@@ -151,9 +158,12 @@ _OBJECTS = _Objects(
         ("argparse", "Namespace"): argparse.Namespace,
         ("collections", "OrderedDict"): safe_pickle.ordered_dict,
         ("torch", "Size"): itself,
+        ("torch", "Tensor"): Inert,
         ("torch", "device"): Inert,
+        ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
         ("torch._utils", "_rebuild_parameter"): _parameter,
         ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
+        ("torch.nn.parameter", "Parameter"): Inert,
     }
 )
 
