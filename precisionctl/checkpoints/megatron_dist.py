@@ -6,7 +6,6 @@ written last. `megatron_dist_writer.py` is the inverse.
 """
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -15,24 +14,24 @@ from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import Chunk, Companions, Container
-from precisionctl.checkpoints.companions import parse_json, read_companions
-from precisionctl.checkpoints.megatron_extra_state import bytes_of, decode
+from precisionctl.checkpoints.companions import read_companions
+from precisionctl.checkpoints.megatron_extra_state import as_states, bytes_of, decode
 from precisionctl.checkpoints.megatron_keys import (
     COMMON,
     COMMON_OBJECT,
     COMPANIONS,
     EXTRA_STATE,
     MARKER,
-    OURS,
     find_iteration,
     object_name,
 )
-from precisionctl.checkpoints.megatron_logical import EMBEDDING, OPTIMIZER, Part, logical_tensors, model_prefix
+from precisionctl.checkpoints.megatron_logical import OPTIMIZER, Part, logical_tensors, model_prefix
+from precisionctl.checkpoints.megatron_model import model_of
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.state import DelayedScaling, Fp8States
-from precisionctl.model_shape import ModelShape, from_hf_config, from_megatron_args
+from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 
 
@@ -124,18 +123,7 @@ class TorchDistReader:
 
     @cached_property
     def model(self) -> ModelShape:
-        """From the companions' config.json, checked against Megatron's arguments; else from these alone."""
-        if EMBEDDING not in self.specs:
-            raise DamagedCheckpoint(f"no {EMBEDDING}", where=self.path)
-        rows = self.specs[EMBEDDING].rows
-        if "config.json" not in self.companions.files:
-            return from_megatron_args(self.args, rows, self.path)
-        path = self.path / COMPANIONS / "config.json"
-        config = parse_json(self.companions.files["config.json"], path)
-        model = dataclasses.replace(from_hf_config(config, path), padded_vocab_size=rows)
-        if self.args:
-            _check_agreement(model, from_megatron_args(self.args, rows, self.path), path)
-        return model
+        return model_of(self.path, self.args, self.companions, self.specs)
 
     @cached_property
     def fp8(self) -> Fp8States | None:
@@ -143,14 +131,7 @@ class TorchDistReader:
         return self._extra_states() or sidecar.find(self.path)
 
     def _extra_states(self) -> Fp8States | None:
-        decoded = decode(dict(self._payloads()), self.path)
-        if not decoded.modules and not decoded.raw:
-            return None
-        recorded = self.common.get(OURS)  # what a payload has no place for
-        ours = recorded if isinstance(recorded, dict) else {}
-        iteration = ours.get("fp8_iteration", self.iteration)
-        producer = ours.get("fp8_producer", "transformer_engine")
-        return Fp8States(decoded.recipe or DelayedScaling(), decoded.modules, decoded.raw, producer, iteration)
+        return as_states(decode(dict(self._payloads()), self.path), self.common, self.iteration)
 
     def _payloads(self) -> Iterator[tuple[str, bytes]]:
         """Logical name and bytes of each `_extra_state` that is not empty."""
@@ -158,22 +139,6 @@ class TorchDistReader:
             name = object_name(key.removeprefix(self._prefix)) or ""
             if EXTRA_STATE in name and (data := bytes_of(self.read_object(key), key)):
                 yield name, data
-
-
-def _check_agreement(config: ModelShape, args: ModelShape, where: Path) -> None:
-    """A config.json that travelled along may be older than the run that went on from it."""
-    fields = (
-        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-        *("tied_embeddings", "norm_epsilon", "rotary_base"),
-    )
-    differing = [field for field in fields if getattr(config, field) != getattr(args, field)]
-    if differing:
-        values = ", ".join(f"{field} {getattr(config, field)} / {getattr(args, field)}" for field in differing)
-        raise DamagedCheckpoint(
-            f"it contradicts the arguments in {COMMON}: {values}",
-            where=where,
-            do="Remove it to go by the arguments alone.",
-        )
 
 
 def _chunk(name: str, spec: TensorSpec, part: Part) -> Chunk:

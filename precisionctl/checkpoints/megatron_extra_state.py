@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.megatron_keys import EXTRA_STATE
+from precisionctl.checkpoints.megatron_keys import EXTRA_STATE, OURS
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood
 from precisionctl.fp8 import extra_state
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
@@ -140,3 +140,18 @@ def bytes_of(value: Any, where: str) -> bytes:
     if data and not isinstance(data, bytes):
         raise DamagedCheckpoint(f"{where} holds no bytes", where=where)
     return data or b""
+
+
+def as_states(decoded: Decoded, common: Mapping[str, Any], iteration: int | None) -> Fp8States | None:
+    """The states of a checkpoint, with what its common data says of them; None where there are none."""
+    if not decoded.modules and not decoded.raw:
+        return None
+    recorded = common.get(OURS)  # what a payload has no place for
+    ours = recorded if isinstance(recorded, dict) else {}
+    return Fp8States(
+        decoded.recipe or DelayedScaling(),
+        decoded.modules,
+        decoded.raw,
+        ours.get("fp8_producer", "transformer_engine"),
+        ours.get("fp8_iteration", iteration),
+    )

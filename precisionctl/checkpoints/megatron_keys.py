@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
@@ -104,30 +105,31 @@ def write_tracker(top: Path, iteration: int | None) -> None:
     os.replace(beside, top / TRACKER)
 
 
-def find_iteration(path: Path, iteration: int | None = None) -> Path:
+def has_marker(directory: Path) -> bool:
+    return (directory / MARKER).is_file()
+
+
+def find_iteration(path: Path, iteration: int | None = None, complete: Callable[[Path], bool] = has_marker) -> Path:
     """The directory of `iteration`, else the one that the tracker names, else `path` if it is one itself.
+
+    `complete` says whether a directory is a checkpoint.
 
     Raises CheckpointError for an iteration that is not there, and DamagedCheckpoint for a tracker that misleads.
     """
-    if iteration is None and (path / MARKER).is_file():
+    if iteration is None and complete(path):
         return path
-    found = path / directory_name(_tracked(path) if iteration is None else iteration)
-    if not (found / MARKER).is_file():
-        raise CheckpointError(f"{found.name} is not a complete checkpoint", where=path, do=_complete(path))
+    there = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and complete(entry))
+    advice = f"Name another iteration. Complete ones: {', '.join(there) or 'none'}."
+    found = path / directory_name(_tracked(path, advice) if iteration is None else iteration)
+    if found.name not in there:
+        raise CheckpointError(f"{found.name} is not a complete checkpoint", where=path, do=advice)
     return found
 
 
-def _tracked(path: Path) -> int | None:
+def _tracked(path: Path, advice: str) -> int | None:
     if not (path / TRACKER).is_file():
-        raise CheckpointError(f"no {TRACKER} says which iteration is meant", where=path, do=_complete(path))
+        raise CheckpointError(f"no {TRACKER} says which iteration is meant", where=path, do=advice)
     text = (path / TRACKER).read_text(errors="replace").strip()
     if text != "release" and not re.fullmatch("[0-9]{1,15}", text):
-        raise DamagedCheckpoint(
-            f"{TRACKER} says {text[:40]!r}, not an iteration or `release`", where=path, do=_complete(path)
-        )
+        raise DamagedCheckpoint(f"{TRACKER} says {text[:40]!r}, not an iteration or `release`", where=path, do=advice)
     return None if text == "release" else int(text)
-
-
-def _complete(path: Path) -> str:
-    there = sorted(marker.parent.name for marker in path.glob(f"*/{MARKER}"))
-    return f"Name another iteration. Complete ones: {', '.join(there) or 'none'}."

@@ -55,7 +55,7 @@ def logical_tensors(stored: Mapping[str, dcp.StoredTensor], where: Path) -> dict
                 raise DamagedCheckpoint(f"{name} is there twice", where=where)
             found[name] = one
     found = _joined(found)
-    renamed = _te_names(found)
+    renamed = te_names(found)
     clash = [new for old, new in renamed.items() if new in found]
     if clash:
         raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
@@ -150,6 +150,7 @@ def _joined(found: Mapping[str, Logical]) -> dict[str, Logical]:
 _LAYER_OF = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer)\.)(.+)")
 # without Transformer Engine, in layers with -> renamed to what it would have written
 _WITHOUT_TE = (
+    ("self_attention.linear_qkv.weight", "input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("mlp.router.weight", "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("mlp.linear_fc1.weight", "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
     ("self_attention.linear_kv_down_proj.weight", "self_attention.linear_qkv.layer_norm_", "input_layernorm."),
@@ -166,7 +167,7 @@ _WITHOUT_TE = (
 )
 
 
-def _te_names(names: Mapping[str, object]) -> dict[str, str]:
+def te_names(names: Mapping[str, object]) -> dict[str, str]:
     """Old name -> new, where a run without Transformer Engine stored a layer norm under another module's name.
 
     Its specification calls the norm before a dense MLP as Transformer Engine does, and so that before experts; with
