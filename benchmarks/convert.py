@@ -27,13 +27,11 @@ def make_model(directory: Path, gigabytes: float) -> None:
     """A Llama of about that size with random BF16 weights, written shard by shard."""
     import torch
 
-    from precisionctl.architectures.find import architecture_of
-    from precisionctl.architectures.param_map import layers
+    from precisionctl.architectures.find import architecture_of, from_hf_config
+    from precisionctl.architectures.param_map import names
     from precisionctl.checkpoints.base import Companions, write_rows
     from precisionctl.checkpoints.huggingface import HuggingFaceWriter
-    from precisionctl.model_shape import from_hf_config
     from precisionctl.param import TensorSpec
-    from precisionctl.plan import layout_shapes, names
 
     layer_bytes = 2 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 5632 * 2048)
     config = {
@@ -51,10 +49,10 @@ def make_model(directory: Path, gigabytes: float) -> None:
     }
     model = from_hf_config(config)
     specs = {}
-    for row in architecture_of("llama").rows:
+    for row in architecture_of("llama").spelled({}, model):
         if row.present.in_layout("hf", model):
-            for layer in layers(row.megatron, model):
-                for name, shape in zip(names(row, "hf", layer), layout_shapes(row, model, "hf"), strict=True):
+            for place in row.places(model):
+                for name, shape in zip(names(row, "hf", place), row.shapes(model, "hf"), strict=True):
                     specs[name] = TensorSpec(shape, torch.bfloat16)
     directory.mkdir(parents=True)
     writer = HuggingFaceWriter(directory, specs, Companions(), config, max_shard_size=1_000_000_000)
@@ -71,17 +69,14 @@ def recorded_state(model: Any) -> Any:
     import torch
 
     from precisionctl.architectures.find import architecture_of
-    from precisionctl.architectures.param_map import layers
+    from precisionctl.architectures.param_map import names
     from precisionctl.fp8.numerics import after_one_update
     from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
-    from precisionctl.plan import names
 
     recipe = DelayedScaling(amax_history_len=16)
     state = Fp8State({role: after_one_update(torch.tensor(3.0), role, recipe) for role in ROLES})
-    rows = [row for row in architecture_of("llama").rows if row.gemm]
-    gemms = [
-        names(row, "megatron", layer)[0].rpartition(".")[0] for row in rows for layer in layers(row.megatron, model)
-    ]
+    rows = [row for row in architecture_of("llama").spelled({}, model) if row.gemm]
+    gemms = [names(row, "megatron", place)[0].rpartition(".")[0] for row in rows for place in row.places(model)]
     return Fp8States(recipe, dict.fromkeys(gemms, state), producer="benchmark", iteration=1)
 
 

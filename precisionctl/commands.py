@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from precisionctl.architectures.find import architecture_of
+from precisionctl.architectures.find import to_hf_config
 from precisionctl.cast import StateChange, fp8_state
 from precisionctl.checkpoints.base import Output, Reader, Writer, disk_problems
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE, HuggingFaceWriter, config_dtype
@@ -26,7 +26,6 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.journal import Journal, open_journal, open_share_journal
 from precisionctl.manifest import write_manifest
-from precisionctl.model_shape import to_hf_config
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.plan import Plan, check_fp8_gemm, make_plan
 from precisionctl.precision import PRESETS, Precision
@@ -230,12 +229,11 @@ def _finish(work: Work, amax: Mapping[str, float], checksums: Mapping[str, str])
 def _hf_writer(
     output: Output, reader: Reader, plan: Plan, shard: int, export: Export | None = None
 ) -> HuggingFaceWriter:
-    hf_class = architecture_of(plan.model.architecture).model_types[plan.model.architecture]
     return HuggingFaceWriter(
         output.partial,
         plan.targets,
         reader.companions,
-        to_hf_config(plan.model, hf_class, config_dtype(plan.targets)),
+        to_hf_config(plan.model, config_dtype(plan.targets)),
         export.quantization if export else None,
         export.files if export else {},
         shard,

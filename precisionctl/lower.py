@@ -29,15 +29,18 @@ class Segment:
 def lower(
     row: Row, model: ModelShape, source: Layout, target: Layout, reads: Sequence[str], writes: Sequence[str]
 ) -> list[Segment]:
-    """The segments of a row's job. `reads` empty means that all of `writes` is zeros."""
+    """The segments of a row's job, for a row that moves or a job that stays in its layout. `reads` empty means
+    that all of `writes` is zeros; what `writes` holds beyond the row's tensors are copies of its first."""
     sizes = _rows(row, model, source)
+    copies = writes[len(_rows(row, model, target)) :]
     if source == target:
-        pairs = zip(reads, writes, sizes, strict=True)
+        pairs = [*zip(reads, writes, sizes, strict=False), *((reads[0], copy, sizes[0]) for copy in copies)]
         return [Segment(read, 0, write, 0, rows) for read, write, rows in pairs]
     if not reads:
         return [Segment(None, 0, write, 0, rows) for write, rows in zip(writes, _rows(row, model, target), strict=True)]
     numbers, starts = _number(sizes)
     outputs = (row.merge(numbers, model),) if target == "megatron" else row.split(numbers[0], model)
+    outputs += outputs[:1] * len(copies)
     return [
         segment
         for write, output in zip(writes, outputs, strict=False)
@@ -45,14 +48,8 @@ def lower(
     ]
 
 
-def layout_parts(row: Row, model: ModelShape) -> list[int]:
-    """Rows of each Hugging Face tensor of a row."""
-    whole = torch.empty(row.shape(model)[0], 1, device="meta")  # a config may claim any number of rows
-    return [part.shape[0] for part in row.split(whole, model)]
-
-
 def _rows(row: Row, model: ModelShape, layout: Layout) -> list[int]:
-    return [row.shape(model)[0]] if layout == "megatron" else layout_parts(row, model)
+    return [shape[0] for shape in row.shapes(model, layout)]
 
 
 def _number(sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:

@@ -1,19 +1,94 @@
-"""ModelShape: the sizes and switches of a model; Hugging Face config keys <-> Megatron arguments, as a table."""
+"""ModelShape: the sizes and switches of a model, in Megatron's words; all that tells one function from another."""
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.errors import DamagedCheckpoint, shown
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu"]
+"""`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x)."""
+
+LARGEST = 1 << 30
+"""Of any size of a model: beyond every real one, and products of two fit 64 bits."""
+
+MOST_LAYERS = 1 << 12
+"""Some fields have an entry for each layer, whatever number a stranger's file claims."""
+
+MAKE_VOCAB_SIZE_DIVISIBLE_BY = 128
+"""Megatron's default for `--make-vocab-size-divisible-by` (times the tensor parallel size)."""
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Layers whose MLP is a mixture of experts; the fields are Megatron's `--moe-*` and `--num-experts`.
+
+    `layer_freq` has an entry for each layer of the decoder: whether it has experts. A router's score is `softmax`
+    over all experts (`pre_softmax`) or over the chosen ones, or `sigmoid` divided by the sum over the chosen
+    ones; then times `topk_scaling_factor`. With groups, only experts of the `group_topk` best of `num_groups` are
+    chosen from; a group is worth the sum of its `group_scores` best experts. `expert_bias` is added for the choice
+    alone, `router_bias` to the logits.
+    """
+
+    num_experts: int
+    topk: int
+    ffn_hidden_size: int
+    layer_freq: tuple[bool, ...]
+    shared_ffn_hidden_size: int | None = None
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    pre_softmax: bool = False
+    topk_scaling_factor: float = 1.0
+    expert_bias: bool = False
+    router_bias: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    group_scores: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "topk", "ffn_hidden_size"):
+            check_size(getattr(self, name), name)
+        for name in ("shared_ffn_hidden_size", "num_groups", "group_topk", "group_scores"):
+            if getattr(self, name) is not None:
+                check_size(getattr(self, name), name)
+        real(self.topk_scaling_factor, "topk_scaling_factor")
+        if self.topk > self.num_experts:
+            raise DamagedCheckpoint(f"{self.topk} of {self.num_experts} experts for a token")
+        if self.num_groups is not None and self.num_experts % self.num_groups:
+            raise DamagedCheckpoint(f"{self.num_experts} experts in {self.num_groups} groups")
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention. A query or key has `qk_head_dim` channels without positions, then
+    `qk_pos_emb_head_dim` with them (of neighbouring pairs); a value `v_head_dim`. `q_lora_rank` None: queries are
+    projected in one step."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        for name, size in dataclasses.asdict(self).items():
+            if (name, size) != ("q_lora_rank", None):
+                check_size(size, name)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What both layouts agree on about a decoder-only transformer, in Megatron's words.
+    """What both layouts agree on about a decoder-only transformer.
 
-    `architecture` is the Hugging Face `model_type`. Hugging Face has a switch for the attention's biases
-    and one for the MLP's; Megatron has one for all linears and one for QKV alone, so all four are kept.
+    `architecture` is the Hugging Face `model_type`. `qkv_bias`, `proj_bias` and `mlp_bias` are the biases that
+    Hugging Face's tensors have; Megatron has one switch for all linears and one for QKV alone. `zero_centered_gamma`
+    and `hf_zero_centered_gamma` say whether norms store their factor less one, in Megatron and in Hugging Face.
+
+    `window_layers` has an entry for each layer: whether the sliding window is its (None: all layers' where there
+    is one). `rotary_base_local` is the rotary base of those, without scaling. `rope_scaling` is Hugging Face's
+    mapping, with `rope_type`. `query_pre_attn_scalar` to the power -1/2 scales attention's logits (None: the size
+    of a head does). `embedding_multiplier` is rounded to the embedding's dtype. `glu_offset` is added to a gated
+    MLP's linear half, both halves clamped to `activation_clamp` before (the gate from above alone).
     """
 
     architecture: str
@@ -27,36 +102,147 @@ class ModelShape:
     padded_vocab_size: int
     max_position_embeddings: int
     norm_epsilon: float = 1e-5
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    zero_centered_gamma: bool = False
+    hf_zero_centered_gamma: bool = False
+    activation: Activation = "silu"
+    gated_linear_unit: bool = True
+    activation_clamp: float | None = None
+    glu_offset: float = 0.0
+    position_embedding: Literal["rope", "learned_absolute"] = "rope"
     rotary_base: float = 10000.0
+    rotary_base_local: float | None = None
+    rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
     rope_scaling: Mapping[str, Any] | None = None
     sliding_window: int | None = None
+    window_layers: tuple[bool, ...] | None = None
+    qk_layernorm: bool = False
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    softmax_offset: bool = False
+    embedding_multiplier: float = 1.0
+    post_layernorms: bool = False
+    parallel_residual: bool = False
     tied_embeddings: bool = False
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    proj_bias: bool = False
     mlp_bias: bool = False
+    output_bias: bool = False
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
+    mla: MLA | None = None
+    moe: MoE | None = None
+    mtp_num_layers: int = 0
 
     def __post_init__(self) -> None:
         """Sizes come from files of strangers, and loops run over them."""
-        for field in _SIZES if self.sliding_window is None else (*_SIZES, "sliding_window"):
-            size = getattr(self, field)
-            if type(size) is not int or not 1 <= size <= _LARGEST:
-                raise DamagedCheckpoint(f"{field} is {shown(size)}, not a size", do="Is config.json this model's?")
-        for field in ("norm_epsilon", "rotary_base"):
-            _real(getattr(self, field), field)
         if not isinstance(self.architecture, str):
             raise DamagedCheckpoint(f"model_type is {shown(self.architecture)}, not a name")
+        for field in _SIZES if self.sliding_window is None else (*_SIZES, "sliding_window"):
+            check_size(getattr(self, field), field)
+        check_size(self.num_layers, "num_layers", MOST_LAYERS)
+        if self.mtp_num_layers != 0:
+            check_size(self.mtp_num_layers, "mtp_num_layers", MOST_LAYERS)
+        for field in _REALS:
+            if getattr(self, field) is not None:
+                real(getattr(self, field), field)
+        if self.activation not in get_args(Activation):
+            raise DamagedCheckpoint(f"activation is {shown(self.activation)}")
         if self.num_attention_heads % self.num_query_groups:
             raise DamagedCheckpoint(f"{self.num_attention_heads} heads in {self.num_query_groups} query groups")
+        for product in ("qkv_size", "projection_size", "query_size", "key_value_size"):
+            check_size(getattr(self, product), product, 4 * LARGEST)
+        by_layer = {"window_layers": self.window_layers, "moe_layer_freq": self.moe.layer_freq if self.moe else None}
+        for field, entries in by_layer.items():
+            if entries is not None and len(entries) != self.num_layers:
+                raise DamagedCheckpoint(f"{field} has {len(entries)} entries for {self.num_layers} layers")
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused query, key and value projection."""
+        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
 
     @property
     def projection_size(self) -> int:
         """Input width of the attention's output projection."""
-        return self.num_attention_heads * self.kv_channels
+        return self.num_attention_heads * (self.mla.v_head_dim if self.mla else self.kv_channels)
+
+    @property
+    def query_size(self) -> int:
+        """Rows of the query projection."""
+        head = self.mla.qk_head_dim + self.mla.qk_pos_emb_head_dim if self.mla else self.kv_channels
+        return self.num_attention_heads * head
+
+    @property
+    def latent_size(self) -> int:
+        """Rows of MLA's joint down-projection of keys, values and the one positional key."""
+        return self.mla.kv_lora_rank + self.mla.qk_pos_emb_head_dim if self.mla else 0
+
+    @property
+    def key_value_size(self) -> int:
+        """Rows of the key and value projection: of MLA's latents, else of all groups."""
+        if self.mla is None:
+            return 2 * self.num_query_groups * self.kv_channels
+        return self.num_attention_heads * (self.mla.qk_head_dim + self.mla.v_head_dim)
+
+    @property
+    def fc1_size(self) -> int:
+        """Rows of a dense MLP's first linear."""
+        return self._fc1(self.ffn_hidden_size)
+
+    @property
+    def expert_fc1_size(self) -> int:
+        return self._fc1(self.moe.ffn_hidden_size) if self.moe else 0
+
+    @property
+    def shared_fc1_size(self) -> int:
+        return self._fc1(self.moe.shared_ffn_hidden_size or 0) if self.moe else 0
+
+    def _fc1(self, size: int) -> int:
+        return 2 * size if self.gated_linear_unit else size
+
+    @property
+    def doubled_hidden_size(self) -> int:
+        """Input width of a multi-token prediction layer: an embedding beside a hidden state."""
+        return 2 * self.hidden_size
 
     @property
     def untied_embeddings(self) -> bool:
         return not self.tied_embeddings
+
+    @property
+    def learned_positions(self) -> bool:
+        return self.position_embedding == "learned_absolute"
+
+    @property
+    def norm_bias(self) -> bool:
+        return self.normalization == "LayerNorm"
+
+    @property
+    def shared_experts(self) -> bool:
+        return self.moe is not None and self.moe.shared_ffn_hidden_size is not None
+
+    @property
+    def expert_bias(self) -> bool:
+        return self.moe is not None and self.moe.expert_bias
+
+    @property
+    def router_bias(self) -> bool:
+        return self.moe is not None and self.moe.router_bias
+
+    @property
+    def query_latent(self) -> bool:
+        """Whether MLA projects queries in two steps."""
+        return self.mla is not None and self.mla.q_lora_rank is not None
+
+    @property
+    def query_direct(self) -> bool:
+        return self.mla is not None and self.mla.q_lora_rank is None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.moe is not None and self.moe.layer_freq[layer]
 
     def padded(self, divisible_by: int) -> "ModelShape":
         """The same model with its vocabulary rounded up to a multiple of `divisible_by`."""
@@ -64,256 +250,24 @@ class ModelShape:
         return dataclasses.replace(self, padded_vocab_size=size)
 
 
-_LARGEST = 1 << 30
-"""Of any size of a model: beyond every real one, and products of two fit 64 bits."""
-
 _SIZES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "vocab_size",
-    "padded_vocab_size",
-    "max_position_embeddings",
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("vocab_size", "padded_vocab_size", "max_position_embeddings"),
 )
-
-MAKE_VOCAB_SIZE_DIVISIBLE_BY = 128
-"""Megatron's default for `--make-vocab-size-divisible-by` (times the tensor parallel size)."""
-
-# field of ModelShape, key of config.json, argument of Megatron-LM
-_COMMON_FIELDS = (
-    ("num_layers", "num_hidden_layers", "num_layers"),
-    ("hidden_size", "hidden_size", "hidden_size"),
-    ("ffn_hidden_size", "intermediate_size", "ffn_hidden_size"),
-    ("num_attention_heads", "num_attention_heads", "num_attention_heads"),
-    ("max_position_embeddings", "max_position_embeddings", "max_position_embeddings"),
-    ("norm_epsilon", "rms_norm_eps", "norm_epsilon"),
+_REALS = (
+    *("norm_epsilon", "rotary_base", "rotary_base_local", "rotary_percent", "activation_clamp"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier"),
 )
 
 
-# what the families above have in common and config.json could say otherwise
-_FIXED_CONFIG: Mapping[str, Any] = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
-# rotary scalings that can be computed or said in Megatron's words, and the numbers of each
-_ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+def check_size(size: object, name: str, largest: int = LARGEST) -> None:
+    """Raise DamagedCheckpoint for what is no size."""
+    if type(size) is not int or not 1 <= size <= largest:
+        raise DamagedCheckpoint(f"{name} is {shown(size)}, not a size", do="Is config.json this model's?")
 
 
-def from_hf_config(config: Mapping[str, Any], where: object = "config.json") -> ModelShape:
-    """Read a config.json of transformers 4 or 5.
-
-    Raises DamagedCheckpoint where a size is missing or something is not of its kind, and UnknownArchitecture for
-    an activation or a rotary embedding that the families here do not have.
-    """
-    sizes = {field: _need(config, key, where) for field, key, _ in _COMMON_FIELDS}
-    heads = sizes["num_attention_heads"]
-    rope = _hf_rope(config, where)
-    _check_fixed({**config, **rope}, where)
-    biased = bool(config.get("attention_bias")) or bool(config.get("mlp_bias"))
-    return ModelShape(
-        architecture=_need(config, "model_type", where),
-        num_query_groups=config.get("num_key_value_heads") or heads,
-        kv_channels=config.get("head_dim") or _head_dim(sizes["hidden_size"], heads, where),
-        vocab_size=_need(config, "vocab_size", where),
-        padded_vocab_size=_need(config, "vocab_size", where),
-        rotary_base=_real(rope.pop("rope_theta", 10000.0), "rope_theta", where),
-        rope_scaling=rope if rope.get("rope_type", "default") != "default" else None,
-        sliding_window=config.get("sliding_window"),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias")),
-        mlp_bias=bool(config.get("mlp_bias")),
-        add_bias_linear=biased,
-        add_qkv_bias=bool(config.get("attention_bias")),
-        **sizes,
-    )
-
-
-def _head_dim(hidden_size: Any, heads: Any, where: object) -> int:
-    if type(hidden_size) is not int or type(heads) is not int or heads < 1:
-        raise DamagedCheckpoint(f"hidden_size {shown(hidden_size)} for {shown(heads)} heads", where=where)
-    return hidden_size // heads
-
-
-def _real(value: Any, name: str, where: object = "") -> float:
-    if type(value) not in (int, float) or not 0 < value < 1e30:
+def real(value: object, name: str, where: object = "") -> float:
+    """A positive number. Raises DamagedCheckpoint."""
+    if type(value) not in (int, float) or not 0 < value < 1e30:  # type: ignore[operator]
         raise DamagedCheckpoint(f"{name} is {shown(value)}, not a positive number", where=where)
-    return float(value)
-
-
-def _check_fixed(config: Mapping[str, Any], where: object) -> None:
-    for key, value in _FIXED_CONFIG.items():
-        if config.get(key) not in (None, value):
-            raise UnknownArchitecture(
-                f"no family known here has {key}={shown(config[key])}", where=where, do="Known: llama, mistral."
-            )
-
-
-def _hf_rope(config: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """transformers 5 has `rope_parameters`; transformers 4 `rope_theta` beside `rope_scaling`."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(found, Mapping):
-        raise DamagedCheckpoint(f"rotary parameters are {shown(found)}, no object", where=where)
-    rope = dict(found)
-    if "type" in rope:  # the spelling before transformers 4.43
-        rope.setdefault("rope_type", rope.pop("type"))
-    if "rope_theta" in config:
-        rope.setdefault("rope_theta", config["rope_theta"])
-    _check_rope(rope, where)
-    return rope
-
-
-def _check_rope(rope: Mapping[str, Any], where: object) -> None:
-    kind = rope.get("rope_type", "default")
-    if not isinstance(kind, str) or kind not in _ROPE_NUMBERS:
-        known = ", ".join(_ROPE_NUMBERS)
-        raise UnknownArchitecture(f"rotary scaling of type {shown(kind)}", where=where, do=f"Known: {known}.")
-    for name in _ROPE_NUMBERS[kind]:
-        _real(_need(rope, name, where), name, where)
-
-
-def to_hf_config(model: ModelShape, hf_class: str, dtype: str) -> dict[str, Any]:
-    """A config.json for a model that never had one. `dtype` is transformers' word, e.g. `bfloat16`."""
-    config: dict[str, Any] = {key: getattr(model, field) for field, key, _ in _COMMON_FIELDS}
-    config |= {
-        "architectures": [hf_class],
-        "model_type": model.architecture,
-        "num_key_value_heads": model.num_query_groups,
-        "head_dim": model.kv_channels,
-        "vocab_size": model.vocab_size,
-        "hidden_act": "silu",
-        "tie_word_embeddings": model.tied_embeddings,
-        "rope_theta": model.rotary_base,
-        "torch_dtype": dtype,
-    }
-    switches = {key: getattr(model, key) for key in ("attention_bias", "mlp_bias", "sliding_window")}
-    config |= {key: value for key, value in switches.items() if value}
-    if model.rope_scaling:
-        config["rope_scaling"] = dict(model.rope_scaling)
-    return config
-
-
-# what the families above have in common and Megatron has arguments for: written, and on the way back required
-_FIXED_ARGS: Mapping[str, Any] = {
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "squared_relu": False,
-    "position_embedding_type": "rope",
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "apply_layernorm_1p": False,  # until megatron-core 0.15
-    "layernorm_zero_centered_gamma": False,  # since 0.16
-    "qk_layernorm": False,
-    "multi_latent_attention": False,
-    "num_experts": None,
-    "mtp_num_layers": None,
-    "window_attn_skip_freq": None,
-}
-# Megatron's own defaults differ from these, or older versions ask for them
-_USUAL_ARGS: Mapping[str, Any] = {
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "add_position_embedding": True,
-    "use_rotary_position_embeddings": False,  # the older word for position_embedding_type
-    "apply_query_key_layer_scaling": False,
-    "make_vocab_size_divisible_by": MAKE_VOCAB_SIZE_DIVISIBLE_BY,
-}
-# megatron/core/models/common/embeddings/rotary_pos_embedding.py, _apply_scaling: only the factor is an argument
-_MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-def to_megatron_args(model: ModelShape) -> dict[str, Any]:
-    """The arguments that describe the model to Megatron-LM, of any version: what `--use-checkpoint-args` reads.
-
-    Megatron has no argument for other rotary scaling than `linear` and Llama 3.1's; config.json keeps those.
-    """
-    args = {argument: getattr(model, field) for field, _, argument in _COMMON_FIELDS}
-    window = None if model.sliding_window is None else (model.sliding_window - 1, 0)
-    return {
-        **args,
-        **_FIXED_ARGS,
-        **_USUAL_ARGS,
-        **_rope_args(model.rope_scaling or {}),
-        "layernorm_epsilon": model.norm_epsilon,  # norm_epsilon until megatron-core 0.15
-        "seq_length": model.max_position_embeddings,
-        "group_query_attention": model.num_query_groups != model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "kv_channels": model.kv_channels,
-        "rotary_base": int(model.rotary_base) if model.rotary_base.is_integer() else model.rotary_base,
-        "window_size": window,  # distances to the left and right; Hugging Face counts the token itself
-        "vocab_size": model.vocab_size,
-        "padded_vocab_size": model.padded_vocab_size,
-        "untie_embeddings_and_output_weights": model.untied_embeddings,
-        "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": model.add_qkv_bias,
-    }
-
-
-def _rope_args(rope: Mapping[str, Any]) -> dict[str, Any]:
-    llama3 = rope.get("rope_type") == "llama3" and all(rope.get(key) == value for key, value in _MEGATRON_ROPE.items())
-    return {
-        "use_rope_scaling": llama3,
-        "rope_scaling_factor": float(rope["factor"]) if llama3 else 8.0,
-        "rotary_seq_len_interpolation_factor": rope["factor"] if rope.get("rope_type") == "linear" else None,
-    }
-
-
-def from_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> ModelShape:
-    """The inverse of `to_megatron_args`, for a model of which only Megatron's arguments are known.
-
-    They name no family: Mistral where there is a window, else Llama. Raises UnknownArchitecture where they
-    describe neither and DamagedCheckpoint where one is missing.
-    """
-    for name, value in _FIXED_ARGS.items():
-        if (args.get(name, value) or None) != (value or None):  # None, 0 and False all mean "without"
-            raise UnknownArchitecture(
-                f"no family known here has Megatron's {name}={shown(args[name])}",
-                where=where,
-                do="Known: llama, mistral.",
-            )
-    renamed = {"norm_epsilon": args["layernorm_epsilon"], **args} if "layernorm_epsilon" in args else args
-    sizes = {field: _need(renamed, argument, where) for field, _, argument in _COMMON_FIELDS}
-    try:
-        return _from_args(args, sizes, padded_vocab_size, where)
-    except (TypeError, ValueError, IndexError) as error:
-        raise DamagedCheckpoint(f"arguments that describe no model: {error}", where=where) from error
-
-
-def _from_args(args: Mapping[str, Any], sizes: dict[str, Any], padded_vocab_size: int, where: object) -> ModelShape:
-    heads = sizes["num_attention_heads"]
-    window = args.get("window_size")
-    biased = bool(args.get("add_bias_linear", True))  # Megatron's default
-    return ModelShape(
-        architecture="mistral" if window else "llama",
-        num_query_groups=_need(args, "num_query_groups", where) if args.get("group_query_attention") else heads,
-        kv_channels=args.get("kv_channels") or _head_dim(sizes["hidden_size"], heads, where),
-        vocab_size=args.get("vocab_size") or padded_vocab_size,
-        padded_vocab_size=padded_vocab_size,
-        rotary_base=float(args.get("rotary_base", 10000)),
-        rope_scaling=_megatron_rope(args),
-        sliding_window=int(window[0]) + 1 if window else None,
-        tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
-        attention_bias=biased or bool(args.get("add_qkv_bias")),
-        mlp_bias=biased,
-        add_bias_linear=biased,
-        add_qkv_bias=bool(args.get("add_qkv_bias")),
-        **sizes,
-    )
-
-
-def _megatron_rope(args: Mapping[str, Any]) -> dict[str, Any] | None:
-    if args.get("use_rope_scaling"):
-        return {"rope_type": "llama3", "factor": args.get("rope_scaling_factor", 8.0), **_MEGATRON_ROPE}
-    if args.get("rotary_seq_len_interpolation_factor"):
-        return {"rope_type": "linear", "factor": args["rotary_seq_len_interpolation_factor"]}
-    return None
-
-
-def _need(config: Mapping[str, Any], key: str, where: object) -> Any:
-    try:
-        return config[key]
-    except KeyError:
-        raise DamagedCheckpoint(f"no `{key}`", where=where, do="Is the file whole?") from None
+    return float(value)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Plan: every job of a conversion and every tensor of its result, checked before any tensor is read.
 
-Names are logical: one per layer, with no rank, stage or stacking. Each source tensor is consumed by
+Names are logical: one per layer and expert, with no rank, stage or stacking. Each source tensor is consumed by
 exactly one job and each target tensor is produced by exactly one. A job is one Megatron row (the fused
 group), also from Hugging Face to Hugging Face, because q/k/v and gate/up share an FP8 scale.
 """
@@ -8,29 +8,30 @@ group), also from Hugging Face to Hugging Face, because q/k/v and gate/up share 
 import dataclasses
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from precisionctl.architectures.find import architecture_of
-from precisionctl.architectures.param_map import Architecture, Row, layers
+from precisionctl.architectures.param_map import Alias, Architecture, Row, filled, names
 from precisionctl.cast import Encode
-from precisionctl.errors import MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
-from precisionctl.lower import layout_parts
+from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
 from precisionctl.model_shape import MAKE_VOCAB_SIZE_DIVISIBLE_BY, ModelShape
 from precisionctl.param import GEMM_ALIGNMENT, ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
 
 
 @dataclass(frozen=True)
 class Job:
-    """One row at one layer. `name` is the Megatron parameter, `module` its module.
+    """One row at one place. `name` is the Megatron parameter, `module` its module.
 
     `reads` is empty where the target's biases are filled with zeros, `writes` where the source's must be
-    zero to be left out. `copies` are stored copies (a tied `lm_head`) that must equal `reads[0]`.
+    zero to be left out. `copies` are stored copies (a tied `lm_head`) that must equal `reads[0]`. What `writes`
+    holds beyond the row's tensors are copies of its first.
     """
 
     name: str
@@ -103,65 +104,105 @@ class Source(Protocol):
     def specs(self) -> Mapping[str, TensorSpec]: ...
 
 
+@runtime_checkable
+class OptimizerSource(Protocol):
+    """A Reader that has the state of an optimizer too: `optimizer.state.<kind>.<parameter>`."""
+
+    @property
+    def optimizer_specs(self) -> Mapping[str, TensorSpec]: ...
+
+
 def make_plan(
     source: Source,
     target: Layout,
     *,
     dtype: torch.dtype | None = None,
     parallelism: Parallelism = ONE_RANK,
+    optimizer: bool = False,
 ) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
-    `dtype` is that of every target tensor; None keeps each as stored, FP8 codes decoded to BF16.
-    Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch or PrecisionError.
+    `dtype` is that of every target tensor; None keeps each as stored, FP8 codes decoded to BF16. `optimizer` takes
+    the state of a Megatron source's optimizer along, in the dtype that it is stored in.
+    Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
     architecture = architecture_of(source.model.architecture)
-    model = _padded(source, target, parallelism.tensor)
-    if model.num_layers > len(source.specs):  # before a loop over as many layers as a config may claim
-        raise MissingTensor(
-            f"{model.num_layers} layers, but only {len(source.specs)} tensors", do="Is a shard missing?"
+    if target == "megatron" and architecture.refused:
+        raise MappingError(
+            f"{source.model.architecture} has {architecture.refused}, which Megatron-Core does not",
+            do="It can be read, exported and verified as a Hugging Face directory.",
         )
-    jobs = tuple(_jobs(architecture, model, source.layout, target, source.specs))
-    derived = _derived(architecture, model, source)
+    rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model)
+    model = _padded(_with_mtp(source, rows), source.layout, target, parallelism.tensor)
+    _check_stages(model, parallelism)
+    derived = _derived(architecture, source)
+    by_row = {row: _row_jobs(row, architecture.aliases, model, source, target) for row in rows}
+    jobs = [job for wanted in by_row.values() for job in wanted]
     _check_consumed(jobs, derived, source)
     targets: dict[str, TensorSpec] = {}
-    for job in jobs:
-        targets |= _targets(job, model, target, source.specs, dtype)
-        _check_dtypes(job, source)
-        _check_shapes(job, model, source)
-        _check_division(job, model, parallelism.tensor)
-    return Plan(model, source.layout, target, jobs, targets, derived, parallelism)
-
-
-def _padded(source: Source, target: Layout, tensor_parallel: int) -> ModelShape:
-    """Megatron pads the vocabulary; a Megatron source keeps its padding, for a Megatron target too."""
-    if source.layout == "megatron" or target == "hf":
-        return source.model
-    return source.model.padded(MAKE_VOCAB_SIZE_DIVISIBLE_BY * tensor_parallel)
-
-
-def _jobs(
-    architecture: Architecture, model: ModelShape, source: Layout, target: Layout, specs: Mapping[str, TensorSpec]
-) -> Iterator[Job]:
-    copies = {alias.of: alias.hf for alias in architecture.aliases if getattr(model, alias.switch)}
-    for row in architecture.rows:
-        here, there = row.present.in_layout(source, model), row.present.in_layout(target, model)
-        if not here and not there:
+    for row, wanted in by_row.items():
+        if not wanted:
             continue
-        for layer in layers(row.megatron, model):
-            reads = names(row, source, layer) if here else ()
-            stored = tuple(copies[name] for name in reads if name in copies and copies[name] in specs)
-            writes = names(row, target, layer) if there else ()
-            yield Job(names(row, "megatron", layer)[0], row, reads, writes, stored)
+        read, written = row.shapes(model, source.layout), row.shapes(model, target)
+        for job in wanted:
+            targets |= _targets(job, written, target, source.specs, dtype)
+            _check_dtypes(job, source)
+            _check_shapes(job, read, source)
+        _check_division(row, model, parallelism)
+    if optimizer:
+        carried = _optimizer_jobs(jobs, source, target)
+        jobs += carried
+        targets |= {job.name: replace(_optimizer(source)[job.name], parallel=job.row.parallel) for job in carried}
+    return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
 
 
-def names(row: Row, layout: Layout, layer: int | None) -> tuple[str, ...]:
-    """A row's tensors at one layer."""
-    templates = row.hf if layout == "hf" else (row.megatron,)
-    return tuple(name.replace("{layer}", str(layer)) for name in templates)
+def _padded(model: ModelShape, source: Layout, target: Layout, tensor_parallel: int) -> ModelShape:
+    """Megatron pads the vocabulary; a Megatron source keeps its padding, for a Megatron target too."""
+    if source == "megatron" or target == "hf":
+        return model
+    return model.padded(MAKE_VOCAB_SIZE_DIVISIBLE_BY * tensor_parallel)
 
 
-def _derived(architecture: Architecture, model: ModelShape, source: Source) -> tuple[str, ...]:
+def _with_mtp(source: Source, rows: Iterable[Row]) -> ModelShape:
+    """The source's model, without the multi-token prediction layers that it claims if it has none of their tensors:
+    transformers reads and writes such checkpoints without them."""
+    of_mtp = [row for row in rows if "{mtp}" in row.megatron and not row.of_experts]
+    first = {"mtp": 0, "mtp_layer": source.model.num_layers}
+    if any(name in source.specs for row in of_mtp for name in names(row, source.layout, first)):
+        return source.model
+    return dataclasses.replace(source.model, mtp_num_layers=0)
+
+
+def _row_jobs(row: Row, aliases: Iterable[Alias], model: ModelShape, source: Source, target: Layout) -> list[Job]:
+    """The jobs of one row, at each of its places."""
+    here, there = row.present.in_layout(source.layout, model), row.present.in_layout(target, model)
+    if not here and not there:
+        return []
+    if row.count(model) > len(source.specs):  # before a loop over as many as a config may claim
+        raise MissingTensor(
+            f"{row.count(model)} of `{row.megatron}`, but only {len(source.specs)} tensors", do="Is a shard missing?"
+        )
+    copies = [alias for alias in aliases if alias.of in row.hf and getattr(model, alias.switch)]
+    jobs = []
+    for place in row.places(model):
+        reads = names(row, source.layout, place) if here else ()
+        writes = names(row, target, place) if there else ()
+        stored = _copies(copies, model) if source.layout == "hf" else ()
+        kept = _copies((alias for alias in copies if alias.written), model) if target == "hf" else ()
+        stored = tuple(name for name in stored if name in source.specs)
+        jobs.append(Job(names(row, "megatron", place)[0], row, reads, (*writes, *kept), stored))
+    return jobs
+
+
+def _copies(aliases: Iterable[Alias], model: ModelShape) -> tuple[str, ...]:
+    return tuple(
+        filled(alias.hf, {"mtp_layer": model.num_layers + mtp})
+        for alias in aliases
+        for mtp in range(model.mtp_num_layers if "{mtp_layer}" in alias.hf else 1)
+    )
+
+
+def _derived(architecture: Architecture, source: Source) -> tuple[str, ...]:
     if source.layout != "hf":
         return ()
     patterns = [pattern.replace("{layer}", "*") for pattern in architecture.derived]
@@ -195,7 +236,11 @@ def _listed(found: list[str]) -> str:
 
 
 def _targets(
-    job: Job, model: ModelShape, target: Layout, specs: Mapping[str, TensorSpec], dtype: torch.dtype | None
+    job: Job,
+    shapes: tuple[tuple[int, ...], ...],
+    target: Layout,
+    specs: Mapping[str, TensorSpec],
+    dtype: torch.dtype | None,
 ) -> dict[str, TensorSpec]:
     kept = [torch.bfloat16 if specs[name].dtype.itemsize == 1 else specs[name].dtype for name in job.reads]
     made = dtype
@@ -203,17 +248,11 @@ def _targets(
         made = torch.bfloat16 if not kept else kept[0]
         for other in kept[1:]:
             made = torch.promote_types(made, other)
-    shapes = layout_shapes(job.row, model, target)
     parallel = job.row.parallel if target == "megatron" else REPLICATED
-    return {name: TensorSpec(shape, made, parallel) for name, shape in zip(job.writes, shapes, strict=False)}
-
-
-def layout_shapes(row: Row, model: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a row's tensors in one layout."""
-    whole = row.shape(model)
-    if layout == "megatron":
-        return (whole,)
-    return tuple((rows, *whole[1:]) for rows in layout_parts(row, model))
+    return {
+        name: TensorSpec(shapes[number] if number < len(shapes) else shapes[0], made, parallel)
+        for number, name in enumerate(job.writes)
+    }
 
 
 _VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -227,24 +266,68 @@ def _check_dtypes(job: Job, source: Source) -> None:
             raise PrecisionError(f"`{name}` is {dtype}", do="Known are values in BF16, FP16 and FP32, and E4M3 codes.")
 
 
-def _check_shapes(job: Job, model: ModelShape, source: Source) -> None:
-    for name, expected in zip(job.reads, layout_shapes(job.row, model, source.layout), strict=False):
+def _check_shapes(job: Job, shapes: tuple[tuple[int, ...], ...], source: Source) -> None:
+    for name, expected in zip(job.reads, shapes, strict=False):
         found = source.specs[name].shape
         if found != expected:
             raise ShapeMismatch(
                 f"`{name}` is {list(found)}, the model's sizes say {list(expected)}",
-                where=f"architecture {model.architecture}",
+                where=f"architecture {source.model.architecture}",
                 do="Does the config belong to this checkpoint?",
             )
 
 
-def _check_division(job: Job, model: ModelShape, tensor_parallel: int) -> None:
-    shape, parallel = job.row.shape(model), job.row.parallel
+def _check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> None:
+    """Raise ShapeMismatch where a tensor cannot be cut for so many ranks."""
+    shape, parallel = row.shape(model), row.parallel
+    ranks = parallelism.tensor
+    if row.of_experts:
+        ranks = parallelism.expert_tensor or ranks
+        experts = model.moe.num_experts if model.moe else 0
+        if experts % parallelism.expert:
+            raise ShapeMismatch(f"{experts} experts cannot be dealt out to {parallelism.expert} ranks")
     if parallel.kind == "replicated":
         return
     size = shape[1] if parallel.kind == "columns" else shape[0] // parallel.parts
-    if size % tensor_parallel:
-        raise ShapeMismatch(f"`{job.name}` {list(shape)} cannot be cut into {tensor_parallel} tensor-parallel parts")
+    if size % ranks:
+        raise ShapeMismatch(f"`{row.megatron}` {list(shape)} cannot be cut into {ranks} tensor-parallel parts")
+
+
+def _check_stages(model: ModelShape, parallelism: Parallelism) -> None:
+    """Raise ShapeMismatch where there are fewer layers than stages, or experts' ranks without experts."""
+    stages = parallelism.pipeline * parallelism.virtual
+    if model.num_layers % stages:
+        raise ShapeMismatch(f"{model.num_layers} layers cannot be cut into {stages} pipeline stages of equal length")
+    if parallelism.expert > 1 and model.moe is None:
+        raise ShapeMismatch("a model without experts cannot be cut into expert-parallel parts")
+
+
+_STATE = re.compile(r"optimizer\.state\.[a-z_]+\.(.+)")
+
+
+def _optimizer(source: Source) -> Mapping[str, TensorSpec]:
+    return source.optimizer_specs if isinstance(source, OptimizerSource) else {}
+
+
+def _optimizer_jobs(jobs: Iterable[Job], source: Source, target: Layout) -> list[Job]:
+    """A job for each of the source's optimizer tensors, which are as parallel as their parameters.
+
+    Raises MappingError where the state is not stored by parameter, or goes to Hugging Face, which has no place
+    for it.
+    """
+    if target == "hf":
+        raise MappingError("Hugging Face has no place for an optimizer", do="Leave it behind.")
+    rows = {job.name: replace(job.row, gemm=False) for job in jobs}
+    carried = []
+    for name in _optimizer(source):
+        match = _STATE.fullmatch(name)
+        if match is None or match[1] not in rows:
+            raise MappingError(
+                f"`{name}` is no state of a parameter of this model",
+                do="Drop the optimizer (--drop-optimizer), or save it in a form that is stored by parameter.",
+            )
+        carried.append(Job(name, rows[match[1]], (name,), (name,)))
+    return carried
 
 
 def check_fp8_gemm(job: Job, model: ModelShape) -> None:

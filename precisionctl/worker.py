@@ -56,6 +56,8 @@ class Worker:
         if not job.writes:
             self._check_zero(job)
             return None
+        if job.reads and self._plan.source != self._plan.target and not job.row.moves(self._plan.model):
+            return self._compute(job)
         segments = lower(job.row, self._plan.model, self._plan.source, self._plan.target, job.reads, job.writes)
         amax = self._amax(job.reads) if self._needs_amax(job) else None
         for segment in segments:
@@ -68,6 +70,21 @@ class Worker:
         if job.encode:
             self._write_scales(job.encode, amax)
         return None if amax is None else float(amax)
+
+    def _compute(self, job: Job) -> float | None:
+        """A row that does more than move: its tensors whole, in the wider dtype of the two sides."""
+        model, wanted = self._plan.model, self._writer.specs[job.writes[0]].dtype
+        parts = [self._whole(name, wanted) for name in job.reads]
+        made = (job.row.merge(parts, model),) if self._plan.target == "megatron" else job.row.split(parts[0], model)
+        for name, values in zip(job.writes, made, strict=True):
+            self._put(name, 0, values.to(wanted).reshape(values.shape[0], -1))
+        return float(torch.stack([numerics.amax(part) for part in parts]).amax()) if self._needs_amax(job) else None
+
+    def _whole(self, name: str, wanted: torch.dtype) -> Tensor:
+        spec, encoding = self._reader.specs[name], self._reader.encodings.get(name)
+        stored = read_rows(self._reader, name, 0, spec.rows)
+        values = stored if encoding is None else encoding.decode_rows(stored, 0, torch.float32)
+        return values.to(torch.promote_types(values.dtype, wanted)).reshape(spec.shape)
 
     def _needs_amax(self, job: Job) -> bool:
         if job.encode:

@@ -6,10 +6,12 @@ import pytest
 import torch
 from pico import FAMILIES, make
 
+from precisionctl.architectures.find import from_hf_config, from_megatron_args
+from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
-from precisionctl.model_shape import ModelShape, from_hf_config, from_megatron_args, to_megatron_args
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import ROWS, Parallelism, TensorSpec
 
 MODEL = ModelShape("llama", 2, 16, 24, 4, 2, 4, 50, 64, 32)
@@ -107,19 +109,23 @@ def test_older_and_newer_versions_name_epsilon_differently(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "changes",
     [
-        ("num_experts", 8),
-        ("normalization", "LayerNorm"),
-        ("swiglu", False),
-        ("position_embedding_type", "learned_absolute"),
-        ("qk_layernorm", True),
-        ("multi_latent_attention", True),
-        ("apply_layernorm_1p", True),
-        ("rotary_percent", 0.5),
+        {"normalization": "LayerNorm"},
+        {"swiglu": False},
+        {"position_embedding_type": "learned_absolute"},
+        {"add_bias_linear": True, "qk_layernorm": True, "num_experts": 8},
     ],
 )
-def test_arguments_of_a_family_that_has_no_table_are_refused_by_name(name, value):
+def test_arguments_that_no_family_fits_are_refused_with_the_list_of_families(changes):
+    with pytest.raises(UnknownArchitecture, match="no family known here.*llama, mistral.*one file"):
+        from_megatron_args(to_megatron_args(MODEL) | changes, 64, "args")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("attention_output_gate", True), ("position_embedding_type", "mrope"), ("moe_latent_size", 64)]
+)
+def test_arguments_of_modules_that_no_family_has_are_refused_by_name(name, value):
     with pytest.raises(UnknownArchitecture, match=f"{name}={value!r}"):
         from_megatron_args(to_megatron_args(MODEL) | {name: value}, 64, "args")
 

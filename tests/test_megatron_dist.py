@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 
+from precisionctl.architectures.find import to_hf_config
+from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints import megatron_keys
 from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
 from precisionctl.checkpoints.megatron_dist import TorchDistReader, recognise
@@ -23,7 +25,7 @@ from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
-from precisionctl.model_shape import ModelShape, to_hf_config, to_megatron_args
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallelism, TensorSpec
 
 MODEL = ModelShape("llama", 2, 16, 24, 4, 2, 4, 50, 64, 32)
@@ -255,7 +257,7 @@ def test_state_of_transformer_engine_1_is_kept_though_not_understood(tmp_path):
 
 
 def companions() -> Companions:
-    return Companions({"config.json": json.dumps(to_hf_config(MODEL, "LlamaForCausalLM", "bfloat16")).encode()})
+    return Companions({"config.json": json.dumps(to_hf_config(MODEL, "bfloat16")).encode()})
 
 
 def test_companions_objects_and_common_data_come_back(tmp_path):
@@ -280,7 +282,7 @@ def test_the_vocabulary_is_padded_by_the_embeddings_rows_whatever_the_arguments_
 
 
 def test_a_config_that_contradicts_the_arguments_is_refused(tmp_path):
-    config = to_hf_config(dataclasses.replace(MODEL, rotary_base=5e5), "LlamaForCausalLM", "bfloat16")
+    config = to_hf_config(dataclasses.replace(MODEL, rotary_base=5e5), "bfloat16")
     stale = Companions({"config.json": json.dumps(config).encode()})
     write(tmp_path, values(specs()), companions=stale)
     with pytest.raises(DamagedCheckpoint, match="rotary_base 500000.0 / 10000.0"):

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from precisionctl.architectures.find import from_hf_config
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling
-from precisionctl.model_shape import ModelShape, from_hf_config
+from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.model import GPT, inverse_frequencies, loss, sliding_window_mask

@@ -1,11 +1,20 @@
-"""Find the table of a model family by its Hugging Face `model_type`."""
+"""Find a model's family: by the `model_type` of a config.json, or by what Megatron's arguments describe."""
 
+import dataclasses
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from precisionctl import architectures
+from precisionctl.architectures.config_keys import Config
+from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.discover import discover
-from precisionctl.errors import UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, shown
+from precisionctl.model_shape import MLA, ModelShape, MoE
+
+_FIRST = ("llama",)
+"""Of families that the same arguments describe; a Yi is one, and a Mistral without a window."""
 
 
 @cache
@@ -17,11 +26,91 @@ def supported() -> dict[str, Architecture]:
 
 def architecture_of(model_type: str) -> Architecture:
     """The table for `model_type`. Raises UnknownArchitecture."""
+    if model_type not in supported():
+        raise UnknownArchitecture(f"no table for architecture `{model_type:.60}`", do=_known())
+    return supported()[model_type]
+
+
+def _known() -> str:
+    return (
+        f"Supported: {', '.join(sorted(supported()))}. "
+        "A new family is one file with a table of rows in precisionctl/architectures/."
+    )
+
+
+def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:
+    """Read a config.json of transformers 4 or 5.
+
+    Raises DamagedCheckpoint where a key is missing or not of its kind, and UnknownArchitecture for a family or a
+    setting that no table here has.
+    """
+    if "model_type" not in config:
+        raise DamagedCheckpoint("no `model_type`", where=where, do="Is the file whole?")
+    model_type = config["model_type"]
+    if not isinstance(model_type, str):
+        raise DamagedCheckpoint(f"model_type is {shown(model_type)}, not a name", where=where)
+    fields: dict[str, Any] = {"architecture": model_type}
+    for entry in architecture_of(model_type).config:
+        fields.update(entry.read(config, where))
+    if not fields.get("moe.num_experts", 1):
+        fields = {name: value for name, value in fields.items() if not name.startswith("moe.")}
+    biased = any(fields.get(bias) for bias in ("proj_bias", "mlp_bias"))
+    fields.setdefault("add_bias_linear", biased)
+    fields.setdefault("add_qkv_bias", bool(fields.get("qkv_bias")))
     try:
-        return supported()[model_type]
-    except KeyError:
-        raise UnknownArchitecture(
-            f"no table for architecture `{model_type}`",
-            do=f"Supported: {', '.join(sorted(supported()))}. "
-            "A new family is one file with a table of rows in precisionctl/architectures/.",
-        ) from None
+        return _shape(fields)
+    except TypeError as error:  # a value that cannot be looked at as what it should be
+        raise DamagedCheckpoint(f"it describes no model: {shown(str(error))}", where=where) from error
+
+
+def _shape(fields: Mapping[str, Any]) -> ModelShape:
+    plain = {name: value for name, value in fields.items() if "." not in name}
+    moe, mla = (
+        {name.removeprefix(group): value for name, value in fields.items() if name.startswith(group)}
+        for group in ("moe.", "mla.")
+    )
+    return ModelShape(**plain, moe=MoE(**moe) if moe else None, mla=MLA(**mla) if mla else None)
+
+
+def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:
+    """A config.json for a model that never had one. `dtype` is transformers' word, e.g. `bfloat16`."""
+    table = architecture_of(model.architecture)
+    config: dict[str, Any] = {
+        "architectures": [table.model_types[model.architecture]],
+        "model_type": model.architecture,
+        "torch_dtype": dtype,
+    }
+    for entry in table.config:
+        config.update(entry.write(model))
+    return config
+
+
+def from_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> ModelShape:
+    """A model of which only Megatron's arguments are known: of the family whose config.json can say it.
+
+    Raises UnknownArchitecture where there is none, and DamagedCheckpoint where an argument is missing.
+    """
+    model = read_megatron_args(args, padded_vocab_size, where)
+    candidates = sorted(supported(), key=lambda name: (name not in _FIRST, name))
+    for name in candidates:
+        found = _as_family(model, name)
+        if found is not None:
+            return found
+    raise UnknownArchitecture("Megatron's arguments describe no family known here", where=where, do=_known())
+
+
+def _as_family(model: ModelShape, model_type: str) -> ModelShape | None:
+    """The same model as one of this family, if writing and reading its config.json gives it back."""
+    if architecture_of(model_type).refused:
+        return None
+    try:
+        told = from_hf_config(to_hf_config(dataclasses.replace(model, architecture=model_type), ""))
+    except (PrecisionctlError, AttributeError, TypeError):  # a setting or a part that the family does not have
+        return None
+    told = dataclasses.replace(told, **{field: getattr(model, field) for field in MEGATRON_ONLY})
+    mine = dataclasses.replace(
+        model,
+        architecture=model_type,
+        hf_zero_centered_gamma=told.hf_zero_centered_gamma,
+    )
+    return told if told == mine else None

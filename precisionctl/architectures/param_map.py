@@ -1,19 +1,25 @@
-"""Row kinds: how the tensors of one Megatron parameter stand in a Hugging Face checkpoint.
+"""Rows: which Hugging Face tensors one Megatron parameter is made of; and a family's table of them.
 
-A row names its tensors in both layouts, whole, with `{layer}` for the layer. `merge` takes the Hugging
-Face tensors to the Megatron one and `split` is its inverse. Both only move rows (dimension 0), so they
-work on values and on row numbers alike, which is what `lower.py` uses to turn a row into copies.
+A row names its tensors in both layouts, whole, with `{layer}`, `{expert}` and `{mtp}` for their numbers (experts
+are numbered through, whatever rank has them; multi-token prediction layers count from 0, and `{mtp_layer}` is
+their number in Hugging Face, which counts on from the decoder's).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from precisionctl.architectures.config_keys import Entry
+from precisionctl.architectures.moves import SAME, Move
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import GATED_ROWS, REPLICATED, ROWS, Layout, Parallel
+from precisionctl.param import REPLICATED, Layout, Parallel
+
+Place = Mapping[str, int]
+"""The numbers for a row's placeholders."""
 
 
 @dataclass(frozen=True)
@@ -36,165 +42,186 @@ class Present:
 ALWAYS = Present()
 
 
-class Row(Protocol):
-    """One Megatron parameter and the Hugging Face tensors that it is made of."""
-
-    @property
-    def hf(self) -> tuple[str, ...]: ...
-    @property
-    def megatron(self) -> str: ...
-    @property
-    def parallel(self) -> Parallel: ...
-    @property
-    def present(self) -> Present: ...
-    @property
-    def gemm(self) -> bool:
-        """Whether this is the weight of a GEMM that an FP8 recipe computes in FP8."""
-        ...
-
-    def shape(self, model: ModelShape) -> tuple[int, ...]:
-        """Shape of the whole (all ranks') Megatron tensor."""
-        ...
-
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor: ...
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]: ...
+def when(switch: str) -> Present:
+    """Present in both layouts while `switch` of ModelShape is on."""
+    return Present(switch, (switch,))
 
 
 @dataclass(frozen=True)
-class Same:
-    """The same tensor under another name. `sizes` are the fields of ModelShape that make its shape."""
+class Row:
+    """One Megatron parameter and the Hugging Face tensors that it is made of.
 
-    hf_name: str
+    `sizes` are the fields of ModelShape that make the shape of the whole (all ranks') Megatron tensor. `layers`
+    says in which layers there is one: those whose MLP is dense, those with experts, or all. `gemm` says whether
+    this is the weight of a GEMM that an FP8 recipe computes in FP8: experts and routers stay in BF16.
+    """
+
+    names: str | tuple[str, ...]
     megatron: str
     sizes: tuple[str, ...]
+    move: Move = SAME
     parallel: Parallel = REPLICATED
     present: Present = ALWAYS
+    layers: Literal["all", "dense", "moe"] = "all"
     gemm: bool = False
 
     @property
     def hf(self) -> tuple[str, ...]:
-        return (self.hf_name,)
-
-    def shape(self, model: ModelShape) -> tuple[int, ...]:
-        return tuple(getattr(model, size) for size in self.sizes)
-
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        return parts[0]
-
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return (whole,)
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """A matrix with a row per token. Megatron pads it with zero rows, which are cut off whatever they hold."""
-
-    hf_name: str
-    megatron: str
-    present: Present = ALWAYS
-    parallel: Parallel = ROWS
-    gemm: bool = False
+        return (self.names,) if isinstance(self.names, str) else self.names
 
     @property
-    def hf(self) -> tuple[str, ...]:
-        return (self.hf_name,)
+    def of_experts(self) -> bool:
+        """Whether expert parallelism deals this parameter out."""
+        return "{expert}" in self.megatron
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
-        return (model.padded_vocab_size, model.hidden_size)
+        """Shape of the whole Megatron tensor."""
+        return tuple(attrgetter(size)(model) for size in self.sizes)
+
+    def shapes(self, model: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the row's tensors in one layout."""
+        whole = self.shape(model)
+        if layout == "megatron":
+            return (whole,)
+        parts = self.split(torch.empty(whole, dtype=torch.uint8, device="meta"), model)  # any size costs nothing
+        return tuple(tuple(part.shape) for part in parts)
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        (values,) = parts
-        padding = values.new_zeros(model.padded_vocab_size - model.vocab_size, *values.shape[1:])
-        return torch.cat([values[: model.vocab_size], padding])
+        return self.move.merge(parts, model)
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return (whole[: model.vocab_size],)
+        return self.move.split(whole, model)
+
+    def moves(self, model: ModelShape) -> bool:
+        """Whether `merge` and `split` only move rows (dimension 0)."""
+        return self.move.moves(model)
+
+    def places(self, model: ModelShape) -> Iterator[Place]:
+        """Every place where there is such a parameter, in order."""
+        if "{mtp}" in self.megatron:
+            for mtp in range(model.mtp_num_layers):
+                # Megatron builds them of the decoder's last layer
+                if self._in_layer(model, model.num_layers - 1):
+                    yield from self._at_experts({"mtp": mtp, "mtp_layer": model.num_layers + mtp}, model)
+        elif "{layer}" in self.megatron:
+            for layer in range(model.num_layers):
+                if self._in_layer(model, layer):
+                    yield from self._at_experts({"layer": layer}, model)
+        else:
+            yield {}
+
+    def count(self, model: ModelShape) -> int:
+        """How many places there are, without listing them."""
+        if "{mtp}" in self.megatron:
+            number = model.mtp_num_layers
+        elif "{layer}" in self.megatron:
+            number = sum(self._in_layer(model, layer) for layer in range(model.num_layers))
+        else:
+            number = 1
+        return number * (model.moe.num_experts if model.moe and self.of_experts else 1)
+
+    def _in_layer(self, model: ModelShape, layer: int) -> bool:
+        return self.layers == "all" or model.has_experts(layer) == (self.layers == "moe")
+
+    def _at_experts(self, place: Place, model: ModelShape) -> Iterator[Place]:
+        if not self.of_experts:
+            yield place
+            return
+        for expert in range(model.moe.num_experts if model.moe else 0):
+            yield {**place, "expert": expert}
 
 
 @dataclass(frozen=True)
-class QKV:
-    """Query, key and value, interleaved per query group: `[q_0 .. q_{r-1}, k, v]`, each of `kv_channels` rows.
+class Either:
+    """Two spellings of the same rows in Hugging Face: what is read is what is there, what is written the first."""
 
-    No rotary permutation: both sides rotate halves.
-    """
-
-    q: str
-    k: str
-    v: str
-    megatron: str
-    present: Present = ALWAYS
-    parallel: Parallel = ROWS
-    gemm: bool = True
-
-    @property
-    def hf(self) -> tuple[str, ...]:
-        return (self.q, self.k, self.v)
-
-    def shape(self, model: ModelShape) -> tuple[int, ...]:
-        rows = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
-        return (rows, model.hidden_size) if self.gemm else (rows,)
-
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        grouped = [part.reshape(model.num_query_groups, -1, *part.shape[1:]) for part in parts]
-        return torch.cat(grouped, dim=1).flatten(0, 1)
-
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        grouped = whole.reshape(model.num_query_groups, -1, *whole.shape[1:])
-        queries = model.num_attention_heads // model.num_query_groups * model.kv_channels
-        parts = torch.split(grouped, [queries, model.kv_channels, model.kv_channels], dim=1)
-        return tuple(part.flatten(0, 1) for part in parts)
-
-
-@dataclass(frozen=True)
-class GateUp:
-    """The two halves of a gated MLP's first linear: all of gate, then all of up."""
-
-    gate: str
-    up: str
-    megatron: str
-    present: Present = ALWAYS
-    parallel: Parallel = GATED_ROWS
-    gemm: bool = True
-
-    @property
-    def hf(self) -> tuple[str, ...]:
-        return (self.gate, self.up)
-
-    def shape(self, model: ModelShape) -> tuple[int, ...]:
-        rows = 2 * model.ffn_hidden_size
-        return (rows, model.hidden_size) if self.gemm else (rows,)
-
-    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
-        return torch.cat(list(parts))
-
-    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
-        return whole.chunk(2)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One family's table.
-
-    `model_types` maps each Hugging Face `model_type` to its class. `aliases` are Hugging Face tensors that,
-    if stored at all under the given switch, must equal another one (a tied `lm_head`). `derived` are Hugging
-    Face tensors that a model makes again by itself, as patterns with `{layer}`.
-    """
-
-    model_types: Mapping[str, str]
-    rows: tuple[Row, ...]
-    aliases: tuple["Alias", ...] = ()
-    derived: tuple[str, ...] = ()
+    first: tuple[Row, ...]
+    second: tuple[Row, ...]
 
 
 @dataclass(frozen=True)
 class Alias:
-    """A Hugging Face tensor `hf` that, while `switch` of ModelShape is on, is a copy of `of`."""
+    """A Hugging Face tensor `hf` that, while `switch` of ModelShape is on, is a copy of `of`.
+
+    Where it is stored it must equal that. `written` says whether it belongs into what is written.
+    """
 
     hf: str
     of: str
     switch: str
+    written: bool = False
 
 
-def layers(template: str, model: ModelShape) -> Iterator[int | None]:
-    """The layers that a name with `{layer}` stands for; a single None for a name without."""
-    yield from range(model.num_layers) if "{layer}" in template else (None,)
+@dataclass(frozen=True)
+class Architecture:
+    """One family: its table of rows, and how its config.json says a ModelShape.
+
+    `model_types` maps each Hugging Face `model_type` to its class. `derived` are Hugging Face tensors that a model
+    makes again by itself, as patterns with `{layer}`. `refused` says why Megatron-Core cannot hold the family, and
+    `note` what else whoever converts one should know.
+    """
+
+    model_types: Mapping[str, str]
+    rows: tuple[Row | Either, ...]
+    config: tuple[Entry, ...]
+    aliases: tuple[Alias, ...] = ()
+    derived: tuple[str, ...] = ()
+    refused: str = ""
+    note: str = ""
+
+    def spelled(self, stored: Mapping[str, object], model: ModelShape) -> tuple[Row, ...]:
+        """The rows, each in the spelling of the names in `stored`; else in the first."""
+        rows: list[Row] = []
+        for row in self.rows:
+            if isinstance(row, Row):
+                rows.append(row)
+            else:
+                rows += row.second if _any_stored(row.second, stored, model) else row.first
+        return tuple(rows)
+
+
+def _any_stored(rows: tuple[Row, ...], stored: Mapping[str, object], model: ModelShape) -> bool:
+    places = ((row, next(iter(row.places(model)), None)) for row in rows)
+    return any(name in stored for row, place in places if place is not None for name in names(row, "hf", place))
+
+
+def all_rows(table: Architecture) -> tuple[Row, ...]:
+    """The rows in every spelling."""
+    return tuple(each for row in table.rows for each in ((row,) if isinstance(row, Row) else (*row.first, *row.second)))
+
+
+def names(row: Row, layout: Layout, place: Place) -> tuple[str, ...]:
+    """A row's tensors at one place."""
+    templates = row.hf if layout == "hf" else (row.megatron,)
+    return tuple(filled(name, place) for name in templates)
+
+
+def filled(template: str, place: Place) -> str:
+    for key, number in place.items():
+        template = template.replace(f"{{{key}}}", str(number))
+    return template
+
+
+def renamed(
+    rows: Iterable[Row | Either], hf: Mapping[str, str], megatron: Mapping[str, str] | None = None
+) -> tuple[Row | Either, ...]:
+    """The rows with parts of their names replaced, in Hugging Face and in Megatron."""
+    return tuple(
+        Either(_renamed(row.first, hf, megatron or {}), _renamed(row.second, hf, megatron or {}))
+        if isinstance(row, Either)
+        else _renamed((row,), hf, megatron or {})[0]
+        for row in rows
+    )
+
+
+def _renamed(rows: tuple[Row, ...], hf: Mapping[str, str], megatron: Mapping[str, str]) -> tuple[Row, ...]:
+    return tuple(
+        replace(row, names=tuple(_replaced(name, hf) for name in row.hf), megatron=_replaced(row.megatron, megatron))
+        for row in rows
+    )
+
+
+def _replaced(name: str, parts: Mapping[str, str]) -> str:
+    for old, new in parts.items():
+        name = name.replace(old, new)
+    return name

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from precisionctl import model_shape
+from precisionctl.architectures.find import from_hf_config
 from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
@@ -47,7 +47,7 @@ class HuggingFaceReader:
         self.path = path
         self.companions = read_companions(path, links=True)
         self.config = _load_json(path / "config.json")
-        self.model: ModelShape = model_shape.from_hf_config(self.config, path / "config.json")
+        self.model: ModelShape = from_hf_config(self.config, path / "config.json")
         self.stored = _Stored(self._read_headers())
         self._scales: Mapping[str, Scales] = stored_scales(self.config, self.stored.specs, path / "config.json")
         hidden = {name for scales in self._scales.values() for name in scales.names}

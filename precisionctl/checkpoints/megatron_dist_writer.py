@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions
 from precisionctl.checkpoints.megatron_extra_state import demanded, payloads_of
@@ -24,7 +25,7 @@ from precisionctl.checkpoints.megatron_logical import MASTER, OPTIMIZER, STATE
 from precisionctl.checkpoints.megatron_placement import layers_differ, place, stored_tensors
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8States
-from precisionctl.model_shape import ModelShape, to_megatron_args
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
 
 

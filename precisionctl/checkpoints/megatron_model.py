@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from precisionctl.architectures.find import from_hf_config, from_megatron_args
+from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.megatron_keys import COMPANIONS
 from precisionctl.checkpoints.megatron_logical import EMBEDDING
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.model_shape import ModelShape, from_hf_config, from_megatron_args
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 
 
@@ -29,9 +31,11 @@ def model_of(
     path = directory / COMPANIONS / "config.json"
     config = parse_json(companions.files["config.json"], path)
     model = dataclasses.replace(from_hf_config(config, path), padded_vocab_size=rows)
-    if args:
-        _check_agreement(model, from_megatron_args(args, rows, directory), path)
-    return model
+    if not args:
+        return model
+    told = read_megatron_args(args, rows, directory)
+    _check_agreement(model, told, path)
+    return dataclasses.replace(model, **{field: getattr(told, field) for field in MEGATRON_ONLY})
 
 
 def _check_agreement(config: ModelShape, args: ModelShape, where: Path) -> None:

@@ -89,10 +89,10 @@ class GPT(nn.Module):
     def _freeze_filled_biases(self) -> None:
         # Megatron has one switch for the biases of attention and MLP; where Hugging Face has only one of the two,
         # the others are zeros, and training them would make a model that Hugging Face cannot hold.
-        present = {"self_attention": self.model.attention_bias, "mlp": self.model.mlp_bias}
+        present = {"linear_qkv": self.model.qkv_bias, "linear_proj": self.model.proj_bias}
         for name, parameter in self.named_parameters():
             if name.endswith(".bias"):
-                parameter.requires_grad_(present[name.split(".")[-3]])
+                parameter.requires_grad_(present.get(name.split(".")[-2], self.model.mlp_bias))
 
     def _positions(self, length: int) -> Positions:
         place = torch.arange(length, device=self.inverse_frequencies.device)

@@ -1,0 +1,225 @@
+"""How a family's config.json says a ModelShape: entries that read and write the same keys.
+
+A family lists its entries; several are common to many and stand here. Fields of `ModelShape.moe` and `.mla` are
+written with a dot. Reading raises DamagedCheckpoint where a key is missing or not of its kind, and
+UnknownArchitecture for a setting that the family's table does not cover.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Protocol
+
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import MOST_LAYERS, ModelShape, check_size
+
+Config = Mapping[str, Any]
+Fields = Mapping[str, Any]
+"""Values of ModelShape by field."""
+
+NEEDED: Any = object()
+"""Default of a key that must be there."""
+
+
+class Entry(Protocol):
+    def read(self, config: Config, where: object) -> Fields: ...
+    def write(self, model: ModelShape) -> Config: ...
+
+
+@dataclass(frozen=True)
+class Key:
+    """One field under one key, or an older one; absent or null, it is `default`. A default that is a bool makes a
+    switch of it."""
+
+    field: str
+    key: str
+    default: Any = NEEDED
+    older: str = ""
+
+    def read(self, config: Config, where: object) -> Fields:
+        value = config.get(self.key)
+        if value is None and self.older:
+            value = config.get(self.older)
+        if value is None:
+            if self.default is NEEDED:
+                raise DamagedCheckpoint(f"no `{self.key}`", where=where, do="Is the file whole?")
+            value = self.default
+        return {self.field: bool(value) if isinstance(self.default, bool) else value}
+
+    def write(self, model: ModelShape) -> Config:
+        value = _get(model, self.field)
+        return {} if value is None else {self.key: value}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Fields and keys that follow from one another less simply."""
+
+    read: Callable[[Config, object], Fields]
+    write: Callable[[ModelShape], Config] = lambda model: {}
+
+
+@dataclass(frozen=True)
+class Always:
+    """A field that every model of the family has, and no key says."""
+
+    field: str
+    value: Any
+
+    def read(self, config: Config, where: object) -> Fields:
+        return {self.field: self.value}
+
+    def write(self, model: ModelShape) -> Config:
+        return {}
+
+
+@dataclass(frozen=True)
+class Only:
+    """A key that could say otherwise: what the table was made for is `value`, which is also the default.
+
+    `field` of ModelShape has `means` then.
+    """
+
+    key: str
+    value: Any
+    field: str = ""
+    means: Any = None
+
+    def read(self, config: Config, where: object) -> Fields:
+        found = config.get(self.key)
+        if found is not None and found != self.value:
+            raise UnknownArchitecture(
+                f"no {config.get('model_type')} known here has {self.key}={shown(found)}",
+                where=where,
+                do=f"Its table was made for {self.key}={self.value!r}.",
+            )
+        return {self.field: self.means} if self.field else {}
+
+    def write(self, model: ModelShape) -> Config:
+        return {self.key: self.value}
+
+
+def _get(model: ModelShape, field: str) -> Any:
+    return attrgetter(field)(model)
+
+
+def size(config: Config, key: str, where: object, largest: int | None = None) -> int:
+    """A size that other fields are computed from."""
+    value = config.get(key)
+    if value is None:
+        raise DamagedCheckpoint(f"no `{key}`", where=where, do="Is the file whole?")
+    try:
+        check_size(value, key, *(() if largest is None else (largest,)))
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(error.what, where=where, do=error.do) from None
+    return int(value)
+
+
+def layers(config: Config, where: object, key: str = "num_hidden_layers") -> int:
+    """Number of layers, small enough to list something for each."""
+    return size(config, key, where, MOST_LAYERS)
+
+
+def _read_heads(config: Config, where: object) -> Fields:
+    heads = size(config, "num_attention_heads", where)
+    head_dim = config.get("head_dim")
+    return {
+        "num_attention_heads": heads,
+        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "kv_channels": size(config, "hidden_size", where) // heads if head_dim is None else head_dim,
+    }
+
+
+def _write_heads(model: ModelShape) -> Config:
+    return {
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+    }
+
+
+HEADS = Rule(_read_heads, _write_heads)
+"""Heads, groups (absent: as many), size of a head (absent: they share hidden_size)."""
+
+VOCABULARY = Rule(
+    lambda config, where: {
+        "vocab_size": size(config, "vocab_size", where),
+        "padded_vocab_size": size(config, "vocab_size", where),
+    },
+    lambda model: {"vocab_size": model.vocab_size},
+)
+
+SIZES: tuple[Entry, ...] = (
+    Rule(
+        lambda config, where: {"num_layers": layers(config, where)},
+        lambda model: {"num_hidden_layers": model.num_layers},
+    ),
+    Key("hidden_size", "hidden_size"),
+    Key("ffn_hidden_size", "intermediate_size"),
+    Key("max_position_embeddings", "max_position_embeddings"),
+    VOCABULARY,
+)
+
+ATTENTION_BIAS = Rule(
+    lambda config, where: {
+        "qkv_bias": bool(config.get("attention_bias")),
+        "proj_bias": bool(config.get("attention_bias")),
+    },
+    lambda model: {"attention_bias": True} if model.proj_bias else {},
+)
+"""One switch for the attention's four linears."""
+
+SILU = Only("hidden_act", "silu", "activation", "silu")
+
+
+def tied(default: bool) -> Key:
+    return Key("tied_embeddings", "tie_word_embeddings", default)
+
+
+def sliding_window(local: Callable[[Config, int], list[bool]], switch: str = "") -> Rule:
+    """`sliding_window`, and the layers that it is for: as `layer_types` lists them, else as the family has them.
+
+    `local` says for each of so many layers whether it is. `switch` names a key without which there is no window.
+    """
+
+    def read(config: Config, where: object) -> Fields:
+        window = config.get("sliding_window")
+        if window is None or (switch and not config.get(switch)):
+            return {}
+        listed = config.get("layer_types")
+        windows = local(config, layers(config, where)) if listed is None else _local(listed, where)
+        if not any(windows):
+            return {}
+        return {"sliding_window": window, "window_layers": None if all(windows) else tuple(windows)}
+
+    def write(model: ModelShape) -> Config:
+        if model.sliding_window is None:
+            return {}
+        config: dict[str, Any] = {"sliding_window": model.sliding_window}
+        if model.window_layers is not None:
+            config["layer_types"] = [_LAYER_TYPES[local] for local in model.window_layers]
+        return config | ({switch: True} if switch else {})
+
+    return Rule(read, write)
+
+
+_LAYER_TYPES = {True: "sliding_attention", False: "full_attention"}
+
+
+def _local(listed: object, where: object) -> list[bool]:
+    if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
+        raise DamagedCheckpoint(f"layer_types is {shown(listed)}, no list of layers", where=where)
+    unknown = [kind for kind in listed if kind not in _LAYER_TYPES.values()]
+    if unknown:
+        known = ", ".join(_LAYER_TYPES.values())
+        raise UnknownArchitecture(f"layers of type {shown(unknown[0])}", where=where, do=f"Known: {known}.")
+    return [kind == _LAYER_TYPES[True] for kind in listed]
+
+
+def everywhere(config: Config, layers: int) -> list[bool]:
+    return [True] * layers
+
+
+def every_other(config: Config, layers: int) -> list[bool]:
+    """The first, the third, ..."""
+    return [layer % 2 == 0 for layer in range(layers)]

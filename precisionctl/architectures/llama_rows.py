@@ -1,0 +1,149 @@
+"""Groups of rows that Llama, and every family that took its names from it, have in common."""
+
+from precisionctl.architectures.moves import GAMMA, GATE_UP, QKV, VOCABULARY
+from precisionctl.architectures.param_map import Alias, Present, Row, when
+from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
+
+# Megatron has one switch for all biases and one for QKV's alone; Hugging Face one for the attention or for QKV, and
+# one for the MLP
+QKV_BIASES = Present("qkv_bias", ("add_bias_linear", "add_qkv_bias"))
+PROJ_BIAS = Present("proj_bias", ("add_bias_linear",))
+MLP_BIAS = Present("mlp_bias", ("add_bias_linear",))
+UNTIED = when("untied_embeddings")
+
+EMBEDDING = (
+    Row(
+        "model.embed_tokens.weight",
+        "embedding.word_embeddings.weight",
+        ("padded_vocab_size", "hidden_size"),
+        VOCABULARY,
+        ROWS,
+    ),
+)
+
+ATTENTION_NORM = (
+    Row(
+        "model.layers.{layer}.input_layernorm.weight",
+        "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
+        ("hidden_size",),
+        GAMMA,
+    ),
+)
+
+ATTENTION = (
+    Row(
+        (
+            "model.layers.{layer}.self_attn.q_proj.weight",
+            "model.layers.{layer}.self_attn.k_proj.weight",
+            "model.layers.{layer}.self_attn.v_proj.weight",
+        ),
+        "decoder.layers.{layer}.self_attention.linear_qkv.weight",
+        ("qkv_size", "hidden_size"),
+        QKV,
+        ROWS,
+        gemm=True,
+    ),
+    Row(
+        (
+            "model.layers.{layer}.self_attn.q_proj.bias",
+            "model.layers.{layer}.self_attn.k_proj.bias",
+            "model.layers.{layer}.self_attn.v_proj.bias",
+        ),
+        "decoder.layers.{layer}.self_attention.linear_qkv.bias",
+        ("qkv_size",),
+        QKV,
+        ROWS,
+        present=QKV_BIASES,
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.q_norm.weight",
+        "decoder.layers.{layer}.self_attention.q_layernorm.weight",
+        ("kv_channels",),
+        GAMMA,
+        present=when("qk_layernorm"),
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.k_norm.weight",
+        "decoder.layers.{layer}.self_attention.k_layernorm.weight",
+        ("kv_channels",),
+        GAMMA,
+        present=when("qk_layernorm"),
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.o_proj.weight",
+        "decoder.layers.{layer}.self_attention.linear_proj.weight",
+        ("hidden_size", "projection_size"),
+        parallel=COLUMNS,
+        gemm=True,
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.o_proj.bias",
+        "decoder.layers.{layer}.self_attention.linear_proj.bias",
+        ("hidden_size",),
+        present=PROJ_BIAS,
+    ),
+)
+
+MLP_NORM = (
+    Row(
+        "model.layers.{layer}.post_attention_layernorm.weight",
+        "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
+        ("hidden_size",),
+        GAMMA,
+        layers="dense",
+    ),
+)
+
+MLP = (
+    Row(
+        ("model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"),
+        "decoder.layers.{layer}.mlp.linear_fc1.weight",
+        ("fc1_size", "hidden_size"),
+        GATE_UP,
+        GATED_ROWS,
+        layers="dense",
+        gemm=True,
+    ),
+    Row(
+        ("model.layers.{layer}.mlp.gate_proj.bias", "model.layers.{layer}.mlp.up_proj.bias"),
+        "decoder.layers.{layer}.mlp.linear_fc1.bias",
+        ("fc1_size",),
+        GATE_UP,
+        GATED_ROWS,
+        present=MLP_BIAS,
+        layers="dense",
+    ),
+    Row(
+        "model.layers.{layer}.mlp.down_proj.weight",
+        "decoder.layers.{layer}.mlp.linear_fc2.weight",
+        ("hidden_size", "ffn_hidden_size"),
+        parallel=COLUMNS,
+        layers="dense",
+        gemm=True,
+    ),
+    Row(
+        "model.layers.{layer}.mlp.down_proj.bias",
+        "decoder.layers.{layer}.mlp.linear_fc2.bias",
+        ("hidden_size",),
+        present=MLP_BIAS,
+        layers="dense",
+    ),
+)
+
+FINAL_NORM = (Row("model.norm.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA),)
+
+OUTPUT = (
+    Row(
+        "lm_head.weight",
+        "output_layer.weight",
+        ("padded_vocab_size", "hidden_size"),
+        VOCABULARY,
+        ROWS,
+        present=UNTIED,
+    ),
+)
+
+TIED = Alias("lm_head.weight", of="model.embed_tokens.weight", switch="tied_embeddings")
+
+ROTARY = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+"""Derived: older versions stored it."""

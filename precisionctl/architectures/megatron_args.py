@@ -1,0 +1,280 @@
+"""Megatron-LM's arguments that describe a model, both ways; the same for every family.
+
+What `--use-checkpoint-args` reads of a checkpoint, under the names of every version (see
+megatron/training/arguments.py and, since 0.16, megatron/core/transformer/transformer_config.py).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import MAKE_VOCAB_SIZE_DIVISIBLE_BY, MLA, MOST_LAYERS, ModelShape, MoE, check_size
+
+# Megatron's defaults differ from these, or older versions ask for them
+_USUAL: Mapping[str, Any] = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "add_position_embedding": True,
+    "use_rotary_position_embeddings": False,  # the older word for position_embedding_type
+    "apply_query_key_layer_scaling": False,
+    "make_vocab_size_divisible_by": MAKE_VOCAB_SIZE_DIVISIBLE_BY,
+}
+# what no table here has, and a model with it would be another one
+_WITHOUT = (
+    *("attention_output_gate", "qk_l2_norm", "no_rope_freq", "experimental_attention_variant", "moe_latent_size"),
+    *("linear_attention_freq", "heterogeneous_block_specs", "is_hybrid_model", "moe_shared_expert_gate"),
+    "apply_residual_connection_post_layernorm",
+)
+_SAME_NAME = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings"),
+    *("kv_channels", "normalization", "qk_layernorm", "rotary_interleaved", "add_bias_linear", "add_qkv_bias"),
+)
+# megatron/core/models/common/embeddings/rotary_pos_embedding.py, _apply_scaling: only the factor is an argument
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_MLA_YARN = {  # argument, key of rope_scaling, default of MLATransformerConfig
+    "rotary_scaling_factor": ("factor", 40.0),
+    "original_max_position_embeddings": ("original_max_position_embeddings", 4096),
+    "beta_fast": ("beta_fast", 32.0),
+    "beta_slow": ("beta_slow", 1.0),
+    "mscale": ("mscale", 1.0),
+    "mscale_all_dim": ("mscale_all_dim", 0.0),
+}
+_MOE = {  # argument, field of MoE
+    "num_experts": "num_experts",
+    "moe_router_topk": "topk",
+    "moe_ffn_hidden_size": "ffn_hidden_size",
+    "moe_shared_expert_intermediate_size": "shared_ffn_hidden_size",
+    "moe_router_score_function": "score_function",
+    "moe_router_pre_softmax": "pre_softmax",
+    "moe_router_enable_expert_bias": "expert_bias",
+    "moe_router_num_groups": "num_groups",
+    "moe_router_group_topk": "group_topk",
+}
+MEGATRON_ONLY = ("padded_vocab_size", "add_bias_linear", "add_qkv_bias", "zero_centered_gamma")
+"""Fields of ModelShape that no config.json says: padding, which biases are there, how norms are stored."""
+
+
+def to_megatron_args(model: ModelShape) -> dict[str, Any]:
+    """The arguments of a model, for Megatron-LM of any version.
+
+    Megatron has no argument for some rotary scalings, soft caps, embedding scales and norms after a block;
+    config.json keeps those.
+    """
+    window = None if model.sliding_window is None else (model.sliding_window - 1, 0)
+    every = model.rotary_base
+    args = {name: getattr(model, name) for name in _SAME_NAME}
+    return {
+        **args,
+        **_USUAL,
+        **_activation_args(model),
+        **_rope_args(model),
+        **_mla_args(model),
+        **_moe_args(model),
+        "norm_epsilon": model.norm_epsilon,  # until megatron-core 0.15
+        "layernorm_epsilon": model.norm_epsilon,
+        "apply_layernorm_1p": model.zero_centered_gamma,  # until megatron-core 0.15
+        "layernorm_zero_centered_gamma": model.zero_centered_gamma,
+        "position_embedding_type": model.position_embedding,
+        "seq_length": model.max_position_embeddings,
+        "group_query_attention": model.num_query_groups != model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "rotary_base": int(every) if every.is_integer() else every,
+        "rotary_percent": model.rotary_percent,
+        "window_size": window,  # distances to the left and right; Hugging Face counts the token itself
+        "window_attn_skip_freq": None if model.window_layers is None else [int(each) for each in model.window_layers],
+        **({"softmax_type": "learnable"} if model.softmax_offset else {}),
+        "mtp_num_layers": model.mtp_num_layers or None,
+        "vocab_size": model.vocab_size,
+        "padded_vocab_size": model.padded_vocab_size,
+        "untie_embeddings_and_output_weights": model.untied_embeddings,
+    }
+
+
+def _activation_args(model: ModelShape) -> dict[str, Any]:
+    swiglu = model.gated_linear_unit and model.activation == "silu"
+    args: dict[str, Any] = {"swiglu": swiglu, "squared_relu": model.activation == "squared_relu"}
+    if model.activation == "gelu_tanh":
+        args["bias_gelu_fusion"] = True  # Megatron's fused kernel is the approximation, and its F.gelu is not
+    if model.activation == "gelu":
+        args["bias_gelu_fusion"] = False
+    if model.gated_linear_unit and not swiglu:
+        args |= {"gated_linear_unit": True, "quick_geglu": model.activation == "quick_gelu"}
+        args |= {"glu_linear_offset": model.glu_offset, "activation_func_clamp_value": model.activation_clamp}
+    return args
+
+
+def _rope_args(model: ModelShape) -> dict[str, Any]:
+    rope = model.rope_scaling or {}
+    llama3 = rope.get("rope_type") == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items())
+    return {
+        "use_rope_scaling": llama3,
+        "rope_scaling_factor": float(rope["factor"]) if llama3 else 8.0,
+        "rotary_seq_len_interpolation_factor": rope["factor"] if rope.get("rope_type") == "linear" else None,
+    }
+
+
+def _mla_args(model: ModelShape) -> dict[str, Any]:
+    args: dict[str, Any] = {"multi_latent_attention": model.mla is not None}
+    if model.mla is None:
+        return args
+    args |= {name: getattr(model.mla, name) for name in _MLA}
+    rope = model.rope_scaling or {}
+    if rope.get("rope_type") != "yarn":
+        return args | {"rope_type": "rope"}
+    yarn = {argument: rope.get(key, default) for argument, (key, default) in _MLA_YARN.items()}
+    return args | {"rope_type": "yarn"} | yarn
+
+
+def _moe_args(model: ModelShape) -> dict[str, Any]:
+    moe = model.moe
+    if moe is None:
+        return {"num_experts": None}
+    factor = None if moe.topk_scaling_factor == 1 else moe.topk_scaling_factor
+    return {
+        **{argument: getattr(moe, field) for argument, field in _MOE.items()},
+        "moe_router_topk_scaling_factor": factor,
+        "moe_layer_freq": [int(each) for each in moe.layer_freq],
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> ModelShape:
+    """The inverse of `to_megatron_args`: a model whose `architecture` is still empty, as the arguments name none.
+
+    Raises UnknownArchitecture for arguments of models that no table here has, and DamagedCheckpoint where one is
+    missing or not of its kind.
+    """
+    for name in _WITHOUT:
+        if args.get(name):
+            raise UnknownArchitecture(f"no family known here has Megatron's {name}={shown(args[name])}", where=where)
+    try:
+        return _read(args, padded_vocab_size, where)
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        raise DamagedCheckpoint(f"arguments that describe no model: {shown(str(error))}", where=where) from error
+
+
+def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> ModelShape:
+    heads, hidden = _need(args, "num_attention_heads", where), _need(args, "hidden_size", where)
+    check_size(heads, "num_attention_heads")
+    num_layers = _need(args, "num_layers", where)
+    check_size(num_layers, "num_layers", MOST_LAYERS)
+    window = args.get("window_size")
+    biased = bool(args.get("add_bias_linear", True))  # Megatron's default
+    epsilon = args["layernorm_epsilon"] if "layernorm_epsilon" in args else _need(args, "norm_epsilon", where)
+    mla = _read_mla(args, where)
+    return ModelShape(
+        architecture="",
+        num_layers=num_layers,
+        hidden_size=hidden,
+        ffn_hidden_size=_need(args, "ffn_hidden_size", where),
+        num_attention_heads=heads,
+        num_query_groups=_need(args, "num_query_groups", where) if args.get("group_query_attention") else heads,
+        kv_channels=mla.v_head_dim if mla else args.get("kv_channels") or hidden // heads,
+        vocab_size=args.get("vocab_size") or padded_vocab_size,
+        padded_vocab_size=padded_vocab_size,
+        max_position_embeddings=_need(args, "max_position_embeddings", where),
+        norm_epsilon=epsilon,
+        normalization=_one_of(args, "normalization", ("RMSNorm", "LayerNorm"), "LayerNorm", where),
+        zero_centered_gamma=bool(args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")),
+        position_embedding=_one_of(
+            args, "position_embedding_type", ("rope", "learned_absolute"), "learned_absolute", where
+        ),
+        rotary_base=float(args.get("rotary_base", 10000)),
+        rotary_percent=float(args.get("rotary_percent", 1.0)),
+        rotary_interleaved=bool(args.get("rotary_interleaved")),
+        rope_scaling=_read_rope(args, mla),
+        sliding_window=int(window[0]) + 1 if window else None,
+        window_layers=_read_window_layers(args.get("window_attn_skip_freq"), num_layers) if window else None,
+        qk_layernorm=bool(args.get("qk_layernorm")) and mla is None,
+        softmax_offset=_one_of(args, "softmax_type", ("vanilla", "learnable"), "vanilla", where) == "learnable",
+        tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
+        qkv_bias=biased or bool(args.get("add_qkv_bias")),
+        proj_bias=biased,
+        mlp_bias=biased,
+        add_bias_linear=biased,
+        add_qkv_bias=bool(args.get("add_qkv_bias")),
+        mla=mla,
+        moe=_read_moe(args, num_layers, biased),
+        mtp_num_layers=args.get("mtp_num_layers") or 0,
+        **_read_activation(args),
+    )
+
+
+def _read_activation(args: Mapping[str, Any]) -> dict[str, Any]:
+    if args.get("swiglu"):
+        return {"activation": "silu", "gated_linear_unit": True}
+    gated = bool(args.get("gated_linear_unit")) or bool(args.get("quick_geglu"))
+    fields: dict[str, Any] = {"gated_linear_unit": gated}
+    if gated:
+        fields["glu_offset"] = float(args.get("glu_linear_offset") or 0.0)
+        fields["activation_clamp"] = args.get("activation_func_clamp_value")
+    if args.get("squared_relu"):
+        return fields | {"activation": "squared_relu"}
+    if args.get("quick_geglu"):
+        return fields | {"activation": "quick_gelu"}
+    return fields | {"activation": "gelu_tanh" if args.get("bias_gelu_fusion", True) else "gelu"}
+
+
+def _read_rope(args: Mapping[str, Any], mla: MLA | None) -> dict[str, Any] | None:
+    if mla is not None and args.get("rope_type", "yarn") == "yarn":
+        yarn = {key: args.get(argument, default) for argument, (key, default) in _MLA_YARN.items()}
+        return {"rope_type": "yarn", **yarn}
+    if args.get("use_rope_scaling"):
+        return {"rope_type": "llama3", "factor": args.get("rope_scaling_factor", 8.0), **_LLAMA3}
+    if args.get("rotary_seq_len_interpolation_factor"):
+        return {"rope_type": "linear", "factor": args["rotary_seq_len_interpolation_factor"]}
+    return None
+
+
+def _read_window_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | None:
+    """`N`: every N-th layer sees all; a list: 1 where there is a window."""
+    if frequency is None:
+        return None
+    if isinstance(frequency, int):
+        return tuple(layer % frequency != 0 for layer in range(1, num_layers + 1))
+    return tuple(bool(each) for each in frequency)
+
+
+def _read_mla(args: Mapping[str, Any], where: object) -> MLA | None:
+    if not args.get("multi_latent_attention"):
+        return None
+    sizes: dict[str, Any] = {name: _need(args, name, where) for name in _MLA}
+    return MLA(**sizes)
+
+
+def _read_moe(args: Mapping[str, Any], num_layers: int, biased: bool) -> MoE | None:
+    if not args.get("num_experts"):
+        return None
+    found = {field: args[argument] for argument, field in _MOE.items() if args.get(argument) is not None}
+    frequency = args.get("moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        freq = tuple(layer % frequency == 0 for layer in range(num_layers))
+    else:
+        freq = tuple(bool(each) for each in frequency)
+    defaults: dict[str, Any] = {
+        "topk": 2,
+        "ffn_hidden_size": args.get("ffn_hidden_size"),
+        "layer_freq": freq,
+        "router_bias": biased,
+    }
+    if found.get("group_topk"):
+        defaults["group_scores"] = found["topk"] // found["group_topk"]
+    if found.get("score_function") == "sigmoid":
+        found["pre_softmax"] = False  # means nothing to it
+    factor = args.get("moe_router_topk_scaling_factor") or 1.0
+    return MoE(**(defaults | found), topk_scaling_factor=factor)
+
+
+def _one_of(args: Mapping[str, Any], name: str, known: tuple[str, ...], default: str, where: object) -> Any:
+    value = args.get(name, default)
+    if value not in known:
+        raise UnknownArchitecture(f"no family known here has Megatron's {name}={shown(value)}", where=where)
+    return value
+
+
+def _need(args: Mapping[str, Any], name: str, where: object) -> Any:
+    if name not in args:
+        raise DamagedCheckpoint(f"no `{name}`", where=where, do="Is the file whole?")
+    return args[name]

@@ -1,0 +1,20 @@
+"""Mistral: Llama's tensors, a sliding window and no biases.
+
+Trap: Hugging Face's window counts the token itself, Megatron's the tokens to its left.
+"""
+
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Entry, Key, everywhere, sliding_window, tied
+from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
+from precisionctl.architectures.llama_rows import ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+
+COMMON: tuple[Entry, ...] = (*SIZES, HEADS, SILU, sliding_window(everywhere), tied(False))
+
+ARCHITECTURE = Architecture(
+    model_types={"mistral": "MistralForCausalLM"},
+    rows=LLAMA.rows,
+    config=(*COMMON, Key("norm_epsilon", "rms_norm_eps", 1e-6), rope()),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

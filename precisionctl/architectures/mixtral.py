@@ -1,0 +1,79 @@
+"""Mixtral: Mistral with experts in every layer.
+
+Trap: w1 is the gate, w3 the up projection and w2 the down projection.
+"""
+
+from precisionctl.architectures.config_keys import (
+    HEADS,
+    SILU,
+    SIZES,
+    Config,
+    Fields,
+    Key,
+    Rule,
+    everywhere,
+    layers,
+    sliding_window,
+    tied,
+)
+from precisionctl.architectures.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT,
+    ROTARY,
+    TIED,
+)
+from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, experts
+from precisionctl.architectures.param_map import Architecture, Either, Row
+from precisionctl.architectures.rope import rope
+
+_ROUTER = ("decoder.layers.{layer}.mlp.router.weight", ("moe.num_experts", "hidden_size"))
+
+
+def _read_experts(config: Config, where: object) -> Fields:
+    return {
+        "moe.layer_freq": (True,) * layers(config, where),
+        "moe.ffn_hidden_size": config.get("intermediate_size"),
+    }
+
+
+EXPERTS_EVERYWHERE = Rule(_read_experts)
+
+ARCHITECTURE = Architecture(
+    model_types={"mixtral": "MixtralForCausalLM"},
+    rows=(
+        *EMBEDDING,
+        *ATTENTION_NORM,
+        *ATTENTION,
+        *MOE_NORM,
+        Either(
+            (
+                Row("model.layers.{layer}.block_sparse_moe.gate.weight", *_ROUTER, layers="moe"),
+                *experts(
+                    "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
+                    "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
+                    "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
+                ),
+            ),
+            (Row("model.layers.{layer}.mlp.gate.weight", *_ROUTER, layers="moe"), *FUSED),
+        ),
+        *FINAL_NORM,
+        *OUTPUT,
+    ),
+    config=(
+        *SIZES,
+        HEADS,
+        SILU,
+        Key("moe.num_experts", "num_local_experts", 8),
+        Key("moe.topk", "num_experts_per_tok", 2),
+        EXPERTS_EVERYWHERE,
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        rope(1e6),
+        sliding_window(everywhere),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

@@ -1,0 +1,58 @@
+"""Groups of rows of layers with experts, under Llama's names as Qwen3-MoE and DeepSeek have them.
+
+Experts come under a number each, as transformers saves them, or fused in one tensor of three dimensions, as
+transformers 5 has them in memory.
+"""
+
+from precisionctl.architectures.moves import GAMMA, GATE_UP, SAME
+from precisionctl.architectures.param_map import Either, Row
+from precisionctl.param import COLUMNS, GATED_ROWS
+
+MOE_NORM = (
+    Row(
+        "model.layers.{layer}.post_attention_layernorm.weight",
+        "decoder.layers.{layer}.pre_mlp_layernorm.weight",
+        ("hidden_size",),
+        GAMMA,
+        layers="moe",
+    ),
+)
+
+ROUTER = (
+    Row(
+        "model.layers.{layer}.mlp.gate.weight",
+        "decoder.layers.{layer}.mlp.router.weight",
+        ("moe.num_experts", "hidden_size"),
+        layers="moe",
+    ),
+)
+
+FC1 = "decoder.layers.{layer}.mlp.experts.linear_fc1.weight{expert}"
+FC2 = "decoder.layers.{layer}.mlp.experts.linear_fc2.weight{expert}"
+FC1_SIZES = ("expert_fc1_size", "hidden_size")
+FC2_SIZES = ("hidden_size", "moe.ffn_hidden_size")
+
+
+def experts(gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """Rows of experts under a number each, by the names of their three weights."""
+    return (
+        Row((gate, up), FC1, FC1_SIZES, GATE_UP, GATED_ROWS, layers="moe"),
+        Row(down, FC2, FC2_SIZES, parallel=COLUMNS, layers="moe"),
+    )
+
+
+FUSED = (
+    Row("model.layers.{layer}.mlp.experts.gate_up_proj[{expert}]", FC1, FC1_SIZES, SAME, GATED_ROWS, layers="moe"),
+    Row("model.layers.{layer}.mlp.experts.down_proj[{expert}]", FC2, FC2_SIZES, parallel=COLUMNS, layers="moe"),
+)
+
+EXPERTS = (
+    Either(
+        experts(
+            "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+            "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+            "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
+        ),
+        FUSED,
+    ),
+)

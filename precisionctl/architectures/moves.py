@@ -1,0 +1,148 @@
+"""How values stand in a Megatron tensor and in the Hugging Face tensors of the same row; each with its inverse.
+
+`merge` takes the parts (Hugging Face's) to the whole (Megatron's), `split` is its inverse. Where `moves` holds,
+both only move rows (dimension 0), so they work on values and on row numbers alike, which is what `lower.py` uses
+to turn a row into copies.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from precisionctl.model_shape import ModelShape
+
+
+class Move(Protocol):
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor: ...
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]: ...
+    def moves(self, model: ModelShape) -> bool: ...
+
+
+class _Moves:
+    def moves(self, model: ModelShape) -> bool:
+        return True
+
+
+class _Computes:
+    def moves(self, model: ModelShape) -> bool:
+        return False
+
+
+class Same(_Moves):
+    """The same tensor."""
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return parts[0]
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (whole,)
+
+
+class Vocabulary(_Moves):
+    """A row per token. Megatron pads it with zero rows, which are cut off whatever they hold."""
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        (values,) = parts
+        padding = values.new_zeros(model.padded_vocab_size - model.vocab_size, *values.shape[1:])
+        return torch.cat([values[: model.vocab_size], padding])
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (whole[: model.vocab_size],)
+
+
+class Grouped(_Moves):
+    """Query, key and value, interleaved per query group: `[q_0 .. q_{r-1}, k, v]`, each of `kv_channels` rows.
+
+    No rotary permutation: both sides rotate halves.
+    """
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        grouped = [part.reshape(model.num_query_groups, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(grouped, dim=1).flatten(0, 1)
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        grouped = whole.reshape(model.num_query_groups, -1, *whole.shape[1:])
+        queries = model.num_attention_heads // model.num_query_groups * model.kv_channels
+        parts = torch.split(grouped, [queries, model.kv_channels, model.kv_channels], dim=1)
+        return tuple(part.flatten(0, 1) for part in parts)
+
+
+class Halves(_Moves):
+    """The two halves of a gated MLP's first linear: all of gate, then all of up."""
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return torch.cat(list(parts))
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return whole.chunk(2)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Hugging Face keeps the parts of another move in one tensor, one after the other."""
+
+    inner: Move
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        (joined,) = parts
+        sizes = [part.shape[0] for part in self.inner.split(torch.empty_like(joined, device="meta"), model)]
+        return self.inner.merge(torch.split(joined, sizes), model)
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (torch.cat(self.inner.split(whole, model)),)
+
+    def moves(self, model: ModelShape) -> bool:
+        return self.inner.moves(model)
+
+
+@dataclass(frozen=True)
+class Transposed(_Computes):
+    """Hugging Face keeps matrices as `[in, out]`."""
+
+    inner: Move
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return self.inner.merge([part.t() for part in parts], model).contiguous()
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return tuple(part.t().contiguous() for part in self.inner.split(whole, model))
+
+
+class Alternating(_Computes):
+    """Hugging Face alternates rows of gate and up; Megatron has all of gate, then all of up.
+
+    Rows only move, but each of them alone: to copy them one by one would be slow.
+    """
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        (pairs,) = parts
+        return torch.cat([pairs[0::2], pairs[1::2]])
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (torch.stack(whole.chunk(2), dim=1).flatten(0, 1),)
+
+
+class Gamma:
+    """The factor of a norm, of which either side may store what it is more than one. The sum is made in FP32."""
+
+    def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        return self._shifted(parts[0], int(model.hf_zero_centered_gamma) - int(model.zero_centered_gamma))
+
+    def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        return (self._shifted(whole, int(model.zero_centered_gamma) - int(model.hf_zero_centered_gamma)),)
+
+    def moves(self, model: ModelShape) -> bool:
+        return model.zero_centered_gamma == model.hf_zero_centered_gamma
+
+    def _shifted(self, values: Tensor, by: int) -> Tensor:
+        return (values.float() + by).to(values.dtype) if by else values
+
+
+SAME = Same()
+VOCABULARY = Vocabulary()
+QKV = Grouped()
+GATE_UP = Halves()
+GAMMA = Gamma()

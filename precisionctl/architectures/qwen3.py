@@ -1,0 +1,30 @@
+"""Qwen3: Llama with a norm of each head's query and key.
+
+Trap: those norms have the size of a head, and a head is wider than hidden_size / heads.
+"""
+
+from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Always, Entry, Key, tied
+from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
+from precisionctl.architectures.llama_rows import ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.qwen2 import WINDOW
+from precisionctl.architectures.rope import rope
+
+COMMON: tuple[Entry, ...] = (
+    *SIZES,
+    HEADS,
+    ATTENTION_BIAS,
+    SILU,
+    Always("qk_layernorm", True),
+    Key("norm_epsilon", "rms_norm_eps", 1e-6),
+    rope(),
+    tied(False),
+)
+
+ARCHITECTURE = Architecture(
+    model_types={"qwen3": "Qwen3ForCausalLM"},
+    rows=LLAMA.rows,
+    config=(*COMMON, WINDOW),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

@@ -1,0 +1,77 @@
+"""Qwen3-MoE: Qwen3 with experts in the layers that config.json says.
+
+Trap: before experts, the norm is Megatron's `pre_mlp_layernorm`; in a dense layer it is linear_fc1's own.
+"""
+
+from precisionctl.architectures.config_keys import (
+    Config,
+    Fields,
+    Key,
+    Rule,
+    everywhere,
+    layers,
+    size,
+    sliding_window,
+)
+from precisionctl.architectures.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    EMBEDDING,
+    FINAL_NORM,
+    MLP,
+    MLP_NORM,
+    OUTPUT,
+    ROTARY,
+    TIED,
+)
+from precisionctl.architectures.moe_rows import EXPERTS, MOE_NORM, ROUTER
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.qwen3 import COMMON
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.model_shape import ModelShape
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise DamagedCheckpoint(f"mlp_only_layers is {shown(dense)}, no list of layers", where=where)
+    step = size({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step", where)
+    without = frozenset(dense)
+    numbers = range(layers(config, where))
+    return {"moe.layer_freq": tuple((layer + 1) % step == 0 and layer not in without for layer in numbers)}
+
+
+def _write_layers(model: ModelShape) -> Config:
+    dense = [layer for layer in range(model.num_layers) if not model.has_experts(layer)]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"qwen3_moe": "Qwen3MoeForCausalLM"},
+    rows=(
+        *EMBEDDING,
+        *ATTENTION_NORM,
+        *ATTENTION,
+        *MLP_NORM,
+        *MLP,
+        *MOE_NORM,
+        *ROUTER,
+        *EXPERTS,
+        *FINAL_NORM,
+        *OUTPUT,
+    ),
+    config=(
+        *COMMON,
+        Key("moe.num_experts", "num_experts", older="num_local_experts"),
+        Key("moe.topk", "num_experts_per_tok"),
+        Key("moe.ffn_hidden_size", "moe_intermediate_size"),
+        Rule(_read_layers, _write_layers),
+        Rule(
+            lambda config, where: {"moe.pre_softmax": not config.get("norm_topk_prob")},
+            lambda model: {"norm_topk_prob": not (model.moe and model.moe.pre_softmax)},
+        ),
+        sliding_window(everywhere, switch="use_sliding_window"),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

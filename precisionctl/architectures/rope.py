@@ -1,0 +1,112 @@
+"""Rotary embeddings in config.json: their base, the share of a head that turns, and how they are scaled."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from precisionctl.architectures.config_keys import Config, Fields, Rule
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
+from precisionctl.model_shape import ModelShape, real
+
+# scalings that can be computed, and the numbers of each: those it needs, and those it may have
+_KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor",),
+        (
+            *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+            *("mscale", "mscale_all_dim"),
+        ),
+    ),
+    "longrope": ((), ("factor", "original_max_position_embeddings", "attention_factor")),
+}
+_LISTS = ("short_factor", "long_factor")
+_SWITCHES = ("truncate",)
+
+
+def rope(
+    base: float = 10000.0,
+    percent: float = 1.0,
+    scaling: Mapping[str, Any] | None = None,
+    *,
+    partial: bool = False,
+) -> Rule:
+    """`rope_parameters` of transformers 5, or the keys of transformers 4; with the family's defaults.
+
+    `partial` says whether the family heeds `partial_rotary_factor`.
+    """
+
+    def read(config: Config, where: object) -> Fields:
+        fields = read_rope(config, where, found(config, where) or scaling or {}, base, percent)
+        if not partial and fields["rotary_percent"] != 1:
+            raise UnknownArchitecture(
+                f"no {config.get('model_type')} known here has partial_rotary_factor={fields['rotary_percent']}",
+                where=where,
+            )
+        return fields
+
+    def write(model: ModelShape) -> Config:
+        config: dict[str, Any] = {"rope_theta": model.rotary_base}
+        if model.rotary_percent != percent:
+            config["partial_rotary_factor"] = model.rotary_percent
+        if model.rope_scaling:
+            config["rope_scaling"] = dict(model.rope_scaling)
+        elif scaling:
+            config["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rotary_base}
+        return config
+
+    return Rule(read, write)
+
+
+def found(config: Config, where: object, key: str = "rope_parameters") -> Mapping[str, Any]:
+    """What config.json says of rotary embeddings, under either of its keys."""
+    parameters = config.get(key) or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}, no object", where=where)
+    return parameters
+
+
+def read_rope(config: Config, where: object, parameters: Mapping[str, Any], base: float, percent: float) -> Fields:
+    """Fields of ModelShape from the parameters, and from keys of transformers 4 beside them."""
+    rope = {**parameters}
+    theta = rope.pop("rope_theta", config.get("rope_theta", base))
+    part = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", percent))
+    return {
+        "rotary_base": real(theta, "rope_theta", where),
+        "rotary_percent": real(percent if part is None else part, "partial_rotary_factor", where),
+        "rope_scaling": _scaling(rope, where),
+    }
+
+
+def _scaling(rope: dict[str, Any], where: object) -> dict[str, Any] | None:
+    kind = rope.pop("rope_type", rope.pop("type", "default"))  # `type` before transformers 4.43
+    rope.pop("type", None)
+    kind = "longrope" if kind == "su" else kind
+    if not isinstance(kind, str) or kind not in _KINDS:
+        known = ", ".join(_KINDS)
+        raise UnknownArchitecture(f"rotary scaling of type {shown(kind)}", where=where, do=f"Known: {known}.")
+    if kind == "default":
+        return None
+    needed, possible = _KINDS[kind]
+    scaling: dict[str, Any] = {"rope_type": kind}
+    for name in (*needed, *possible):
+        if rope.get(name) is None and name in needed:
+            raise DamagedCheckpoint(f"no `{name}`", where=where, do="Is the file whole?")
+        if rope.get(name) is not None and not (name.startswith("mscale") and rope[name] == 0):
+            real(rope[name], name, where)
+        if name in rope:
+            scaling[name] = rope[name]
+    for name in _LISTS if kind == "longrope" else ():
+        scaling[name] = _factors(rope.get(name), name, where)
+    for name in _SWITCHES:
+        if name in rope:
+            scaling[name] = bool(rope[name])
+    return scaling
+
+
+def _factors(values: object, name: str, where: object) -> list[float]:
+    if not isinstance(values, list) or not 1 <= len(values) <= 1 << 16:
+        raise DamagedCheckpoint(f"{name} is {shown(values)}, no list of factors", where=where)
+    return [real(value, name, where) for value in values]
