@@ -15,6 +15,7 @@ from typing import Any
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import Chunk, Companions, Container
 from precisionctl.checkpoints.companions import read_companions
+from precisionctl.checkpoints.megatron_buckets import is_bucket, unpack
 from precisionctl.checkpoints.megatron_extra_state import as_states, bytes_of, decode
 from precisionctl.checkpoints.megatron_keys import (
     COMMON,
@@ -25,8 +26,9 @@ from precisionctl.checkpoints.megatron_keys import (
     find_iteration,
     object_name,
 )
-from precisionctl.checkpoints.megatron_logical import OPTIMIZER, Part, logical_tensors, model_prefix
+from precisionctl.checkpoints.megatron_logical import Logical, Part, logical_tensors, model_prefix, of_optimizer
 from precisionctl.checkpoints.megatron_model import model_of
+from precisionctl.checkpoints.megatron_order import EVERY_KIND, Modules
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
@@ -66,10 +68,20 @@ class TorchDistReader:
         self._index = dcp.read_index(self.path)
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._prefix = model_prefix(self._index.tensors)
-        self._tensors = logical_tensors(self._index.tensors, self.path)
+        self._tensors = self._with_buckets(logical_tensors(self._index.tensors, self.path))
         specs = {name: tensor.spec for name, tensor in self._tensors.items()}
-        self.specs = {name: spec for name, spec in specs.items() if not name.startswith(OPTIMIZER)}
-        self.optimizer_specs = {name: spec for name, spec in specs.items() if name.startswith(OPTIMIZER)}
+        self.specs = {name: spec for name, spec in specs.items() if not of_optimizer(name)}
+        self.optimizer_specs = {name: spec for name, spec in specs.items() if of_optimizer(name)}
+
+    def _with_buckets(self, tensors: dict[str, Logical]) -> dict[str, Logical]:
+        """An optimizer's flat buckets as tensors by parameter; as they are where they fit no known order."""
+        if not any(is_bucket(key) for key in self._index.tensors):
+            return tensors
+        likely = Modules(self.args.get("transformer_impl") != "local", bool(self.args.get("moe_grouped_gemm", True)))
+        model = {name: tensor for name, tensor in tensors.items() if not of_optimizer(name)}
+        found = unpack(self._index.tensors, model, sorted(EVERY_KIND, key=lambda kind: kind != likely))
+        kept = {name: tensor for name, tensor in tensors.items() if name in model or not is_bucket(name)}
+        return tensors if found is None else kept | found
 
     @property
     def files(self) -> Sequence[Path]:

@@ -68,7 +68,7 @@ def logical_tensors(stored: Mapping[str, dcp.StoredTensor], where: Path) -> dict
 def model_prefix(keys: Mapping[str, object]) -> str:
     """What stands before every name of the model: `module.` or `model.` in NeMo's checkpoints, `model.module.` in
     fsdp_dtensor; found at the word embedding."""
-    found = (key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING) and not _of_optimizer(key))
+    found = (key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING) and not of_optimizer(key))
     prefix = min(found, key=len, default="")
     return prefix if not prefix or prefix.endswith(".") else ""
 
@@ -78,17 +78,17 @@ _STATE = re.compile(r"optimizer\.state\.(?:module\.)*(exp_avg|exp_avg_sq|fp32_pa
 _FSDP_STATE = re.compile(r"optimizer\.state\.(.+)\.(exp_avg|exp_avg_sq|param)")
 
 
-def _of_optimizer(key: str) -> bool:
+def of_optimizer(key: str) -> bool:
+    """Whether a key, or a logical name, is of an optimizer's state."""
     return _CHAINED.sub("", key, count=1).startswith(OPTIMIZER)
 
 
 def plain(key: str, prefix: str) -> str:
     """A key without what containers put before it: the model's prefix, `chained_1.` where there are several optimizers
     (dense and experts). FP32 masters are `param`: `fp32_param` in plain optimizers."""
-    if not _of_optimizer(key):
+    if not of_optimizer(key):
         return key.removeprefix(prefix)
-    key = key[match.end() :] if (match := _CHAINED.match(key)) else key
-    match = _STATE.fullmatch(key)
+    match = _STATE.fullmatch(_CHAINED.sub("", key, count=1))
     if match:
         kind, name = match[1], match[2]
     elif match := _FSDP_STATE.fullmatch(key):
