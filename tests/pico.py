@@ -1,10 +1,11 @@
 """Models small enough to make on the spot, of real architectures, by transformers itself."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 250,
@@ -33,23 +34,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama-all-biases": {"attention_bias": True, "mlp_bias": True},
     "llama-head-dim": {"head_dim": 32},
     "yi": {"num_key_value_heads": 1, "rope_theta": 5000000.0},
-    "mistral": {"sliding_window": 8},
+    "mistral": {"model_type": "mistral", "sliding_window": 8},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8},
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "qwen3-moe-scores-of-all": {
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+    },
 }
-"""What each named family is made of, beside SIZES."""
+"""What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
 
 
 def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A randomly initialised model whose biases and norms are random too, so that a mix-up shows."""
     torch.manual_seed(seed)
-    settings = SIZES | FAMILIES[family] | changes
-    if family == "mistral":
-        model: PreTrainedModel = MistralForCausalLM(MistralConfig(**settings))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**settings))
+    settings = {"model_type": "llama"} | SIZES | FAMILIES[family] | changes
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if re.search(r"norm|ln_|bias$|sinks$", name):
+                tensor.add_(torch.randn_like(tensor) * 0.1)
     return model.to(dtype).eval()
 
 

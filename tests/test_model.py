@@ -1,22 +1,28 @@
-"""The GPT against transformers: tiny random models of each family, weights carried over by hand."""
+"""The GPT against transformers: tiny random models of each family."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pico
 import pytest
 import torch
 import torch.nn.functional as F
+from in_memory import InMemory, to_megatron
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from precisionctl.architectures.find import from_hf_config
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
+from precisionctl.recipe import Optimizer
 from precisionctl.trainer.backend import fp8_linears
-from precisionctl.trainer.model import GPT, inverse_frequencies, loss, sliding_window_mask
+from precisionctl.trainer.model import GPT, loss
+from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.rope import sliding_window_mask
 
 BF16 = PRESETS["bf16"]
 VOCABULARY = pico.SIZES["vocab_size"]
@@ -24,21 +30,62 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family 
     "mistral with a window longer than the text": ("mistral", {"sliding_window": 99}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
 }
-"""Families, and what else is changed in them. Mistral's window is shorter than the texts below."""
+"""Families, and what else is changed in them. Their windows, and the contexts that rope scaling starts from, are
+shorter than the texts below."""
+
+MATTERS: list[tuple[str, dict[str, Any]]] = [
+    ("llama-3", {"rope_scaling": None}),
+    ("mistral", {"sliding_window": None}),
+    ("qwen2-window", {"window_layers": None}),
+    ("qwen3-moe-scores-of-all", {"moe.pre_softmax": False}),
+]
+"""What no tensor's shape shows."""
 
 
+@pytest.mark.parametrize("length", [12, 100])
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers(case: str) -> None:
+def test_logits_are_those_of_transformers(case: str, length: int, tmp_path: Path) -> None:
+    """Through a directory that transformers wrote and the family's table."""
     family, changes = CASES[case]
     theirs = transformers_model(family, **changes)
-    shape = from_hf_config(theirs.config.to_dict())
-    ours = GPT(shape, BF16, dtype=torch.float32)
-    ours.load_state_dict(megatron_weights(theirs.state_dict(), shape))
-    tokens = torch.randint(shape.vocab_size, (3, 48))
+    ours = as_gpt(converted(theirs, tmp_path))
+    tokens = torch.randint(VOCABULARY, (3, length))
     with torch.no_grad():
         expected = theirs(tokens).logits
         assert expected.std() > 0.3
-        torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours(tokens)[..., :VOCABULARY], expected, rtol=0, atol=1e-5 * float(expected.std()))
+
+
+@pytest.mark.parametrize(("family", "changes"), MATTERS, ids=lambda value: str(value))
+def test_logits_are_others_without_what_makes_a_family(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """What the test above compares would show if it were left out."""
+    made = converted(transformers_model(family), tmp_path)
+    tokens = torch.randint(VOCABULARY, (3, 100))
+    other = InMemory(replaced(made.model, changes), "megatron", made.tensors)
+    with torch.no_grad():
+        whole, without = as_gpt(made)(tokens), as_gpt(other)(tokens)
+        assert (whole - without).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", pico.FAMILIES)
+def test_a_family_s_parameters_are_what_its_table_makes(family: str, tmp_path: Path) -> None:
+    made = converted(transformers_model(family), tmp_path)
+    parameters = GPT(made.model, BF16).named_parameters()
+    assert {name: tuple(p.shape) for name, p in parameters} == {name: spec.shape for name, spec in made.specs.items()}
+
+
+@pytest.mark.parametrize("family", pico.FAMILIES)
+def test_one_update_reaches_every_parameter_that_is_trained(family: str, tmp_path: Path) -> None:
+    model = as_gpt(converted(transformers_model(family), tmp_path))
+    optimizer = MasterAdamW(model, Optimizer(lr=1e-3, weight_decay=0.0))
+    before = {name: master.clone() for name, master in optimizer.masters.items()}
+    tokens = torch.randint(VOCABULARY, (4, 64))
+    backward(model(tokens), tokens)
+    optimizer.collect()
+    optimizer.step(1e-3)
+    for name, parameter in model.named_parameters():
+        changed = not torch.equal(parameter, before[name])
+        assert changed == trained(name, model.model), name
 
 
 def test_a_padded_vocabulary_changes_neither_logits_nor_loss() -> None:
@@ -93,10 +140,10 @@ def test_a_bias_that_only_megatron_has_stays_zero() -> None:
     assert {name.split(".")[-2] for name in trained} == {"linear_qkv", "linear_proj"}
 
 
-def test_rope_scaling_other_than_llama_3_is_refused() -> None:
-    scaled = dataclasses.replace(tiny_shape(), rope_scaling={"rope_type": "yarn", "factor": 4.0})
-    with pytest.raises(UnknownArchitecture, match="yarn"):
-        inverse_frequencies(scaled)
+def test_rope_scaling_of_a_type_that_is_not_known_is_refused() -> None:
+    scaled = dataclasses.replace(tiny_shape(), rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+    with pytest.raises(UnknownArchitecture, match="dynamic"):
+        GPT(scaled, BF16)
 
 
 def test_a_window_counts_the_query_itself() -> None:
@@ -176,6 +223,37 @@ def test_modules_kept_in_bf16_have_no_state_and_plain_arithmetic() -> None:
     plain.load_state_dict(everything.state_dict())
     tokens = torch.randint(VOCABULARY, (2, 5))
     assert torch.equal(plain(tokens), everything(tokens))
+
+
+def trained(name: str, model: ModelShape) -> bool:
+    """Whether an update changes a parameter: not what balances experts, nor layers that nothing runs, nor biases that
+    only Megatron has."""
+    kept_as_it_is = name.endswith("expert_bias") or name.startswith("mtp.")
+    only_megatrons = {"linear_qkv.bias": not model.qkv_bias, "linear_proj.bias": not model.proj_bias}
+    only_megatrons |= {"linear_fc1.bias": not model.mlp_bias, "linear_fc2.bias": not model.mlp_bias}
+    return not (kept_as_it_is or only_megatrons.get(".".join(name.split(".")[-2:]), False))
+
+
+def converted(theirs: PreTrainedModel, directory: Path) -> InMemory:
+    """A model as its family's table makes it for Megatron, its vocabulary padded."""
+    theirs.save_pretrained(directory)
+    return to_megatron(HuggingFaceReader(directory))
+
+
+def as_gpt(made: InMemory) -> GPT:
+    model = GPT(made.model, BF16, dtype=torch.float32)
+    model.load_state_dict(dict(made.tensors))
+    return model
+
+
+def replaced(model: ModelShape, changes: dict[str, Any]) -> ModelShape:
+    """With other fields; those of its experts as `moe.field`."""
+    moe = {key.removeprefix("moe."): value for key, value in changes.items() if key.startswith("moe.")}
+    plain = {key: value for key, value in changes.items() if not key.startswith("moe.")}
+    if moe:
+        assert model.moe is not None
+        plain["moe"] = dataclasses.replace(model.moe, **moe)
+    return dataclasses.replace(model, **plain)
 
 
 def everywhere(tokens: Tensor) -> Tensor:

@@ -14,9 +14,11 @@ from torch import Tensor
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, RoleState
 from precisionctl.precision import PRESETS, Precision
+from precisionctl.trainer.backend import Norm
 from precisionctl.trainer.modules_emulated import EmulatedBackend, LayerNormLinear, Linear
 
 TOKENS, IN, OUT = 48, 64, 80
+RMS_NORM = Norm("RMSNorm", 1e-5)
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
@@ -147,15 +149,52 @@ def test_in_bf16_gradients_are_those_of_a_plain_linear() -> None:
 
 
 def test_layer_norm_linear_in_bf16_is_rms_norm_and_a_linear() -> None:
-    linear = backend_of(PRESETS["bf16"], torch.float32).layer_norm_linear("linear", IN, OUT, False, 1e-5)
+    linear = backend_of(PRESETS["bf16"], torch.float32).layer_norm_linear("linear", IN, OUT, False, RMS_NORM)
     torch.nn.init.normal_(linear.layer_norm_weight)
     values = randn(TOKENS, IN, dtype=torch.float32)
     expected = F.linear(F.rms_norm(values, (IN,), linear.layer_norm_weight, 1e-5), linear.weight)
     torch.testing.assert_close(linear(values), expected)
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_each_norm_is_torch_s_own_alone_and_before_a_linear(kind: str, zero_centered: bool) -> None:
+    backend, norm = backend_of(PRESETS["bf16"], torch.float32), Norm(kind, 1e-3, zero_centered)
+    linear, alone = backend.layer_norm_linear("linear", IN, OUT, True, norm), backend.norm(IN, norm)
+    values = randn(TOKENS, IN, dtype=torch.float32) + 0.3
+    plain = F.layer_norm(values, (IN,), eps=1e-3) if kind == "LayerNorm" else F.rms_norm(values, (IN,), eps=1e-3)
+    torch.testing.assert_close(alone(values), plain)  # a fresh norm multiplies by one
+    multiplier, shift = torch.randn(IN), torch.randn(IN) if kind == "LayerNorm" else torch.zeros(IN)
+    state = {"weight": multiplier - 1 if zero_centered else multiplier, "bias": shift}
+    if kind == "RMSNorm":
+        del state["bias"]
+    alone.load_state_dict(state)
+    names = {f"layer_norm_{name}": value for name, value in state.items()}
+    linear.load_state_dict({**linear.state_dict(), **names})
+    expected = plain * multiplier + shift
+    torch.testing.assert_close(alone(values), expected)
+    torch.testing.assert_close(linear(values), F.linear(expected, linear.weight, linear.bias))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_grouped_linear_is_each_expert_s_own_for_its_tokens(bias: bool) -> None:
+    grouped = backend_of(PRESETS["fp8-delayed"], torch.float32).grouped_linear(4, IN, OUT, bias)
+    for parameter in grouped.parameters():
+        torch.nn.init.normal_(parameter)
+    assert [name for name, _ in grouped.named_parameters() if "bias" in name] == [f"bias{i}" for i in range(4 * bias)]
+    counts = [3, 0, 1, 7]
+    values = randn(sum(counts), IN, dtype=torch.float32)
+    experts = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    state = grouped.state_dict()
+    expected = [F.linear(v, state[f"weight{e}"], state.get(f"bias{e}")) for v, e in zip(values, experts, strict=True)]
+    out = grouped(values, counts)
+    torch.testing.assert_close(out, torch.stack(expected))
+    out.sum().backward()
+    assert not grouped.get_parameter("weight1").grad.any(), "zero, and there: no token was its"
+
+
 def norm_in_fp32(linear: LayerNormLinear, values: Tensor) -> Tensor:
-    return F.rms_norm(values.float(), (IN,), linear.layer_norm_weight.detach().float(), linear.epsilon)
+    return F.rms_norm(values.float(), (IN,), linear.layer_norm_weight.detach().float(), linear.norm.epsilon)
 
 
 def test_delayed_scaling_casts_the_norm_before_it_is_rounded_and_current_scaling_after() -> None:
@@ -165,7 +204,7 @@ def test_delayed_scaling_casts_the_norm_before_it_is_rounded_and_current_scaling
     results = {}
     for preset in ("fp8-delayed", "fp8-current"):
         backend = backend_of(PRESETS[preset])
-        linear = backend.layer_norm_linear("linear", IN, IN, False, 1e-5)
+        linear = backend.layer_norm_linear("linear", IN, IN, False, RMS_NORM)
         torch.nn.init.normal_(linear.layer_norm_weight, generator=torch.Generator().manual_seed(0))
         if preset == "fp8-delayed":
             linear.set_fp8_state(Fp8State({r: RoleState(torch.tensor(scale), torch.zeros(4)) for r in ROLES}))
@@ -188,7 +227,7 @@ def test_delayed_scaling_casts_the_norm_before_it_is_rounded_and_current_scaling
 
 def test_the_gradient_of_the_norm_is_taken_at_the_rounded_gradient_of_the_gemm() -> None:
     backend = backend_of(delayed())
-    linear = with_scales(backend.layer_norm_linear("linear", IN, OUT, False, 1e-5))
+    linear = with_scales(backend.layer_norm_linear("linear", IN, OUT, False, RMS_NORM))
     values, gradient = randn(TOKENS, IN, requires_grad=True), randn(TOKENS, OUT) / 100
     linear(values).backward(gradient)
     g, w = codes(gradient, 5000.0, torch.float8_e5m2), codes(linear.weight, 900.0, torch.float8_e4m3fn)
@@ -260,7 +299,7 @@ def test_a_gemm_without_state_refuses_one(preset: str) -> None:
     "attempt",
     [
         lambda backend: backend.linear("odd", IN + 8, OUT, False),
-        lambda backend: backend.layer_norm_linear("odd", IN, OUT + 1, False, 1e-5),
+        lambda backend: backend.layer_norm_linear("odd", IN, OUT + 1, False, RMS_NORM),
         lambda backend: backend.linear("odd", IN, OUT, False)(randn(TOKENS - 8, IN)),
     ],
     ids=["in", "out", "tokens"],

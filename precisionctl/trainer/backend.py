@@ -5,13 +5,16 @@ Engine, on a GPU with FP8) and `modules_emulated` (plain PyTorch, anywhere).
 """
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precisionctl.errors import EnvironmentProblem, PrecisionError
 from precisionctl.fp8.state import Fp8State
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.precision import Precision
 
@@ -32,6 +35,37 @@ class Fp8Linear(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation over the last dimension; LayerNorm has a bias too. Under `zero_centered` the weight that is
+    stored is what is multiplied by, minus one."""
+
+    kind: Literal["RMSNorm", "LayerNorm"]
+    epsilon: float
+    zero_centered: bool = False
+
+    @property
+    def has_bias(self) -> bool:
+        return self.kind == "LayerNorm"
+
+    @property
+    def initial_weight(self) -> float:
+        return 0.0 if self.zero_centered else 1.0
+
+    def of(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Computed and returned in FP32."""
+        wide = values.float()
+        multiplier = weight.float() + 1 if self.zero_centered else weight.float()
+        if self.kind == "RMSNorm":
+            return multiplier * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon))
+        assert bias is not None, "every LayerNorm has one"
+        return F.layer_norm(wide, multiplier.shape, multiplier, bias.float(), self.epsilon)
+
+
+def norm_of(model: ModelShape) -> Norm:
+    return Norm(model.normalization, model.norm_epsilon, model.zero_centered_gamma)
+
+
 class Backend(Protocol):
     """Makes the GPT's linears and norms, and keeps their FP8 state in step with its passes.
 
@@ -39,14 +73,21 @@ class Backend(Protocol):
     PrecisionError for sizes that an FP8 GEMM cannot have.
     """
 
+    dtype: torch.dtype
+    device: torch.device
     recording: bool
     """While True, GEMMs run in BF16 and their amaxes fill the histories, a row per pass."""
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module: ...
     def layer_norm_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool, epsilon: float
+        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm
     ) -> nn.Module: ...
-    def rms_norm(self, size: int, epsilon: float) -> nn.Module: ...
+    def norm(self, size: int, norm: Norm) -> nn.Module: ...
+    def grouped_linear(self, experts: int, in_features: int, out_features: int, bias: bool) -> nn.Module:
+        """A linear for each expert, `weight{expert}` and `bias{expert}`, called with tokens `[tokens, in]` in the order
+        of their experts and the number of each expert's. It computes in the parameters' dtype under every recipe:
+        how many tokens an expert gets is no multiple of GEMM_ALIGNMENT."""
+        ...
 
     def forward_pass(self) -> AbstractContextManager[None]:
         """Around one pass through all modules. On leaving it with gradients enabled, forward scales are
@@ -56,6 +97,12 @@ class Backend(Protocol):
     def after_backward(self) -> None:
         """Called when a pass's gradients are complete: backward scales are updated."""
         ...
+
+
+def add_post_layernorm(linear: nn.Module, norm: nn.Module) -> None:
+    """Normalise what a linear gives, by its child `post_layernorm` (Gemma, under Megatron-Bridge's names)."""
+    linear.add_module("post_layernorm", norm)
+    linear.register_forward_hook(lambda _, inputs, out: norm(out))
 
 
 def fp8_linears(model: nn.Module) -> dict[str, Fp8Linear]:
@@ -110,9 +157,3 @@ def require_alignment(name: str, what: str, *sizes: int) -> None:
             where=name,
             do="Choose other sizes, or keep the module in BF16 with `keep_bf16`.",
         )
-
-
-def rms_norm(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """`weight * values / rms(values)` over the last dimension, computed and returned in FP32."""
-    wide = values.float()
-    return weight.float() * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon))

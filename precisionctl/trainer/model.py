@@ -1,16 +1,14 @@
-"""GPT: the one model that is trained, a decoder of the Llama family with Megatron-Core's parameter names.
+"""GPT: the one model that is trained, a decoder with Megatron-Core's parameter names.
 
-Covers Llama 2 and 3, Mistral and Yi: grouped-query attention, rotate-half rope (with Llama 3's scaling),
-sliding windows, tied embeddings, optional biases, a padded vocabulary.
+Covers every family that has a table but those with a parallel residual: norms, activations, biases, positions,
+windows, caps, MLA and experts are what ModelShape says.
 
-Shape letters: B batch, S sequence, E hidden_size, F ffn_hidden_size, V padded_vocab_size,
-G num_query_groups, R query heads per group, D kv_channels (the size of a head).
+Shape letters: B batch, S sequence, T tokens (B * S), E hidden_size, F ffn_hidden_size, V padded_vocab_size,
+G num_query_groups, R query heads per group, D kv_channels (the size of a head), K experts of a token.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,25 +17,18 @@ from torch import Tensor, nn
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import Backend, BackendName, make_backend
-
-
-class Positions(NamedTuple):
-    """What attention needs to know about places in the sequence."""
-
-    cos: Tensor
-    """FP32 `[S, D / 2]`, as `sin`."""
-    sin: Tensor
-    mask: Tensor | None
-    """Bool `[S, S]`, True where a query (row) sees a key; None for plain causal attention."""
+from precisionctl.trainer.attention import MLASelfAttention, SelfAttention
+from precisionctl.trainer.backend import Backend, BackendName, add_post_layernorm, make_backend, norm_of
+from precisionctl.trainer.mlp import MLP, MoELayer
+from precisionctl.trainer.rope import Positions, Rope, has_window, sliding_window_mask
 
 
 class GPT(nn.Module):
     """Logits of a decoder-only transformer.
 
-    `precision` says which GEMMs run in FP8; the embedding and the output layer never do. Parameters and
-    activations have `dtype`. Raises PrecisionError for sizes that FP8 GEMMs cannot have, UnknownArchitecture
-    for rope scaling other than Llama 3's.
+    `precision` says which GEMMs run in FP8; the embedding, the output layer, routers and their experts never do.
+    Parameters and activations have `dtype`. Raises PrecisionError for sizes that FP8 GEMMs cannot have,
+    UnknownArchitecture for rope scaling that is not known and for what is not run: a parallel residual.
     """
 
     def __init__(
@@ -49,16 +40,26 @@ class GPT(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
+        if model.parallel_residual:
+            raise UnknownArchitecture(
+                f"`{model.architecture}` adds attention and MLP to the residual side by side, which Megatron-Core does "
+                "not have and no trainer here runs"
+            )
         self.model, self.precision = model, precision
         self.backend = make_backend(backend, precision, dtype, torch.device(device))
-        self.inverse_frequencies = inverse_frequencies(model).to(device)
-        self.embedding = Embedding(model, dtype, device)
+        self._ropes = {
+            in_window: None if model.learned_positions else Rope(model, in_window, self.backend.device)
+            for in_window in {has_window(model, layer) for layer in range(model.num_layers)}
+        }
+        self.embedding = Embedding(model, self.backend)
         self.decoder = Decoder(model, self.backend)
         if model.untied_embeddings:
             self.output_layer = nn.Linear(
                 model.hidden_size, model.padded_vocab_size, bias=False, dtype=dtype, device=device
             )
             nn.init.normal_(self.output_layer.weight, std=0.02)
+        if model.mtp_num_layers:
+            self.mtp = MTP(model, make_backend(backend, Precision(fp8=False), dtype, torch.device(device)))
         self._freeze_filled_biases()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -69,7 +70,9 @@ class GPT(nn.Module):
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: self.backend.after_backward())  # its gradient is the last one
             hidden = self.decoder(hidden, self._positions(tokens.shape[1]))
-        return F.linear(hidden, self.output_weight)
+        logits = F.linear(hidden, self.output_weight)
+        cap = self.model.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     @property
     def output_weight(self) -> Tensor:
@@ -87,39 +90,62 @@ class GPT(nn.Module):
             self.backend.recording = False
 
     def _freeze_filled_biases(self) -> None:
-        # Megatron has one switch for the biases of attention and MLP; where Hugging Face has only one of the two,
-        # the others are zeros, and training them would make a model that Hugging Face cannot hold.
+        # Megatron has one switch for the biases of all linears; where Hugging Face has only some of them, the others
+        # are zeros, and training them would make a model that Hugging Face cannot hold.
+        of_mlp = self.model.mlp_bias
         present = {"linear_qkv": self.model.qkv_bias, "linear_proj": self.model.proj_bias}
+        present |= {"linear_fc1": of_mlp, "linear_fc2": of_mlp}
         for name, parameter in self.named_parameters():
-            if name.endswith(".bias"):
-                parameter.requires_grad_(present.get(name.split(".")[-2], self.model.mlp_bias))
+            module, _, kind = name.rpartition(".")
+            if kind == "bias" and not present.get(module.rpartition(".")[2], True):
+                parameter.requires_grad_(False)
 
-    def _positions(self, length: int) -> Positions:
-        place = torch.arange(length, device=self.inverse_frequencies.device)
-        angles = place[:, None] * self.inverse_frequencies
-        return Positions(angles.cos(), angles.sin(), sliding_window_mask(place, self.model.sliding_window))
+    def _positions(self, length: int) -> dict[bool, Positions]:
+        """In layers with a window (True) and without."""
+        place = torch.arange(length, device=self.backend.device)
+        made = {}
+        for in_window, rope in self._ropes.items():
+            cos, sin = rope.at(place) if rope else (None, None)
+            mask = sliding_window_mask(place, self.model.sliding_window if in_window else None)
+            made[in_window] = Positions(cos, sin, mask)
+        return made
 
 
 class Embedding(nn.Module):
-    def __init__(self, model: ModelShape, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, model: ModelShape, backend: Backend) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(model.padded_vocab_size, model.hidden_size, dtype=dtype, device=device)
-        nn.init.normal_(self.word_embeddings.weight, std=0.02)
+        self.word_embeddings = _embedding(model.padded_vocab_size, model.hidden_size, backend)
+        places = model.max_position_embeddings
+        learned = _embedding(places, model.hidden_size, backend) if model.learned_positions else None
+        self.position_embeddings = learned
+        self.multiplier = model.embedding_multiplier
 
     def forward(self, tokens: Tensor) -> Tensor:
         """`[B, S]` to `[B, S, E]`."""
         hidden: Tensor = self.word_embeddings(tokens)
+        if self.multiplier != 1:
+            hidden = hidden * torch.tensor(self.multiplier, dtype=hidden.dtype, device=hidden.device)
+        if self.position_embeddings is not None:
+            # the padding that fills a batch up to GEMM_ALIGNMENT may lie beyond the last place
+            place = torch.arange(tokens.shape[1], device=tokens.device)
+            hidden = hidden + self.position_embeddings(place.clamp(max=self.position_embeddings.num_embeddings - 1))
         return hidden
+
+
+def _embedding(rows: int, columns: int, backend: Backend) -> nn.Embedding:
+    made = nn.Embedding(rows, columns, dtype=backend.dtype, device=backend.device)
+    nn.init.normal_(made.weight, std=0.02)
+    return made
 
 
 class Decoder(nn.Module):
     def __init__(self, model: ModelShape, backend: Backend) -> None:
         super().__init__()
-        names = (f"decoder.layers.{layer}" for layer in range(model.num_layers))
-        self.layers = nn.ModuleList(Layer(name, model, backend) for name in names)
-        self.final_layernorm = backend.rms_norm(model.hidden_size, model.norm_epsilon)
+        numbers = range(model.num_layers)
+        self.layers = nn.ModuleList(Layer(f"decoder.layers.{layer}", model, layer, backend) for layer in numbers)
+        self.final_layernorm = backend.norm(model.hidden_size, norm_of(model))
 
-    def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
+    def forward(self, hidden: Tensor, positions: dict[bool, Positions]) -> Tensor:
         for layer in self.layers:
             hidden = layer(hidden, positions)
         hidden = self.final_layernorm(hidden)
@@ -127,100 +153,57 @@ class Decoder(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each added to the residual stream; their norms live in linear_qkv and linear_fc1."""
+    """Attention and MLP, each added to the residual stream.
 
-    def __init__(self, name: str, model: ModelShape, backend: Backend) -> None:
+    Their norms live in linear_qkv and linear_fc1, except before MLA and before experts, which have no such linear.
+    Gemma normalises once more, what is added.
+    """
+
+    def __init__(self, name: str, model: ModelShape, number: int, backend: Backend) -> None:
         super().__init__()
-        self.self_attention = SelfAttention(f"{name}.self_attention", model, backend)
-        self.mlp = MLP(f"{name}.mlp", model, backend)
+        norm, size = norm_of(model), model.hidden_size
+        self.in_window = has_window(model, number)
+        self.input_layernorm = backend.norm(size, norm) if model.mla else nn.Identity()
+        self.self_attention: SelfAttention | MLASelfAttention
+        if model.mla:
+            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, backend)
+        else:
+            self.self_attention = SelfAttention(f"{name}.self_attention", model, backend)
+        self.pre_mlp_layernorm = backend.norm(size, norm) if model.has_experts(number) else nn.Identity()
+        self.mlp: MLP | MoELayer
+        if model.moe and model.has_experts(number):
+            self.mlp = MoELayer(f"{name}.mlp", model, model.moe, backend)
+        else:
+            self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, norm)
+            if model.post_layernorms:
+                add_post_layernorm(self.self_attention.linear_proj, backend.norm(size, norm))
+                add_post_layernorm(self.mlp.linear_fc2, backend.norm(size, norm))
 
-    def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
+    def forward(self, hidden: Tensor, positions: dict[bool, Positions]) -> Tensor:
         """`[B, S, E]` to the same."""
-        hidden = hidden + self.self_attention(hidden, positions)
-        hidden = hidden + self.mlp(hidden)
+        hidden = hidden + self.self_attention(self.input_layernorm(hidden), positions[self.in_window])
+        hidden = hidden + self.mlp(self.pre_mlp_layernorm(hidden))
         return hidden
 
 
-class SelfAttention(nn.Module):
-    """Causal attention. Rows of linear_qkv, per group: R queries, one key, one value, each D rows."""
+class MTP(nn.Module):
+    """Multi-token prediction layers (DeepSeek-V3), carried along so that nothing is lost: nothing runs or trains
+    them."""
 
-    def __init__(self, name: str, model: ModelShape, backend: Backend) -> None:
+    def __init__(self, model: ModelShape, backend: Backend) -> None:
         super().__init__()
-        self.groups, self.head = model.num_query_groups, model.kv_channels
-        heads = model.num_attention_heads * model.kv_channels
-        qkv = heads + 2 * self.groups * self.head
-        bias = model.add_bias_linear or model.add_qkv_bias
-        self.linear_qkv = backend.layer_norm_linear(
-            f"{name}.linear_qkv", model.hidden_size, qkv, bias, model.norm_epsilon
-        )
-        self.linear_proj = backend.linear(f"{name}.linear_proj", heads, model.hidden_size, model.add_bias_linear)
-
-    def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
-        """`[B, S, E]` to the same."""
-        batch, length, _ = hidden.shape
-        qkv = self.linear_qkv(hidden).view(batch, length, self.groups, -1, self.head)
-        query = rotate(qkv[..., :-2, :].flatten(2, 3), positions).transpose(1, 2)
-        key = rotate(qkv[..., -2, :], positions).transpose(1, 2)
-        value = qkv[..., -1, :].transpose(1, 2)
-        attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=positions.mask, is_causal=positions.mask is None, enable_gqa=True
-        )
-        out: Tensor = self.linear_proj(attended.transpose(1, 2).flatten(2))
-        return out
+        self.layers = nn.ModuleList(MTPLayer(model, backend) for _ in range(model.mtp_num_layers))
+        self.requires_grad_(False)
 
 
-class MLP(nn.Module):
-    """SwiGLU. Rows of linear_fc1: F of the gate, then F of the up projection."""
-
-    def __init__(self, name: str, model: ModelShape, backend: Backend) -> None:
+class MTPLayer(nn.Module):
+    def __init__(self, model: ModelShape, backend: Backend) -> None:
         super().__init__()
-        size, bias = model.ffn_hidden_size, model.add_bias_linear
-        self.linear_fc1 = backend.layer_norm_linear(
-            f"{name}.linear_fc1", model.hidden_size, 2 * size, bias, model.norm_epsilon
-        )
-        self.linear_fc2 = backend.linear(f"{name}.linear_fc2", size, model.hidden_size, bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.linear_fc1(hidden).chunk(2, -1)
-        out: Tensor = self.linear_fc2(F.silu(gate) * up)
-        return out
-
-
-def rotate(heads: Tensor, positions: Positions) -> Tensor:
-    """Rope in FP32 over pairs (i, i + D / 2), the rotate-half convention: `[B, S, heads, D]` to the same."""
-    cos, sin = positions.cos[:, None], positions.sin[:, None]
-    first, second = heads.float().chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(heads.dtype)
-
-
-def inverse_frequencies(model: ModelShape) -> Tensor:
-    """Angle per position of each pair of rope, FP32 `[D / 2]`: `base ** (-2i / D)`, lower under Llama 3's scaling.
-
-    That (Llama 3.1's `rope_type: llama3`) divides the frequencies whose wavelength exceeds the original context
-    over `low_freq_factor` by `factor`, keeps those below it over `high_freq_factor`, and blends in between.
-    """
-    exponents = torch.arange(0, model.kv_channels, 2).float() / model.kv_channels
-    frequencies = 1 / torch.pow(model.rotary_base, exponents)
-    if model.rope_scaling is None:
-        return frequencies
-    scaling = model.rope_scaling
-    if scaling.get("rope_type") != "llama3":
-        raise UnknownArchitecture(
-            f"rope scaling of type `{scaling.get('rope_type')}`", do="Only `llama3` is known, and none at all."
-        )
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    periods = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept = ((periods - low) / (high - low)).clamp(0, 1)
-    scaled: Tensor = frequencies * (kept + (1 - kept) / scaling["factor"])
-    return scaled
-
-
-def sliding_window_mask(place: Tensor, window: int | None) -> Tensor | None:
-    """Bool `[S, S]`: a query sees itself and the `window - 1` keys before it. None where all earlier keys are seen."""
-    if window is None or window >= len(place):
-        return None
-    distance = place[:, None] - place
-    return (distance >= 0) & (distance < window)
+        norm, size = norm_of(model), model.hidden_size
+        self.enorm, self.hnorm = backend.norm(size, norm), backend.norm(size, norm)
+        self.eh_proj = backend.linear("mtp.eh_proj", 2 * size, size, False)
+        self.transformer_layer = Layer("mtp.transformer_layer", model, model.num_layers - 1, backend)
+        self.final_layernorm = backend.norm(size, norm)
 
 
 def loss(logits: Tensor, targets: Tensor, mask: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ the history; `fp8.numerics.update_delayed` turns those rows into the next scales
 and `grad_input`, which no GEMM here uses; their state is only kept.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -25,7 +25,7 @@ from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import require_alignment, rms_norm
+from precisionctl.trainer.backend import Norm, require_alignment
 
 
 class Quantized(NamedTuple):
@@ -152,7 +152,7 @@ class Linear(nn.Module):
         self.backend, self.name = backend, name
         self.quantizers = backend.quantizers(name, in_features, out_features)
         self.weight = nn.Parameter(backend.empty(out_features, in_features).normal_(std=0.02))
-        self.bias = nn.Parameter(backend.empty(out_features).zero_()) if bias else None
+        self.bias = nn.Parameter(backend.full(0.0, out_features)) if bias else None
 
     def forward(self, values: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`."""
@@ -195,7 +195,7 @@ class Linear(nn.Module):
 
 
 class LayerNormLinear(Linear):
-    """RMSNorm, then a linear: TE's fusion, in which delayed scaling casts the norm's FP32 values directly
+    """A norm, then a linear: TE's fusion, in which delayed scaling casts the norm's FP32 values directly
     and current scaling casts them after rounding (normalization.cpp, rmsnorm_fwd)."""
 
     def __init__(
@@ -205,26 +205,53 @@ class LayerNormLinear(Linear):
         in_features: int,
         out_features: int,
         bias: bool,
-        epsilon: float,
+        norm: Norm,
     ) -> None:
         super().__init__(backend, name, in_features, out_features, bias)
-        self.epsilon = epsilon
-        self.layer_norm_weight = nn.Parameter(backend.empty(in_features).fill_(1.0))
+        self.norm = norm
+        self.layer_norm_weight = nn.Parameter(backend.full(norm.initial_weight, in_features))
+        self.layer_norm_bias = nn.Parameter(backend.full(0.0, in_features)) if norm.has_bias else None
 
     def forward(self, values: Tensor) -> Tensor:
-        normed = rms_norm(values, self.layer_norm_weight, self.epsilon)
+        normed = self.norm.of(values, self.layer_norm_weight, self.layer_norm_bias)
         return self.gemm(normed if self._delayed() else normed.to(values.dtype))
 
 
-class RMSNorm(nn.Module):
-    """RMSNorm in FP32, rounded once to the input's dtype."""
+class NormModule(nn.Module):
+    """A norm in FP32, rounded once to the input's dtype."""
 
-    def __init__(self, weight: Tensor, epsilon: float) -> None:
+    def __init__(self, backend: "EmulatedBackend", size: int, norm: Norm) -> None:
         super().__init__()
-        self.weight, self.epsilon = nn.Parameter(weight), epsilon
+        self.norm = norm
+        self.weight = nn.Parameter(backend.full(norm.initial_weight, size))
+        self.bias = nn.Parameter(backend.full(0.0, size)) if norm.has_bias else None
 
     def forward(self, values: Tensor) -> Tensor:
-        return rms_norm(values, self.weight, self.epsilon).to(values.dtype)
+        return self.norm.of(values, self.weight, self.bias).to(values.dtype)
+
+
+class GroupedLinear(nn.Module):
+    """A linear for each expert, in the parameters' dtype."""
+
+    def __init__(
+        self, backend: "EmulatedBackend", experts: int, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        super().__init__()
+        self.has_bias = bias
+        for expert in range(experts):
+            weight = backend.empty(out_features, in_features).normal_(std=0.02)
+            self.register_parameter(f"weight{expert}", nn.Parameter(weight))
+            if bias:
+                self.register_parameter(f"bias{expert}", nn.Parameter(backend.full(0.0, out_features)))
+
+    def forward(self, values: Tensor, counts: Sequence[int]) -> Tensor:
+        """Tokens `[tokens, in]`, `counts[0]` of expert 0 first and so on, to `[tokens, out]`."""
+        parts = torch.split(values, list(counts))
+        return torch.cat([self._of(expert, part) for expert, part in enumerate(parts)])
+
+    def _of(self, expert: int, values: Tensor) -> Tensor:
+        weight = self.get_parameter(f"weight{expert}")
+        return F.linear(values, weight, self.get_parameter(f"bias{expert}") if self.has_bias else None)
 
 
 class EmulatedBackend:
@@ -241,12 +268,18 @@ class EmulatedBackend:
         return Linear(self, name, in_features, out_features, bias)
 
     def layer_norm_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool, epsilon: float
+        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm
     ) -> LayerNormLinear:
-        return LayerNormLinear(self, name, in_features, out_features, bias, epsilon)
+        return LayerNormLinear(self, name, in_features, out_features, bias, norm)
 
-    def rms_norm(self, size: int, epsilon: float) -> RMSNorm:
-        return RMSNorm(self.empty(size).fill_(1.0), epsilon)
+    def norm(self, size: int, norm: Norm) -> NormModule:
+        return NormModule(self, size, norm)
+
+    def grouped_linear(self, experts: int, in_features: int, out_features: int, bias: bool) -> GroupedLinear:
+        return GroupedLinear(self, experts, in_features, out_features, bias)
+
+    def full(self, value: float, size: int) -> Tensor:
+        return torch.full((size,), value, dtype=self.dtype, device=self.device)
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

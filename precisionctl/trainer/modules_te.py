@@ -8,7 +8,7 @@ The only file that imports Transformer Engine. Parameters, FP8 state and numeric
 LayerNormLinear since 2.0, where the quantizers it would ask are None outside FP8 (linear.py, _get_quantizers).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import require_alignment, rms_norm
+from precisionctl.trainer.backend import Norm, require_alignment
 
 Group = Literal["scaling_fwd", "scaling_bwd"]
 
@@ -118,18 +118,38 @@ class Linear(_Fp8Linear, te.Linear):  # type: ignore[misc]  # TE has no types
 class LayerNormLinear(_Fp8Linear, te.LayerNormLinear):  # type: ignore[misc]
     """te.LayerNormLinear with an Fp8State."""
 
-    eps: float
+    norm: Norm
     layer_norm_weight: Tensor
+    layer_norm_bias: Tensor | None
 
     def gemm_input(self, values: Tensor) -> Tensor:
-        return rms_norm(values.detach(), self.layer_norm_weight.detach(), self.eps)
+        with torch.no_grad():
+            return self.norm.of(values, self.layer_norm_weight, self.layer_norm_bias)
 
 
-class RMSNorm(te.RMSNorm):  # type: ignore[misc]
-    """te.RMSNorm without `_extra_state`."""
+class _Stateless(nn.Module):
+    """Without `_extra_state`."""
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
+
+
+class RMSNorm(_Stateless, te.RMSNorm):  # type: ignore[misc]
+    """te.RMSNorm."""
+
+
+class LayerNorm(_Stateless, te.LayerNorm):  # type: ignore[misc]
+    """te.LayerNorm."""
+
+
+class GroupedLinear(_Stateless, te.GroupedLinear):  # type: ignore[misc]
+    """te.GroupedLinear in the parameters' dtype."""
+
+    def forward(self, values: Tensor, counts: Sequence[int]) -> Tensor:
+        """Tokens `[tokens, in]`, `counts[0]` of expert 0 first and so on, to `[tokens, out]`."""
+        with te.autocast(enabled=False):
+            out: Tensor = super().forward(values, list(counts))
+        return out
 
 
 class TransformerEngineBackend:
@@ -145,23 +165,32 @@ class TransformerEngineBackend:
         module = Linear(in_features, out_features, bias=bias, params_dtype=self.dtype, device=self.device, name=name)
         return self._adopt(module, name)
 
-    def layer_norm_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool, epsilon: float
-    ) -> nn.Module:
+    def layer_norm_linear(self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm) -> nn.Module:
         module = LayerNormLinear(
             in_features,
             out_features,
-            eps=epsilon,
+            eps=norm.epsilon,
             bias=bias,
-            normalization="RMSNorm",
+            normalization=norm.kind,
+            zero_centered_gamma=norm.zero_centered,
             params_dtype=self.dtype,
             device=self.device,
             name=name,
         )
+        module.norm = norm
         return self._adopt(module, name)
 
-    def rms_norm(self, size: int, epsilon: float) -> nn.Module:
-        return RMSNorm(size, eps=epsilon, dtype=self.dtype, device=self.device)
+    def norm(self, size: int, norm: Norm) -> nn.Module:
+        if norm.kind == "RMSNorm":
+            return RMSNorm(
+                size, eps=norm.epsilon, zero_centered_gamma=norm.zero_centered, dtype=self.dtype, device=self.device
+            )
+        return LayerNorm(
+            size, eps=norm.epsilon, zero_centered_gamma=norm.zero_centered, dtype=self.dtype, device=self.device
+        )
+
+    def grouped_linear(self, experts: int, in_features: int, out_features: int, bias: bool) -> nn.Module:
+        return GroupedLinear(experts, in_features, out_features, bias=bias, params_dtype=self.dtype, device=self.device)
 
     def _adopt(self, module: _Fp8Linear, name: str) -> nn.Module:
         module.backend, module.module_name = self, name

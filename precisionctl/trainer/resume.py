@@ -189,3 +189,7 @@ def _notes(source: Reader, load: Load, run: Run) -> Iterator[str]:
         yield "the checkpoint's optimizer state is left behind"
     if source.fp8 is not None and not run.recipe.precision.fp8:
         yield "the checkpoint's FP8 state is carried along in the sidecar, unused"
+    if source.model.moe and run.recipe.precision.fp8:
+        yield "the GEMMs of routed experts stay in BF16"
+    if run.model.model.mtp_num_layers:
+        yield "multi-token prediction layers are carried along as they are; nothing trains them"

@@ -13,7 +13,7 @@ from precisionctl.fp8.extra_state import decode_payload, encode_payload
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.trainer.backend import Backend, BackendName, fp8_linears, make_backend
+from precisionctl.trainer.backend import Backend, BackendName, Norm, fp8_linears, make_backend
 from precisionctl.trainer.model import GPT, loss
 
 TOKENS, IN, OUT = 256, 512, 768
@@ -45,7 +45,8 @@ def make(name: BackendName, precision: Precision, kind: str) -> tuple[Backend, A
     module = "decoder.layers.0.mlp.linear_fc1"
     if kind == "linear":
         return backend, backend.linear(module, IN, OUT, True)
-    return backend, backend.layer_norm_linear(module, IN, OUT, True, 1e-5)
+    norm = Norm("LayerNorm", 1e-5, zero_centered=True) if kind == "layer_norm_1p_linear" else Norm("RMSNorm", 1e-5)
+    return backend, backend.layer_norm_linear(module, IN, OUT, True, norm)
 
 
 def pair(precision: Precision, kind: str) -> list[tuple[Backend, Any]]:
@@ -80,7 +81,7 @@ def sqnr(signal: Tensor, other: Tensor) -> float:
     return float(20 * torch.log10(signal.double().norm() / noise.clamp(min=1e-30)))
 
 
-@pytest.mark.parametrize("kind", ["linear", "layer_norm_linear"])
+@pytest.mark.parametrize("kind", ["linear", "layer_norm_linear", "layer_norm_1p_linear"])
 @pytest.mark.parametrize("preset", ["bf16", "fp8-delayed", "fp8-current"])
 def test_outputs_and_gradients_agree_within_the_accumulation_of_the_gemm(kind: str, preset: str) -> None:
     (te_backend, te_module), (backend, module) = pair(PRESETS[preset], kind)
@@ -91,6 +92,35 @@ def test_outputs_and_gradients_agree_within_the_accumulation_of_the_gemm(kind: s
         for name in ours:
             assert theirs[name].dtype == ours[name].dtype
             assert sqnr(theirs[name], ours[name]) > (BF16_SQNR if preset == "bf16" else FP8_SQNR), name
+
+
+@pytest.mark.parametrize("norm", [Norm(k, 1e-5, z) for k in ("RMSNorm", "LayerNorm") for z in (False, True)], ids=str)
+def test_norms_agree(norm: Norm) -> None:
+    backends = [make_backend(n, PRESETS["bf16"], torch.bfloat16, torch.device("cuda")) for n in ("te", "emulated")]
+    theirs, ours = (backend.norm(IN, norm) for backend in backends)
+    theirs.load_state_dict({name: torch.randn_like(p) for name, p in ours.named_parameters()})
+    ours.load_state_dict(theirs.state_dict())
+    values = batch()[0]
+    assert sqnr(theirs(values), ours(values)) > BF16_SQNR
+
+
+def test_grouped_linears_agree_and_stay_in_bf16_under_an_fp8_recipe() -> None:
+    counts, made = [100, 0, 1, 155], []
+    values, gradient = (torch.randn(256, size, device="cuda").bfloat16() for size in (IN, OUT))
+    for name in ("te", "emulated"):
+        backend = make_backend(name, PRESETS["fp8-delayed"], torch.bfloat16, torch.device("cuda"))
+        module = backend.grouped_linear(4, IN, OUT, True)
+        if made:
+            module.load_state_dict(made[0][0].state_dict())
+        with backend.forward_pass():
+            out = module(values, counts)
+        out.backward(gradient)
+        made.append((module, out))
+    (theirs, their_out), (ours, our_out) = made
+    assert list(theirs.state_dict()) == list(ours.state_dict())
+    assert sqnr(their_out, our_out) > BF16_SQNR
+    for (name, one), other in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        assert name in ("weight1", "bias1") or sqnr(one.grad, other.grad) > BF16_SQNR, name
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

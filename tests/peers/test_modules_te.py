@@ -18,7 +18,9 @@ CALLED = {
     "te.autocast": ("pytorch/quantization.py", "autocast.__init__"),
     "Linear": ("pytorch/module/linear.py", "Linear.__init__"),
     "LayerNormLinear": ("pytorch/module/layernorm_linear.py", "LayerNormLinear.__init__"),
+    "GroupedLinear": ("pytorch/module/grouped_linear.py", "GroupedLinear.__init__"),
     "RMSNorm": ("pytorch/ops/basic/rmsnorm.py", "RMSNorm.__init__"),
+    "LayerNorm": ("pytorch/ops/basic/layer_norm.py", "LayerNorm.__init__"),
     "DelayedScaling": ("common/recipe/__init__.py", "DelayedScaling"),
     "Float8CurrentScaling": ("common/recipe/__init__.py", "Float8CurrentScaling"),
     "module.init_fp8_meta_tensors": ("pytorch/module/base.py", "TransformerEngineBaseModule.init_fp8_meta_tensors"),
@@ -47,7 +49,9 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
     taken = {name for name in imported(tree, "transformer_engine") if name != "te"} | {
         "Linear",
         "LayerNormLinear",
+        "GroupedLinear",
         "RMSNorm",
+        "LayerNorm",
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -105,6 +109,14 @@ def test_both_linears_are_called_alike(te: Source) -> None:
     assert list(first.parameters)[:1] == list(second.parameters)[:1] == ["inp"]
 
 
+def test_a_grouped_linear_takes_tokens_and_how_many_are_whose(te: Source) -> None:
+    tree = te("pytorch/module/grouped_linear.py")
+    assert list(signature(definition(tree, "GroupedLinear.forward")).parameters)[:2] == ["inp", "m_splits"]
+    text = ast.unparse(definition(tree, "GroupedLinear"))
+    assert "register_parameter(f'weight{i}'" in text and "register_parameter(f'bias{i}'" in text
+    assert "if not isinstance(m_splits, torch.Tensor):" in text, "a list is taken"
+
+
 def test_what_is_imported_from_te_is_there(te: Source) -> None:
     ours = ast.parse(OURS.read_text())
     offered = set(imported(te("pytorch/__init__.py"), "transformer_engine.pytorch"))
@@ -127,9 +139,10 @@ def test_tensors_of_the_state_are_where_we_reach_for_them(te: Source) -> None:
 
 def test_attributes_that_we_read_of_te_s_modules_are_set_by_them(te: Source) -> None:
     init = definition(te("pytorch/module/layernorm_linear.py"), "LayerNormLinear.__init__")
-    assert "self.eps" in {ast.unparse(t) for n in ast.walk(init) if isinstance(n, ast.Assign) for t in n.targets}
+    assigned = {ast.unparse(t) for n in ast.walk(init) if isinstance(n, ast.Assign) for t in n.targets}
+    assert "self.layer_norm_bias" in assigned, "None for RMSNorm"
     names = {n.value for n in ast.walk(init) if isinstance(n, ast.Constant)}
-    assert {"layer_norm_weight", "weight", "bias"} <= names
+    assert {"layer_norm_weight", "layer_norm_bias", "weight", "bias"} <= names
 
 
 def test_te_s_calibration_is_still_nothing_in_the_linears_that_we_record_by_hooks(te: Source) -> None:

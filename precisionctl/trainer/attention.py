@@ -1,0 +1,145 @@
+"""Attention with Megatron-Core's parameter names: over grouped queries, and over latents (MLA).
+
+Shape letters as in `model.py`.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from precisionctl.model_shape import MLA, ModelShape
+from precisionctl.trainer.backend import Backend, norm_of
+from precisionctl.trainer.rope import Positions, rotate, yarn_mscale
+
+
+class CoreAttention(nn.Module):
+    """Softmax over the keys that a query sees, of scores that may be capped (Gemma 2). `softmax_offset` (gpt-oss's
+    sinks) is, for each head, the score of one more key, whose value is zero."""
+
+    def __init__(self, model: ModelShape, backend: Backend, scale: float) -> None:
+        super().__init__()
+        self.scale, self.softcap = scale, model.attn_logit_softcapping
+        sinks = torch.zeros(model.num_attention_heads, dtype=backend.dtype, device=backend.device)
+        self.softmax_offset = nn.Parameter(sinks) if model.softmax_offset else None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Queries `[B, G * R, S, D]`, keys and values `[B, G, S, D]`; gives `[B, S, G * R * D]`."""
+        if self.softcap is None and self.softmax_offset is None:
+            attended = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+            )
+        else:
+            attended = self._attend(query, key, value, mask)
+        return attended.transpose(1, 2).flatten(2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        batch, groups, length, head = key.shape
+        grouped = query.reshape(batch, groups, -1, length, head)
+        scores = (grouped @ key[:, :, None].mT).float() * self.scale  # [B, G, R, S, S]
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if self.softmax_offset is not None:
+            sinks = self.softmax_offset.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., :length].to(value.dtype)
+        attended = weights @ value[:, :, None]
+        return attended.flatten(1, 2)
+
+
+class SelfAttention(nn.Module):
+    """Grouped queries. Rows of linear_qkv, per group: R queries, one key, one value, each D rows."""
+
+    def __init__(self, name: str, model: ModelShape, backend: Backend) -> None:
+        super().__init__()
+        self.groups, self.head = model.num_query_groups, model.kv_channels
+        norm, hidden = norm_of(model), model.hidden_size
+        bias = model.add_bias_linear or model.add_qkv_bias
+        self.linear_qkv = backend.layer_norm_linear(f"{name}.linear_qkv", hidden, model.qkv_size, bias, norm)
+        self.q_layernorm = backend.norm(self.head, norm) if model.qk_layernorm else nn.Identity()
+        self.k_layernorm = backend.norm(self.head, norm) if model.qk_layernorm else nn.Identity()
+        self.core_attention = CoreAttention(model, backend, 1 / math.sqrt(model.query_pre_attn_scalar or self.head))
+        self.linear_proj = backend.linear(f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear)
+
+    def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
+        """`[B, S, E]` to the same."""
+        batch, length, _ = hidden.shape
+        qkv = self.linear_qkv(hidden).view(batch, length, self.groups, -1, self.head)
+        query = rotate(self.q_layernorm(qkv[..., :-2, :].flatten(2, 3)), positions).transpose(1, 2)
+        key = rotate(self.k_layernorm(qkv[..., -2, :]), positions).transpose(1, 2)
+        value = qkv[..., -1, :].transpose(1, 2)
+        out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions.mask))
+        return out
+
+
+class MLASelfAttention(nn.Module):
+    """DeepSeek's latent attention: the keys and values of all heads are made from one small latent for each token,
+    queries from another one, or directly.
+
+    Rows of linear_q_up_proj (linear_q_proj), per head: those without positions, then those with; of
+    linear_kv_up_proj, per head: key, value; of linear_kv_down_proj: the latent, then the part of the key that has
+    positions, which all heads share.
+    """
+
+    def __init__(self, name: str, model: ModelShape, mla: MLA, backend: Backend) -> None:
+        super().__init__()
+        self.mla = mla
+        norm, hidden = norm_of(model), model.hidden_size
+        if mla.q_lora_rank is None:
+            self.linear_q_proj = backend.linear(f"{name}.linear_q_proj", hidden, model.query_size, False)
+        else:
+            self.linear_q_down_proj = backend.linear(f"{name}.linear_q_down_proj", hidden, mla.q_lora_rank, False)
+            self.linear_q_up_proj = backend.layer_norm_linear(
+                f"{name}.linear_q_up_proj", mla.q_lora_rank, model.query_size, False, norm
+            )
+        self.linear_kv_down_proj = backend.linear(f"{name}.linear_kv_down_proj", hidden, model.latent_size, False)
+        self.linear_kv_up_proj = backend.layer_norm_linear(
+            f"{name}.linear_kv_up_proj", mla.kv_lora_rank, model.key_value_size, False, norm
+        )
+        self.core_attention = CoreAttention(model, backend, _mla_scale(model, mla))
+        self.linear_proj = backend.linear(f"{name}.linear_proj", model.projection_size, hidden, False)
+
+    def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
+        """`[B, S, E]` to the same."""
+        mla = self.mla
+        heads = (*hidden.shape[:2], -1)
+        query = self._queries(hidden).view(*heads, mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+        down = self.linear_kv_down_proj(hidden)
+        latent, placed = torch.split(down, [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1)
+        up = self.linear_kv_up_proj(latent).view(*heads, mla.qk_head_dim + mla.v_head_dim)
+        key, value = torch.split(up, [mla.qk_head_dim, mla.v_head_dim], -1)
+        placed = _rotate_neighbours(placed[..., None, :], positions).expand(*key.shape[:-1], -1)
+        key = torch.cat([key, placed], -1)
+        plain, turned = torch.split(query, [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1)
+        query = torch.cat([plain, _rotate_neighbours(turned, positions)], -1)
+        attended = self.core_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), positions.mask
+        )
+        out: Tensor = self.linear_proj(attended)
+        return out
+
+    def _queries(self, hidden: Tensor) -> Tensor:
+        queries: Tensor
+        if self.mla.q_lora_rank is None:
+            queries = self.linear_q_proj(hidden)
+        else:
+            queries = self.linear_q_up_proj(self.linear_q_down_proj(hidden))
+        return queries
+
+
+def _rotate_neighbours(heads: Tensor, positions: Positions) -> Tensor:
+    """Rope over pairs (2i, 2i + 1). They come out as halves, in queries and keys alike, so no score changes."""
+    return rotate(torch.cat([heads[..., ::2], heads[..., 1::2]], -1), positions)
+
+
+def _mla_scale(model: ModelShape, mla: MLA) -> float:
+    """DeepSeek's YaRN magnifies the part without positions too, through the scale of the scores."""
+    scale = 1 / math.sqrt(mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    scaling = model.rope_scaling or {}
+    if not scaling.get("mscale_all_dim"):
+        return scale
+    return scale * yarn_mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2

@@ -1,0 +1,154 @@
+"""Where tokens stand: the angles of rotary embedding under every scaling that is known, and which keys a query sees.
+
+The arithmetic is transformers' (modeling_rope_utils.py), whose logits are the judge.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precisionctl.errors import UnknownArchitecture
+from precisionctl.model_shape import ModelShape
+
+Scaling = Mapping[str, Any]
+"""The words of config.json's `rope_scaling` (`rope_parameters`): `rope_type`, and the numbers of that type."""
+
+
+class Positions(NamedTuple):
+    """What attention needs to know about places in the sequence of S tokens."""
+
+    cos: Tensor | None
+    """FP32 `[S, P]`, as `sin`: one angle for each of the P pairs that are rotated. None where positions are learned."""
+    sin: Tensor | None
+    mask: Tensor | None
+    """Bool `[S, S]`, True where a query (row) sees a key; None for plain causal attention."""
+
+
+def rotate(heads: Tensor, positions: Positions) -> Tensor:
+    """Rope in FP32 over pairs (i, i + P), the rotate-half convention: `[B, S, heads, D]` to the same.
+    What is beyond the 2 * P rotated dimensions stays as it is."""
+    if positions.cos is None or positions.sin is None:
+        return heads
+    cos, sin = positions.cos[:, None], positions.sin[:, None]
+    pairs = cos.shape[-1]
+    first, second = heads[..., :pairs].float(), heads[..., pairs : 2 * pairs].float()
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(heads.dtype)
+    return turned if 2 * pairs == heads.shape[-1] else torch.cat([turned, heads[..., 2 * pairs :]], -1)
+
+
+class Rope:
+    """Angles of the rotated dimensions, in layers with a window or without. Raises UnknownArchitecture for a type of
+    scaling that is not known."""
+
+    def __init__(self, model: ModelShape, in_window: bool, device: torch.device) -> None:
+        size = model.mla.qk_pos_emb_head_dim if model.mla else int(model.kv_channels * model.rotary_percent)
+        base, scaling = model.rotary_base, model.rope_scaling or {}
+        if in_window and model.rotary_base_local:
+            base, scaling = model.rotary_base_local, {}
+        kind = scaling.get("rope_type", "default")
+        if kind not in _SCALINGS:
+            raise UnknownArchitecture(f"rope scaling of type `{kind}`", do=f"Known: {', '.join(_SCALINGS)}.")
+        self._original = int(scaling.get("original_max_position_embeddings", model.max_position_embeddings))
+        powers = torch.pow(base, torch.arange(0, size, 2).float() / size)
+        factor = float(scaling.get("factor") or model.max_position_embeddings / self._original)
+        scaled = _SCALINGS[kind](powers, factor, {"base": base, **scaling})
+        self._within, self._beyond = scaled.within.to(device), scaled.beyond.to(device)
+        self._magnitude = scaled.magnitude
+
+    def at(self, place: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of every pair's angle at each of S places, FP32 `[S, size / 2]`."""
+        frequencies = self._beyond if len(place) > self._original else self._within
+        angles = place[:, None] * frequencies
+        return angles.cos() * self._magnitude, angles.sin() * self._magnitude
+
+
+class _Scaled(NamedTuple):
+    """Frequencies (angle per place) of each pair in texts within the original context and in longer ones, and
+    what cos and sin are multiplied by. Unscaled ones are `1 / powers`, powers being `base ** (2i / size)`."""
+
+    within: Tensor
+    beyond: Tensor
+    magnitude: float = 1.0
+
+
+def _default(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
+    return _Scaled(1 / powers, 1 / powers)
+
+
+def _linear(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
+    return _Scaled(1 / powers / factor, 1 / powers / factor)
+
+
+def _llama3(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
+    """Llama 3.1: frequencies whose wavelength exceeds the original context over `low_freq_factor` are divided by
+    `factor`, those below it over `high_freq_factor` are kept, and those in between are blended."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    periods = scaling["original_max_position_embeddings"] / powers / (2 * math.pi)
+    kept = ((periods - low) / (high - low)).clamp(0, 1)
+    scaled = (kept + (1 - kept) / factor) / powers
+    return _Scaled(scaled, scaled)
+
+
+def _yarn(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
+    """YaRN (arXiv 2309.00071, section 3.2): pairs that turn more than `beta_fast` times in the original context keep
+    their frequency, those that turn less than `beta_slow` times are divided by `factor`, with a ramp between."""
+    pairs, original = len(powers), scaling["original_max_position_embeddings"]
+
+    def pair_turning(times: float) -> float:
+        return pairs * math.log(original / (times * 2 * math.pi)) / math.log(scaling["base"])
+
+    low, high = pair_turning(scaling.get("beta_fast") or 32), pair_turning(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    ramp = ((torch.arange(pairs) - low) / (high - low or 0.001)).clamp(0, 1)
+    scaled = (1 - ramp) / powers + ramp / (factor * powers)
+    return _Scaled(scaled, scaled, _yarn_magnitude(factor, scaling))
+
+
+def _yarn_magnitude(factor: float, scaling: Scaling) -> float:
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    mscale, all_dimensions = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and all_dimensions:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dimensions)
+    return yarn_mscale(factor, 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """How much larger queries and keys get where the context is `factor` times as long (DeepSeek's name for it)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
+
+
+def _longrope(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
+    """LongRoPE (arXiv 2402.13753): a divisor for each pair, and another one beyond the original context."""
+    magnitude = scaling.get("attention_factor")
+    if magnitude is None:
+        original = scaling["original_max_position_embeddings"]
+        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = (torch.tensor(scaling[name]) for name in ("short_factor", "long_factor"))
+    return _Scaled(1 / (short * powers), 1 / (long * powers), float(magnitude))
+
+
+_SCALINGS: Mapping[str, Callable[[Tensor, float, Scaling], _Scaled]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+def has_window(model: ModelShape, layer: int) -> bool:
+    return model.sliding_window is not None and (model.window_layers is None or model.window_layers[layer])
+
+
+def sliding_window_mask(place: Tensor, window: int | None) -> Tensor | None:
+    """Bool `[S, S]`: a query sees itself and the `window - 1` keys before it. None where all earlier keys are seen."""
+    if window is None or window >= len(place):
+        return None
+    distance = place[:, None] - place
+    return (distance >= 0) & (distance < window)
