@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from precisionctl.architectures.find import from_hf_config
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.errors import UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
@@ -27,6 +27,11 @@ from precisionctl.trainer.rope import sliding_window_mask
 BF16 = PRESETS["bf16"]
 VOCABULARY = pico.SIZES["vocab_size"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in pico.FAMILIES} | {
+    "llama stretched": ("llama-2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama to be stretched": (
+        "llama-2",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    ),
     "mistral with a window longer than the text": ("mistral", {"sliding_window": 99}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
 }
@@ -141,9 +146,28 @@ def test_a_bias_that_only_megatron_has_stays_zero() -> None:
 
 
 def test_rope_scaling_of_a_type_that_is_not_known_is_refused() -> None:
-    scaled = dataclasses.replace(tiny_shape(), rope_scaling={"rope_type": "dynamic", "factor": 4.0})
-    with pytest.raises(UnknownArchitecture, match="dynamic"):
+    scaled = dataclasses.replace(tiny_shape(), rope_scaling={"rope_type": "spiral", "factor": 4.0})
+    with pytest.raises(UnknownArchitecture, match="spiral"):
         GPT(scaled, BF16)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 3}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rotary_base": 1.0},
+        {"rotary_percent": 0.2},
+        {"rotary_percent": 2.0},
+    ],
+)
+def test_numbers_that_make_no_angles_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(DamagedCheckpoint, match="rope scaling|rotated in pairs"):
+        GPT(dataclasses.replace(tiny_shape(), **changes), BF16)
+
+
+def test_a_parallel_residual_is_refused_with_the_reason() -> None:
+    with pytest.raises(UnknownArchitecture, match="side by side, which Megatron-Core does not have"):
+        GPT(dataclasses.replace(tiny_shape(), parallel_residual=True), BF16)
 
 
 def test_a_window_counts_the_query_itself() -> None:

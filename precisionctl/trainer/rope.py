@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from precisionctl.errors import UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model_shape import ModelShape
 
 Scaling = Mapping[str, Any]
-"""The words of config.json's `rope_scaling` (`rope_parameters`): `rope_type`, and the numbers of that type."""
+"""The words of config.json's `rope_scaling` (`rope_parameters`): `rope_type`, and the numbers of that type; `base` and
+`original`, the length of the context before scaling, beside them."""
 
 
 class Positions(NamedTuple):
@@ -41,20 +42,26 @@ def rotate(heads: Tensor, positions: Positions) -> Tensor:
 
 class Rope:
     """Angles of the rotated dimensions, in layers with a window or without. Raises UnknownArchitecture for a type of
-    scaling that is not known."""
+    scaling that is not known, DamagedCheckpoint for numbers that make no angles."""
 
     def __init__(self, model: ModelShape, in_window: bool, device: torch.device) -> None:
-        size = model.mla.qk_pos_emb_head_dim if model.mla else int(model.kv_channels * model.rotary_percent)
+        head = model.mla.qk_pos_emb_head_dim if model.mla else model.kv_channels
+        size = head if model.mla else int(head * model.rotary_percent)
         base, scaling = model.rotary_base, model.rope_scaling or {}
         if in_window and model.rotary_base_local:
             base, scaling = model.rotary_base_local, {}
         kind = scaling.get("rope_type", "default")
         if kind not in _SCALINGS:
             raise UnknownArchitecture(f"rope scaling of type `{kind}`", do=f"Known: {', '.join(_SCALINGS)}.")
-        self._original = int(scaling.get("original_max_position_embeddings", model.max_position_embeddings))
+        if size % 2 or not 0 < size <= head:
+            raise DamagedCheckpoint(f"{size} of a head's {head} dimensions cannot be rotated in pairs")
+        self._original = int(scaling.get("original_max_position_embeddings") or model.max_position_embeddings)
         powers = torch.pow(base, torch.arange(0, size, 2).float() / size)
         factor = float(scaling.get("factor") or model.max_position_embeddings / self._original)
-        scaled = _SCALINGS[kind](powers, factor, {"base": base, **scaling})
+        try:
+            scaled = _SCALINGS[kind](powers, factor, {**scaling, "base": base, "original": self._original})
+        except (ArithmeticError, ValueError, RuntimeError) as error:
+            raise DamagedCheckpoint(f"rope scaling that cannot be computed: {error}") from None
         self._within, self._beyond = scaled.within.to(device), scaled.beyond.to(device)
         self._magnitude = scaled.magnitude
 
@@ -86,7 +93,7 @@ def _llama3(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
     """Llama 3.1: frequencies whose wavelength exceeds the original context over `low_freq_factor` are divided by
     `factor`, those below it over `high_freq_factor` are kept, and those in between are blended."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    periods = scaling["original_max_position_embeddings"] / powers / (2 * math.pi)
+    periods = scaling["original"] / powers / (2 * math.pi)
     kept = ((periods - low) / (high - low)).clamp(0, 1)
     scaled = (kept + (1 - kept) / factor) / powers
     return _Scaled(scaled, scaled)
@@ -95,7 +102,7 @@ def _llama3(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
 def _yarn(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
     """YaRN (arXiv 2309.00071, section 3.2): pairs that turn more than `beta_fast` times in the original context keep
     their frequency, those that turn less than `beta_slow` times are divided by `factor`, with a ramp between."""
-    pairs, original = len(powers), scaling["original_max_position_embeddings"]
+    pairs, original = len(powers), scaling["original"]
 
     def pair_turning(times: float) -> float:
         return pairs * math.log(original / (times * 2 * math.pi)) / math.log(scaling["base"])
@@ -127,14 +134,14 @@ def _longrope(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
     """LongRoPE (arXiv 2402.13753): a divisor for each pair, and another one beyond the original context."""
     magnitude = scaling.get("attention_factor")
     if magnitude is None:
-        original = scaling["original_max_position_embeddings"]
-        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(scaling["original"]))
     short, long = (torch.tensor(scaling[name]) for name in ("short_factor", "long_factor"))
     return _Scaled(1 / (short * powers), 1 / (long * powers), float(magnitude))
 
 
 _SCALINGS: Mapping[str, Callable[[Tensor, float, Scaling], _Scaled]] = {
     "default": _default,
+    "dynamic": _default,  # it scales beyond max_position_embeddings alone, and no text here is as long
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
