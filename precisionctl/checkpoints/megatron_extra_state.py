@@ -91,6 +91,19 @@ def decode(payloads: Mapping[str, bytes], where: Path) -> Decoded:
     return Decoded(recipe, _by_module(states, where), raw)
 
 
+def split_experts(name: str, payload: bytes, rank: int, where: str) -> Iterable[tuple[str, bytes]]:
+    """A grouped linear's payload as one for each expert, numbered as those of this expert-parallel rank.
+
+    Raises NotUnderstood and DamagedCheckpoint, as `extra_state.decode_payload`.
+    """
+    decoded = extra_state.decode_payload(payload, where)
+    if decoded is None:
+        return []
+    recipe, state = decoded
+    parts = [one for _, one in _by_expert(state)]
+    return [(f"{name}{rank * len(parts) + i}", extra_state.encode_payload(p, recipe)) for i, p in enumerate(parts)]
+
+
 def _by_module(states: Mapping[str, Fp8State], where: Path) -> dict[str, Fp8State]:
     modules: dict[str, Fp8State] = {}
     experts: dict[str, dict[int, Fp8State]] = {}

@@ -1,0 +1,273 @@
+"""Read Megatron's `torch` checkpoints: what `--ckpt-format torch` and every Megatron-LM before 0.5 saved.
+
+Each rank saved its own shards, under names of its own, in one archive of torch.save. Here its skeleton is read, and
+every tensor of the model is boxes in the ranks' files. Replicas must be equal: of small ones, and of the copy of
+tied embeddings on the last stage, all bytes are compared; of large ones (the attention, once for each expert rank)
+the first is read. `megatron_legacy_writer.py` is the inverse.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precisionctl.checkpoints.base import Box, Chunk, Companions, Container, shard_boxes
+from precisionctl.checkpoints.companions import read_companions
+from precisionctl.checkpoints.megatron_extra_state import as_states, bytes_of, decode, split_experts
+from precisionctl.checkpoints.megatron_keys import COMPANIONS, EXTRA_STATE, find_iteration
+from precisionctl.checkpoints.megatron_legacy_names import (
+    count_experts,
+    count_layers,
+    fc_weights,
+    is_before_core,
+    local_names,
+    parallel_of,
+    renumbered,
+)
+from precisionctl.checkpoints.megatron_legacy_optimizer import common_optimizer, optimizer_tensors
+from precisionctl.checkpoints.megatron_legacy_ranks import Rank, arguments, is_legacy, read_ranks
+from precisionctl.checkpoints.megatron_legacy_shards import SMALL, Logical, Shard, assembled, check_replicas, gathered
+from precisionctl.checkpoints.megatron_logical import EMBEDDING, STATE
+from precisionctl.checkpoints.megatron_model import model_of
+from precisionctl.checkpoints.torch_zip import Located, read_located
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import REPLICATED, ROWS, Layout, Parallel, TensorSpec
+
+_GROUPED = (".mlp.experts.linear_fc1._extra_state", ".mlp.experts.linear_fc2._extra_state")
+_OUTPUT = "output_layer.weight"
+
+
+def recognise(path: Path) -> bool:
+    """Whether `path` is the directory of an iteration, or one of its entries is."""
+    return is_legacy(path) or (path.is_dir() and any(is_legacy(entry) for entry in path.iterdir() if entry.is_dir()))
+
+
+class LegacyReader:
+    """An iteration, or the newest of a directory. Opening reads every rank's pickle, and no tensors.
+
+    Raises DamagedCheckpoint where ranks are missing, or what they hold does not fit together, and UnsafePickle.
+    """
+
+    container = "torch"
+    layout: Layout = "megatron"
+    encodings: Mapping[str, Encoding] = {}
+
+    def __init__(self, path: Path, iteration: int | None = None) -> None:
+        self.path: Path = find_iteration(path, iteration, complete=is_legacy)
+        self.parallelism, self._ranks = read_ranks(self.path)
+        self._first = self._ranks[0].content
+        self._chunks: dict[str, tuple[Chunk, ...]] = {}
+        self._stages = list(self._numbered())
+        self._shards = self._model_shards()
+        self._tensors = assembled(self._shards, self.parallelism, self._parallel)
+        self.specs = {name: tensor.spec for name, tensor in self._tensors.items()}
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return [rank.path for rank in self._ranks]
+
+    @cached_property
+    def args(self) -> Mapping[str, Any]:
+        """Megatron's arguments; empty where none were saved."""
+        return arguments(self._first)
+
+    @property
+    def iteration(self) -> int | None:
+        """None for a `release`: weights that belong to no run."""
+        iteration = self._first.get("iteration")
+        return iteration if type(iteration) is int and self.path.name != "release" else None
+
+    @cached_property
+    def companions(self) -> Companions:
+        return read_companions(self.path / COMPANIONS, links=False)
+
+    @cached_property
+    def model(self) -> ModelShape:
+        return model_of(self.path, self.args, self.companions, self.specs)
+
+    def _numbered(self) -> Iterator[tuple[Rank, dict[str, Any]]]:
+        """Each stage of each rank, and its entries with layers and experts numbered through the model.
+
+        However layers were dealt out (evenly, or with a first or last stage of its own size, or by a layout), stage
+        i of pipeline rank p is virtual stage i * pipeline + p, and layers count on from stage to stage.
+        """
+        stages = [(rank, [local_names(chunk, rank.path) for chunk in rank.chunks]) for rank in self._ranks]
+        virtual = {len(chunks) for _, chunks in stages}
+        if len(virtual) > 1:
+            raise DamagedCheckpoint(f"ranks with {sorted(virtual)} stages", where=self.path, do="Is the copy whole?")
+        order = range(self.parallelism.pipeline * virtual.pop())
+        layers: dict[int, set[int]] = {stage: set() for stage in order}
+        for rank, chunks in stages:
+            for index, chunk in enumerate(chunks):
+                layers[index * self.parallelism.pipeline + rank.pipeline].add(count_layers(chunk))
+        if uneven := [stage for stage in order if len(layers[stage]) > 1]:
+            raise DamagedCheckpoint(f"the ranks of stage {uneven[0]} hold {sorted(layers[uneven[0]])} layers")
+        counts = [layers[stage].pop() for stage in order]
+        for rank, chunks in stages:
+            for index, chunk in enumerate(chunks):
+                first = sum(counts[: index * self.parallelism.pipeline + rank.pipeline])
+                expert = rank.expert * count_experts(chunk)
+                yield rank, {renumbered(name, first, expert): value for name, value in chunk.items()}
+
+    def _model_shards(self) -> dict[str, dict[int, list[Shard]]]:
+        shards = gathered(self._located(), self.parallelism)
+        if self._tied and self.parallelism.pipeline > 1:
+            _join_tied(shards, _OUTPUT, EMBEDDING)
+        return shards
+
+    def _located(self) -> Iterator[tuple[Rank, str, Located]]:
+        for rank, entries in self._stages:
+            for name, value in entries.items():
+                if "_extra_state" in name:
+                    continue
+                if not isinstance(value, Located):
+                    raise DamagedCheckpoint(f"`{name}` is {shown(value)}, no contiguous tensor", where=rank.path)
+                yield rank, name, value
+
+    @property
+    def _tied(self) -> bool:
+        return not self.args.get("untie_embeddings_and_output_weights", False)
+
+    @cached_property
+    def optimizer_specs(self) -> Mapping[str, TensorSpec]:
+        """The optimizer's tensors, by parameter; none where a distributed optimizer has them in files of its own.
+
+        Raises DamagedCheckpoint where they are not those of the model's parameters.
+        """
+        return {name: tensor.spec for name, tensor in self._optimizer.items()}
+
+    @cached_property
+    def _optimizer(self) -> dict[str, Logical]:
+        parameters: dict[Path, dict[str, Located]] = {rank.path: {} for rank in self._ranks}
+        for rank, name, tensor in self._located():
+            parameters[rank.path][name] = tensor
+        shards = gathered(
+            (
+                (rank, name, tensor)
+                for rank in self._ranks
+                for name, tensor in optimizer_tensors(rank.content, parameters[rank.path], rank.path)
+            ),
+            self.parallelism,
+        )
+        for kind in {name.removeprefix(STATE).partition(".")[0] for name in shards}:
+            if self._tied and self.parallelism.pipeline > 1:
+                _join_tied(shards, f"{STATE}{kind}.{_OUTPUT}", f"{STATE}{kind}.{EMBEDDING}")
+
+        def as_its_parameter(name: str, *_: object) -> Parallel:
+            return self.specs[name.removeprefix(STATE).partition(".")[2]].parallel
+
+        return assembled(shards, self.parallelism, as_its_parameter)
+
+    def _parallel(self, name: str, shard: Located, size: int) -> Parallel:
+        if name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):
+            whole = _lora_rank(self.args, name)  # cut without Transformer Engine, whole on every rank with it
+            return ROWS if shard.shape and shard.shape[0] * size == whole else REPLICATED
+        return parallel_of(name, self._is_gated(name))
+
+    def _is_gated(self, name: str) -> bool:
+        """Whether the first linear of an MLP is gate and up: then it has twice the rows that the second has columns."""
+        shapes = [self._shards[weight][0][0].tensor.shape for weight in fc_weights(name) if weight in self._shards]
+        return len(shapes) == 2 and all(len(shape) == 2 for shape in shapes) and shapes[0][0] == 2 * shapes[1][1]
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        if name not in self._chunks:
+            tensor = self._tensors.get(name) or self._optimizer[name]
+            if tensor.spec.nbytes <= SMALL or name == EMBEDDING:
+                check_replicas(name, tensor)
+            chosen = [replicas[0] for replicas in tensor.shards]
+            self._chunks[name] = tuple(self._boxes(name, tensor.spec, chosen))
+        return self._chunks[name]
+
+    def _boxes(self, name: str, spec: TensorSpec, shards: Sequence[Shard]) -> Iterator[Chunk]:
+        """Where the boxes of a tensor are in these ranks' shards."""
+        version = self._first.get("checkpoint_version", 0)
+        reordered = is_before_core(self._ranks[0].chunks[0]) and ".linear_qkv." in name and version in (0, 1.0)
+        for shard, boxes in zip(shards, shard_boxes(spec, len(shards)), strict=True):
+            offset = shard.tensor.offset
+            for box in boxes:
+                yield from self._qkv_boxes(box, shard, version) if reordered else [Chunk(box, shard.rank.path, offset)]
+                offset += box.rows * box.columns * spec.dtype.itemsize
+
+    def _qkv_boxes(self, box: Box, shard: Shard, version: float) -> Iterator[Chunk]:
+        """Rows that stand as [3, heads, channels] (version 0) or [heads, channels, 3] (1.0) in a rank's shard, where
+        [heads, 3, channels] is meant (megatron/training/checkpointing.py, fix_query_key_value_ordering)."""
+        heads = self.model.num_attention_heads // self.parallelism.tensor
+        channels = self.model.kv_channels
+        if box.rows != 3 * heads * channels:
+            what = f"{box.rows} rows of QKV for {heads} heads of {channels} channels"
+            raise DamagedCheckpoint(what, where=shard.rank.path)
+        shape = (3, heads, channels) if version == 0 else (heads, channels, 3)
+        rows = torch.arange(box.rows).view(shape).permute((1, 0, 2) if version == 0 else (0, 2, 1)).flatten().tolist()
+        run = channels if version == 0 else 1
+        pitch = box.columns * shard.tensor.dtype.itemsize
+        for row in range(0, box.rows, run):
+            part = Box(box.row + row, run, box.column, box.columns)
+            yield Chunk(part, shard.rank.path, shard.tensor.offset + rows[row] * pitch)
+
+    @cached_property
+    def common(self) -> Mapping[str, Any]:
+        """All that is no tensor of the model, as the first rank saved it: `args`, `iteration`, the schedule, its RNG
+        state; of the optimizer its settings and step, as `torch_dist` has them."""
+        rank = self._ranks[0]
+        models = {key for key in rank.content if re.fullmatch(r"model\d*", key)}
+        kept = {key: value for key, value in rank.content.items() if key not in models and key != "optimizer"}
+        common: dict[str, Any] = _read(kept, rank.path)
+        optimizer = common_optimizer(rank.content, rank.path)
+        return common | ({"optimizer": optimizer} if optimizer else {})
+
+    @cached_property
+    def fp8(self) -> Fp8States | None:
+        """The delayed-scaling state in `_extra_state`, else the one in the sidecar. The ranks of a module keep the
+        same: their amaxes are reduced over all of them."""
+        states = as_states(decode(dict(self._payloads()), self.path), self.common, self.iteration)
+        return states or sidecar.find(self.path)
+
+    def _payloads(self) -> Iterator[tuple[str, bytes]]:
+        """Logical name and bytes of each `_extra_state` that is not empty, of the first rank that has it."""
+        seen: set[tuple[str, int]] = set()
+        for rank, entries in self._stages:
+            for name, value in entries.items():
+                grouped = name.endswith(_GROUPED)
+                if EXTRA_STATE not in name or (name, rank.expert * grouped) in seen:
+                    continue
+                seen.add((name, rank.expert * grouped))
+                saved = read_located(rank.path, value) if isinstance(value, Located) else value
+                data = bytes_of(saved, f"{rank.path}: {name}")
+                if data and grouped and self.parallelism.expert > 1:
+                    yield from split_experts(name, data, rank.expert, str(rank.path))
+                elif data:
+                    yield name, data
+
+
+def _join_tied(shards: dict[str, dict[int, list[Shard]]], copy: str, of: str) -> None:
+    """The last stage's copy of the embedding is a replica of it."""
+    if copy in shards and of in shards:
+        for index, copies in shards.pop(copy).items():
+            shards[of].setdefault(index, []).extend(copies)
+
+
+def _read(value: Any, path: Path) -> Any:
+    """A part of a skeleton with its tensors, which are small there."""
+    if isinstance(value, Located):
+        small = TensorSpec(value.shape, value.dtype).nbytes <= SMALL
+        return read_located(path, value) if small else value
+    if isinstance(value, dict):
+        return {key: _read(item, path) for key, item in value.items()}
+    return [_read(item, path) for item in value] if isinstance(value, list) else value
+
+
+def _lora_rank(args: Mapping[str, Any], name: str) -> int | None:
+    """Rows of the whole down projection of multi-head latent attention."""
+    fields = ("q_lora_rank",) if ".linear_q_" in name else ("kv_lora_rank", "qk_pos_emb_head_dim")
+    sizes = [args.get(field) for field in fields]
+    return sum(size for size in sizes if type(size) is int) if all(type(size) is int for size in sizes) else None
+
+
+CONTAINER = Container(recognise, LegacyReader, "mp_rank_00/model_optim_rng.pt of a Megatron torch checkpoint")

@@ -1,0 +1,136 @@
+"""The directories of Megatron's `torch` checkpoints: `mp_rank_TT[_PPP][_EEE]`, one for each rank that saved.
+
+Names as megatron/training/checkpointing.py, get_checkpoint_name: the pipeline rank is there where there are several,
+the expert rank too, so that `mp_rank_00_001` is either; the arguments inside decide.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints import torch_zip
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.param import Parallelism
+
+FILE = "model_optim_rng.pt"
+_MOST_RANKS = 1 << 16
+_NAME = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where a rank stands, and the skeleton of what it saved."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+    path: Path
+    content: Mapping[str, Any]
+
+    @property
+    def chunks(self) -> list[Mapping[str, Any]]:
+        """State dicts of the rank's stages: `model`, or `model0`, `model1`, ... where it has several."""
+        names = ["model"] if "model" in self.content else []
+        while not names or (names[-1] != "model" and f"model{len(names)}" in self.content):
+            names.append(f"model{len(names)}")
+        found = [self.content.get(name) for name in names]
+        if not all(isinstance(chunk, dict) for chunk in found):
+            raise DamagedCheckpoint("it holds no model", where=self.path, do="Is the copy whole?")
+        return found  # type: ignore[return-value]
+
+
+def is_legacy(path: Path) -> bool:
+    """Whether `path` is the directory of an iteration that was saved by ranks."""
+    return any(_NAME.fullmatch(file.parent.name) for file in path.glob(f"mp_rank_*/{FILE}"))
+
+
+def directory_name(tensor: int, pipeline: int, expert: int, sizes: Parallelism) -> str:
+    """The directory of a rank."""
+    name = f"mp_rank_{tensor:02d}"
+    name += f"_{pipeline:03d}" if sizes.pipeline > 1 else ""
+    return name + (f"_{expert:03d}" if sizes.expert > 1 else "")
+
+
+def places(sizes: Parallelism) -> list[tuple[int, int, int]]:
+    """(tensor, pipeline, expert) rank of every directory of a run of these sizes.
+
+    Experts' ranks are counted apart from the others, `expert_tensor` first (megatron/core/parallel_state.py,
+    RankGenerator): where that is not `tensor`, only some tensor ranks meet some expert ranks.
+    """
+    of_experts = sizes.expert_tensor or sizes.tensor
+    period = math.lcm(sizes.tensor, of_experts * sizes.expert)
+    pairs = sorted({(rank % sizes.tensor, rank // of_experts % sizes.expert) for rank in range(period)})
+    return [(tensor, stage, expert) for tensor, expert in pairs for stage in range(sizes.pipeline)]
+
+
+def read_ranks(path: Path) -> tuple[Parallelism, list[Rank]]:
+    """The sizes of the run that saved, and all its ranks, ordered by place. Reads no tensors.
+
+    Raises DamagedCheckpoint where a directory is missing or one too many, and UnsafePickle.
+    """
+    numbers = {entry.name: _NAME.fullmatch(entry.name) for entry in path.iterdir() if entry.is_dir()}
+    found = {name: tuple(int(n) for n in match.groups() if n) for name, match in numbers.items() if match}
+    first = min(found)
+    content = _content(path / first / FILE)
+    sizes = _sizes(arguments(content), found, path)
+    if math.lcm(sizes.tensor, (sizes.expert_tensor or sizes.tensor) * sizes.expert) * sizes.pipeline > _MOST_RANKS:
+        raise DamagedCheckpoint(f"its arguments ask for more ranks than there are: {sizes}", where=path / first)
+    expected = {directory_name(*place, sizes): place for place in places(sizes)}
+    missing = sorted(expected.keys() - found.keys())
+    if missing:
+        what = f"the directory {missing[0]} is missing ({len(missing)} of {len(expected)} ranks)"
+        raise DamagedCheckpoint(what, where=path, do="Copy the checkpoint again, from every machine that saved.")
+    surplus = sorted(found.keys() - expected.keys())
+    if surplus:
+        what = f"{surplus[0]} is not a rank of a run of {_told(sizes)}"
+        raise DamagedCheckpoint(what, where=path, do="Is it left over from another run? Move it away.")
+    return sizes, [
+        Rank(*place, path / name / FILE, content if name == first else _content(path / name / FILE))
+        for name, place in expected.items()
+    ]
+
+
+def arguments(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Megatron's arguments in what a rank saved; empty where there are none."""
+    args = content.get("args")
+    return vars(args) if isinstance(args, argparse.Namespace) else {}
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise DamagedCheckpoint("a file is missing", where=path, do="Copy the checkpoint again.")
+    if not path.resolve().is_relative_to(path.parent.parent.resolve()):
+        raise DamagedCheckpoint("a symbolic link leads out of the checkpoint", where=path, do="Do not trust it.")
+    content = torch_zip.skeleton(path)
+    if not isinstance(content, dict):
+        raise DamagedCheckpoint("it holds no table", where=path)
+    return content
+
+
+def _sizes(args: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], path: Path) -> Parallelism:
+    tensor = 1 + max(numbers[0] for numbers in found.values())
+    pipeline, expert = (_size(args, f"{kind}_model_parallel_size", path) for kind in ("pipeline", "expert"))
+    virtual = _size(args, "virtual_pipeline_model_parallel_size", path)
+    of_experts = _size(args, "expert_tensor_parallel_size", path, tensor)
+    told = _size(args, "tensor_model_parallel_size", path, tensor)
+    if tensor != told:
+        what = f"directories of {tensor} tensor-parallel ranks, its arguments say {told}"
+        raise DamagedCheckpoint(what, where=path, do="Copy the checkpoint again, from every machine that saved.")
+    return Parallelism(tensor, pipeline, virtual, expert, None if of_experts == tensor else of_experts)
+
+
+def _size(args: Mapping[str, Any], name: str, path: Path, default: int = 1) -> int:
+    size = args.get(name)
+    if size is None:
+        return default
+    if type(size) is not int or not 1 <= size <= 1 << 20:
+        raise DamagedCheckpoint(f"{name} is {shown(size)}, not a number of ranks", where=path)
+    return size
+
+
+def _told(sizes: Parallelism) -> str:
+    return f"tensor {sizes.tensor} x pipeline {sizes.pipeline} x expert {sizes.expert} ranks"

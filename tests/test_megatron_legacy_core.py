@@ -1,0 +1,145 @@
+"""megatron-core as the judge of the `torch` format: what its ranks save is read bit for bit."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.base import read_rows
+from precisionctl.checkpoints.megatron_legacy import LegacyReader
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.param import Parallelism
+
+PEER = Path(__file__).with_name("mcore_legacy.py")
+
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {
+        "sizes": {"tensor": 2, "pipeline": 2},
+        "model": {"qkv_bias": True, "qk_norm": True},
+        "optimizer": True,
+        "layers": [2, 2],
+    },
+    "tied": {"sizes": {"tensor": 2, "pipeline": 2, "virtual": 2}, "model": {"tied": True}, "layers": [1, 1, 1, 1]},
+    "uneven": {"sizes": {"tensor": 2, "pipeline": 2}, "model": {"tied": True, "first": 1, "last": 3}, "layers": [1, 3]},
+    "experts": {
+        "sizes": {"pipeline": 2, "expert": 2},
+        "model": {"experts": 4},
+        "optimizer": True,
+        "layers": [2, 2],
+    },
+}
+
+
+def peer(top: Path, jobs: list[dict[str, Any]]) -> None:
+    path = top / "jobs.json"
+    path.write_text(json.dumps(jobs))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, PEER, path], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    Path(f"{path}.rendezvous").unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    top = tmp_path_factory.mktemp("saved")
+    peer(top, [{**case, "save": str(top / name)} for name, case in CASES.items()])
+    return top
+
+
+def coordinates(rank: int, sizes: dict[str, int]) -> tuple[int, int, int]:
+    """(tensor, pipeline, expert) of one of four ranks, as megatron-core orders them."""
+    tensor, pipeline, expert = (sizes.get(kind, 1) for kind in ("tensor", "pipeline", "expert"))
+    return rank % tensor, rank // (4 // pipeline), rank // tensor % expert
+
+
+def held(top: Path, name: str) -> Iterator[tuple[str, int, Tensor]]:
+    """Each parameter and optimizer state in the memory of each rank: logical name, tensor rank, values."""
+    case = CASES[name]
+    pipeline = case["sizes"]["pipeline"]
+    for rank in range(4):
+        tensor, stage, expert = coordinates(rank, case["sizes"])
+        found = torch.load(f"{top / name}.rank{rank}.pt")
+        optimizer = found.pop("optimizer", {})
+        for index, parameters in found.items():
+            before = sum(case["layers"][: index * pipeline + stage])
+            for local, values in parameters.items():
+                yield logical(local, before, expert, name == "experts"), tensor, values
+        for local, values in optimizer.items():
+            kind, _, parameter = local.partition(".")
+            if kind != "step":
+                whole_name = logical(parameter, sum(case["layers"][:stage]), expert, name == "experts")
+                yield f"optimizer.state.{kind}.{whole_name}", tensor, values.detach()
+
+
+def logical(local: str, before: int, expert: int, with_experts: bool) -> str:
+    parts = local.split(".")
+    if parts[1] == "layers":
+        parts[2] = str(int(parts[2]) + before)
+    if "local_experts" in parts:
+        number = int(parts[6]) + 2 * expert  # four experts on two ranks
+        return f"{'.'.join(parts[:5])}.{parts[7]}.{parts[8]}{number}"
+    name = ".".join(parts).replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+    return name if with_experts else name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+
+
+def whole(name: str, shards: list[Tensor]) -> Tensor:
+    """The tensor of which tensor-parallel ranks hold these shards, by the rules of Megatron's layers."""
+    if "linear_fc1.weight" in name:
+        gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
+        return torch.cat([*gates, *ups])
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")) or "linear_fc2.weight" in name:
+        return torch.cat(shards, dim=1)
+    norm = "norm" in name or name.endswith("router.weight")
+    return shards[0] if norm else torch.cat(shards)
+
+
+def expected(top: Path, name: str) -> dict[str, Tensor]:
+    shards: dict[str, dict[int, Tensor]] = {}
+    for parameter, tensor, values in held(top, name):
+        shards.setdefault(parameter, {})[tensor] = values
+    if CASES[name]["model"].get("tied"):
+        copy = shards.pop("output_layer.weight")
+        assert all(torch.equal(copy[i], values) for i, values in shards["embedding.word_embeddings.weight"].items())
+    return {parameter: whole(parameter, [found[i] for i in sorted(found)]) for parameter, found in shards.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_tensor_that_megatron_core_saved_is_read_bit_for_bit(saved: Path, name: str) -> None:
+    reader = LegacyReader(saved / name)
+    wanted = expected(saved, name)
+    specs = {**reader.specs, **reader.optimizer_specs}
+    assert specs.keys() == wanted.keys()
+    assert (CASES[name].get("optimizer", False)) == any(each.startswith("optimizer.") for each in wanted)
+    both = SimpleNamespace(specs=specs, chunks=reader.chunks)
+    for each, values in wanted.items():
+        assert torch.equal(read_rows(both, each, 0, specs[each].rows).view(specs[each].shape), values), each
+
+
+def test_what_was_saved_says_what_it_is(saved: Path) -> None:
+    reader = open_checkpoint(saved / "tied")
+    assert isinstance(reader, LegacyReader)
+    assert reader.container == "torch"
+    assert reader.iteration == 10
+    assert reader.parallelism == Parallelism(tensor=2, pipeline=2, virtual=2)
+    assert reader.model.num_layers == 4
+    assert reader.model.tied_embeddings
+    assert reader.fp8 is None
+    assert len(reader.files) == 4
+    assert open_checkpoint(saved / "tied" / "iter_0000010").specs == reader.specs
+    assert LegacyReader(saved / "experts").parallelism == Parallelism(pipeline=2, expert=2)
+
+
+def test_settings_and_step_of_the_optimizer_are_where_torch_dist_has_them(saved: Path) -> None:
+    optimizer = LegacyReader(saved / "dense").common["optimizer"]["optimizer"]
+    assert optimizer["state"] == {"common_step": 1}
+    assert [group["wd_mult"] for group in optimizer["param_groups"]] == [1.0, 0.0]
+    rng = LegacyReader(saved / "dense").common["rng_state"]
+    assert rng[0]["torch_rng_state"].shape == torch.get_rng_state().shape
