@@ -17,6 +17,7 @@ from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE, HuggingFaceWrit
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import directory_name, write_tracker
+from precisionctl.checkpoints.megatron_legacy import LegacyReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.convert import OnBytes, check, run
 from precisionctl.engines.base import Engine, engines
@@ -287,7 +288,7 @@ def _state_notes(change: StateChange) -> list[str]:
 
 
 def _left_behind(reader: Reader) -> list[str]:
-    if not isinstance(reader, TorchDistReader):
+    if not isinstance(reader, TorchDistReader | LegacyReader):
         return []
     notes = []
     if optimizer := reader.optimizer_specs:
