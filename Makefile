@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test lint bench peers clean
+.PHONY: demo test lint bench peers soak clean
 
 demo: $(READY)  ## the whole story on two CPU cores, in under 8 minutes
 	rm -rf demo-run
@@ -21,6 +21,9 @@ bench: $(READY)  ## prints numbers, asserts none
 
 peers: $(READY)  ## other programs, each in an environment of its own
 	$(BIN)/pytest -q tests/peers
+
+soak: $(READY)  ## many kills and big files: half an hour and 10 GB of disk
+	$(BIN)/pytest -q -s tests/soak
 
 clean:
 	rm -rf .venv .peers .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

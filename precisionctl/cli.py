@@ -193,6 +193,7 @@ def do_work(work: "Work", how: Writing) -> None:
     """Show a plan, or carry it out; of several ranks, the first one speaks."""
     from precisionctl import console, ranks
     from precisionctl.commands import execute
+    from precisionctl.estimate import estimate
     from precisionctl.reports import plan as report
 
     here = ranks.ALONE if how.dry_run else ranks.from_environment()
@@ -203,10 +204,11 @@ def do_work(work: "Work", how: Writing) -> None:
             execute(work, workers=how.workers, restart=how.restart, verify=how.verify, ranks=here, on_bytes=on_bytes)
     if not here.first:
         return
+    expected = estimate(work.plan, work.reader, work.output.path, how.workers) if how.dry_run else None
     if how.json_wanted:
-        print_json(work.plan.describe() | {"notes": work.notes})
-    elif how.dry_run:
-        console.show_tables(report.tables(work.plan))
+        print_json(work.plan.describe() | {"notes": work.notes} | ({"estimate": asdict(expected)} if expected else {}))
+    elif expected:
+        console.show_tables(report.tables(work.plan, expected))
     else:
         console.show_lines([f"Wrote {work.output.path}, {size(work.plan.nbytes)}.", *work.notes])
 

@@ -36,6 +36,12 @@ def written(job: Job) -> Sequence[str]:
     return (*job.writes, *job.encode.weight_scales.values(), *job.encode.input_scales) if job.encode else job.writes
 
 
+def held_bytes(plan: Plan) -> int:
+    """The most memory that a worker holds for this plan: its buffers, or a row of a tensor that is longer."""
+    rows = [spec.columns * max(4, spec.dtype.itemsize) for spec in plan.targets.values()]
+    return 2 * max(BUFFER, *rows) + 4 * numerics.PIECE
+
+
 class Worker:
     """Does jobs of a plan, one after the other, with memory for one piece: bytes as read, bytes to be written, and
     FP32 numbers under way."""

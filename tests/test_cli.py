@@ -122,6 +122,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
         run("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron", "--dry-run", "--json").stdout
     )
     assert plan["target"] == "megatron"
+    assert plan["estimate"]["seconds"] > 0 and 0 < plan["estimate"]["memory"] < 512e6
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

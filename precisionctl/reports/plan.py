@@ -2,15 +2,30 @@
 
 from itertools import groupby
 
+from precisionctl.estimate import Estimate
 from precisionctl.plan import Job, Plan
 from precisionctl.reports.table import Table, size
 
 
-def tables(plan: Plan) -> list[Table]:
-    """The plan's totals and its rows; `Plan.describe` has every job and every tensor."""
+def tables(plan: Plan, expected: Estimate) -> list[Table]:
+    """The plan's rows, and what it will take; `Plan.describe` has every job and every tensor."""
     rows = [_row(list(jobs), plan) for _, jobs in groupby(_by_row(plan), key=_kind)]
     title = f"{plan.model.architecture}, {plan.source} to {plan.target}: {len(plan.jobs)} jobs, {size(plan.nbytes)}"
-    return [Table(title, ("Megatron parameter", "count", "reads", "writes", "dtype", "bytes"), rows)]
+    return [
+        Table(title, ("Megatron parameter", "count", "reads", "writes", "dtype", "bytes"), rows),
+        _cost(plan, expected),
+    ]
+
+
+def _cost(plan: Plan, expected: Estimate) -> Table:
+    time = "" if expected.seconds is None else f"{expected.seconds:.1f} s, by a short probe of this disk"
+    rows = [
+        ("tensors", f"{len(plan.targets)}"),
+        ("to write", size(plan.nbytes)),
+        ("memory beside the program", size(expected.memory)),
+        ("time", time),
+    ]
+    return Table("", ("", ""), rows)
 
 
 def _by_row(plan: Plan) -> list[Job]:

@@ -1,0 +1,74 @@
+"""What a plan will take, before it runs: memory from the plan, time from a short probe of this disk."""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from precisionctl.checkpoints.base import Reader
+from precisionctl.convert import nbytes
+from precisionctl.fp8 import numerics
+from precisionctl.plan import Plan
+from precisionctl.worker import BUFFER, held_bytes
+
+PROBE = 256 << 20
+"""Bytes copied to learn how fast this disk is; fewer where the source is smaller."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`memory` is what the workers hold in bytes, beside the program itself; `seconds` None without any file to probe
+    with."""
+
+    memory: int
+    seconds: float | None
+
+
+def estimate(plan: Plan, reader: Reader, destination: Path, workers: int) -> Estimate:
+    """Copy a little from the source to where the result would be, encode a little, and scale up."""
+    memory = workers * held_bytes(plan)
+    rate = _copy_rate(reader, _existing(destination))
+    if rate is None:
+        return Estimate(memory, None)
+    codes = sum(nbytes(job, plan) for job in plan.jobs if job.encode)
+    return Estimate(memory, plan.nbytes / rate + (codes / (_encode_rate() * workers) if codes else 0.0))
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in path.absolute().parents if parent.is_dir())
+
+
+def _copy_rate(reader: Reader, directory: Path) -> float | None:
+    """Bytes a second that are read from the source, written to `directory` and synced."""
+    block, copied, start = bytearray(BUFFER), 0, time.perf_counter()
+    with tempfile.TemporaryFile(dir=directory) as target:
+        for count in islice((count for file in reader.files for count in _read(file, block)), PROBE // BUFFER):
+            copied += target.write(memoryview(block)[:count])
+        target.flush()
+        os.fsync(target.fileno())
+    return copied / (time.perf_counter() - start) if copied else None
+
+
+def _read(file: Path, block: bytearray) -> Iterator[int]:
+    with open(file, "rb", buffering=0) as source:
+        while count := source.readinto(block):
+            yield count
+
+
+def _encode_rate() -> float:
+    """Codes a second that one core makes of BF16 values, amax included."""
+    values = torch.zeros(64, 128 * 1024, dtype=torch.bfloat16)
+    codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    numerics.amax(values)
+    numerics.encode_by_scale_inv(values, torch.ones(()), codes, torch.empty(numerics.PIECE))
+    seconds = time.perf_counter() - start
+    torch.set_num_threads(threads)
+    return values.numel() / seconds
