@@ -18,7 +18,7 @@ from precisionctl.errors import UnknownFormat
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.lower import Segment, lower
-from precisionctl.plan import make_plan
+from precisionctl.plan import Job, make_plan
 
 PIECE = 1 << 20
 """Elements compared at a time."""
@@ -124,27 +124,48 @@ class _HfTensors:
     def __init__(self, reader: Reader) -> None:
         plan = make_plan(reader, "hf")
         self._reader = reader
+        self._kept = "", torch.empty(0)
         self.specs = plan.targets
+        self._model = plan.model
         self._segments: dict[str, list[Segment]] = {name: [] for name in plan.targets}
+        self._computed: dict[str, Job] = {}
         for job in plan.jobs:
+            if plan.source != plan.target and not job.row.moves(plan.model):
+                self._computed |= dict.fromkeys(job.writes, job)
+                continue
             for segment in lower(job.row, plan.model, plan.source, plan.target, job.reads, job.writes):
                 self._segments[segment.write].append(segment)
 
     def dtype(self, name: str) -> str:
         """Of what is stored; a plan's targets have the dtype after decoding."""
+        if name in self._computed:
+            return str(self._reader.specs[self._computed[name].reads[0]].dtype).removeprefix("torch.")
         reads = (segment.read for segment in self._segments[name] if segment.read is not None)
         return str(next((self._reader.specs[read].dtype for read in reads), "zeros")).removeprefix("torch.")
 
     def nbytes(self, name: str) -> int:
         """What the checkpoint stores of it; 0 where it has no such tensor."""
+        if name in self._computed:
+            return self.specs[name].nbytes
         stored = [(segment.rows, segment.read) for segment in self._segments.get(name, ()) if segment.read is not None]
         specs = self._reader.specs
         return sum(rows * specs[read].columns * specs[read].dtype.itemsize for rows, read in stored)
 
     def read(self, name: str, row: int, rows: int) -> _Rows:
+        if name in self._computed:
+            values = self._compute(name).reshape(self.specs[name].rows, self.specs[name].columns)
+            return _Rows(values[row : row + rows], None)
         parts = [part for segment in self._segments[name] if (part := self._part(segment, row, rows)) is not None]
         scales = [part.scale_inv for part in parts if part.scale_inv is not None]
         return _Rows(torch.cat([part.stored for part in parts]), torch.cat(scales) if scales else None)
+
+    def _compute(self, name: str) -> Tensor:
+        """A tensor that is not rows of the Megatron one; the last is kept, for it is read piece by piece."""
+        if self._kept[0] != name:
+            job = self._computed[name]
+            parts = job.row.split(read_tensor(self._reader, job.reads[0]), self._model)
+            self._kept = name, parts[job.writes.index(name)]
+        return self._kept[1]
 
     def _part(self, segment: Segment, row: int, rows: int) -> _Rows | None:
         """What a segment gives of rows `[row, row + rows)` of the tensor that it writes."""

@@ -80,11 +80,18 @@ class Worker:
     def _compute(self, job: Job) -> float | None:
         """A row that does more than move: its tensors whole, in the wider dtype of the two sides."""
         model, wanted = self._plan.model, self._writer.specs[job.writes[0]].dtype
-        parts = [self._whole(name, wanted) for name in job.reads]
+        parts = [self._whole(name, torch.float32 if job.encode else wanted) for name in job.reads]
         made = (job.row.merge(parts, model),) if self._plan.target == "megatron" else job.row.split(parts[0], model)
-        for name, values in zip(job.writes, made, strict=True):
-            self._put(name, 0, values.to(wanted).reshape(values.shape[0], -1))
-        return float(torch.stack([numerics.amax(part) for part in parts]).amax()) if self._needs_amax(job) else None
+        amax = torch.stack([numerics.amax(part) for part in made]).amax() if self._needs_amax(job) else None
+        for name, tensor in zip(job.writes, made, strict=True):
+            rows = tensor.reshape(self._writer.specs[name].rows, -1)
+            if job.encode:
+                self._encode_rows(name, 0, rows, job.encode, amax)
+            else:
+                self._put(name, 0, rows.to(wanted))
+        if job.encode:
+            self._write_scales(job.encode, amax)
+        return None if amax is None else float(amax)
 
     def _whole(self, name: str, wanted: torch.dtype) -> Tensor:
         spec, encoding = self._reader.specs[name], self._reader.encodings.get(name)
@@ -133,15 +140,17 @@ class Worker:
             self._put(segment.write, segment.write_row + start, zeros)
 
     def _encode(self, segment: Segment, read: str, encode: Encode, amax: Tensor | None) -> None:
-        dtype = self._writer.specs[segment.write].dtype
         for start, values in self._pieces(read, segment.read_row, segment.rows):
-            row = segment.write_row + start
-            scale_inv = numerics.scale_inv(numerics.row_amax(values) if amax is None else amax, dtype)
-            codes = _view(self._write_buffer, dtype, *values.shape)
-            numerics.encode_by_scale_inv(values, scale_inv, codes, self._scratch)
-            self._put(segment.write, row, codes)
-            if amax is None:
-                self._put(encode.weight_scales[segment.write], row, scale_inv)
+            self._encode_rows(segment.write, segment.write_row + start, values, encode, amax)
+
+    def _encode_rows(self, name: str, row: int, values: Tensor, encode: Encode, amax: Tensor | None) -> None:
+        dtype = self._writer.specs[name].dtype
+        scale_inv = numerics.scale_inv(numerics.row_amax(values) if amax is None else amax, dtype)
+        codes = _view(self._write_buffer, dtype, *values.shape)
+        numerics.encode_by_scale_inv(values, scale_inv, codes, self._scratch)
+        self._put(name, row, codes)
+        if amax is None:
+            self._put(encode.weight_scales[name], row, scale_inv)
 
     def _write_scales(self, encode: Encode, amax: Tensor | None) -> None:
         if amax is not None:

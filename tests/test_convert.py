@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from precisionctl import commands, convert, journal, worker
+from precisionctl.architectures.moves import Grouped
 from precisionctl.checkpoints.base import Output, Reader, read_tensor
 from precisionctl.checkpoints.huggingface import INDEX
 from precisionctl.checkpoints.open import open_checkpoint
@@ -126,10 +127,10 @@ def test_all_bytes_are_moved_by_copies_for_llama(tmp_path: Path, monkeypatch: py
     """No row's merge or split ever sees values: only row numbers, which are integers."""
     pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
     seen: list[torch.dtype] = []
-    from precisionctl.architectures.param_map import QKV
-
-    merge = QKV.merge
-    monkeypatch.setattr(QKV, "merge", lambda s, parts, m: (seen.extend(p.dtype for p in parts), merge(s, parts, m))[1])
+    merge = Grouped.merge
+    monkeypatch.setattr(
+        Grouped, "merge", lambda s, parts, m: (seen.extend(p.dtype for p in parts), merge(s, parts, m))[1]
+    )
     run(tmp_path / "hf", tmp_path / "megatron", "megatron", workers=1)
     assert set(seen) == {torch.int64}
 
