@@ -26,28 +26,61 @@ def allow_cpu_optimizers() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
 
 
-def optimizer_of(model: Any, config: Any, distributed: bool) -> Any:
+def optimizer_of(model: Any, distributed: bool, clip: float = 1.0) -> Any:
+    """An optimizer that has made no update, and gradients that are the same on all ranks that share a parameter."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     wanted = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
-    parallel = DistributedDataParallel(config, wanted, model)
+    parallel = DistributedDataParallel(model.config, wanted, model)
     for parameter in model.parameters():
+        torch.manual_seed(parameter.numel())
         parameter.main_grad.copy_(torch.randn(parameter.shape) * 0.01)
     settings = OptimizerConfig(
-        optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=distributed, params_dtype=torch.bfloat16
+        optimizer="adam",
+        lr=1e-3,
+        bf16=True,
+        use_distributed_optimizer=distributed,
+        params_dtype=torch.bfloat16,
+        clip_grad=clip,
     )
-    optimizer = get_megatron_optimizer(settings, [parallel])
+    return get_megatron_optimizer(settings, [parallel])
+
+
+def updated(model: Any, distributed: bool) -> Any:
+    """An optimizer after an update, without clipping: norms are summed in another order by each kind."""
+    allow_cpu_optimizers()
+    optimizer = optimizer_of(model, distributed, clip=0.0)
     optimizer.step()
     return optimizer
+
+
+def hold_optimizer(model: Any, optimizer: Any, where: str) -> None:
+    """Write this rank's masters and moments by Megatron's names, where data parallelism cuts none of them."""
+    held = {}
+    for name, parameter in model.named_parameters():
+        for one in optimizer.chained_optimizers:
+            inner = getattr(one.optimizer, "state", {})
+            master = parameter.main_param
+            if master in inner:
+                kinds = {
+                    "param": master,
+                    "exp_avg": inner[master]["exp_avg"],
+                    "exp_avg_sq": inner[master]["exp_avg_sq"],
+                }
+                held |= {
+                    f"{kind}.{name}": value.detach().clone().view(parameter.shape) for kind, value in kinds.items()
+                }
+    torch.save(held, where)
 
 
 def save(out: Path, way: str, args: argparse.Namespace) -> None:
     from megatron.core import dist_checkpointing
 
     torch.manual_seed(1)
-    model = build(args, 1, 1)
-    optimizer = optimizer_of(model, model.config, way == "fully_reshardable")
+    model = build(args, {"tensor_parallel": 1, "pipeline_parallel": 1})
+    optimizer = optimizer_of(model, way == "fully_reshardable")
+    optimizer.step()
     metadata = {"chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": way}
     state = {"args": args, "checkpoint_version": 3.0, "iteration": 5, "model": model.sharded_state_dict()}
     state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)

@@ -1,14 +1,15 @@
 """Real megatron-core on CPUs under gloo, as a program: `python mcore_peer.py JOBS.json`.
 
-The file holds `{"tensor_parallel": n, "pipeline_parallel": n, "jobs": [...]}`; each job saves a random model or
-loads a checkpoint, whose own arguments make the model. A machine without a GPU needs a few stand-ins, all in
-`without_cuda`.
+The file holds `{"tensor_parallel": n, "pipeline_parallel": n, "jobs": [...]}`, and `expert_parallel` and
+`data_parallel` where they are not 1; each job saves a random model or loads a checkpoint, whose own arguments make
+the model. A machine without a GPU needs a few stand-ins, all in `without_cuda`.
 """
 
 import argparse
 import contextlib
 import json
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,13 @@ def without_cuda():
                 kwargs["device"] = "cpu"
             return function(*args, **kwargs)
 
+    class Stream:  # of token dispatchers
+        def __init__(self, *_, **__):
+            pass
+
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.Stream = Stream
     CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()  # dropout is 0
     CudaToCpu().__enter__()
 
@@ -44,34 +50,103 @@ def carry_extra_states():
         linear.set_extra_state = lambda self, state: setattr(self, "payload", state)
 
 
-def build(args: argparse.Namespace, tensor_parallel: int, pipeline_parallel: int) -> Any:
-    """The model that Megatron-LM makes of these arguments (core_transformer_config_from_args, gpt_builders.py)."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
+def allow_experts_and_latent_attention():
+    """Without Transformer Engine, megatron-core 0.16 misses a name in experts, its plain attention does not take the
+    sizes of latent attention's heads (which only a forward pass would need), and classes are None that are tested
+    for."""
+    from megatron.core.transformer import dot_product_attention, multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
+    for name in ("TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "Linear"):
+        if not isinstance(getattr(multi_latent_attention, name, None), type):
+            setattr(multi_latent_attention, name, type(name, (), {}))
+    plain = dot_product_attention.DotProductAttention.__init__
+
+    def without_sizes(self, *arguments, k_channels=None, v_channels=None, **others):
+        plain(self, *arguments, **others)
+
+    dot_product_attention.DotProductAttention.__init__ = without_sizes
+
+
+def config_of(args: argparse.Namespace, work: dict[str, Any]) -> Any:
+    """What core_transformer_config_from_args makes of them."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     same = (
         *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "normalization"),
         *("add_bias_linear", "add_qkv_bias", "layernorm_epsilon", "layernorm_zero_centered_gamma"),
         *("rotary_interleaved", "window_size", "attention_dropout", "hidden_dropout", "params_dtype", "bf16"),
     )
-    config = TransformerConfig(
+    optional = (
+        *("moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
+        *("moe_router_enable_expert_bias", "moe_router_score_function", "mtp_num_layers", "qk_layernorm"),
+        *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    )
+    latent = getattr(args, "multi_latent_attention", False)
+    experts = getattr(args, "num_experts", None)
+    return (MLATransformerConfig if latent else TransformerConfig)(
         **{name: getattr(args, name) for name in same},
+        **{name: getattr(args, name) for name in optional if getattr(args, name, None) is not None},
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         gated_linear_unit=args.swiglu,
         activation_func=torch.nn.functional.silu,
-        tensor_model_parallel_size=tensor_parallel,
-        pipeline_model_parallel_size=pipeline_parallel,
+        tensor_model_parallel_size=work["tensor_parallel"],
+        pipeline_model_parallel_size=work["pipeline_parallel"],
+        expert_model_parallel_size=work.get("expert_parallel", 1),
+        sequence_parallel=bool(experts) and work["tensor_parallel"] > 1,
+        num_moe_experts=experts,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        multi_latent_attention=latent,
         pipeline_dtype=args.params_dtype,
         use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
     )
+
+
+def spec_of(config: Any, args: argparse.Namespace, te_names: bool) -> Any:
+    """The layers without Transformer Engine; `te_names`: asking for norms as its specification does."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+    if isinstance(config.moe_layer_freq, list):
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+        layers = block.layer_specs
+    else:
+        block = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+            normalization=args.normalization,
+        )
+        layers = [block]
+    for layer in layers if te_names else []:
+        names = layer.submodules.sharded_state_dict_keys_map
+        if hasattr(layer.submodules.mlp.submodules, "experts"):
+            names.pop("pre_mlp_layernorm.", None)
+        else:
+            names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        for norm in ("q", "kv") if config.multi_latent_attention else ():
+            names[f"self_attention.{norm}_layernorm."] = f"self_attention.linear_{norm}_up_proj.layer_norm_"
+    return block
+
+
+def build(args: argparse.Namespace, work: dict[str, Any], te_names: bool = False) -> Any:
+    """The model that Megatron-LM makes of these arguments (core_transformer_config_from_args, gpt_builders.py)."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    config = config_of(args, work)
+    spec = spec_of(config, args, te_names)
+    later = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=args.normalization),
+        spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -83,6 +158,7 @@ def build(args: argparse.Namespace, tensor_parallel: int, pipeline_parallel: int
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=later,
     ).to(args.params_dtype)
 
 
@@ -92,49 +168,96 @@ def linears(model: Any) -> dict[str, Any]:
     found = {}
     for name, module in model.named_modules():
         parts = name.split(".")
-        if parts[-1].startswith("linear_"):
+        if parts[-1].startswith("linear_") and parts[1] == "layers":
             found[".".join([*parts[:2], str(int(parts[2]) + first), *parts[3:]])] = module
     return found
 
 
+def fill(model: Any) -> None:
+    """Random values; what ranks have in common is the same on all of them."""
+    from megatron.core import parallel_state
+
+    tied = model.share_embeddings_and_output_weights
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name == "embedding.word_embeddings.weight" or (tied and name == "output_layer.weight"):
+                ranks = ["embedding"]
+            else:
+                ranks = [name, parallel_state.get_pipeline_model_parallel_rank()]
+            if getattr(parameter, "tensor_model_parallel", False):
+                ranks.append(parallel_state.get_tensor_model_parallel_rank())
+            if ".experts." in name:
+                ranks.append(parallel_state.get_expert_model_parallel_rank())
+            torch.manual_seed(zlib.crc32(repr(ranks).encode()))
+            parameter.copy_(torch.randn(parameter.shape) * 0.1)
+
+
+def hold(model: Any, where: str) -> None:
+    """Write what this rank has, by Megatron's names."""
+    torch.save({name: value.clone() for name, value in model.named_parameters()}, where)
+
+
 def save(model: Any, args: argparse.Namespace, job: dict[str, Any], rank: int) -> None:
-    """Save a random model, FP8 payloads with it, and beside it what each rank holds."""
+    """Save a random model, FP8 payloads and an optimizer with it, and beside it what each rank holds."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    torch.manual_seed(rank)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * 0.1)
-        if dist.get_world_size() > 1:  # what tensor parallelism does not cut is the same on all its ranks
-            for parameter in model.parameters():
-                if not getattr(parameter, "tensor_model_parallel", False):
-                    torch.manual_seed(parameter.numel())
-                    parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    fill(model)
     payloads = torch.load(job["payloads"]) if "payloads" in job else {}
     for name, module in linears(model).items():
         module.payload = payloads.get(name)
-    torch.save({name: value.clone() for name, value in model.named_parameters()}, f"{job['directory']}.rank{rank}.pt")
+    way = job.get("optimizer")
+    metadata = {"singleton_local_shards": job.get("singleton", False), "chained_optim_avoid_prefix": True}
+    if way:
+        from mcore_optimizer import updated
+
+        if way != "plain":
+            metadata["distrib_optim_sharding_type"] = way
+        optimizer = updated(model, distributed=way != "plain")
+    hold(model, f"{job['directory']}.rank{rank}.pt")
     Path(job["directory"]).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = {
         "args": args,
         "checkpoint_version": 3.0,
         "iteration": 7,
-        "model": model.sharded_state_dict(),
+        "model": model.sharded_state_dict(metadata=dict(metadata, **groups())),
         "rng_state": ShardedObject("rng_state", [{"torch": torch.get_rng_state()}], (1,), (0,), replica_id=rank),
     }
-    dist_checkpointing.save(state, job["directory"], content_metadata={"singleton_local_shards": False})
+    if way:
+        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=dict(metadata, **groups()))
+    dist_checkpointing.save(state, job["directory"], content_metadata=metadata)
+
+
+def groups() -> dict[str, Any]:
+    """What else of metadata is not stored."""
+    from megatron.core import parallel_state
+
+    return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
 def load(model: Any, job: dict[str, Any], rank: int) -> None:
-    """Load with Megatron's default strictness, and write logits and FP8 payloads."""
+    """Load with Megatron's default strictness; write logits and FP8 payloads; without tokens, what each rank holds."""
     from megatron.core import dist_checkpointing, parallel_state
 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    model.load_state_dict(dist_checkpointing.load({"model": model.sharded_state_dict()}, job["directory"])["model"])
+    metadata = dist_checkpointing.load_content_metadata(job["directory"]) or {}
+    wanted = {"model": model.sharded_state_dict(metadata=dict(metadata, **groups()))}
+    way = job.get("optimizer")
+    if way:
+        from mcore_optimizer import hold_optimizer, updated
+
+        optimizer = updated(model, distributed=way != "plain")
+        wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=dict(metadata, **groups()))
+    loaded = dist_checkpointing.load(wanted, job["directory"])
+    model.load_state_dict(loaded["model"])
+    if way:
+        optimizer.load_state_dict(loaded["optimizer"])
+        hold_optimizer(model, optimizer, f"{job['out']}.optimizer.rank{rank}.pt")
+    if "tokens" not in job:
+        return hold(model, f"{job['out']}.rank{rank}.pt")
     tokens = torch.tensor(job["tokens"])
     length = tokens.shape[1]
     later = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
@@ -148,23 +271,29 @@ def load(model: Any, job: dict[str, Any], rank: int) -> None:
         torch.save({"logits": torch.cat(parts, -1), "payloads": payloads}, job["out"])
 
 
+def ranks_of(work: dict[str, Any]) -> int:
+    data = max(work.get("data_parallel", 1), work.get("expert_parallel", 1))
+    return work["tensor_parallel"] * work["pipeline_parallel"] * data
+
+
 def run(rank: int, work: dict[str, Any], rendezvous: str) -> None:
     from megatron.core import dist_checkpointing, parallel_state
 
-    tensor, pipeline = work["tensor_parallel"], work["pipeline_parallel"]
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=tensor * pipeline)
-    parallel_state.initialize_model_parallel(tensor, pipeline)
+    tensor, pipeline, expert = work["tensor_parallel"], work["pipeline_parallel"], work.get("expert_parallel", 1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks_of(work))
+    parallel_state.initialize_model_parallel(tensor, pipeline, expert_model_parallel_size=expert)
     without_cuda()
+    allow_experts_and_latent_attention()
     carry_extra_states()
     for job in work["jobs"]:
         if job["do"] == "save":
             args = argparse.Namespace(**job["args"])
             args.params_dtype = getattr(torch, job["dtype"])
             args.bf16 = job["dtype"] == "bfloat16"
-            save(build(args, tensor, pipeline), args, job, rank)
+            save(build(args, work), args, job, rank)
         else:
             args = dist_checkpointing.load_common_state_dict(job["directory"])["args"]
-            load(build(args, tensor, pipeline), job, rank)
+            load(build(args, work, job.get("te_names", False)), job, rank)
         dist.barrier()
     dist.destroy_process_group()
 
@@ -172,8 +301,7 @@ def run(rank: int, work: dict[str, Any], rendezvous: str) -> None:
 if __name__ == "__main__":
     path = Path(sys.argv[1])
     work = json.loads(path.read_text())
-    count = work["tensor_parallel"] * work["pipeline_parallel"]
-    if count == 1:
+    if ranks_of(work) == 1:
         run(0, work, f"{path}.rendezvous")
     else:  # not forked: megatron's imports start threads
-        torch.multiprocessing.spawn(run, (work, f"{path}.rendezvous"), nprocs=count)
+        torch.multiprocessing.spawn(run, (work, f"{path}.rendezvous"), nprocs=ranks_of(work))

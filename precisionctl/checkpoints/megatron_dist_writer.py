@@ -35,7 +35,8 @@ class TorchDistWriter:
     `specs` may hold `optimizer.state.<kind>.<parameter>` beside the model, laid out as by Megatron's plain optimizer
     or, `distributed_optimizer`, as `fully_reshardable`. `fp8_in` says where FP8 state goes: into `_extra_state`,
     where a run in FP8 takes it up, or into the sidecar alone. `common` is added to `common.pt`, `args` to the
-    arguments in it, and `objects` (by whole key, e.g. `rng_state/shard_0.0_1.1`) are pickled beside the tensors.
+    arguments in it, and `objects` (by whole key, e.g. `rng_state/shard_0.0_1.1`) are pickled beside the tensors, or
+    copied from another checkpoint.
 
     `parallelism` decides how tensors are cut, and into which files they go; any other run can load them.
     File sizes and offsets follow from the arguments alone; equal input gives equal bytes.
@@ -61,7 +62,7 @@ class TorchDistWriter:
         self._companions, self._common, self._objects = companions or Companions(), common or {}, objects or {}
         self._distributed = distributed_optimizer
         weights_only = {"no_save_optim": True, "no_save_rng": True}
-        self._args = to_megatron_args(model) | weights_only | dict(args or {}) | self._run_args()
+        self._args = weights_only | dict(args or {}) | to_megatron_args(model) | self._run_args()
         self._by_layer = _keys_by_layer(self._args) or layers_differ(specs)
         keys = {name: stack(self._stored_name(name), self._by_layer) for name in specs}
         self._placed = place(directory, specs, keys, parallelism)
@@ -117,7 +118,8 @@ class TorchDistWriter:
         path, offset, spans = self._objects_file(), 0, {}
         with open(path, "wb") as file:
             for key, value in (states | dict(self._objects)).items():
-                record = torch_zip_writer.dump([value])  # Megatron wraps each in a list
+                # Megatron wraps each in a list
+                record = value.read() if isinstance(value, torch_zip.Span) else torch_zip_writer.dump([value])
                 spans[key] = torch_zip.Span(path, offset, len(record))
                 offset += file.write(record)
         return spans

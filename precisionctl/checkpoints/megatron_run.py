@@ -1,0 +1,118 @@
+"""What a Megatron run keeps beside its tensors, taken along to a checkpoint for other parallel sizes.
+
+Arguments, counters, schedule, the optimizer's settings by group of parameters, and the states of random generators.
+"""
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_keys import OURS
+from precisionctl.param import Parallelism
+
+_DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_0\.(\w+)/shard_0_1")
+_OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
+_SHARDING = "param_state_sharding_type"
+_WRITTEN = ("args", "checkpoint_version", "content_metadata", "iteration", "model", "optimizer", OURS)
+"""Of the common data: what the writer makes itself, or `carried` says apart."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Arguments of a TorchDistWriter. `left` names what a checkpoint of other sizes cannot have, or what no plain
+    value is."""
+
+    common: Mapping[str, object]
+    objects: Mapping[str, object]
+    args: Mapping[str, object]
+    distributed_optimizer: bool
+    left: tuple[str, ...]
+
+
+def carried(reader: TorchDistReader, parallelism: Parallelism) -> Carried:
+    """What of a run goes along into a checkpoint cut for `parallelism`, with its optimizer where it has one.
+
+    Megatron restores generators only at the tensor- and pipeline-parallel sizes that they were saved at.
+    """
+    optimizers = _optimizers(reader)
+    common = {key: value for key, value in reader.common.items() if key not in _WRITTEN and _is_plain(value)}
+    left = [key for key in reader.common if key not in _WRITTEN and key not in common]
+    if optimizers:
+        common["optimizer"] = _for_experts(optimizers, parallelism.expert > 1)
+    args = {key: value for key, value in reader.args.items() if _is_plain(value)}
+    sizes = (args.get("tensor_model_parallel_size"), args.get("pipeline_model_parallel_size"))
+    objects = {key: reader.checked_object(key) for key in reader.objects if key.startswith("rng_state/")}
+    if objects and sizes != (parallelism.tensor, parallelism.pipeline):
+        objects, left = {}, [*left, "rng_state"]
+    kept = {"no_save_optim": not optimizers, "no_save_rng": not objects}
+    distributed = any(_SHARDING in optimizer for optimizer in optimizers)
+    return Carried(common, objects, args | kept, distributed, tuple(left))
+
+
+def _optimizers(reader: TorchDistReader) -> list[dict[str, Any]]:
+    """The settings of each optimizer (of dense parameters, of experts); buckets have them in objects."""
+    found = reader.common.get("optimizer")
+    if not isinstance(found, dict) or not reader.optimizer_specs:
+        return []
+    chained = set(found) <= {0, 1}
+    listed = [found[number] for number in sorted(found)] if chained else [found]
+    settings = [dict(one) for one in listed if isinstance(one, dict) and _is_plain(one)]
+    for key in reader.objects:
+        match = _DISTRIBUTED.fullmatch(key)
+        if match and match[2] not in _OF_BUCKETS and int(match[1] or 0) < len(settings):
+            settings[int(match[1] or 0)][match[2]] = reader.read_object(key)
+    for one in settings:
+        if _SHARDING in one:
+            one[_SHARDING] = "fully_reshardable"
+    return [one for one in settings if _is_plain(one)]
+
+
+def _for_experts(optimizers: list[dict[str, Any]], apart: bool) -> object:
+    """One optimizer, or one for experts beside it: Megatron has two where experts are parallel, and passes over
+    groups of parameters that it does not ask for."""
+    if not apart:
+        return optimizers[0]
+    experts = optimizers[1] if len(optimizers) > 1 else _of_experts(optimizers[0])
+    return {0: optimizers[0], 1: experts}
+
+
+def _of_experts(dense: dict[str, Any]) -> dict[str, Any]:
+    inner = dense.get("optimizer")
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not isinstance(inner, dict) or not isinstance(groups, list):
+        return dense
+    experts = [group | {"is_expert_parallel": True} for group in groups if isinstance(group, dict)]
+    return dense | {"optimizer": inner | {"param_groups": experts}}
+
+
+_SCALARS = (str, bytes, int, float, bool, type(None), torch.dtype, Tensor)
+_MOST_VALUES = 1 << 20
+_DEEPEST = 50
+
+
+def _is_plain(value: object) -> bool:
+    """Whether this can be written as it was read: nothing in it stands for an object of a class that is not here.
+
+    Nor is it one of those that are small to say and endless to walk.
+    """
+    left, count = [(value, 0)], 0
+    while left:
+        one, depth = left.pop()
+        count += 1
+        if count > _MOST_VALUES or depth > _DEEPEST:
+            return False
+        if isinstance(one, argparse.Namespace):
+            one = vars(one)
+        if isinstance(one, Mapping):
+            left += ((item, depth + 1) for pair in one.items() for item in pair)
+        elif isinstance(one, (list, tuple)):
+            left += ((item, depth + 1) for item in one)
+        elif not isinstance(one, _SCALARS):
+            return False
+    return True
