@@ -23,7 +23,22 @@ def allow_cpu_optimizers() -> None:
         return by_name(self, *dtype) if dtype else f"torch.cuda.{by_name(self).rpartition('.')[2]}"
 
     torch.Tensor.type = of_cuda  # type: ignore[method-assign, assignment]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    without_steps()
+
+
+def without_steps() -> None:
+    """PyTorch's Adam counts updates for each parameter, Apex's and Transformer Engine's for a group of them: loading
+    `fully_reshardable` brings no count for a parameter."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    by_name = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self: Any, parameter: Any, tensors: dict[str, torch.Tensor]) -> None:
+        group, place = self.model_param_group_index_map[parameter]
+        master = self.optimizer.param_groups[group]["params"][place]
+        by_name(self, parameter, {"step": self.optimizer.state[master]["step"], **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
 
 
 def optimizer_of(model: Any, distributed: bool, clip: float = 1.0) -> Any:
@@ -55,23 +70,19 @@ def updated(model: Any, distributed: bool) -> Any:
     return optimizer
 
 
-def hold_optimizer(model: Any, optimizer: Any, where: str) -> None:
-    """Write this rank's masters and moments by Megatron's names, where data parallelism cuts none of them."""
-    held = {}
-    for name, parameter in model.named_parameters():
-        for one in optimizer.chained_optimizers:
-            inner = getattr(one.optimizer, "state", {})
+def hold_optimizer(model: Any, optimizer: Any, where: str, rank: int) -> None:
+    """Write this rank's masters and moments by Megatron's names, but for those that data parallelism cuts."""
+    states: dict[Any, Any] = {}
+    for one in optimizer.chained_optimizers:
+        states |= one.optimizer.state
+    for kind in ("param", "exp_avg", "exp_avg_sq"):
+        held = {}
+        for name, parameter in model.named_parameters():
             master = parameter.main_param
-            if master in inner:
-                kinds = {
-                    "param": master,
-                    "exp_avg": inner[master]["exp_avg"],
-                    "exp_avg_sq": inner[master]["exp_avg_sq"],
-                }
-                held |= {
-                    f"{kind}.{name}": value.detach().clone().view(parameter.shape) for kind, value in kinds.items()
-                }
-    torch.save(held, where)
+            if master is not None and master.numel() == parameter.numel():
+                value = master if kind == "param" else states[master][kind]
+                held[name] = value.detach().clone().view(parameter.shape)
+        torch.save(held, f"{where}.{kind}.rank{rank}.pt")
 
 
 def save(out: Path, way: str, args: argparse.Namespace) -> None:

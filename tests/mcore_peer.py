@@ -37,6 +37,7 @@ def without_cuda():
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.Stream = Stream
+    torch.Tensor.cuda = lambda self, *_, **__: self
     CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()  # dropout is 0
     CudaToCpu().__enter__()
 
@@ -179,6 +180,10 @@ def fill(model: Any) -> None:
 
     tied = model.share_embeddings_and_output_weights
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                torch.manual_seed(zlib.crc32(name.encode()))
+                buffer.copy_(torch.randn(buffer.shape) * 0.1)
         for name, parameter in model.named_parameters():
             if name == "embedding.word_embeddings.weight" or (tied and name == "output_layer.weight"):
                 ranks = ["embedding"]
@@ -194,7 +199,8 @@ def fill(model: Any) -> None:
 
 def hold(model: Any, where: str) -> None:
     """Write what this rank has, by Megatron's names."""
-    torch.save({name: value.clone() for name, value in model.named_parameters()}, where)
+    rules = {name: buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")}
+    torch.save({name: value.clone() for name, value in (dict(model.named_parameters()) | rules).items()}, where)
 
 
 def save(model: Any, args: argparse.Namespace, job: dict[str, Any], rank: int) -> None:
@@ -209,11 +215,12 @@ def save(model: Any, args: argparse.Namespace, job: dict[str, Any], rank: int) -
     way = job.get("optimizer")
     metadata = {"singleton_local_shards": job.get("singleton", False), "chained_optim_avoid_prefix": True}
     if way:
-        from mcore_optimizer import updated
+        from mcore_optimizer import hold_optimizer, updated
 
         if way != "plain":
             metadata["distrib_optim_sharding_type"] = way
         optimizer = updated(model, distributed=way != "plain")
+        hold_optimizer(model, optimizer, f"{job['directory']}.optimizer", rank)
     hold(model, f"{job['directory']}.rank{rank}.pt")
     Path(job["directory"]).mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -255,7 +262,7 @@ def load(model: Any, job: dict[str, Any], rank: int) -> None:
     model.load_state_dict(loaded["model"])
     if way:
         optimizer.load_state_dict(loaded["optimizer"])
-        hold_optimizer(model, optimizer, f"{job['out']}.optimizer.rank{rank}.pt")
+        hold_optimizer(model, optimizer, f"{job['out']}.optimizer", rank)
     if "tokens" not in job:
         return hold(model, f"{job['out']}.rank{rank}.pt")
     tokens = torch.tensor(job["tokens"])

@@ -1,17 +1,13 @@
 """megatron-core itself as the judge: it loads what we write, we read what it saves."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from core_models import SAVED_ARGS, peer, whole
 from pico import make, save
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from precisionctl.checkpoints.base import read_tensor
@@ -22,7 +18,6 @@ from precisionctl.fp8.extra_state import decode_payload, encode_payload
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import Parallelism
 
-PEER = Path(__file__).with_name("mcore_peer.py")
 TOKENS = torch.arange(24).view(2, 12) * 7 % 250
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -44,45 +39,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "yi": {},
     "mistral": {},
 }
-
-# what Megatron-LM 0.16.1 itself has in `args` for these sizes, of the arguments that matter here
-SAVED_ARGS: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "ffn_hidden_size": 96,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "group_query_attention": True,
-    "kv_channels": 16,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "layernorm_epsilon": 1e-5,
-    "layernorm_zero_centered_gamma": False,
-    "rotary_interleaved": False,
-    "window_size": None,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "padded_vocab_size": 256,
-    "max_position_embeddings": 128,
-    "untie_embeddings_and_output_weights": True,
-    "position_embedding_type": "rope",
-    "rotary_percent": 1.0,
-    "rotary_base": 10000,
-    "use_rope_scaling": False,
-    "rope_scaling_factor": 8.0,
-    "rotary_seq_len_interpolation_factor": None,
-}
-
-
-def peer(directory: Path, tensor_parallel: int, pipeline_parallel: int, jobs: list[dict[str, Any]]) -> None:
-    work = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel, "jobs": jobs}
-    path = directory / f"jobs-{tensor_parallel}-{pipeline_parallel}.json"
-    path.write_text(json.dumps(work))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, PEER, path], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def load(directory: Path) -> dict[str, Any]:
@@ -119,7 +75,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
                     Conversion(top / family, top / f"{family}-{size}", "megatron", parallelism=Parallelism(size))
                 )
             )
-        peer(top, size, 1, [load(top / f"{family}-{size}" / "release") for family in FAMILIES])
+        peer(top, [load(top / f"{family}-{size}" / "release") for family in FAMILIES], tensor_parallel=size)
     return SimpleNamespace(top=top, expected=expected)
 
 
@@ -155,21 +111,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     }
     torch.save(payloads, top / "payloads.pt")
     job = {"directory": str(directory), "args": SAVED_ARGS, "dtype": "float32", "payloads": str(top / "payloads.pt")}
-    peer(top, 2, 2, [{"do": "save", **job}])
+    peer(top, [{"do": "save", **job}], tensor_parallel=2, pipeline_parallel=2)
     (top / "latest_checkpointed_iteration.txt").write_text("7")
-    peer(top, 1, 1, [load(directory)])
+    peer(top, [load(directory)])
     ranks = [[torch.load(f"{directory}.rank{2 * stage + rank}.pt") for rank in range(2)] for stage in range(2)]
     return SimpleNamespace(top=top, states=states, ranks=ranks, logits=torch.load(f"{directory}.pt")["logits"])
-
-
-def whole(name: str, shards: list[Tensor]) -> Tensor:
-    """The tensor of which tensor-parallel ranks hold these shards, by the rules of Megatron's layers."""
-    if name.endswith("linear_fc1.weight"):
-        gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
-        return torch.cat([*gates, *ups])
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return torch.cat(shards, dim=1)
-    return torch.cat(shards) if shards[0].dim() == 2 else shards[0]
 
 
 def test_we_read_every_tensor_that_megatron_core_saved_bit_for_bit(saved):
