@@ -58,6 +58,16 @@ def to_megatron(reader: Reader, *, parallelism: Parallelism = ONE_RANK) -> InMem
     return made
 
 
+def to_hf(reader: Reader) -> InMemory:
+    """The same model in Hugging Face's layout; what nothing writes stays NaN."""
+    plan = make_plan(reader, "hf")
+    nan = float("nan")
+    tensors = {name: torch.full(spec.shape, nan, dtype=spec.dtype) for name, spec in plan.targets.items()}
+    made = InMemory(plan.model, "hf", tensors, companions=reader.companions)
+    convert.run(plan, reader, made)
+    return made
+
+
 def recorded(reader: Reader, *, seed: int = 0) -> Fp8States:
     """State in which every role of every FP8 GEMM has recorded an amax once."""
     generator = torch.Generator().manual_seed(seed)

@@ -17,6 +17,9 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 
+NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+"""Of config.json: the defaults are tokens beyond so small a vocabulary."""
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -24,6 +27,14 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -58,11 +69,88 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
 
+_GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+
+TO_TRAIN: dict[str, dict[str, Any]] = {
+    "phi3": {"model_type": "phi3"},
+    "phi3-long": {
+        "model_type": "phi3",
+        "rope_parameters": LONG_ROPE,
+        "original_max_position_embeddings": 32,
+        "sliding_window": 8,
+    },
+    "nemotron": {"model_type": "nemotron", "head_dim": 16},
+    "nemotron-biases": {"model_type": "nemotron", "head_dim": 16, "attention_bias": True, "mlp_bias": True},
+    "gpt2": {"model_type": "gpt2", **_GPT},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 8,
+        "num_hidden_layers": 3,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 8,
+        "num_hidden_layers": 7,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "rope_parameters": YARN_ROPE | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+    },
+    "deepseek-v2": {"model_type": "deepseek_v2", **_DEEPSEEK, "q_lora_rank": None},
+    "deepseek-v2-groups": {
+        "model_type": "deepseek_v2",
+        **_DEEPSEEK,
+        "q_lora_rank": 24,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 16.0,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        **_DEEPSEEK,
+        "q_lora_rank": 24,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.8},
+    },
+}
+"""Families that the trainer's model does not run yet: each moves to FAMILIES when it does."""
+
+PARALLEL_RESIDUAL: dict[str, dict[str, Any]] = {
+    "gpt-j": {"model_type": "gptj", **_GPT, "rotary_dim": 8},
+    "gpt-neox": {"model_type": "gpt_neox", "num_key_value_heads": 4},
+}
+"""Families that Megatron-Core does not have."""
+
 
 def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A randomly initialised model whose biases and norms are random too, so that a mix-up shows."""
     torch.manual_seed(seed)
-    settings = {"model_type": "llama"} | SIZES | FAMILIES[family] | changes
+    known = FAMILIES | TO_TRAIN | PARALLEL_RESIDUAL
+    settings = {"model_type": "llama"} | SIZES | NO_TOKENS | known[family] | changes
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

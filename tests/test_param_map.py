@@ -41,7 +41,6 @@ def models(draw: st.DrawFn) -> ModelShape:
         vocab_size=vocab,
         padded_vocab_size=vocab + draw(st.integers(0, 5)),
         max_position_embeddings=8,
-        gated_linear_unit=draw(st.booleans()),
         zero_centered_gamma=draw(st.booleans()),
         hf_zero_centered_gamma=draw(st.booleans()),
         mla=MLA(draw(sizes), draw(sizes), draw(sizes), draw(sizes), draw(sizes)),

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import MOST_LAYERS, ModelShape, check_size
+from precisionctl.model_shape import MOST_LAYERS, Activation, ModelShape, check_size
 
 Config = Mapping[str, Any]
 Fields = Mapping[str, Any]
@@ -168,6 +168,28 @@ ATTENTION_BIAS = Rule(
     lambda model: {"attention_bias": True} if model.proj_bias else {},
 )
 """One switch for the attention's four linears."""
+
+
+def activation(key: str, names: Mapping[str, Activation], default: str | None = None) -> Rule:
+    """An activation by one of the names that it goes by, the one to write first; absent, `default`."""
+
+    def read(config: Config, where: object) -> Fields:
+        name = config.get(key) or default
+        if not isinstance(name, str) or name not in names:
+            raise UnknownArchitecture(
+                f"no {config.get('model_type')} known here has {key}={shown(name)}",
+                where=where,
+                do=f"Known: {', '.join(names)}.",
+            )
+        return {"activation": names[name]}
+
+    def write(model: ModelShape) -> Config:
+        return {key: next((name for name, meant in names.items() if meant == model.activation), None)}
+
+    return Rule(read, write)
+
+
+GELU_TANH: Mapping[str, Activation] = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh")
 
 SILU = Only("hidden_act", "silu", "activation", "silu")
 

@@ -32,7 +32,7 @@ _SAME_NAME = (
 # megatron/core/models/common/embeddings/rotary_pos_embedding.py, _apply_scaling: only the factor is an argument
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_MLA_YARN = {  # argument, key of rope_scaling, default of MLATransformerConfig
+_YARN = {  # argument, key of rope_scaling, default of MLATransformerConfig
     "rotary_scaling_factor": ("factor", 40.0),
     "original_max_position_embeddings": ("original_max_position_embeddings", 4096),
     "beta_fast": ("beta_fast", 32.0),
@@ -68,7 +68,6 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         **args,
         **_USUAL,
         **_activation_args(model),
-        **_rope_args(model),
         **_mla_args(model),
         **_moe_args(model),
         "norm_epsilon": model.norm_epsilon,  # until megatron-core 0.15
@@ -88,6 +87,7 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "padded_vocab_size": model.padded_vocab_size,
         "untie_embeddings_and_output_weights": model.untied_embeddings,
+        **_rope_args(model),
     }
 
 
@@ -106,6 +106,10 @@ def _activation_args(model: ModelShape) -> dict[str, Any]:
 
 def _rope_args(model: ModelShape) -> dict[str, Any]:
     rope = model.rope_scaling or {}
+    if rope.get("rope_type") == "yarn" and model.mla is None:
+        yarn = {f"yarn_{argument}": rope.get(key, default) for argument, (key, default) in _YARN.items()}
+        rounded = rope.get("truncate", True)
+        return {"position_embedding_type": "yarn", **yarn, "yarn_correction_range_round_to_int": rounded}
     llama3 = rope.get("rope_type") == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items())
     return {
         "use_rope_scaling": llama3,
@@ -122,7 +126,7 @@ def _mla_args(model: ModelShape) -> dict[str, Any]:
     rope = model.rope_scaling or {}
     if rope.get("rope_type") != "yarn":
         return args | {"rope_type": "rope"}
-    yarn = {argument: rope.get(key, default) for argument, (key, default) in _MLA_YARN.items()}
+    yarn = {argument: rope.get(key, default) for argument, (key, default) in _YARN.items()}
     return args | {"rope_type": "yarn"} | yarn
 
 
@@ -178,9 +182,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         norm_epsilon=epsilon,
         normalization=_one_of(args, "normalization", ("RMSNorm", "LayerNorm"), "LayerNorm", where),
         zero_centered_gamma=bool(args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")),
-        position_embedding=_one_of(
-            args, "position_embedding_type", ("rope", "learned_absolute"), "learned_absolute", where
-        ),
+        position_embedding=_read_positions(args, where),
         rotary_base=float(args.get("rotary_base", 10000)),
         rotary_percent=float(args.get("rotary_percent", 1.0)),
         rotary_interleaved=bool(args.get("rotary_interleaved")),
@@ -217,15 +219,30 @@ def _read_activation(args: Mapping[str, Any]) -> dict[str, Any]:
     return fields | {"activation": "gelu_tanh" if args.get("bias_gelu_fusion", True) else "gelu"}
 
 
+def _read_positions(args: Mapping[str, Any], where: object) -> Any:
+    known = ("rope", "learned_absolute", "yarn")  # yarn is rope, scaled
+    kind = _one_of(args, "position_embedding_type", known, "learned_absolute", where)
+    return "rope" if kind == "yarn" else kind
+
+
 def _read_rope(args: Mapping[str, Any], mla: MLA | None) -> dict[str, Any] | None:
+    if args.get("position_embedding_type") == "yarn":
+        rounded = bool(args.get("yarn_correction_range_round_to_int", True))
+        return _read_yarn(args, "yarn_") | ({} if rounded else {"truncate": False})
     if mla is not None and args.get("rope_type", "yarn") == "yarn":
-        yarn = {key: args.get(argument, default) for argument, (key, default) in _MLA_YARN.items()}
-        return {"rope_type": "yarn", **yarn}
+        return _read_yarn(args, "")
     if args.get("use_rope_scaling"):
         return {"rope_type": "llama3", "factor": args.get("rope_scaling_factor", 8.0), **_LLAMA3}
     if args.get("rotary_seq_len_interpolation_factor"):
         return {"rope_type": "linear", "factor": args["rotary_seq_len_interpolation_factor"]}
     return None
+
+
+def _read_yarn(args: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    yarn = {key: args.get(prefix + argument, default) for argument, (key, default) in _YARN.items()}
+    if not yarn["mscale_all_dim"]:  # transformers heeds the two together alone
+        del yarn["mscale"], yarn["mscale_all_dim"]
+    return {"rope_type": "yarn", **yarn}
 
 
 def _read_window_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | None:

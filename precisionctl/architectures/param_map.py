@@ -202,21 +202,14 @@ def filled(template: str, place: Place) -> str:
     return template
 
 
-def renamed(
-    rows: Iterable[Row | Either], hf: Mapping[str, str], megatron: Mapping[str, str] | None = None
-) -> tuple[Row | Either, ...]:
+def renamed(rows: Iterable[Row], hf: Mapping[str, str], megatron: Mapping[str, str] | None = None) -> tuple[Row, ...]:
     """The rows with parts of their names replaced, in Hugging Face and in Megatron."""
     return tuple(
-        Either(_renamed(row.first, hf, megatron or {}), _renamed(row.second, hf, megatron or {}))
-        if isinstance(row, Either)
-        else _renamed((row,), hf, megatron or {})[0]
-        for row in rows
-    )
-
-
-def _renamed(rows: tuple[Row, ...], hf: Mapping[str, str], megatron: Mapping[str, str]) -> tuple[Row, ...]:
-    return tuple(
-        replace(row, names=tuple(_replaced(name, hf) for name in row.hf), megatron=_replaced(row.megatron, megatron))
+        replace(
+            row,
+            names=tuple(_replaced(name, hf) for name in row.hf),
+            megatron=_replaced(row.megatron, megatron or {}),
+        )
         for row in rows
     )
 

@@ -22,8 +22,8 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "longrope": ((), ("factor", "original_max_position_embeddings", "attention_factor")),
 }
+_ORIGINAL = "original_max_position_embeddings"
 _LISTS = ("short_factor", "long_factor")
-_SWITCHES = ("truncate",)
 
 
 def rope(
@@ -76,20 +76,24 @@ def read_rope(config: Config, where: object, parameters: Mapping[str, Any], base
     return {
         "rotary_base": real(theta, "rope_theta", where),
         "rotary_percent": real(percent if part is None else part, "partial_rotary_factor", where),
-        "rope_scaling": _scaling(rope, where),
+        "rope_scaling": _scaling(rope, config, where),
     }
 
 
-def _scaling(rope: dict[str, Any], where: object) -> dict[str, Any] | None:
+def _scaling(rope: dict[str, Any], config: Config, where: object) -> dict[str, Any] | None:
     kind = rope.pop("rope_type", rope.pop("type", "default"))  # `type` before transformers 4.43
     rope.pop("type", None)
-    kind = "longrope" if kind == "su" else kind
+    if kind == "su" or (kind == "yarn" and "short_factor" in rope):  # what Phi-3 called it at first
+        kind = "longrope"
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(_KINDS)
         raise UnknownArchitecture(f"rotary scaling of type {shown(kind)}", where=where, do=f"Known: {known}.")
     if kind == "default":
         return None
     needed, possible = _KINDS[kind]
+    if _ORIGINAL in (*needed, *possible):  # transformers asks in the same order
+        asked = (config.get(_ORIGINAL), rope.get(_ORIGINAL), config.get("max_position_embeddings"))
+        rope[_ORIGINAL] = next((value for value in asked if value is not None), None)
     scaling: dict[str, Any] = {"rope_type": kind}
     for name in (*needed, *possible):
         if rope.get(name) is None and name in needed:
@@ -100,9 +104,10 @@ def _scaling(rope: dict[str, Any], where: object) -> dict[str, Any] | None:
             scaling[name] = rope[name]
     for name in _LISTS if kind == "longrope" else ():
         scaling[name] = _factors(rope.get(name), name, where)
-    for name in _SWITCHES:
-        if name in rope:
-            scaling[name] = bool(rope[name])
+    if kind == "yarn":  # what transformers takes for what is not said
+        scaling = {"beta_fast": 32.0, "beta_slow": 1.0} | {name: value for name, value in scaling.items() if value}
+        if rope.get("truncate") is False:
+            scaling["truncate"] = False
     return scaling
 
 

@@ -1,0 +1,75 @@
+"""Keys of config.json that DeepSeek-V2 and V3 have in common."""
+
+from precisionctl.architectures.config_keys import (
+    SILU,
+    SIZES,
+    Config,
+    Entry,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.rope import rope
+from precisionctl.model_shape import ModelShape
+
+
+def _read_attention(config: Config, where: object) -> Fields:
+    heads = size(config, "num_attention_heads", where)
+    return {"num_attention_heads": heads, "num_query_groups": heads, "kv_channels": size(config, "v_head_dim", where)}
+
+
+def _write_attention(model: ModelShape) -> Config:
+    heads = model.num_attention_heads
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": model.mla and model.mla.q_lora_rank,
+    }
+
+
+def _read_layers(config: Config, where: object) -> Fields:
+    dense = config.get("first_k_dense_replace") or 0
+    return {"moe.layer_freq": tuple(layer >= dense for layer in range(layers(config, where)))}
+
+
+def _write_layers(model: ModelShape) -> Config:
+    return {"first_k_dense_replace": sum(not model.has_experts(layer) for layer in range(model.num_layers))}
+
+
+def _read_shared(config: Config, where: object) -> Fields:
+    if not config.get("n_shared_experts"):
+        return {}
+    shared = size(config, "n_shared_experts", where)
+    return {"moe.shared_ffn_hidden_size": shared * size(config, "moe_intermediate_size", where)}
+
+
+def _write_shared(model: ModelShape) -> Config:
+    shared = model.moe.shared_ffn_hidden_size if model.moe else None
+    return {"n_shared_experts": shared // model.moe.ffn_hidden_size if model.moe and shared else None}
+
+
+COMMON: tuple[Entry, ...] = (
+    *SIZES,
+    SILU,
+    Rule(_read_attention, _write_attention),
+    Key("mla.q_lora_rank", "q_lora_rank", None),
+    Key("mla.kv_lora_rank", "kv_lora_rank"),
+    Key("mla.qk_head_dim", "qk_nope_head_dim"),
+    Key("mla.qk_pos_emb_head_dim", "qk_rope_head_dim"),
+    Key("mla.v_head_dim", "v_head_dim"),
+    Only("attention_bias", False),
+    Key("moe.num_experts", "n_routed_experts"),
+    Key("moe.topk", "num_experts_per_tok"),
+    Key("moe.ffn_hidden_size", "moe_intermediate_size"),
+    Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+    Only("moe_layer_freq", 1),
+    Rule(_read_layers, _write_layers),
+    Rule(_read_shared, _write_shared),
+    Key("norm_epsilon", "rms_norm_eps", 1e-6),
+    rope(),
+    tied(False),
+)

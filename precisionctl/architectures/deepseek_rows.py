@@ -1,0 +1,150 @@
+"""Rows of DeepSeek-V2 and V3: latent attention, leading dense layers, routed and shared experts.
+
+Rows of multi-token prediction layers are the decoder's under other names, and what joins them.
+"""
+
+from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT
+from precisionctl.architectures.moe_rows import EXPERTS, MOE_NORM, ROUTER
+from precisionctl.architectures.moves import GAMMA, GATE_UP
+from precisionctl.architectures.param_map import Alias, Either, Row, renamed, when
+from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
+
+_QUERY_LATENT = when("query_latent")
+
+_ATTENTION = (
+    Row(
+        "model.layers.{layer}.input_layernorm.weight",
+        "decoder.layers.{layer}.input_layernorm.weight",
+        ("hidden_size",),
+        GAMMA,
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.q_proj.weight",
+        "decoder.layers.{layer}.self_attention.linear_q_proj.weight",
+        ("query_size", "hidden_size"),
+        parallel=ROWS,
+        present=when("query_direct"),
+        gemm=True,
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.q_a_proj.weight",
+        "decoder.layers.{layer}.self_attention.linear_q_down_proj.weight",
+        ("mla.q_lora_rank", "hidden_size"),
+        present=_QUERY_LATENT,
+        gemm=True,
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.q_a_layernorm.weight",
+        "decoder.layers.{layer}.self_attention.linear_q_up_proj.layer_norm_weight",
+        ("mla.q_lora_rank",),
+        GAMMA,
+        present=_QUERY_LATENT,
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.q_b_proj.weight",
+        "decoder.layers.{layer}.self_attention.linear_q_up_proj.weight",
+        ("query_size", "mla.q_lora_rank"),
+        parallel=ROWS,
+        present=_QUERY_LATENT,
+        gemm=True,
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight",
+        "decoder.layers.{layer}.self_attention.linear_kv_down_proj.weight",
+        ("latent_size", "hidden_size"),
+        gemm=True,
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.kv_a_layernorm.weight",
+        "decoder.layers.{layer}.self_attention.linear_kv_up_proj.layer_norm_weight",
+        ("mla.kv_lora_rank",),
+        GAMMA,
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.kv_b_proj.weight",
+        "decoder.layers.{layer}.self_attention.linear_kv_up_proj.weight",
+        ("key_value_size", "mla.kv_lora_rank"),
+        parallel=ROWS,
+        gemm=True,
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.o_proj.weight",
+        "decoder.layers.{layer}.self_attention.linear_proj.weight",
+        ("hidden_size", "projection_size"),
+        parallel=COLUMNS,
+        gemm=True,
+    ),
+)
+
+_MOE = (
+    *MOE_NORM,
+    *ROUTER,
+    Row(
+        "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+        "decoder.layers.{layer}.mlp.router.expert_bias",
+        ("moe.num_experts",),
+        present=when("expert_bias"),
+        layers="moe",
+    ),
+    Row(
+        (
+            "model.layers.{layer}.mlp.shared_experts.gate_proj.weight",
+            "model.layers.{layer}.mlp.shared_experts.up_proj.weight",
+        ),
+        "decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight",
+        ("shared_fc1_size", "hidden_size"),
+        GATE_UP,
+        GATED_ROWS,
+        present=when("shared_experts"),
+        layers="moe",
+        gemm=True,
+    ),
+    Row(
+        "model.layers.{layer}.mlp.shared_experts.down_proj.weight",
+        "decoder.layers.{layer}.mlp.shared_experts.linear_fc2.weight",
+        ("hidden_size", "moe.shared_ffn_hidden_size"),
+        parallel=COLUMNS,
+        present=when("shared_experts"),
+        layers="moe",
+        gemm=True,
+    ),
+)
+
+DECODER = (*EMBEDDING, *_ATTENTION, *MLP_NORM, *MLP, *_MOE, *EXPERTS, *FINAL_NORM, *OUTPUT)
+
+_HF = {"model.layers.{layer}.": "model.layers.{mtp_layer}."}
+_MEGATRON = {"decoder.layers.{layer}.": "mtp.layers.{mtp}.transformer_layer."}
+
+MTP: tuple[Row | Either, ...] = (
+    Row("model.layers.{mtp_layer}.enorm.weight", "mtp.layers.{mtp}.enorm.weight", ("hidden_size",), GAMMA),
+    Row("model.layers.{mtp_layer}.hnorm.weight", "mtp.layers.{mtp}.hnorm.weight", ("hidden_size",), GAMMA),
+    Row(  # the embedding's half, then the hidden state's, on both sides
+        "model.layers.{mtp_layer}.eh_proj.weight",
+        "mtp.layers.{mtp}.eh_proj.weight",
+        ("hidden_size", "doubled_hidden_size"),
+        parallel=ROWS,
+    ),
+    *renamed((*_ATTENTION, *MLP_NORM, *MLP, *_MOE), _HF, _MEGATRON),
+    *(Either(renamed(each.first, _HF, _MEGATRON), renamed(each.second, _HF, _MEGATRON)) for each in EXPERTS),
+    Row(
+        "model.layers.{mtp_layer}.shared_head.norm.weight",
+        "mtp.layers.{mtp}.final_layernorm.weight",
+        ("hidden_size",),
+        GAMMA,
+    ),
+)
+
+MTP_ALIASES = (
+    Alias(
+        "model.layers.{mtp_layer}.embed_tokens.weight",
+        of="model.embed_tokens.weight",
+        switch="mtp_num_layers",
+        written=True,
+    ),
+    Alias(
+        "model.layers.{mtp_layer}.shared_head.head.weight",
+        of="lm_head.weight",
+        switch="mtp_num_layers",
+        written=True,
+    ),
+)

@@ -1,0 +1,58 @@
+"""Gemma 2: norms around each block, soft caps, a window in every other layer.
+
+Traps: norms store their factor less one, in both layouts; the embedding is scaled by the root of its width when it
+is used, not when it is stored; attention is scaled by `query_pre_attn_scalar`, not by the size of a head.
+"""
+
+import math
+
+from precisionctl.architectures.config_keys import (
+    ATTENTION_BIAS,
+    GELU_TANH,
+    HEADS,
+    SIZES,
+    Always,
+    Entry,
+    Key,
+    Only,
+    Rule,
+    activation,
+    every_other,
+    size,
+    sliding_window,
+    tied,
+)
+from precisionctl.architectures.gemma_rows import NOTE, ROWS
+from precisionctl.architectures.llama_rows import ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+
+COMMON: tuple[Entry, ...] = (
+    *SIZES,
+    HEADS,
+    ATTENTION_BIAS,
+    activation("hidden_activation", GELU_TANH, "gelu_pytorch_tanh"),
+    Only("use_bidirectional_attention", False),
+    Always("zero_centered_gamma", True),
+    Always("hf_zero_centered_gamma", True),
+    Always("post_layernorms", True),
+    Rule(lambda config, where: {"embedding_multiplier": math.sqrt(size(config, "hidden_size", where))}),
+    Key("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
+    Key("norm_epsilon", "rms_norm_eps", 1e-6),
+    tied(True),
+)
+
+ARCHITECTURE = Architecture(
+    model_types={"gemma2": "Gemma2ForCausalLM"},
+    rows=ROWS,
+    config=(
+        *COMMON,
+        Key("attn_logit_softcapping", "attn_logit_softcapping", None),
+        Key("final_logit_softcapping", "final_logit_softcapping", None),
+        rope(),
+        sliding_window(every_other),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    note=NOTE,
+)

@@ -1,0 +1,37 @@
+"""Rows that Gemma 2 and 3 have beside Llama's: a norm before and one after each block."""
+
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, EMBEDDING, FINAL_NORM, MLP, OUTPUT
+from precisionctl.architectures.moves import GAMMA
+from precisionctl.architectures.param_map import Row
+
+ROWS = (
+    *EMBEDDING,
+    *ATTENTION_NORM,
+    *ATTENTION,
+    Row(
+        "model.layers.{layer}.post_attention_layernorm.weight",
+        "decoder.layers.{layer}.self_attention.linear_proj.post_layernorm.weight",
+        ("hidden_size",),
+        GAMMA,
+    ),
+    Row(
+        "model.layers.{layer}.pre_feedforward_layernorm.weight",
+        "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
+        ("hidden_size",),
+        GAMMA,
+    ),
+    *MLP,
+    Row(
+        "model.layers.{layer}.post_feedforward_layernorm.weight",
+        "decoder.layers.{layer}.mlp.linear_fc2.post_layernorm.weight",
+        ("hidden_size",),
+        GAMMA,
+    ),
+    *FINAL_NORM,
+    *OUTPUT,
+)
+
+NOTE = (
+    "The norms after each block have Megatron-Bridge's names (linear_proj.post_layernorm, linear_fc2.post_layernorm): "
+    "Megatron-Core alone does not have them."
+)

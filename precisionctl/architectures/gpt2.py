@@ -1,0 +1,180 @@
+"""GPT-2: learned positions, LayerNorm, GELU, biases everywhere, tied embeddings.
+
+Traps: matrices are stored `[in, out]` (Conv1D), and `c_attn` is all of q, then k, then v. The files of the Hub leave
+out the prefix `transformer.`.
+"""
+
+from precisionctl.architectures.config_keys import (
+    GELU_TANH,
+    VOCABULARY,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    activation,
+    layers,
+    size,
+    tied,
+)
+from precisionctl.architectures.moves import QKV, SAME, Joined, Transposed
+from precisionctl.architectures.moves import VOCABULARY as PADDED
+from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed, when
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import COLUMNS, ROWS
+
+_ROWS = (
+    Row(
+        "transformer.wte.weight",
+        "embedding.word_embeddings.weight",
+        ("padded_vocab_size", "hidden_size"),
+        PADDED,
+        ROWS,
+    ),
+    Row(
+        "transformer.wpe.weight",
+        "embedding.position_embeddings.weight",
+        ("max_position_embeddings", "hidden_size"),
+    ),
+    Row(
+        "transformer.h.{layer}.ln_1.weight",
+        "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
+        ("hidden_size",),
+    ),
+    Row(
+        "transformer.h.{layer}.ln_1.bias",
+        "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_bias",
+        ("hidden_size",),
+    ),
+    Row(
+        "transformer.h.{layer}.attn.c_attn.weight",
+        "decoder.layers.{layer}.self_attention.linear_qkv.weight",
+        ("qkv_size", "hidden_size"),
+        Transposed(Joined(QKV)),
+        ROWS,
+        gemm=True,
+    ),
+    Row(
+        "transformer.h.{layer}.attn.c_attn.bias",
+        "decoder.layers.{layer}.self_attention.linear_qkv.bias",
+        ("qkv_size",),
+        Joined(QKV),
+        ROWS,
+    ),
+    Row(
+        "transformer.h.{layer}.attn.c_proj.weight",
+        "decoder.layers.{layer}.self_attention.linear_proj.weight",
+        ("hidden_size", "projection_size"),
+        Transposed(SAME),
+        COLUMNS,
+        gemm=True,
+    ),
+    Row(
+        "transformer.h.{layer}.attn.c_proj.bias",
+        "decoder.layers.{layer}.self_attention.linear_proj.bias",
+        ("hidden_size",),
+    ),
+    Row(
+        "transformer.h.{layer}.ln_2.weight",
+        "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
+        ("hidden_size",),
+    ),
+    Row(
+        "transformer.h.{layer}.ln_2.bias",
+        "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_bias",
+        ("hidden_size",),
+    ),
+    Row(
+        "transformer.h.{layer}.mlp.c_fc.weight",
+        "decoder.layers.{layer}.mlp.linear_fc1.weight",
+        ("fc1_size", "hidden_size"),
+        Transposed(SAME),
+        ROWS,
+        gemm=True,
+    ),
+    Row(
+        "transformer.h.{layer}.mlp.c_fc.bias",
+        "decoder.layers.{layer}.mlp.linear_fc1.bias",
+        ("fc1_size",),
+        parallel=ROWS,
+    ),
+    Row(
+        "transformer.h.{layer}.mlp.c_proj.weight",
+        "decoder.layers.{layer}.mlp.linear_fc2.weight",
+        ("hidden_size", "ffn_hidden_size"),
+        Transposed(SAME),
+        COLUMNS,
+        gemm=True,
+    ),
+    Row(
+        "transformer.h.{layer}.mlp.c_proj.bias",
+        "decoder.layers.{layer}.mlp.linear_fc2.bias",
+        ("hidden_size",),
+    ),
+    Row("transformer.ln_f.weight", "decoder.final_layernorm.weight", ("hidden_size",)),
+    Row("transformer.ln_f.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
+)
+
+
+def _read_sizes(config: Config, where: object) -> Fields:
+    heads, hidden = size(config, "n_head", where), size(config, "n_embd", where)
+    return {
+        "num_layers": layers(config, where, "n_layer"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": 4 * hidden if config.get("n_inner") is None else config["n_inner"],
+        "num_attention_heads": heads,
+        "num_query_groups": heads,
+        "kv_channels": hidden // heads,
+    }
+
+
+def _write_sizes(model: ModelShape) -> Config:
+    return {
+        "n_layer": model.num_layers,
+        "n_embd": model.hidden_size,
+        "n_inner": model.ffn_hidden_size,
+        "n_head": model.num_attention_heads,
+    }
+
+
+SIZES = (
+    Rule(_read_sizes, _write_sizes),
+    Key("max_position_embeddings", "n_positions"),
+    VOCABULARY,
+    activation("activation_function", {"gelu_new": "gelu_tanh", **GELU_TANH, "gelu": "gelu"}, "gelu_new"),
+    Always("gated_linear_unit", False),
+    Always("normalization", "LayerNorm"),
+    Key("norm_epsilon", "layer_norm_epsilon", 1e-5),
+)
+
+ARCHITECTURE = Architecture(
+    model_types={"gpt2": "GPT2LMHeadModel"},
+    rows=(
+        Either(_ROWS, renamed(_ROWS, {"transformer.": ""})),
+        Row(
+            "lm_head.weight",
+            "output_layer.weight",
+            ("padded_vocab_size", "hidden_size"),
+            PADDED,
+            ROWS,
+            present=when("untied_embeddings"),
+        ),
+    ),
+    config=(
+        *SIZES,
+        Always("position_embedding", "learned_absolute"),
+        Always("qkv_bias", True),
+        Always("proj_bias", True),
+        Always("mlp_bias", True),
+        Only("scale_attn_weights", True),
+        Only("scale_attn_by_inverse_layer_idx", False),
+        Only("add_cross_attention", False),
+        tied(True),
+    ),
+    aliases=(
+        Alias("lm_head.weight", of="transformer.wte.weight", switch="tied_embeddings"),
+        Alias("lm_head.weight", of="wte.weight", switch="tied_embeddings"),
+    ),
+    derived=("*h.{layer}.attn.bias", "*h.{layer}.attn.masked_bias"),
+)

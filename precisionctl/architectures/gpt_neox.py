@@ -1,0 +1,146 @@
+"""GPT-NeoX and Pythia: from Hugging Face to Hugging Face alone.
+
+Traps: attention and MLP have norms of their own but are added together; `query_key_value` is q, k, v by head, as in
+Megatron.
+"""
+
+from precisionctl.architectures.config_keys import (
+    GELU_TANH,
+    HEADS,
+    SIZES,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Only,
+    Rule,
+    activation,
+    tied,
+)
+from precisionctl.architectures.param_map import Architecture, Row, when
+from precisionctl.architectures.rope import found, read_rope
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import COLUMNS, ROWS
+
+_ATTENTION_BIAS = when("qkv_bias")
+
+
+def _read_rope(config: Config, where: object) -> Fields:
+    """transformers 4 has `rotary_emb_base` and `rotary_pct`."""
+    older = {"rope_theta": config.get("rotary_emb_base"), "partial_rotary_factor": config.get("rotary_pct")}
+    beside = dict(config) | {key: value for key, value in older.items() if value is not None}
+    return read_rope(beside, where, found(config, where), 10000.0, 0.25)
+
+
+def _write_rope(model: ModelShape) -> Config:
+    scaling = {"rope_scaling": dict(model.rope_scaling)} if model.rope_scaling else {}
+    return {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent, **scaling}
+
+
+def _read_bias(config: Config, where: object) -> Fields:
+    bias = config.get("attention_bias", True)
+    return {"qkv_bias": bool(bias), "proj_bias": bool(bias)}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"gpt_neox": "GPTNeoXForCausalLM"},
+    rows=(
+        Row(
+            "gpt_neox.embed_in.weight", "embedding.word_embeddings.weight", ("vocab_size", "hidden_size"), parallel=ROWS
+        ),
+        Row(
+            "gpt_neox.layers.{layer}.input_layernorm.weight",
+            "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
+            ("hidden_size",),
+        ),
+        Row(
+            "gpt_neox.layers.{layer}.input_layernorm.bias",
+            "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_bias",
+            ("hidden_size",),
+        ),
+        Row(
+            "gpt_neox.layers.{layer}.attention.query_key_value.weight",
+            "decoder.layers.{layer}.self_attention.linear_qkv.weight",
+            ("qkv_size", "hidden_size"),
+            parallel=ROWS,
+            gemm=True,
+        ),
+        Row(
+            "gpt_neox.layers.{layer}.attention.query_key_value.bias",
+            "decoder.layers.{layer}.self_attention.linear_qkv.bias",
+            ("qkv_size",),
+            parallel=ROWS,
+            present=_ATTENTION_BIAS,
+        ),
+        Row(
+            "gpt_neox.layers.{layer}.attention.dense.weight",
+            "decoder.layers.{layer}.self_attention.linear_proj.weight",
+            ("hidden_size", "projection_size"),
+            parallel=COLUMNS,
+            gemm=True,
+        ),
+        Row(
+            "gpt_neox.layers.{layer}.attention.dense.bias",
+            "decoder.layers.{layer}.self_attention.linear_proj.bias",
+            ("hidden_size",),
+            present=_ATTENTION_BIAS,
+        ),
+        Row(
+            "gpt_neox.layers.{layer}.post_attention_layernorm.weight",
+            "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
+            ("hidden_size",),
+        ),
+        Row(
+            "gpt_neox.layers.{layer}.post_attention_layernorm.bias",
+            "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_bias",
+            ("hidden_size",),
+        ),
+        Row(
+            "gpt_neox.layers.{layer}.mlp.dense_h_to_4h.weight",
+            "decoder.layers.{layer}.mlp.linear_fc1.weight",
+            ("fc1_size", "hidden_size"),
+            parallel=ROWS,
+            gemm=True,
+        ),
+        Row(
+            "gpt_neox.layers.{layer}.mlp.dense_h_to_4h.bias",
+            "decoder.layers.{layer}.mlp.linear_fc1.bias",
+            ("fc1_size",),
+            parallel=ROWS,
+        ),
+        Row(
+            "gpt_neox.layers.{layer}.mlp.dense_4h_to_h.weight",
+            "decoder.layers.{layer}.mlp.linear_fc2.weight",
+            ("hidden_size", "ffn_hidden_size"),
+            parallel=COLUMNS,
+            gemm=True,
+        ),
+        Row(
+            "gpt_neox.layers.{layer}.mlp.dense_4h_to_h.bias",
+            "decoder.layers.{layer}.mlp.linear_fc2.bias",
+            ("hidden_size",),
+        ),
+        Row("gpt_neox.final_layer_norm.weight", "decoder.final_layernorm.weight", ("hidden_size",)),
+        Row("gpt_neox.final_layer_norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
+        Row("embed_out.weight", "output_layer.weight", ("vocab_size", "hidden_size"), parallel=ROWS),
+    ),
+    config=(
+        *SIZES,
+        HEADS,
+        Rule(_read_bias, lambda model: {"attention_bias": model.qkv_bias}),
+        activation("hidden_act", {"gelu": "gelu", **GELU_TANH}, "gelu"),
+        Always("gated_linear_unit", False),
+        Always("normalization", "LayerNorm"),
+        Key("norm_epsilon", "layer_norm_eps", 1e-5),
+        Rule(_read_rope, _write_rope),
+        Always("mlp_bias", True),
+        Only("use_parallel_residual", True, "parallel_residual", True),
+        tied(False),
+    ),
+    derived=(
+        "gpt_neox.layers.{layer}.attention.bias",
+        "gpt_neox.layers.{layer}.attention.masked_bias",
+        "gpt_neox.layers.{layer}.attention.rotary_emb.inv_freq",
+    ),
+    refused="a parallel residual",
+)

@@ -1,0 +1,89 @@
+"""Phi-3 and Phi-4-mini: Llama whose q, k and v come in one tensor, and gate and up in another.
+
+Trap: `qkv_proj` is all of q, then all of k, then all of v, not Megatron's order by query group.
+"""
+
+from precisionctl.architectures.config_keys import (
+    HEADS,
+    SILU,
+    SIZES,
+    Config,
+    Key,
+    Rule,
+    everywhere,
+    sliding_window,
+    tied,
+)
+from precisionctl.architectures.llama_rows import (
+    ATTENTION_NORM,
+    EMBEDDING,
+    FINAL_NORM,
+    MLP_NORM,
+    OUTPUT,
+    ROTARY,
+    TIED,
+)
+from precisionctl.architectures.moves import QKV, Joined
+from precisionctl.architectures.param_map import Architecture, Row
+from precisionctl.architectures.rope import rope
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
+
+
+def _write_original(model: ModelShape) -> Config:
+    """Its class has a default for the original context, which would outdo what the scaling says."""
+    original = (model.rope_scaling or {}).get("original_max_position_embeddings")
+    return {"original_max_position_embeddings": original} if original else {}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"phi3": "Phi3ForCausalLM"},
+    rows=(
+        *EMBEDDING,
+        *ATTENTION_NORM,
+        Row(
+            "model.layers.{layer}.self_attn.qkv_proj.weight",
+            "decoder.layers.{layer}.self_attention.linear_qkv.weight",
+            ("qkv_size", "hidden_size"),
+            Joined(QKV),
+            ROWS,
+            gemm=True,
+        ),
+        Row(
+            "model.layers.{layer}.self_attn.o_proj.weight",
+            "decoder.layers.{layer}.self_attention.linear_proj.weight",
+            ("hidden_size", "projection_size"),
+            parallel=COLUMNS,
+            gemm=True,
+        ),
+        *MLP_NORM,
+        Row(  # gate, then up, on both sides
+            "model.layers.{layer}.mlp.gate_up_proj.weight",
+            "decoder.layers.{layer}.mlp.linear_fc1.weight",
+            ("fc1_size", "hidden_size"),
+            parallel=GATED_ROWS,
+            gemm=True,
+        ),
+        Row(
+            "model.layers.{layer}.mlp.down_proj.weight",
+            "decoder.layers.{layer}.mlp.linear_fc2.weight",
+            ("hidden_size", "ffn_hidden_size"),
+            parallel=COLUMNS,
+            gemm=True,
+        ),
+        *FINAL_NORM,
+        *OUTPUT,
+    ),
+    config=(
+        *SIZES,
+        HEADS,
+        SILU,
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        rope(partial=True),
+        Rule(lambda config, where: {}, _write_original),
+        sliding_window(everywhere),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

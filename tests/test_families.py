@@ -1,0 +1,289 @@
+"""Every family: read as transformers saved it, to Megatron and back; its config.json, and Megatron's arguments."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+from in_memory import InMemory, to_hf, to_megatron
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from precisionctl.architectures.find import from_hf_config, from_megatron_args, supported, to_hf_config
+from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.errors import DamagedCheckpoint, MappingError, ShapeMismatch, UnknownArchitecture, UnmappedTensor
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import Parallelism, TensorSpec
+from precisionctl.plan import make_plan
+
+IN_MEGATRON = [*pico.FAMILIES, *pico.TO_TRAIN]
+ALL = [*IN_MEGATRON, *pico.PARALLEL_RESIDUAL]
+
+
+def opened(directory: Path, family: str, **settings: Any) -> HuggingFaceReader:
+    pico.save(directory, family, dtype=torch.bfloat16, **settings)
+    return HuggingFaceReader(directory)
+
+
+def values(reader: HuggingFaceReader) -> dict[str, Tensor]:
+    return {name: read_tensor(reader, name) for name in reader.specs}
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_there_is_a_model_of_every_family() -> None:
+    assert {pico.make(family).config.model_type for family in ALL} == supported().keys()
+
+
+@pytest.mark.parametrize("family", IN_MEGATRON)
+def test_to_megatron_and_back_gives_every_bit_back(tmp_path: Path, family: str) -> None:
+    reader = opened(tmp_path, family)
+    assert_same(to_hf(to_megatron(reader)).tensors, values(reader))
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_hugging_face_to_hugging_face_keeps_every_tensor(tmp_path: Path, family: str) -> None:
+    reader = opened(tmp_path, family)
+    assert_same(to_hf(reader).tensors, values(reader))
+
+
+@pytest.mark.parametrize("family", pico.PARALLEL_RESIDUAL)
+def test_a_parallel_residual_goes_to_hugging_face_alone(tmp_path: Path, family: str) -> None:
+    with pytest.raises(MappingError, match="parallel residual, which Megatron-Core does not"):
+        make_plan(opened(tmp_path, family), "megatron")
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_config_that_is_written_is_read_as_the_same_model(family: str) -> None:
+    model = from_hf_config(pico.make(family).config.to_dict())
+    assert from_hf_config(to_hf_config(model, "bfloat16")) == model
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_transformers_computes_the_same_with_a_config_that_is_written(family: str) -> None:
+    """The judge of what config.json says is transformers: the same weights, the same logits, to the last bit."""
+    theirs = pico.make(family)
+    config = to_hf_config(from_hf_config(theirs.config.to_dict()), "float32") | pico.NO_TOKENS
+    ours = type(theirs)(type(theirs.config)(**config)).eval()
+    ours.load_state_dict(theirs.state_dict())
+    tokens = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+
+
+UNTOLD = {
+    "llama-3": {"rope_scaling": None},  # its original context is not Megatron's constant
+    "llama-attention-bias": {"mlp_bias": True},  # one switch for all linears
+    "phi3": {"architecture": "llama"},  # the same function
+}
+"""What Megatron's arguments have no words for, and what is read instead."""
+
+
+@pytest.mark.parametrize("family", [f for f in IN_MEGATRON if f != "phi3-long" and not f.startswith("gemma")])
+def test_megatrons_arguments_describe_the_model_and_its_family(family: str) -> None:
+    model = from_hf_config(pico.make(family).config.to_dict()).padded(128)
+    found = from_megatron_args(to_megatron_args(model), model.padded_vocab_size, "args")
+    assert found == dataclasses.replace(model, **UNTOLD.get(family, {}))
+
+
+def test_an_unsupported_family_is_refused_with_the_list_and_what_adding_one_takes(tmp_path: Path) -> None:
+    pico.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    with pytest.raises(UnknownArchitecture, match="`mamba`.*deepseek_v2, .*qwen3_moe.* one file with a table of rows"):
+        HuggingFaceReader(tmp_path)
+
+
+FUSED = {"qwen3-moe": "mlp", "mixtral": "block_sparse_moe", "deepseek-v3": "mlp"}
+
+
+def fuse(tensors: Mapping[str, Tensor], experts: int, module: str) -> dict[str, Tensor]:
+    """The same checkpoint as transformers 5 has it in memory: experts stacked, gate above up."""
+    gate, up, down = ("w1", "w3", "w2") if module == "block_sparse_moe" else ("gate_proj", "up_proj", "down_proj")
+    made = {name: values for name, values in tensors.items() if ".experts." not in name}
+    for layer in sorted({name.split(f".{module}.experts.")[0] for name in tensors if f".{module}.experts." in name}):
+        numbered = [f"{layer}.{module}.experts.{number}" for number in range(experts)]
+        fused = [torch.cat([tensors[f"{e}.{gate}.weight"], tensors[f"{e}.{up}.weight"]]) for e in numbered]
+        made[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(fused)
+        made[f"{layer}.mlp.experts.down_proj"] = torch.stack([tensors[f"{e}.{down}.weight"] for e in numbered])
+    return {name.replace(f"{module}.gate.", "mlp.gate."): values for name, values in made.items()}
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_fused_experts_are_the_same_experts(tmp_path: Path, family: str) -> None:
+    reader = opened(tmp_path, family)
+    numbered, apart = to_megatron(reader), values(reader)
+    assert reader.model.moe is not None
+    file = tmp_path / "model.safetensors"
+    save_file(fuse(load_file(file), reader.model.moe.num_experts, FUSED[family]), file)
+    fused = HuggingFaceReader(tmp_path)
+    assert any(name.endswith("gate_up_proj[0]") for name in fused.specs)
+    assert_same(to_megatron(fused).tensors, numbered.tensors)
+    assert_same(to_hf(to_megatron(fused)).tensors, apart)  # written as the model's own class saves it
+    assert_same(to_hf(fused).tensors, values(fused))  # and left as it is where nothing asks
+
+
+def test_transformers_fuses_experts_as_we_do() -> None:
+    """The judge of the two spellings: what transformers has in memory, and what it saves of that."""
+    model = pico.make("qwen3-moe").state_dict()
+    name = "model.layers.1.mlp.experts"
+    assert model[f"{name}.gate_up_proj"].shape == (8, 96, 64)
+    assert model[f"{name}.down_proj"].shape == (8, 64, 48)
+
+
+def with_prediction_layer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A DeepSeek-V3 with the layer that transformers leaves out: random, but for its copies."""
+    torch.manual_seed(1)
+    made = dict(tensors)
+    for name in [name for name in tensors if name.startswith("model.layers.2.")]:
+        made[name.replace("layers.2.", "layers.3.")] = torch.randn_like(tensors[name])
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        made[f"model.layers.3.{name}.weight"] = torch.randn(64, dtype=torch.bfloat16)
+    made["model.layers.3.eh_proj.weight"] = torch.randn(64, 128, dtype=torch.bfloat16)
+    made["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    made["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    return made
+
+
+def prediction(tmp_path: Path) -> HuggingFaceReader:
+    pico.save(tmp_path, "deepseek-v3", dtype=torch.bfloat16)
+    file = tmp_path / "model.safetensors"
+    save_file(with_prediction_layer(load_file(file)), file)
+    return HuggingFaceReader(tmp_path)
+
+
+def test_multi_token_prediction_layers_go_to_megatron_and_back_with_their_copies(tmp_path: Path) -> None:
+    reader = prediction(tmp_path)
+    megatron = to_megatron(reader)
+    mine = {name for name in megatron.tensors if name.startswith("mtp.")}
+    layer = "mtp.layers.0.transformer_layer"
+    assert {"mtp.layers.0.eh_proj.weight", "mtp.layers.0.final_layernorm.weight"} < mine
+    assert {f"{layer}.self_attention.linear_kv_up_proj.weight", f"{layer}.mlp.experts.linear_fc1.weight7"} < mine
+    assert not any("embed" in name or "head" in name for name in mine)
+    assert_same(to_hf(megatron).tensors, values(reader))
+    assert_same(to_hf(reader).tensors, values(reader))
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])
+def test_a_copy_of_a_prediction_layer_that_differs_is_damage(tmp_path: Path, name: str) -> None:
+    prediction(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[f"model.layers.3.{name}.weight"][7, 7] += 1
+    save_file(tensors, file)
+    with pytest.raises(DamagedCheckpoint, match=f"{name}.* should be a copy"):
+        to_megatron(HuggingFaceReader(tmp_path))
+
+
+def test_a_config_that_claims_prediction_layers_without_tensors_is_read_without(tmp_path: Path) -> None:
+    """As transformers saves every DeepSeek-V3."""
+    reader = opened(tmp_path, "deepseek-v3")
+    assert reader.model.mtp_num_layers == 1
+    plan = make_plan(reader, "megatron")
+    assert plan.model.mtp_num_layers == 0
+    assert not any(name.startswith("mtp.") for name in plan.targets)
+
+
+def test_gpt2_as_the_hub_has_it_is_the_same_model(tmp_path: Path) -> None:
+    """Without a prefix, and with the mask that each layer stored."""
+    expected = to_megatron(opened(tmp_path, "gpt2"))
+    file = tmp_path / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): values for name, values in load_file(file).items()}
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 128, 128)}, file)
+    assert_same(to_megatron(HuggingFaceReader(tmp_path)).tensors, expected.tensors)
+
+
+def test_gpt_oss_experts_are_transposed_and_their_gates_gathered(tmp_path: Path) -> None:
+    """An independent spelling, after transformers' GptOssExperts: x @ gate_up_proj[e], gate = [..., ::2]."""
+    reader = opened(tmp_path, "gpt-oss")
+    found, theirs = to_megatron(reader).tensors, load_file(tmp_path / "model.safetensors")
+    x = torch.randn(3, 64, dtype=torch.float64)
+    both = x @ theirs["model.layers.1.mlp.experts.gate_up_proj"][2].double()
+    fc1 = x @ found["decoder.layers.1.mlp.experts.linear_fc1.weight2"].double().t()
+    torch.testing.assert_close(fc1, torch.cat([both[..., ::2], both[..., 1::2]], -1))
+    down = theirs["model.layers.1.mlp.experts.down_proj"][2]
+    assert torch.equal(found["decoder.layers.1.mlp.experts.linear_fc2.weight2"], down.t())
+
+
+def test_norms_that_only_megatron_stores_less_one_become_whole(tmp_path: Path) -> None:
+    """A Llama that was trained with --apply-layernorm-1p."""
+    reader = opened(tmp_path, "llama-2")
+    megatron = to_megatron(reader)
+    centered = dataclasses.replace(megatron.model, zero_centered_gamma=True)
+    shifted = {
+        name: (values.float() - 1).bfloat16() if "norm" in name else values for name, values in megatron.tensors.items()
+    }
+    back = to_hf(InMemory(centered, "megatron", shifted)).tensors
+    assert_same(back, values(reader))
+
+
+@pytest.mark.parametrize(
+    ("family", "parallelism", "message"),
+    [
+        ("llama-2", Parallelism(tensor=3), "cannot be cut into 3 tensor-parallel"),
+        ("llama-2", Parallelism(pipeline=3), "2 layers cannot be cut into 3 pipeline stages"),
+        ("llama-2", Parallelism(pipeline=2, virtual=2), "2 layers cannot be cut into 4 pipeline stages"),
+        ("llama-2", Parallelism(expert=2), "without experts"),
+        ("mixtral", Parallelism(expert=3), "4 experts cannot be dealt out to 3"),
+        ("mixtral", Parallelism(tensor=2, expert=2, expert_tensor=5), "experts.* cannot be cut into 5"),
+    ],
+)
+def test_ranks_that_do_not_divide_a_model_are_refused(
+    tmp_path: Path, family: str, parallelism: Parallelism, message: str
+) -> None:
+    with pytest.raises(ShapeMismatch, match=message):
+        make_plan(opened(tmp_path, family), "megatron", parallelism=parallelism)
+
+
+def test_experts_are_cut_by_their_own_tensor_parallel_size(tmp_path: Path) -> None:
+    reader = opened(tmp_path, "mixtral", intermediate_size=90)
+    make_plan(reader, "megatron", parallelism=Parallelism(tensor=4, expert_tensor=1))
+    with pytest.raises(ShapeMismatch, match="experts"):
+        make_plan(reader, "megatron", parallelism=Parallelism(tensor=4))
+
+
+@dataclasses.dataclass
+class WithOptimizer(InMemory):
+    optimizer_specs: Mapping[str, TensorSpec] = dataclasses.field(default_factory=dict)
+
+
+def test_an_optimizer_goes_along_as_parallel_as_its_parameters(tmp_path: Path) -> None:
+    megatron = to_megatron(opened(tmp_path, "mixtral"))
+    name = "decoder.layers.0.mlp.experts.linear_fc1.weight1"
+    state = {f"optimizer.state.{kind}.{name}": TensorSpec((192, 64), torch.float32) for kind in ("exp_avg", "param")}
+    source = WithOptimizer(megatron.model, "megatron", megatron.tensors, optimizer_specs=state)
+    plan = make_plan(source, "megatron", optimizer=True)
+    assert plan.targets.keys() == megatron.tensors.keys() | state.keys()
+    for each in state:
+        assert plan.targets[each] == TensorSpec((192, 64), torch.float32, plan.targets[name].parallel)
+    assert plan.gemms == make_plan(source, "megatron").gemms
+    assert make_plan(source, "megatron").targets.keys() == megatron.tensors.keys()
+    with pytest.raises(MappingError, match="no place for an optimizer"):
+        make_plan(source, "hf", optimizer=True)
+    source.optimizer_specs = {"optimizer.state.exp_avg.decoder.stranger": TensorSpec((1,), torch.float32)}
+    with pytest.raises(MappingError, match="stranger.* no state of a parameter"):
+        make_plan(source, "megatron", optimizer=True)
+
+
+@pytest.mark.parametrize("family", IN_MEGATRON)
+def test_a_stray_tensor_is_refused_in_every_family(tmp_path: Path, family: str) -> None:
+    reader = opened(tmp_path, family)
+    specs = {**reader.specs, "model.layers.0.stranger.weight": TensorSpec((1,), torch.bfloat16)}
+    with pytest.raises(UnmappedTensor, match="stranger"):
+        make_plan(dataclasses.replace(_Specs(reader.model), specs=specs), "megatron")
+
+
+@dataclasses.dataclass
+class _Specs:
+    model: ModelShape
+    specs: Mapping[str, TensorSpec] = dataclasses.field(default_factory=dict)
+    layout: Any = "hf"
