@@ -159,11 +159,6 @@ class ModelShape:
             if entries is not None and len(entries) != self.num_layers:
                 raise DamagedCheckpoint(f"{field} has {len(entries)} entries for {self.num_layers} layers")
 
-        for name in ("short_factor", "long_factor"):
-            factors = (self.rope_scaling or {}).get(name)
-            if factors is not None and len(factors) != self.rotary_size // 2:
-                raise DamagedCheckpoint(f"{name} has {len(factors)} entries for {self.rotary_size // 2} frequencies")
-
     @property
     def rotary_size(self) -> int:
         """Channels of a head that rotary embeddings turn."""

@@ -112,5 +112,11 @@ def _as_family(model: ModelShape, model_type: str) -> ModelShape | None:
         model,
         architecture=model_type,
         hf_zero_centered_gamma=told.hf_zero_centered_gamma,
+        moe=_counting_groups_as(told.moe, model.moe),
     )
     return told if told == mine else None
+
+
+def _counting_groups_as(told: MoE | None, moe: MoE | None) -> MoE | None:
+    """What a group of experts is worth is no argument: Megatron-Core knows one way, a family may mean another."""
+    return dataclasses.replace(moe, group_scores=told.group_scores) if told and moe else moe
