@@ -142,3 +142,18 @@ def test_a_payload_with_any_byte_changed_reads_or_is_one_error(position, byte):
         decode_payload(bytes(data), "layer 3")
     except PrecisionctlError as error:
         assert "layer 3" in str(error)
+
+
+def test_a_grouped_linear_has_the_columns_of_each_role_side_by_side():
+    """GroupedLinear's order (module/base.py and grouped_linear.py): column kind * num_gemms + gemm."""
+    recipe = DelayedScaling(amax_history_len=3)
+    numbers = torch.arange(5 * 2 * 4, dtype=torch.float32).reshape(5, 2, 4) + 1  # role, expert, (scale, history)
+    state = Fp8State({role: RoleState(part[:, 0], part[:, 1:]) for role, part in zip(ROLES, numbers, strict=True)})
+    data = encode_payload(state, recipe)
+    decoded = decode_payload(data, "here", grouped=True)
+    assert decoded is not None and decoded[0] == recipe
+    for role in ROLES:
+        assert torch.equal(decoded[1].roles[role].scale, state.roles[role].scale)
+        assert torch.equal(decoded[1].roles[role].amax_history, state.roles[role].amax_history)
+    with pytest.raises(NotUnderstood):
+        decode_payload(data, "here")

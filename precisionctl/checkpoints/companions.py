@@ -33,6 +33,13 @@ def read_companions(directory: Path, *, links: bool) -> Companions:
     return Companions({path.name: path.read_bytes() for path in paths if _is_companion(path, links)})
 
 
+def write_companions(directory: Path, companions: Companions) -> None:
+    """Write them into a directory, which is made only where there are any."""
+    for name, content in companions.files.items():
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
+
+
 def _is_companion(path: Path, links: bool) -> bool:
     named = any(fnmatchcase(path.name, pattern) for pattern in _COMPANIONS) and path.suffix != ".safetensors"
     return named and path.is_file() and (links or not path.is_symlink())

@@ -19,12 +19,14 @@ from torch import Tensor
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions
+from precisionctl.checkpoints.companions import write_companions
+from precisionctl.checkpoints.megatron_arguments import fp8_args, run_args
 from precisionctl.checkpoints.megatron_extra_state import demanded, payloads_of
 from precisionctl.checkpoints.megatron_keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
 from precisionctl.checkpoints.megatron_logical import MASTER, OPTIMIZER, STATE
 from precisionctl.checkpoints.megatron_placement import layers_differ, place, stored_tensors
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.state import DelayedScaling, Fp8States
+from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
 
@@ -62,7 +64,8 @@ class TorchDistWriter:
         self._companions, self._common, self._objects = companions or Companions(), common or {}, objects or {}
         self._distributed = distributed_optimizer
         weights_only = {"no_save_optim": True, "no_save_rng": True}
-        self._args = weights_only | dict(args or {}) | to_megatron_args(model) | self._run_args()
+        of_run = run_args(specs, parallelism, iteration, "torch_dist")
+        self._args = weights_only | dict(args or {}) | to_megatron_args(model) | of_run
         self._by_layer = _keys_by_layer(self._args) or layers_differ(specs)
         keys = {name: stack(self._stored_name(name), self._by_layer) for name in specs}
         self._placed = place(directory, specs, keys, parallelism)
@@ -98,9 +101,7 @@ class TorchDistWriter:
             self.directory, dcp.Index(stored_tensors(self.specs, self._placed), self._write_objects(payloads))
         )
         (self.directory / COMMON).write_bytes(torch_zip_writer.dump(self._common_data(payloads)))
-        for name, content in self._companions.files.items():
-            (self.directory / COMPANIONS).mkdir(parents=True, exist_ok=True)
-            (self.directory / COMPANIONS / name).write_bytes(content)
+        write_companions(self.directory / COMPANIONS, self._companions)
         if fp8 is not None and payloads is None:
             sidecar.write(self.directory / sidecar.RELATIVE, fp8)
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -131,7 +132,7 @@ class TorchDistWriter:
         return next(path for number in numbers if (path := self.directory / f"__0_{number}.distcp") not in files)
 
     def _common_data(self, fp8: Fp8States | None) -> dict[str, object]:
-        args = self._args | (_fp8_args(fp8.recipe) if fp8 else {})
+        args = self._args | (fp8_args(fp8.recipe) if fp8 else {})
         ours = {"fp8_iteration": fp8.iteration, "fp8_producer": fp8.producer} if fp8 else {}
         return {
             "args": argparse.Namespace(**args),
@@ -151,36 +152,8 @@ class TorchDistWriter:
             content["distrib_optim_sharding_type"] = "fully_reshardable"
         return content
 
-    def _run_args(self) -> dict[str, Any]:
-        """Arguments that do not follow from the model."""
-        model = [spec.dtype for name, spec in self.specs.items() if not name.startswith(OPTIMIZER)]
-        dtype, sizes = model[0], self._parallelism
-        return {
-            "params_dtype": dtype,
-            "bf16": dtype == torch.bfloat16,
-            "fp16": dtype == torch.float16,
-            "tensor_model_parallel_size": sizes.tensor,
-            "pipeline_model_parallel_size": sizes.pipeline,
-            "virtual_pipeline_model_parallel_size": sizes.virtual if sizes.virtual > 1 else None,
-            "expert_model_parallel_size": sizes.expert,
-            "ckpt_format": "torch_dist",
-            "iteration": self._iteration or 0,
-        } | ({"expert_tensor_parallel_size": sizes.expert_tensor} if sizes.expert_tensor else {})
-
 
 def _keys_by_layer(args: Mapping[str, Any]) -> bool:
     """Whether Megatron asks for keys by layer though the layers are alike (TransformerBlock.sharded_state_dict)."""
     frequencies = (args.get("moe_layer_freq"), args.get("linear_attention_freq"))
     return any(isinstance(f, list) or (type(f) is int and f > 1) for f in frequencies)
-
-
-def _fp8_args(recipe: DelayedScaling) -> dict[str, Any]:
-    return {
-        "fp8": recipe.fp8_format.lower(),
-        "fp8_recipe": "delayed",
-        "fp8_margin": recipe.margin,
-        "fp8_amax_history_len": recipe.amax_history_len,
-        "fp8_amax_compute_algo": recipe.amax_compute_algo,
-        "fp8_dot_product_attention": recipe.fp8_dpa,
-        "fp8_multi_head_attention": recipe.fp8_mha,
-    }

@@ -51,6 +51,20 @@ def payloads_of(states: Fp8States) -> dict[str, Tensor]:
     return found
 
 
+def grouped_payloads(states: Fp8States, first: int, count: int) -> dict[str, Tensor]:
+    """The payloads of all modules as a rank with experts `[first, first + count)` has them: one of a grouped linear."""
+    found = {object_of(module): data for module, data in states.raw.items()}
+    for module, state in states.modules.items():
+        part = state
+        if state.roles["weight"].scale.dim():
+            held = slice(first, first + count)
+            parts = {role: RoleState(p.scale[held], p.amax_history[held]) for role, p in state.roles.items()}
+            part = Fp8State(parts)
+        data = bytearray(extra_state.encode_payload(part, states.recipe))
+        found[module + EXTRA_STATE] = torch.frombuffer(data, dtype=torch.uint8)
+    return found
+
+
 def _by_expert(state: Fp8State) -> Iterable[tuple[str, Fp8State]]:
     counts = {part.scale.shape for part in state.roles.values()}
     if counts == {torch.Size()}:
@@ -96,7 +110,7 @@ def split_experts(name: str, payload: bytes, rank: int, where: str) -> Iterable[
 
     Raises NotUnderstood and DamagedCheckpoint, as `extra_state.decode_payload`.
     """
-    decoded = extra_state.decode_payload(payload, where)
+    decoded = extra_state.decode_payload(payload, where, grouped=True)
     if decoded is None:
         return []
     recipe, state = decoded

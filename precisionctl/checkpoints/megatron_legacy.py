@@ -41,6 +41,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import REPLICATED, ROWS, Layout, Parallel, TensorSpec
 
 _GROUPED = (".mlp.experts.linear_fc1._extra_state", ".mlp.experts.linear_fc2._extra_state")
+_QKV = (".linear_qkv.weight", ".linear_qkv.bias")
 _OUTPUT = "output_layer.weight"
 
 
@@ -188,7 +189,7 @@ class LegacyReader:
     def _boxes(self, name: str, spec: TensorSpec, shards: Sequence[Shard]) -> Iterator[Chunk]:
         """Where the boxes of a tensor are in these ranks' shards."""
         version = self._first.get("checkpoint_version", 0)
-        reordered = is_before_core(self._ranks[0].chunks[0]) and ".linear_qkv." in name and version in (0, 1.0)
+        reordered = is_before_core(self._ranks[0].chunks[0]) and name.endswith(_QKV) and version in (0, 1.0)
         for shard, boxes in zip(shards, shard_boxes(spec, len(shards)), strict=True):
             offset = shard.tensor.offset
             for box in boxes:
@@ -240,7 +241,7 @@ class LegacyReader:
                 seen.add((name, rank.expert * grouped))
                 saved = read_located(rank.path, value) if isinstance(value, Located) else value
                 data = bytes_of(saved, f"{rank.path}: {name}")
-                if data and grouped and self.parallelism.expert > 1:
+                if data and grouped:
                     yield from split_experts(name, data, rank.expert, str(rank.path))
                 elif data:
                     yield name, data

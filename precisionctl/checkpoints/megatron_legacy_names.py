@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from precisionctl.checkpoints.megatron_keys import expert_of
 from precisionctl.checkpoints.megatron_logical import te_names
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallel
@@ -83,10 +84,10 @@ def count_layers(names: Iterable[str]) -> int:
     return len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
 
 
-def expert_of(name: str) -> int | None:
-    """The number of the expert whose tensor a name is of."""
+def grouped_name(name: str) -> str:
+    """A name without an expert's number, as all experts of a rank have one in common."""
     match = _EXPERT.fullmatch(name)
-    return int(match[2]) if match else None
+    return match[1] if match else name
 
 
 def count_experts(names: Iterable[str]) -> int:

@@ -9,9 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.megatron_legacy_names import expert_of
+import torch
+
+from precisionctl.checkpoints.megatron_keys import expert_of
 from precisionctl.checkpoints.megatron_logical import STATE
 from precisionctl.checkpoints.torch_zip import Located, read_located
+from precisionctl.checkpoints.torch_zip_writer import Blank
 from precisionctl.errors import DamagedCheckpoint
 
 _BUFFERS = ("expert_bias", "_extra_state")
@@ -60,6 +63,85 @@ def optimizer_tensors(
                 yield f"{STATE}{kind}.{name}", value
 
 
+def optimizer_state(
+    stages: Sequence[Mapping[str, Blank]],
+    tensors: Mapping[tuple[str, int, str], Blank],
+    settings: object,
+    apart: bool,
+) -> object:
+    """What the optimizer of a rank with these stages saves; `apart`: experts have one of their own.
+
+    `tensors` are by kind, stage and parameter; `settings` is `optimizer` of some checkpoint's common data, of which
+    groups take their learning rates and so on.
+    """
+    parameters = [
+        (stage, name, blank)
+        for stage, found in enumerate(stages)
+        for name, blank in found.items()
+        if not name.endswith(_BUFFERS)
+    ]
+    groups, step = _settings(settings)
+    if not apart:
+        return _optimizer_of(parameters, tensors, groups, step, experts=False)
+    dense = [entry for entry in parameters if expert_of(entry[1]) is None]
+    experts = [entry for entry in parameters if expert_of(entry[1]) is not None]
+    found = [_optimizer_of(each, tensors, groups, step, experts=each is experts) for each in (dense, experts) if each]
+    return found if len(found) > 1 else found[0]
+
+
+def _optimizer_of(
+    parameters: Sequence[tuple[int, str, Blank]],
+    tensors: Mapping[tuple[str, int, str], Blank],
+    known: Sequence[Mapping[str, Any]],
+    step: float | None,
+    *,
+    experts: bool,
+) -> dict[str, object]:
+    groups: list[dict[str, object]] = []
+    masters: list[list[Blank]] = []
+    states: dict[int, dict[str, object]] = {}
+    for undecayed in (False, True):
+        members = [entry for entry in parameters if _is_undecayed(entry[1], entry[2].shape) == undecayed]
+        if not members:
+            continue
+        same = [group for group in known if (group.get("wd_mult") == 0.0) == undecayed] or list(known[:1])
+        group = {"wd_mult": float(not undecayed), "lr_mult": 1.0, "is_decoupled_lr": False, **(same[0] if same else {})}
+        numbers = list(range(len(states), len(states) + len(members)))
+        groups.append(group | {"is_expert_parallel": experts, "params": numbers})
+        masters.append(
+            [tensors["param", stage, name] for stage, name, _ in members if ("param", stage, name) in tensors]
+        )
+        for number, (stage, name, _) in zip(numbers, members, strict=True):
+            found = {kind: tensors[kind, stage, name] for kind in _MOMENTS if (kind, stage, name) in tensors}
+            states[number] = {} if step is None else {"step": torch.tensor(float(step))}
+            states[number] |= found
+    inner: dict[str, object] = {"state": states, "param_groups": groups}
+    return {"optimizer": inner, "fp32_from_fp16_params": masters} if any(masters) else inner
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _settings(settings: object) -> tuple[list[Mapping[str, Any]], float | None]:
+    """Groups of parameters, and the number of updates, in common data: of one optimizer, or of several by number."""
+    found = settings.get(0, settings) if isinstance(settings, dict) else {}
+    inner = found.get("optimizer", found) if isinstance(found, dict) else {}
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    listed: list[Mapping[str, Any]] = (
+        [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    )
+    state = inner.get("state") if isinstance(inner, dict) else None
+    step = state.get("common_step") if isinstance(state, dict) else None
+    if step is None:
+        step = next((group["step"] for group in listed if "step" in group), None)
+    return listed, float(step) if isinstance(step, int | float | torch.Tensor) else None
+
+
+def _is_undecayed(name: str, shape: Sequence[int]) -> bool:
+    """What Megatron gives no weight decay: biases, and all that has one dimension."""
+    return name.rpartition(".")[2].startswith("bias") or len(shape) == 1
+
+
 _Groups = list[tuple[Mapping[str, Any], Sequence[Any] | None]]
 
 
@@ -89,9 +171,8 @@ def _class_of(name: str, parameter: Located, classes: Sequence[_Class]) -> _Clas
     """Which class a parameter belongs to, among those that there are."""
     if name.endswith(_BUFFERS):
         return None
-    undecayed = name.rpartition(".")[2].startswith("bias") or len(parameter.shape) == 1
     return (
         expert_of(name) is not None and any(expert for expert, _, _ in classes),
-        undecayed and any(without for _, without, _ in classes),
+        _is_undecayed(name, parameter.shape) and any(without for _, without, _ in classes),
         name.endswith(_ENDS) and any(own for _, _, own in classes),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from precisionctl.checkpoints.base import Box, Chunk, read_rows
-from precisionctl.checkpoints.megatron_legacy_names import expert_of
+from precisionctl.checkpoints.megatron_keys import expert_of
 from precisionctl.checkpoints.megatron_legacy_ranks import Rank
 from precisionctl.checkpoints.torch_zip import Located
 from precisionctl.errors import DamagedCheckpoint

@@ -40,11 +40,11 @@ class Archive:
     """An archive of `length` bytes, but for the bytes in its holes.
 
     `pieces` are the bytes around them, each with where it stands; `holes` is where each Blank's row-major bytes
-    belong, in the order in which the Blanks were met.
+    belong.
     """
 
     pieces: tuple[tuple[int, bytes], ...]
-    holes: tuple[int, ...]
+    holes: Mapping[Blank, int]
     length: int
 
     def write_around(self, file: int, at: int = 0) -> None:
@@ -86,7 +86,7 @@ def lay_out(value: object) -> Archive:
     for name, tensor in tensors.items():
         archive.write_record(f"data/{name}", _bytes(tensor), tensor.nbytes)
     archive.write_end_of_file()
-    return around.archive([blank.nbytes for blank in blanks])
+    return around.archive(list(blanks))
 
 
 def _number(value: Any, blanks: dict[Blank, str]) -> None:
@@ -143,7 +143,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 def record(dtype: torch.dtype, shape: tuple[int, ...]) -> Record:
     """The archive of one tensor of this dtype and shape, as `lay_out` makes it."""
     archive = lay_out(Blank(dtype, shape))
-    (hole,) = archive.holes
+    (hole,) = archive.holes.values()
     head = b"".join(piece for start, piece in archive.pieces if start < hole)
     tail = b"".join(piece for start, piece in archive.pieces if start >= hole)
     return Record(head, archive.length - len(head) - len(tail), tail)
@@ -198,11 +198,12 @@ class _AroundHoles(io.RawIOBase):
         self._pieces.append((self._end + offset, bytearray()))
         return self._end
 
-    def archive(self, sizes: list[int]) -> Archive:
-        """What was written, with a hole for each of `sizes`: PyTorch leaves none for a tensor without elements."""
+    def archive(self, blanks: list[Blank]) -> Archive:
+        """What was written, with a hole for each Blank: PyTorch leaves none for a tensor without elements."""
         holes = iter(self._holes)
-        starts = [next(holes) if size else (0, 0) for size in sizes]
-        if [length for _, length in starts] != sizes or next(holes, None):
+        found = [next(holes) if blank.nbytes else (0, 0) for blank in blanks]
+        if [length for _, length in found] != [blank.nbytes for blank in blanks] or next(holes, None):
             raise io.UnsupportedOperation("PyTorch lays archives out in another way than it did")
         pieces = tuple((start, bytes(piece)) for start, piece in self._pieces)
-        return Archive(pieces, tuple(start for start, _ in starts), self._end)
+        starts = {blank: start for blank, (start, _) in zip(blanks, found, strict=True)}
+        return Archive(pieces, starts, self._end)

@@ -25,6 +25,7 @@ _FORMATS = {"HYBRID": (448, 57344), "E4M3": (448, 448)}
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch/serialization.py, MAGIC_NUMBER, pickled
 _LEGACY_VERSION = 1001
 _ARCHIVE = b"PK\3\4"  # of torch.save, with which TE 1.x wrote
+_MOST_GEMMS = 1 << 12
 _TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
 
@@ -85,12 +86,13 @@ _ALLOWED: safe_pickle.Allowed = {
 }
 
 
-def decode_payload(data: bytes, where: object) -> tuple[DelayedScaling, Fp8State] | None:
+def decode_payload(data: bytes, where: object, *, grouped: bool = False) -> tuple[DelayedScaling, Fp8State] | None:
     """Recipe and state in the bytes of a TE 2.x `_extra_state`; None where there is none: empty, a pickled
-    None, or a recipe that keeps no state. `where` names the payload in errors.
+    None, or a recipe that keeps no state. `where` names the payload in errors. `grouped`: it is a GroupedLinear's,
+    whose columns are each role's GEMMs one after the other, and the state is of `[GEMMs]`.
 
-    Raises NotUnderstood for a sound payload of something else than one GEMM (attention, grouped GEMMs, fused
-    operations, TE 1.x), UnsafePickle for one that asks for more than TE's classes, DamagedCheckpoint for one
+    Raises NotUnderstood for a sound payload of something else than such a GEMM (attention, fused operations,
+    TE 1.x), UnsafePickle for one that asks for more than TE's classes, DamagedCheckpoint for one
     that contradicts itself.
     """
     if data.startswith(_ARCHIVE):
@@ -105,10 +107,13 @@ def decode_payload(data: bytes, where: object) -> tuple[DelayedScaling, Fp8State
     if not isinstance(payload.get("recipe"), _Delayed):
         raise NotUnderstood("FP8 state without a delayed-scaling recipe", where=where)
     extra = payload.get("extra_fp8_variables")
-    if not isinstance(extra, dict) or extra.get("num_gemms") != 1:  # attention can have one GEMM's columns, too
+    gemms = extra.get("num_gemms") if isinstance(extra, dict) else None
+    if type(gemms) is not int or not (1 <= gemms <= _MOST_GEMMS if grouped else gemms == 1):
+        # attention can have one GEMM's columns, too
         raise NotUnderstood("FP8 state of something else than one GEMM", where=where)
     tensors = {key: _tensor(payload.get(key), f"{where}, {key}") for key in _TENSORS}
-    roles = {**_split(tensors, "fwd", FORWARD, where), **_split(tensors, "bwd", BACKWARD, where)}
+    number = gemms if grouped else None
+    roles = {**_split(tensors, "fwd", FORWARD, number, where), **_split(tensors, "bwd", BACKWARD, number, where)}
     recipe, state = _recipe(payload["recipe"].fields, where), Fp8State(roles)
     state.check(recipe, where)
     return recipe, state
@@ -131,15 +136,21 @@ def _recipe(fields: Mapping[str, Any], where: object) -> DelayedScaling:
 
 
 def _split(
-    tensors: Mapping[str, Tensor], direction: str, roles: tuple[Role, ...], where: object
+    tensors: Mapping[str, Tensor], direction: str, roles: tuple[Role, ...], gemms: int | None, where: object
 ) -> dict[Role, RoleState]:
-    """The columns of one direction, by role."""
+    """The columns of one direction, by role; of each, `gemms` in a group."""
     scale, history = tensors[f"scale_{direction}"], tensors[f"amax_history_{direction}"]
     if scale.dim() != 1 or history.dim() != 2 or history.shape[1] != scale.shape[0]:
         shapes = f"{list(scale.shape)} and {list(history.shape)}"
         raise DamagedCheckpoint(f"scale_{direction} and its history have the shapes {shapes}", where=where)
-    if len(scale) != len(roles):
-        raise DamagedCheckpoint(f"FP8 state of one GEMM with {len(scale)} {direction} columns", where=where)
+    if len(scale) != len(roles) * (gemms or 1):
+        raise DamagedCheckpoint(f"FP8 state of {gemms or 1} GEMMs with {len(scale)} {direction} columns", where=where)
+    if gemms is not None:
+        parts = [slice(i * gemms, (i + 1) * gemms) for i in range(len(roles))]
+        return {
+            role: RoleState(scale[part].clone(), history[:, part].t().contiguous())
+            for role, part in zip(roles, parts, strict=True)
+        }
     return {role: RoleState(scale[i].clone(), history[:, i].clone()) for i, role in enumerate(roles)}
 
 
@@ -176,13 +187,13 @@ def _storage(saved: object, where: object) -> Tensor:
 
 
 def encode_payload(state: Fp8State, recipe: DelayedScaling) -> bytes:
-    """The bytes of a TE 2.x `_extra_state` for a GEMM: what `pickle.loads` turns into TE's own objects where TE
-    is installed. Equal state gives equal bytes.
+    """The bytes of a TE 2.x `_extra_state` for a GEMM, or a grouped one for a state of `[experts]`: what
+    `pickle.loads` turns into TE's own objects where TE is installed. Equal state gives equal bytes.
 
-    Raises PrecisionError for a state that does not have the recipe's history length, or of several experts.
+    Raises PrecisionError for a state that does not have the recipe's history length.
     """
     for role, part in state.roles.items():
-        if part.amax_history.shape != (recipe.amax_history_len,):
+        if part.amax_history.shape != (*part.scale.shape, recipe.amax_history_len):
             raise PrecisionError(
                 f"{role} has an amax history of shape {list(part.amax_history.shape)}",
                 do=f"A TE payload of this recipe takes [{recipe.amax_history_len}].",
@@ -190,12 +201,13 @@ def encode_payload(state: Fp8State, recipe: DelayedScaling) -> bytes:
     payload: dict[str, object] = {"recipe": _recipe_object(recipe)}
     for direction, roles in (("fwd", FORWARD), ("bwd", BACKWARD)):
         parts = [state.roles[role] for role in roles]
-        payload[f"scale_{direction}"] = _tensor_object(torch.stack([part.scale for part in parts]))
-        payload[f"amax_history_{direction}"] = _tensor_object(torch.stack([part.amax_history for part in parts], 1))
+        histories = [part.amax_history.reshape(-1, recipe.amax_history_len).t() for part in parts]
+        payload[f"scale_{direction}"] = _tensor_object(torch.cat([part.scale.reshape(-1) for part in parts]))
+        payload[f"amax_history_{direction}"] = _tensor_object(torch.cat(histories, 1))
     forward, backward = _FORMATS[recipe.fp8_format]
     payload["extra_fp8_variables"] = {
         "fp8_checkpoint": True,
-        "num_gemms": 1,
+        "num_gemms": state.roles["weight"].scale.numel(),
         "fp8_max_fwd": forward,
         "fp8_max_bwd": backward,
     }
