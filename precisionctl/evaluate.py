@@ -96,7 +96,7 @@ def load(reader: Reader, device: torch.device | str = "cpu") -> tuple[GPT, str]:
         return model, _quantise(model, reader, plan) or stored
     for name, linear in fp8_linears(model).items():
         linear.set_fp8_state(states.modules[name])
-    return model, f"FP8 with delayed scaling, {stored} weights"
+    return model, f"FP8 with delayed scaling, {stored} weights{', experts not in FP8' if plan.model.moe else ''}"
 
 
 def _live_state(reader: Reader) -> Fp8States | None:
