@@ -37,6 +37,21 @@ LONG_ROPE = {
     "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
 }
 
+_GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama-2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "llama-3": {"rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5},
@@ -66,25 +81,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 48,
     },
-}
-"""What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
-
-_GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
-_DEEPSEEK = {
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-}
-
-TO_TRAIN: dict[str, dict[str, Any]] = {
     "phi3": {"model_type": "phi3"},
     "phi3-long": {
         "model_type": "phi3",
@@ -99,6 +95,7 @@ TO_TRAIN: dict[str, dict[str, Any]] = {
         "model_type": "gemma2",
         "head_dim": 32,
         "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0,
         "sliding_window": 8,
         "num_hidden_layers": 3,
     },
@@ -115,6 +112,7 @@ TO_TRAIN: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": 8,
+        "swiglu_limit": 0.5,
         "rope_parameters": YARN_ROPE | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
     },
     "deepseek-v2": {"model_type": "deepseek_v2", **_DEEPSEEK, "q_lora_rank": None},
@@ -137,7 +135,7 @@ TO_TRAIN: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.8},
     },
 }
-"""Families that the trainer's model does not run yet: each moves to FAMILIES when it does."""
+"""What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
 
 PARALLEL_RESIDUAL: dict[str, dict[str, Any]] = {
     "gpt-j": {"model_type": "gptj", **_GPT, "rotary_dim": 8},
@@ -149,7 +147,7 @@ PARALLEL_RESIDUAL: dict[str, dict[str, Any]] = {
 def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A randomly initialised model whose biases and norms are random too, so that a mix-up shows."""
     torch.manual_seed(seed)
-    known = FAMILIES | TO_TRAIN | PARALLEL_RESIDUAL
+    known = FAMILIES | PARALLEL_RESIDUAL
     settings = {"model_type": "llama"} | SIZES | NO_TOKENS | known[family] | changes
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
     with torch.no_grad():

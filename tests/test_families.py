@@ -22,7 +22,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.plan import make_plan
 
-IN_MEGATRON = [*pico.FAMILIES, *pico.TO_TRAIN]
+IN_MEGATRON = list(pico.FAMILIES)
 ALL = [*IN_MEGATRON, *pico.PARALLEL_RESIDUAL]
 
 

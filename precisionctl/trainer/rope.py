@@ -45,8 +45,7 @@ class Rope:
     scaling that is not known, DamagedCheckpoint for numbers that make no angles."""
 
     def __init__(self, model: ModelShape, in_window: bool, device: torch.device) -> None:
-        head = model.mla.qk_pos_emb_head_dim if model.mla else model.kv_channels
-        size = head if model.mla else int(head * model.rotary_percent)
+        size, head = model.rotary_size, model.mla.qk_pos_emb_head_dim if model.mla else model.kv_channels
         base, scaling = model.rotary_base, model.rope_scaling or {}
         if in_window and model.rotary_base_local:
             base, scaling = model.rotary_base_local, {}
