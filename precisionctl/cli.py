@@ -106,6 +106,7 @@ def inspect(checkpoint: Path, by_layer: bool, iteration: int | None, json_wanted
 @click.option("--recipe", help="Recipe of the FP8 state: a bundled name or a TOML file; else the carried one, or TE's.")
 @parallelism_options
 @click.option("--drop-fp8-state", is_flag=True, help="Leave the FP8 state behind.")
+@click.option("--drop-optimizer", is_flag=True, help="Leave a Megatron checkpoint's optimizer and schedule behind.")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
 @iteration_option
 @writing_options

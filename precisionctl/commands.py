@@ -18,10 +18,12 @@ from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron_legacy import LegacyReader
+from precisionctl.checkpoints.megatron_masters import differing_masters
+from precisionctl.checkpoints.megatron_run import Carried, MegatronReader, WithOptimizer, carried
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.convert import OnBytes, check, run
 from precisionctl.engines.base import Engine, engines
-from precisionctl.errors import DiskProblem, MappingError, PrecisionError, RecipeError
+from precisionctl.errors import DamagedCheckpoint, DiskProblem, MappingError, PrecisionError, RecipeError
 from precisionctl.export import Export, make_export
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
@@ -32,6 +34,7 @@ from precisionctl.plan import Plan, check_fp8_gemm, make_plan
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import Scheme, quant_methods
 from precisionctl.ranks import ALONE, Ranks
+from precisionctl.worker import Source
 
 PrecisionChoice = Literal["keep", "bf16", "fp8"]
 Finish = Callable[[Mapping[str, float]], Fp8States | None]
@@ -51,6 +54,7 @@ class Conversion:
     iteration: int | None = None
     max_shard_size: int = MAX_SHARD_SIZE
     drop_fp8_state: bool = False
+    drop_optimizer: bool = False
 
     def __post_init__(self) -> None:
         """Raises RecipeError for options that contradict one another."""
@@ -90,7 +94,8 @@ class InferenceExport:
 
 @dataclass(frozen=True)
 class Work:
-    """A planned command: everything that could be checked is, and nothing is written yet."""
+    """A planned command: everything that could be checked is, and nothing is written yet. `trained` is the reader
+    where its optimizer goes along."""
 
     reader: Reader
     plan: Plan
@@ -100,6 +105,17 @@ class Work:
     wants_amax: bool
     digest: str
     notes: list[str]
+    trained: MegatronReader | None = None
+
+    @property
+    def source(self) -> Source:
+        """Where tensors are read from: the model, and the optimizer that goes along."""
+        return WithOptimizer(self.trained) if self.trained else self.reader
+
+    @property
+    def iteration(self) -> int | None:
+        """Of the result: weights alone belong to no run."""
+        return self.trained.iteration if self.trained else None
 
 
 def plan_conversion(conversion: Conversion) -> Work:
@@ -117,23 +133,38 @@ def plan_conversion(conversion: Conversion) -> Work:
             do="`verify` and `eval` read such a directory. Convert the checkpoint that it was exported from.",
         )
     dtype = None if conversion.precision == "keep" else torch.bfloat16
-    plan = make_plan(reader, conversion.to, dtype=dtype, parallelism=conversion.parallelism)
-    carried = None if conversion.drop_fp8_state else reader.fp8
+    trained = _trained(reader) if conversion.to == "megatron" and not conversion.drop_optimizer else None
+    plan = make_plan(
+        reader,
+        conversion.to,
+        dtype=dtype,
+        parallelism=conversion.parallelism,
+        optimizer=trained is not None,
+    )
+    state = None if conversion.drop_fp8_state else reader.fp8
     for job in plan.jobs:
         if conversion.precision == "fp8" and job.row.gemm and conversion.in_fp8(job.module):
             check_fp8_gemm(job, plan.model)
-    if carried:
-        _check_modules(carried, plan)
+    if state:
+        _check_modules(state, plan)
     output = Output(conversion.destination)
     output.check_free()
+    run = carried(trained, conversion.parallelism) if trained else Carried()
     if conversion.to == "hf":
         writer: Writer = _hf_writer(output, reader, plan, conversion.max_shard_size)
     else:
-        writer = _megatron_writer(output, reader, plan, conversion)
-    notes = _left_behind(reader)
-    makes = conversion.fills_extra_state and (conversion.precision == "fp8" or carried is not None)
-    finish = _make_state(carried, conversion, notes) if makes else lambda amax: carried
-    return Work(reader, plan, writer, output, finish, makes, _digest(plan, conversion), notes)
+        writer = _megatron_writer(output, reader, plan, conversion, run)
+    notes = _left_behind(reader, carried=trained is not None)
+    if run.left:
+        notes.append(f"Stays behind, as it belongs to ranks or to Megatron's own classes: {', '.join(run.left)}.")
+    makes = conversion.fills_extra_state and (conversion.precision == "fp8" or state is not None)
+    finish = _make_state(state, conversion, notes) if makes else lambda amax: state
+    return Work(reader, plan, writer, output, finish, makes, _digest(plan, conversion), notes, trained)
+
+
+def _trained(reader: Reader) -> MegatronReader | None:
+    """The reader, if it has an optimizer."""
+    return reader if isinstance(reader, TorchDistReader | LegacyReader) and reader.optimizer_specs else None
 
 
 def _as_export(conversion: Conversion) -> InferenceExport:
@@ -185,9 +216,11 @@ def execute(
     `verify` reads everything back before that; `on_bytes` hears of those bytes too.
     """
     with ranks.together(), disk_problems(work.output), _journal(work, restart, ranks) as journal:
+        if ranks.first:
+            _prove_masters(work)
         amax = run(
             work.plan,
-            work.reader,
+            work.source,
             work.writer,
             journal=journal,
             weight_amax=work.wants_amax,
@@ -198,7 +231,7 @@ def execute(
         amax |= ranks.gather("amax", amax)
         checksums: dict[str, str] = {}
         if verify:
-            checksums = check(work.plan, work.reader, work.writer, workers=workers, ranks=ranks, on_bytes=on_bytes)
+            checksums = check(work.plan, work.source, work.writer, workers=workers, ranks=ranks, on_bytes=on_bytes)
             checksums |= ranks.gather("checksums", checksums)
         if ranks.first:
             _finish(work, amax, checksums)
@@ -223,7 +256,7 @@ def _finish(work: Work, amax: Mapping[str, float], checksums: Mapping[str, str])
     work.writer.finish(work.finish(amax))
     write_manifest(work.writer.directory, work.reader, work.plan.digest, checksums)
     if work.plan.target == "megatron":
-        write_tracker(work.output.partial, None)
+        write_tracker(work.output.partial, work.iteration)
     work.output.commit()
 
 
@@ -241,15 +274,40 @@ def _hf_writer(
     )
 
 
-def _megatron_writer(output: Output, reader: Reader, plan: Plan, conversion: Conversion) -> TorchDistWriter:
+def _megatron_writer(
+    output: Output, reader: Reader, plan: Plan, conversion: Conversion, run: Carried
+) -> TorchDistWriter:
     return TorchDistWriter(
-        output.partial / directory_name(None),
+        output.partial / directory_name(run.iteration),
         plan.model,
         plan.targets,
         parallelism=conversion.parallelism,
+        iteration=run.iteration,
         companions=reader.companions,
         fp8_in="extra_state" if conversion.fills_extra_state else "sidecar",
+        common=run.common,
+        args=run.args,
+        objects=run.objects,
+        distributed_optimizer=run.distributed_optimizer,
     )
+
+
+def _prove_masters(work: Work) -> None:
+    """An optimizer's flat buckets name no parameter: their FP32 masters, rounded, must be the weights.
+
+    Some may differ, of a run that keeps its weights in FP8; none can all be other parameters' than they are taken for.
+    """
+    if not isinstance(work.trained, TorchDistReader) or not work.trained.in_buckets:
+        return
+    differing = differing_masters(work.trained)
+    if len(differing) > len(work.trained.specs) // 2:
+        raise DamagedCheckpoint(
+            f"the optimizer's masters are not those of the weights: {len(differing)} differ, `{differing[0]}` first",
+            where=work.trained.path,
+            do="--drop-optimizer leaves the optimizer behind.",
+        )
+    if differing:
+        work.notes.append(f"The optimizer's master of these is not their weight: {', '.join(differing)}.")
 
 
 def _check_modules(states: Fp8States, plan: Plan) -> None:
@@ -287,11 +345,11 @@ def _state_notes(change: StateChange) -> list[str]:
     return notes
 
 
-def _left_behind(reader: Reader) -> list[str]:
+def _left_behind(reader: Reader, *, carried: bool = False) -> list[str]:
     if not isinstance(reader, TorchDistReader | LegacyReader):
         return []
     notes = []
-    if optimizer := reader.optimizer_specs:
+    if not carried and (optimizer := reader.optimizer_specs):
         size = sum(spec.nbytes for spec in optimizer.values()) / 1e9
         notes.append(
             f"The optimizer stays behind: {len(optimizer)} tensors, {size:.2f} GB. The result is weights only."

@@ -73,9 +73,14 @@ class TorchDistReader:
         self.specs = {name: spec for name, spec in specs.items() if not of_optimizer(name)}
         self.optimizer_specs = {name: spec for name, spec in specs.items() if of_optimizer(name)}
 
+    @property
+    def in_buckets(self) -> bool:
+        """Whether the optimizer's tensors are flat buckets."""
+        return any(is_bucket(key) for key in self._index.tensors)
+
     def _with_buckets(self, tensors: dict[str, Logical]) -> dict[str, Logical]:
         """An optimizer's flat buckets as tensors by parameter; as they are where they fit no known order."""
-        if not any(is_bucket(key) for key in self._index.tensors):
+        if not self.in_buckets:
             return tensors
         likely = Modules(self.args.get("transformer_impl") != "local", bool(self.args.get("moe_grouped_gemm", True)))
         model = {name: tensor for name, tensor in tensors.items() if not of_optimizer(name)}

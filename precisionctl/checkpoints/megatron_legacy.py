@@ -223,6 +223,14 @@ class LegacyReader:
         optimizer = common_optimizer(rank.content, rank.path)
         return common | ({"optimizer": optimizer} if optimizer else {})
 
+    objects: Sequence[str] = ()
+    """This container has none."""
+
+    def read_object(self, key: str) -> Any:
+        raise DamagedCheckpoint(f"no object {key}", where=self.path)
+
+    checked_object = read_object
+
     @cached_property
     def fp8(self) -> Fp8States | None:
         """The delayed-scaling state in `_extra_state`, else the one in the sidecar. The ranks of a module keep the

@@ -5,16 +5,19 @@ Arguments, counters, schedule, the optimizer's settings by group of parameters, 
 
 import argparse
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.base import Chunk, Reader
 from precisionctl.checkpoints.megatron_keys import OURS
-from precisionctl.param import Parallelism
+from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.param import Parallelism, TensorSpec
 
 _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_0\.(\w+)/shard_0_1")
 _OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
@@ -25,17 +28,51 @@ _WRITTEN = ("args", "checkpoint_version", "content_metadata", "iteration", "mode
 
 @dataclass(frozen=True)
 class Carried:
-    """Arguments of a TorchDistWriter. `left` names what a checkpoint of other sizes cannot have, or what no plain
-    value is."""
+    """Arguments of a TorchDistWriter; of no run, none. `left` names what a checkpoint of other sizes cannot have, or
+    what no plain value is."""
 
-    common: Mapping[str, object]
-    objects: Mapping[str, object]
-    args: Mapping[str, object]
-    distributed_optimizer: bool
-    left: tuple[str, ...]
+    iteration: int | None = None
+    common: Mapping[str, object] = field(default_factory=dict)
+    objects: Mapping[str, object] = field(default_factory=dict)
+    args: Mapping[str, object] = field(default_factory=dict)
+    distributed_optimizer: bool = False
+    left: tuple[str, ...] = ()
 
 
-def carried(reader: TorchDistReader, parallelism: Parallelism) -> Carried:
+class MegatronReader(Reader, Protocol):
+    """A Reader of a Megatron container."""
+
+    @property
+    def optimizer_specs(self) -> Mapping[str, TensorSpec]: ...
+    @property
+    def args(self) -> Mapping[str, Any]: ...
+    @property
+    def common(self) -> Mapping[str, Any]: ...
+    @property
+    def objects(self) -> Sequence[str]: ...
+    def read_object(self, key: str) -> Any: ...
+    def checked_object(self, key: str) -> Span: ...
+
+
+@dataclass(frozen=True)
+class WithOptimizer:
+    """A reader's model and optimizer as one source of tensors."""
+
+    reader: MegatronReader
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {**self.reader.specs, **self.reader.optimizer_specs}
+
+    @property
+    def encodings(self) -> Mapping[str, Encoding]:
+        return self.reader.encodings
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self.reader.chunks(name)
+
+
+def carried(reader: MegatronReader, parallelism: Parallelism) -> Carried:
     """What of a run goes along into a checkpoint cut for `parallelism`, with its optimizer where it has one.
 
     Megatron restores generators only at the tensor- and pipeline-parallel sizes that they were saved at.
@@ -52,10 +89,10 @@ def carried(reader: TorchDistReader, parallelism: Parallelism) -> Carried:
         objects, left = {}, [*left, "rng_state"]
     kept = {"no_save_optim": not optimizers, "no_save_rng": not objects}
     distributed = any(_SHARDING in optimizer for optimizer in optimizers)
-    return Carried(common, objects, args | kept, distributed, tuple(left))
+    return Carried(reader.iteration, common, objects, args | kept, distributed, tuple(left))
 
 
-def _optimizers(reader: TorchDistReader) -> list[dict[str, Any]]:
+def _optimizers(reader: MegatronReader) -> list[dict[str, Any]]:
     """The settings of each optimizer (of dense parameters, of experts); buckets have them in objects."""
     found = reader.common.get("optimizer")
     if not isinstance(found, dict) or not reader.optimizer_specs:

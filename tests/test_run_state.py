@@ -1,0 +1,93 @@
+"""A run's optimizer, schedule and generators, from Megatron to Megatron."""
+
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+
+from precisionctl.checkpoints.base import read_tensor, write_rows
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
+from precisionctl.checkpoints.megatron_keys import write_tracker
+from precisionctl.checkpoints.megatron_run import WithOptimizer
+from precisionctl.commands import Conversion, execute, plan_conversion
+from precisionctl.param import Parallelism, TensorSpec
+
+SCHEDULE = {"max_lr": 1e-3, "num_steps": 70, "lr_decay_style": "cosine"}
+SETTINGS = {
+    "optimizer": {"state": {"common_step": 7}, "param_groups": [{"lr": 1e-3, "wd_mult": 1.0, "betas": (0.9, 0.95)}]}
+}
+GENERATORS = [{"torch_rng_state": [1, 2, 3]}]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run with a plain optimizer leaves at iteration 7, cut for 1 x 1 ranks."""
+    top = tmp_path_factory.mktemp("run")
+    pico.save(top / "hf", dtype=torch.bfloat16)
+    execute(plan_conversion(Conversion(top / "hf", top / "weights", "megatron")))
+    weights = TorchDistReader(top / "weights")
+    plan = plan_conversion(Conversion(top / "hf", top / "unused", "megatron")).plan
+    specs = dict(plan.targets)
+    for name, spec in plan.targets.items():
+        for kind in ("param", "exp_avg", "exp_avg_sq"):
+            specs[f"optimizer.state.{kind}.{name}"] = TensorSpec(spec.shape, torch.float32, spec.parallel)
+    writer = TorchDistWriter(
+        top / "run" / "iter_0000007",
+        weights.model,
+        specs,
+        iteration=7,
+        common={"optimizer": SETTINGS, "opt_param_scheduler": SCHEDULE, "num_floating_point_operations_so_far": 123},
+        args={"consumed_train_samples": 560, "lr": 1e-3},
+        objects={"rng_state/shard_0.0_1.1": GENERATORS},
+    )
+    writer.lay_out()
+    torch.manual_seed(0)
+    for name, spec in specs.items():
+        values = torch.randn(spec.rows, spec.columns) if name.startswith("optimizer.") else read_tensor(weights, name)
+        write_rows(writer, name, 0, values)
+    writer.finish(None)
+    write_tracker(top / "run", 7)
+    return top / "run"
+
+
+def convert(source: Path, destination: Path, **options: Any) -> tuple[TorchDistReader, list[str]]:
+    work = plan_conversion(Conversion(source, destination, "megatron", **options))
+    execute(work, verify=True)
+    return TorchDistReader(destination), work.notes
+
+
+def assert_same(a: TorchDistReader, b: TorchDistReader) -> None:
+    left, right = WithOptimizer(a), WithOptimizer(b)
+    assert left.specs.keys() == right.specs.keys()
+    for name in left.specs:
+        assert torch.equal(read_tensor(left, name), read_tensor(right, name)), name
+
+
+def test_a_run_goes_to_other_ranks_and_back(tmp_path: Path, trained: Path) -> None:
+    cut, notes = convert(trained, tmp_path / "cut", parallelism=Parallelism(2))
+    assert cut.path.name == "iter_0000007" and cut.iteration == 7
+    assert cut.common["opt_param_scheduler"] == SCHEDULE and cut.common["optimizer"] == SETTINGS
+    assert cut.common["num_floating_point_operations_so_far"] == 123
+    assert (cut.args["consumed_train_samples"], cut.args["tensor_model_parallel_size"]) == (560, 2)
+    assert cut.args["no_save_optim"] is False and cut.args["no_save_rng"] is True
+    assert not [key for key in cut.objects if key.startswith("rng_state")]
+    assert any("rng_state" in note for note in notes)
+    back, _ = convert(tmp_path / "cut", tmp_path / "back")
+    assert_same(back, TorchDistReader(trained))
+
+
+def test_the_same_ranks_keep_their_generators(tmp_path: Path, trained: Path) -> None:
+    kept, notes = convert(trained, tmp_path / "kept")
+    assert kept.read_object("rng_state/shard_0.0_1.1") == GENERATORS
+    assert kept.args["no_save_rng"] is False and notes == []
+
+
+def test_an_optimizer_can_be_left_behind(tmp_path: Path, trained: Path) -> None:
+    weights, notes = convert(trained, tmp_path / "weights", drop_optimizer=True)
+    assert weights.path.name == "release" and not weights.optimizer_specs
+    assert any("optimizer stays behind" in note for note in notes)
+    execute(work := plan_conversion(Conversion(trained, tmp_path / "hf", "hf")))
+    assert any("optimizer stays behind" in note for note in work.notes)
