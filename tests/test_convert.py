@@ -471,7 +471,7 @@ def add_tensor(directory: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
-    "an unknown family": (lambda d: config(d, model_type="mamba"), UnknownArchitecture, "no table.*Supported: llama"),
+    "an unknown family": (lambda d: config(d, model_type="mamba"), UnknownArchitecture, "no table.*Supported: .*llama"),
     "a tensor that nobody maps": (add_tensor, UnmappedTensor, r"no row for `model.layers.0.mlp.router.bias`"),
     "a missing tensor": (lambda d: config(d, mlp_bias=True), MissingTensor, r"mlp.gate_proj.bias.* missing"),
     "more layers than tensors": (lambda d: config(d, num_hidden_layers=4000), MissingTensor, "only 21 tensors"),
