@@ -42,7 +42,7 @@ def config_of(model: dict[str, Any], sizes: dict[str, int]) -> Any:
     same = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
     experts: dict[str, Any] = {}
     if model["experts"]:
-        experts = {"num_moe_experts": model["experts"], "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
+        experts = {"num_moe_experts": model["experts"], "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
         experts |= {"moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none"}
     return TransformerConfig(
         **{name: model[name] for name in same},
@@ -127,6 +127,8 @@ def arguments(model: dict[str, Any], sizes: dict[str, int]) -> argparse.Namespac
         add_qkv_bias=model["qkv_bias"],
         qk_layernorm=model["qk_norm"],
         num_experts=model["experts"],
+        moe_router_topk=2,
+        moe_ffn_hidden_size=48,
         layernorm_epsilon=1e-5,
         position_embedding_type="rope",
         rotary_base=10000,
@@ -163,13 +165,10 @@ def save(job: dict[str, Any], stages: list[Any], rank: int) -> None:
     }
     held = {}
     if job.get("optimizer"):
-        torch.manual_seed(0)  # replicas get the same gradients
-        optimizer = optimizer_of(stages[0], stages[0].config, distributed=False)
+        optimizer = optimizer_of(stages[0], distributed=False)
+        optimizer.step()
         state["optimizer"] = optimizer.state_dict()
-        for name, parameter in stages[0].named_parameters():
-            held[f"param.{name}"] = parameter.main_param
-            for one in optimizer.chained_optimizers:
-                held |= {f"{kind}.{name}": v for kind, v in one.optimizer.state.get(parameter.main_param, {}).items()}
+        held = states(stages[0], optimizer)
     state |= {name: stage.state_dict_for_save_checkpoint() for name, stage in zip(names, stages, strict=True)}
     torch.save(state, out / "model_optim_rng.pt")
     (Path(job["save"]) / "latest_checkpointed_iteration.txt").write_text("10")
@@ -181,6 +180,17 @@ def parameters(stages: list[Any]) -> dict[int, dict[str, torch.Tensor]]:
         index: {name: value.detach().clone() for name, value in stage.named_parameters()}
         for index, stage in enumerate(stages)
     }
+
+
+def states(stage: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """The optimizer's tensors of each parameter, masters as `param`."""
+    held = {}
+    for name, parameter in stage.named_parameters():
+        held[f"param.{name}"] = parameter.main_param
+        for one in optimizer.chained_optimizers:
+            found = one.optimizer.state.get(parameter.main_param, {})
+            held |= {f"{kind}.{name}": values for kind, values in found.items()}
+    return held
 
 
 def local(name: str) -> str:
@@ -209,7 +219,12 @@ def load(job: dict[str, Any], stages: list[Any], rank: int) -> None:
         surplus = {name: value for name, value in spelled.items() if name not in wanted and "_extra_state" in name}
         assert all(value.numel() == 0 for value in surplus.values())  # Transformer Engine's modules would take them
         stage.load_state_dict({name: v for name, v in spelled.items() if name not in surplus}, strict=True)
-    torch.save(parameters(stages), f"{job['load']}.rank{rank}.pt")
+    held = {}
+    if job.get("optimizer"):
+        optimizer = optimizer_of(stages[0], distributed=False)
+        optimizer.load_state_dict(state["optimizer"])
+        held = states(stages[0], optimizer)
+    torch.save({"optimizer": held, **parameters(stages)}, f"{job['load']}.rank{rank}.pt")
 
 
 def without_cuda_streams() -> None:

@@ -13,22 +13,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import read_rows
+from precisionctl.checkpoints.base import read_rows, write_rows
 from precisionctl.checkpoints.megatron_legacy import LegacyReader
+from precisionctl.checkpoints.megatron_legacy_writer import LegacyWriter
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.param import Parallelism
 
 PEER = Path(__file__).with_name("mcore_legacy.py")
 
-CASES: dict[str, dict[str, Any]] = {
+Case = dict[str, Any]
+CASES: dict[str, Case] = {
     "dense": {
         "sizes": {"tensor": 2, "pipeline": 2},
-        "model": {"qkv_bias": True, "qk_norm": True},
+        "model": {"qkv_bias": True},
         "optimizer": True,
         "layers": [2, 2],
     },
     "tied": {"sizes": {"tensor": 2, "pipeline": 2, "virtual": 2}, "model": {"tied": True}, "layers": [1, 1, 1, 1]},
-    "uneven": {"sizes": {"tensor": 2, "pipeline": 2}, "model": {"tied": True, "first": 1, "last": 3}, "layers": [1, 3]},
+    "uneven": {
+        "sizes": {"tensor": 2, "pipeline": 2},
+        "model": {"tied": True, "qk_norm": True, "first": 1, "last": 3},
+        "layers": [1, 3],
+    },
     "experts": {
         "sizes": {"pipeline": 2, "expert": 2},
         "model": {"experts": 4},
@@ -36,6 +42,17 @@ CASES: dict[str, dict[str, Any]] = {
         "layers": [2, 2],
     },
 }
+AGAIN: dict[str, Case] = {
+    "dense": CASES["dense"] | {"sizes": {"pipeline": 4}, "layers": [1, 1, 1, 1]},
+    "tied": CASES["tied"] | {"sizes": {"tensor": 2, "pipeline": 2}, "layers": [2, 2]},
+    "uneven": {
+        "sizes": {"tensor": 2, "pipeline": 2, "virtual": 2},
+        "model": {"tied": True, "qk_norm": True},
+        "layers": [1, 1, 1, 1],
+    },
+    "experts": CASES["experts"] | {"sizes": {"expert": 4}, "layers": [4]},
+}
+"""The same models at other sizes."""
 
 
 def peer(top: Path, jobs: list[dict[str, Any]]) -> None:
@@ -60,34 +77,34 @@ def coordinates(rank: int, sizes: dict[str, int]) -> tuple[int, int, int]:
     return rank % tensor, rank // (4 // pipeline), rank // tensor % expert
 
 
-def held(top: Path, name: str) -> Iterator[tuple[str, int, Tensor]]:
+def held(path: Path, case: Case) -> Iterator[tuple[str, int, Tensor]]:
     """Each parameter and optimizer state in the memory of each rank: logical name, tensor rank, values."""
-    case = CASES[name]
-    pipeline = case["sizes"]["pipeline"]
+    pipeline = case["sizes"].get("pipeline", 1)
     for rank in range(4):
         tensor, stage, expert = coordinates(rank, case["sizes"])
-        found = torch.load(f"{top / name}.rank{rank}.pt")
+        found = torch.load(f"{path}.rank{rank}.pt")
         optimizer = found.pop("optimizer", {})
         for index, parameters in found.items():
             before = sum(case["layers"][: index * pipeline + stage])
             for local, values in parameters.items():
-                yield logical(local, before, expert, name == "experts"), tensor, values
+                yield logical(local, before, expert, case), tensor, values
         for local, values in optimizer.items():
             kind, _, parameter = local.partition(".")
             if kind != "step":
-                whole_name = logical(parameter, sum(case["layers"][:stage]), expert, name == "experts")
+                whole_name = logical(parameter, sum(case["layers"][:stage]), expert, case)
                 yield f"optimizer.state.{kind}.{whole_name}", tensor, values.detach()
 
 
-def logical(local: str, before: int, expert: int, with_experts: bool) -> str:
+def logical(local: str, before: int, expert: int, case: Case) -> str:
     parts = local.split(".")
     if parts[1] == "layers":
         parts[2] = str(int(parts[2]) + before)
     if "local_experts" in parts:
-        number = int(parts[6]) + 2 * expert  # four experts on two ranks
+        number = int(parts[6]) + 4 // case["sizes"]["expert"] * expert
         return f"{'.'.join(parts[:5])}.{parts[7]}.{parts[8]}{number}"
     name = ".".join(parts).replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
-    return name if with_experts else name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+    dense = "experts" not in case["model"]
+    return name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_") if dense else name
 
 
 def whole(name: str, shards: list[Tensor]) -> Tensor:
@@ -101,11 +118,13 @@ def whole(name: str, shards: list[Tensor]) -> Tensor:
     return shards[0] if norm else torch.cat(shards)
 
 
-def expected(top: Path, name: str) -> dict[str, Tensor]:
+def expected(path: Path, case: Case) -> dict[str, Tensor]:
+    """The whole tensors in the memory of all ranks."""
     shards: dict[str, dict[int, Tensor]] = {}
-    for parameter, tensor, values in held(top, name):
-        shards.setdefault(parameter, {})[tensor] = values
-    if CASES[name]["model"].get("tied"):
+    for parameter, tensor, values in held(path, case):
+        known = shards.setdefault(parameter, {}).setdefault(tensor, values)
+        assert torch.equal(known, values), parameter
+    if case["model"].get("tied"):
         copy = shards.pop("output_layer.weight")
         assert all(torch.equal(copy[i], values) for i, values in shards["embedding.word_embeddings.weight"].items())
     return {parameter: whole(parameter, [found[i] for i in sorted(found)]) for parameter, found in shards.items()}
@@ -114,7 +133,7 @@ def expected(top: Path, name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_every_tensor_that_megatron_core_saved_is_read_bit_for_bit(saved: Path, name: str) -> None:
     reader = LegacyReader(saved / name)
-    wanted = expected(saved, name)
+    wanted = expected(saved / name, CASES[name])
     specs = {**reader.specs, **reader.optimizer_specs}
     assert specs.keys() == wanted.keys()
     assert (CASES[name].get("optimizer", False)) == any(each.startswith("optimizer.") for each in wanted)
@@ -143,3 +162,30 @@ def test_settings_and_step_of_the_optimizer_are_where_torch_dist_has_them(saved:
     assert [group["wd_mult"] for group in optimizer["param_groups"]] == [1.0, 0.0]
     rng = LegacyReader(saved / "dense").common["rng_state"]
     assert rng[0]["torch_rng_state"].shape == torch.get_rng_state().shape
+
+
+@pytest.fixture(scope="module")
+def loaded(saved: Path) -> Path:
+    """What the cases saved, written for other sizes, and what megatron-core holds after loading that, strictly."""
+    jobs = []
+    for name, case in AGAIN.items():
+        reader, target, sizes = LegacyReader(saved / name), saved / f"{name}-again", Parallelism(**case["sizes"])
+        specs = {**reader.specs, **reader.optimizer_specs}
+        common = {"optimizer": reader.common["optimizer"]} if "optimizer" in case else {}
+        writer = LegacyWriter(target, reader.model, specs, parallelism=sizes, iteration=10, common=common)
+        writer.lay_out()
+        both = SimpleNamespace(specs=specs, chunks=reader.chunks)
+        for each in specs:
+            write_rows(writer, each, 0, read_rows(both, each, 0, specs[each].rows))
+        writer.finish(None)
+        jobs.append({**case, "load": str(target)})
+    peer(saved, jobs)
+    return saved
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_megatron_core_loads_what_we_write_for_other_sizes(loaded: Path, name: str) -> None:
+    before, after = expected(loaded / name, CASES[name]), expected(loaded / f"{name}-again", AGAIN[name])
+    assert before.keys() == after.keys()
+    for each, values in before.items():
+        assert torch.equal(values, after[each]), each
