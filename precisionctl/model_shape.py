@@ -56,6 +56,15 @@ class MoE:
             raise DamagedCheckpoint(f"{self.topk} of {self.num_experts} experts for a token")
         if self.num_groups is not None and self.num_experts % self.num_groups:
             raise DamagedCheckpoint(f"{self.num_experts} experts in {self.num_groups} groups")
+        if self.num_groups and self.group_topk:
+            size = self.num_experts // self.num_groups
+            if (
+                self.group_topk > self.num_groups
+                or (self.group_scores or 1) > size
+                or self.topk > self.group_topk * size
+            ):
+                what = f"{self.topk} experts of {self.group_topk} of {self.num_groups} groups of {size}"
+                raise DamagedCheckpoint(f"{what}, each worth {self.group_scores} of its scores")
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,13 @@ def test_a_parallel_residual_is_refused_with_the_reason() -> None:
         GPT(dataclasses.replace(tiny_shape(), parallel_residual=True), BF16)
 
 
+@pytest.mark.parametrize("changes", [{"n_group": 2, "topk_group": 3}, {"n_group": 8}, {"n_group": 4, "topk_group": 1}])
+def test_groups_that_a_router_cannot_choose_from_are_refused(changes: dict[str, int]) -> None:
+    """Of 8 experts: more groups than there are, the two best of groups of one, four experts of a group of two."""
+    with pytest.raises(DamagedCheckpoint, match="experts of .* groups"):
+        from_hf_config(pico.make("deepseek-v3").config.to_dict() | changes)
+
+
 def test_a_window_counts_the_query_itself() -> None:
     mask = sliding_window_mask(torch.arange(5), 2)
     assert mask is not None
