@@ -107,6 +107,8 @@ def inspect(checkpoint: Path, by_layer: bool, iteration: int | None, json_wanted
 @parallelism_options
 @click.option("--drop-fp8-state", is_flag=True, help="Leave the FP8 state behind.")
 @click.option("--drop-optimizer", is_flag=True, help="Leave a Megatron checkpoint's optimizer and schedule behind.")
+@click.option("--architecture", metavar="MODEL_TYPE", help="Family of a Megatron checkpoint that does not say it.")
+@click.option("--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for what Megatron lacks.")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
 @iteration_option
 @writing_options

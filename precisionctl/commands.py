@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from precisionctl.architectures.find import to_hf_config
+from precisionctl.architectures.find import architecture_of, models_of_megatron_args, to_hf_config
 from precisionctl.cast import StateChange, fp8_state
 from precisionctl.checkpoints.base import Output, Reader, Writer, disk_problems
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE, HuggingFaceWriter, config_dtype
@@ -43,7 +43,11 @@ Finish = Callable[[Mapping[str, float]], Fp8States | None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to convert, and to what. `recipe` None keeps the recipe of a carried state, or takes TE's defaults."""
+    """What to convert, and to what. `recipe` None keeps the recipe of a carried state, or takes TE's defaults.
+
+    A plain Megatron checkpoint names no family, tokenizer or true vocabulary: `architecture` names the family, and
+    `reference` is a Hugging Face directory of the same model, whose config.json and tokenizer are taken.
+    """
 
     source: Path
     destination: Path
@@ -55,6 +59,8 @@ class Conversion:
     max_shard_size: int = MAX_SHARD_SIZE
     drop_fp8_state: bool = False
     drop_optimizer: bool = False
+    architecture: str | None = None
+    reference: Path | None = None
 
     def __post_init__(self) -> None:
         """Raises RecipeError for options that contradict one another."""
@@ -125,7 +131,7 @@ def plan_conversion(conversion: Conversion) -> Work:
     """
     if conversion.to == "hf" and conversion.precision == "fp8":
         return plan_export(_as_export(conversion))
-    reader = open_checkpoint(conversion.source, conversion.iteration)
+    reader = _open_as_told(conversion)
     if reader.encodings:
         raise PrecisionError(
             "the weights are FP8 codes; a conversion of codes is not supported yet",
@@ -154,12 +160,28 @@ def plan_conversion(conversion: Conversion) -> Work:
         writer: Writer = _hf_writer(output, reader, plan, conversion.max_shard_size)
     else:
         writer = _megatron_writer(output, reader, plan, conversion, run)
-    notes = _left_behind(reader, carried=trained is not None)
+    notes = [*_family_notes(reader, conversion), *_left_behind(reader, carried=trained is not None)]
     if run.left:
         notes.append(f"Stays behind, as it belongs to ranks or to Megatron's own classes: {', '.join(run.left)}.")
     makes = conversion.fills_extra_state and (conversion.precision == "fp8" or state is not None)
     finish = _make_state(state, conversion, notes) if makes else lambda amax: state
     return Work(reader, plan, writer, output, finish, makes, _digest(plan, conversion), notes, trained)
+
+
+def _open_as_told(conversion: Conversion) -> Reader:
+    """The source, of the family and with the companions that the command names. Raises RecipeError where it says both
+    by itself."""
+    reader = open_checkpoint(conversion.source, conversion.iteration)
+    if conversion.architecture is None and conversion.reference is None:
+        return reader
+    if not isinstance(reader, TorchDistReader | LegacyReader) or reader.companions.files:
+        raise RecipeError(
+            "the checkpoint has a config.json, which says what it is", do="Leave --architecture and --reference out."
+        )
+    reader.family = conversion.architecture
+    if conversion.reference is not None:
+        reader.companions = open_checkpoint(conversion.reference).companions
+    return reader
 
 
 def _trained(reader: Reader) -> MegatronReader | None:
@@ -343,6 +365,21 @@ def _state_notes(change: StateChange) -> list[str]:
             "gradients have no history yet. `resume` fills them in warm-up passes before its first FP8 step."
         )
     return notes
+
+
+def _family_notes(reader: Reader, conversion: Conversion) -> Iterator[str]:
+    model = reader.model
+    table = architecture_of(model.architecture)
+    if conversion.to == "megatron" and table.note:
+        yield table.note
+    told = conversion.architecture is not None or reader.companions.files
+    if isinstance(reader, TorchDistReader | LegacyReader) and not told:
+        fitting = models_of_megatron_args(reader.args, model.padded_vocab_size, reader.path)
+        if others := [other.architecture for other in fitting if other.architecture != model.architecture]:
+            yield (
+                f"Megatron's arguments name no family: taken for {model.architecture}, and as well "
+                f"{', '.join(others)} (--architecture, or --reference for its tokenizer too)."
+            )
 
 
 def _left_behind(reader: Reader, *, carried: bool = False) -> list[str]:

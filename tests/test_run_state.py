@@ -12,8 +12,11 @@ from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import write_tracker
 from precisionctl.checkpoints.megatron_run import WithOptimizer
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands import Conversion, execute, plan_conversion
+from precisionctl.errors import RecipeError, UnknownArchitecture
 from precisionctl.param import Parallelism, TensorSpec
+from precisionctl.verify import compare
 
 SCHEDULE = {"max_lr": 1e-3, "num_steps": 70, "lr_decay_style": "cosine"}
 SETTINGS = {
@@ -82,7 +85,8 @@ def test_a_run_goes_to_other_ranks_and_back(tmp_path: Path, trained: Path) -> No
 def test_the_same_ranks_keep_their_generators(tmp_path: Path, trained: Path) -> None:
     kept, notes = convert(trained, tmp_path / "kept")
     assert kept.read_object("rng_state/shard_0.0_1.1") == GENERATORS
-    assert kept.args["no_save_rng"] is False and notes == []
+    assert kept.args["no_save_rng"] is False
+    assert not any("rng_state" in note for note in notes)
 
 
 def test_an_optimizer_can_be_left_behind(tmp_path: Path, trained: Path) -> None:
@@ -91,3 +95,23 @@ def test_an_optimizer_can_be_left_behind(tmp_path: Path, trained: Path) -> None:
     assert any("optimizer stays behind" in note for note in notes)
     execute(work := plan_conversion(Conversion(trained, tmp_path / "hf", "hf")))
     assert any("optimizer stays behind" in note for note in work.notes)
+
+
+def test_a_checkpoint_without_a_family_is_taken_for_one_and_told_otherwise(tmp_path: Path, trained: Path) -> None:
+    guessed = plan_conversion(Conversion(trained, tmp_path / "out", "hf"))
+    assert guessed.plan.model.architecture == "llama"
+    assert any("taken for llama" in note and "mistral" in note for note in guessed.notes)
+    told = plan_conversion(Conversion(trained, tmp_path / "out", "hf", architecture="mistral"))
+    assert told.plan.model.architecture == "mistral"
+    assert not any("taken for" in note for note in told.notes)
+    with pytest.raises(UnknownArchitecture, match="do not describe gpt2: they fit llama"):
+        plan_conversion(Conversion(trained, tmp_path / "out", "hf", architecture="gpt2"))
+
+
+def test_a_reference_gives_what_megatron_has_no_place_for(tmp_path: Path, trained: Path) -> None:
+    hf = trained.parent / "hf"
+    execute(plan_conversion(Conversion(trained, tmp_path / "out", "hf", reference=hf)))
+    assert compare(open_checkpoint(hf), open_checkpoint(tmp_path / "out")).equal
+    assert open_checkpoint(tmp_path / "out").model.vocab_size == pico.SIZES["vocab_size"]
+    with pytest.raises(RecipeError, match="says what it is"):
+        plan_conversion(Conversion(trained.parent / "weights", tmp_path / "again", "hf", reference=hf))

@@ -85,18 +85,29 @@ def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:
     return config
 
 
-def from_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> ModelShape:
-    """A model of which only Megatron's arguments are known: of the family whose config.json can say it.
+def from_megatron_args(
+    args: Mapping[str, Any], padded_vocab_size: int, where: object, family: str | None = None
+) -> ModelShape:
+    """A model of which only Megatron's arguments are known: of `family`, else of the first whose config.json can say
+    it.
 
     Raises UnknownArchitecture where there is none, and DamagedCheckpoint where an argument is missing.
     """
-    model = read_megatron_args(args, padded_vocab_size, where)
-    candidates = sorted(supported(), key=lambda name: (name not in _FIRST, name))
-    for name in candidates:
-        found = _as_family(model, name)
-        if found is not None:
-            return found
+    fitting = models_of_megatron_args(args, padded_vocab_size, where)
+    for model in fitting:
+        if family in (None, model.architecture):
+            return model
+    if fitting:
+        others = ", ".join(model.architecture for model in fitting)
+        raise UnknownArchitecture(f"Megatron's arguments do not describe {family}: they fit {others}", where=where)
     raise UnknownArchitecture("Megatron's arguments describe no family known here", where=where, do=_known())
+
+
+def models_of_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> list[ModelShape]:
+    """The model as one of each family that it fits: a Llama, a Yi, a Mistral without a window are the same."""
+    model = read_megatron_args(args, padded_vocab_size, where)
+    known = sorted(supported(), key=lambda name: (name not in _FIRST, name))
+    return [found for name in known if (found := _as_family(model, name)) is not None]
 
 
 def _as_family(model: ModelShape, model_type: str) -> ModelShape | None:

@@ -62,6 +62,8 @@ class TorchDistReader:
     container = "torch_dist"
     layout: Layout = "megatron"
     encodings: Mapping[str, Encoding] = {}
+    family: str | None = None
+    """Which family to take the model for, where no config.json says it."""
 
     def __init__(self, path: Path, iteration: int | None = None) -> None:
         self.path: Path = find_iteration(path, iteration)
@@ -145,7 +147,7 @@ class TorchDistReader:
 
     @cached_property
     def model(self) -> ModelShape:
-        return model_of(self.path, self.args, self.companions, self.specs)
+        return model_of(self.path, self.args, self.companions, self.specs, self.family)
 
     @cached_property
     def fp8(self) -> Fp8States | None:

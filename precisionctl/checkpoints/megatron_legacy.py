@@ -59,6 +59,8 @@ class LegacyReader:
     container = "torch"
     layout: Layout = "megatron"
     encodings: Mapping[str, Encoding] = {}
+    family: str | None = None
+    """Which family to take the model for, where no config.json says it."""
 
     def __init__(self, path: Path, iteration: int | None = None) -> None:
         self.path: Path = find_iteration(path, iteration, complete=is_legacy)
@@ -91,7 +93,7 @@ class LegacyReader:
 
     @cached_property
     def model(self) -> ModelShape:
-        return model_of(self.path, self.args, self.companions, self.specs)
+        return model_of(self.path, self.args, self.companions, self.specs, self.family)
 
     def _numbered(self) -> Iterator[tuple[Rank, dict[str, Any]]]:
         """Each stage of each rank, and its entries with layers and experts numbered through the model.

@@ -17,9 +17,14 @@ from precisionctl.param import TensorSpec
 
 
 def model_of(
-    directory: Path, args: Mapping[str, Any], companions: Companions, specs: Mapping[str, TensorSpec]
+    directory: Path,
+    args: Mapping[str, Any],
+    companions: Companions,
+    specs: Mapping[str, TensorSpec],
+    family: str | None = None,
 ) -> ModelShape:
-    """From the companions' config.json, checked against Megatron's arguments; else from these alone.
+    """From the companions' config.json, checked against Megatron's arguments; else from these alone, as one of
+    `family` if that is said.
 
     Raises what they raise, and DamagedCheckpoint where the two contradict each other or there is no embedding.
     """
@@ -27,7 +32,7 @@ def model_of(
         raise DamagedCheckpoint(f"no {EMBEDDING}", where=directory)
     rows = specs[EMBEDDING].rows
     if "config.json" not in companions.files:
-        return from_megatron_args(args, rows, directory)
+        return from_megatron_args(args, rows, directory, family)
     path = directory / COMPANIONS / "config.json"
     config = parse_json(companions.files["config.json"], path)
     model = dataclasses.replace(from_hf_config(config, path), padded_vocab_size=rows)

@@ -40,7 +40,9 @@ class Carried:
 
 
 class MegatronReader(Reader, Protocol):
-    """A Reader of a Megatron container."""
+    """A Reader of a Megatron container, whose checkpoints often do not say of which family they are."""
+
+    family: str | None
 
     @property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]: ...
