@@ -138,7 +138,8 @@ def _moe_args(model: ModelShape) -> dict[str, Any]:
     return {
         **{argument: getattr(moe, field) for argument, field in _MOE.items()},
         "moe_router_topk_scaling_factor": factor,
-        "moe_layer_freq": [int(each) for each in moe.layer_freq],
+        # 1 is Megatron's default: with a list it asks for keys by layer, even where all layers are alike
+        "moe_layer_freq": 1 if all(moe.layer_freq) else [int(each) for each in moe.layer_freq],
         "moe_grouped_gemm": True,
         "moe_token_dispatcher_type": "alltoall",
     }

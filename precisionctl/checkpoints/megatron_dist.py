@@ -7,7 +7,7 @@ written last. `megatron_dist_writer.py` is the inverse.
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,24 @@ from precisionctl.checkpoints.megatron_keys import (
     EXTRA_STATE,
     MARKER,
     find_iteration,
+    has_marker,
     object_name,
 )
 from precisionctl.checkpoints.megatron_logical import Logical, Part, logical_tensors, model_prefix, of_optimizer
 from precisionctl.checkpoints.megatron_model import model_of
 from precisionctl.checkpoints.megatron_order import EVERY_KIND, Modules
+from precisionctl.checkpoints.megatron_provider import described_args
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
+
+WEIGHTS = "weights"
+"""Where NeMo 2 has the checkpoint, beside the `context` that describes it."""
+
+_COMMON_KEYS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 
 
 def recognise(path: Path) -> bool:
@@ -51,7 +58,7 @@ def _is_torch_dist(marker: Path) -> bool:
 
 
 class TorchDistReader:
-    """An iteration, or the newest of a directory.
+    """An iteration, or the newest of a directory; the `weights` of NeMo 2's directories.
 
     `specs` are the model's tensors and `optimizer_specs` the optimizer's (`optimizer.state.exp_avg.<parameter>`
     where it is stored by parameter); `chunks` serves both. Opening reads `.metadata` alone.
@@ -59,14 +66,22 @@ class TorchDistReader:
     Raises DamagedCheckpoint where files, boxes or sizes contradict each other, and UnsafePickle.
     """
 
-    container = "torch_dist"
     layout: Layout = "megatron"
     encodings: Mapping[str, Encoding] = {}
     family: str | None = None
     """Which family to take the model for, where no config.json says it."""
 
-    def __init__(self, path: Path, iteration: int | None = None) -> None:
-        self.path: Path = find_iteration(path, iteration)
+    def __init__(
+        self,
+        path: Path,
+        iteration: int | None = None,
+        *,
+        container: str = "torch_dist",
+        complete: Callable[[Path], bool] = has_marker,
+    ) -> None:
+        nemo = path / WEIGHTS
+        self.path: Path = find_iteration(nemo if iteration is None and complete(nemo) else path, iteration, complete)
+        self.container = container
         self._index = dcp.read_index(self.path)
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._prefix = model_prefix(self._index.tensors)
@@ -104,7 +119,13 @@ class TorchDistReader:
     def common(self) -> Mapping[str, Any]:
         """All that is no tensor and belongs to no rank: `args`, `iteration`, the optimizer's settings, ..."""
         path = self.path / COMMON
-        value = torch_zip.load(path.read_bytes(), path) if path.is_file() else self.read_object(COMMON_OBJECT)
+        if path.is_file():
+            value = torch_zip.load(path.read_bytes(), path)
+        elif COMMON_OBJECT in self._index.objects:
+            value = self.read_object(COMMON_OBJECT)
+        else:  # each has a key of its own in PyTorch's checkpoints
+            plain = {key: span for key, span in self._index.objects.items() if key in _COMMON_KEYS}
+            value = {key: torch_zip.load(span.read(), span) for key, span in plain.items()}
         if not isinstance(value, dict):
             raise DamagedCheckpoint("the common data is no table", where=path)
         return value
@@ -131,9 +152,9 @@ class TorchDistReader:
 
     @cached_property
     def args(self) -> Mapping[str, Any]:
-        """Megatron's arguments; empty where none were saved."""
+        """Megatron's arguments, by themselves or by a description of Bridge or NeMo; empty where none were saved."""
         args = self.common.get("args")
-        return vars(args) if isinstance(args, argparse.Namespace) else {}
+        return vars(args) if isinstance(args, argparse.Namespace) else described_args(self.path)
 
     @property
     def iteration(self) -> int | None:

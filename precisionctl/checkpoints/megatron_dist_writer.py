@@ -25,6 +25,7 @@ from precisionctl.checkpoints.megatron_extra_state import demanded, payloads_of
 from precisionctl.checkpoints.megatron_keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
 from precisionctl.checkpoints.megatron_logical import MASTER, OPTIMIZER, STATE
 from precisionctl.checkpoints.megatron_placement import layers_differ, place, stored_tensors
+from precisionctl.checkpoints.megatron_provider import write_run_config
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
@@ -100,6 +101,8 @@ class TorchDistWriter:
         dcp.write_index(
             self.directory, dcp.Index(stored_tensors(self.specs, self._placed), self._write_objects(payloads))
         )
+        if not any("post_layernorm" in name for name in self.specs):  # of models with a provider of their own
+            write_run_config(self.directory, self._args)
         (self.directory / COMMON).write_bytes(torch_zip_writer.dump(self._common_data(payloads)))
         write_companions(self.directory / COMPANIONS, self._companions)
         if fp8 is not None and payloads is None:

@@ -5,9 +5,15 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from torch import Tensor
+
+from precisionctl.checkpoints import torch_zip
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 
 TRACKER = "latest_checkpointed_iteration.txt"
+BRIDGE_TRACKER = "latest_train_state.pt"
+"""Megatron-Bridge's; not every version writes Megatron-LM's beside it."""
+
 MARKER = "metadata.json"
 """Written last: a directory with it is complete."""
 
@@ -128,8 +134,19 @@ def find_iteration(path: Path, iteration: int | None = None, complete: Callable[
 
 def _tracked(path: Path, advice: str) -> int | None:
     if not (path / TRACKER).is_file():
+        if (path / BRIDGE_TRACKER).is_file():
+            return _tracked_by_bridge(path / BRIDGE_TRACKER)
         raise CheckpointError(f"no {TRACKER} says which iteration is meant", where=path, do=advice)
     text = (path / TRACKER).read_text(errors="replace").strip()
     if text != "release" and not re.fullmatch("[0-9]{1,15}", text):
         raise DamagedCheckpoint(f"{TRACKER} says {text[:40]!r}, not an iteration or `release`", where=path, do=advice)
     return None if text == "release" else int(text)
+
+
+def _tracked_by_bridge(tracker: Path) -> int:
+    """Its training state, as tensors of one element."""
+    state = torch_zip.load(tracker.read_bytes(), tracker)
+    step = state.get("step") if isinstance(state, dict) else None
+    if not isinstance(step, Tensor) or step.numel() != 1 or step.is_floating_point() or step < 0:
+        raise DamagedCheckpoint("it names no step", where=tracker)
+    return int(step)

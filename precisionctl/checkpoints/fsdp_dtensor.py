@@ -1,0 +1,32 @@
+"""Read `fsdp_dtensor`, the checkpoints of Megatron-FSDP: PyTorch's own, of whole parameters, with Megatron's names.
+
+Nothing is stacked, gates and ups are apart (`linear_fc1.weight_w`, `weight_v`), experts have numbers, every name
+begins with `model.module.`, and there is no FP8 state (megatron/core/transformer/fsdp_dtensor_checkpoint.py).
+"""
+
+from pathlib import Path
+
+from precisionctl.checkpoints import dcp
+from precisionctl.checkpoints.base import Container
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_keys import MARKER
+
+
+def _is_complete(directory: Path) -> bool:
+    """PyTorch's index, and none of Megatron's markers."""
+    return (directory / dcp.FILE).is_file() and not (directory / MARKER).exists()
+
+
+def recognise(path: Path) -> bool:
+    """Whether `path` is the directory of an iteration, or one of its entries is."""
+    return path.is_dir() and any(_is_complete(directory) for directory in (path, *path.glob("iter_*")))
+
+
+def open_reader(path: Path, iteration: int | None = None) -> TorchDistReader:
+    """An iteration, or the newest of a directory. Raises what TorchDistReader does."""
+    return TorchDistReader(path, iteration, container="fsdp_dtensor", complete=_is_complete)
+
+
+CONTAINER = Container(
+    recognise, open_reader, f"{dcp.FILE} of a PyTorch checkpoint of Megatron-FSDP, there or in an iteration's directory"
+)

@@ -1,0 +1,156 @@
+"""A model as Megatron-Bridge and NeMo 2 describe it, in YAML; Megatron-LM's arguments to it and from it.
+
+Bridge reads `run_config.yaml` in an iteration's directory (`load_model_config`, training/model_load_save.py): `model`
+names a provider class and its fields, which are those of megatron-core's TransformerConfig and some of
+`GPTModelProvider`, and `checkpoint` says what was saved. NeMo 2 has the same fields in `context/model.yaml`.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from precisionctl.errors import DamagedCheckpoint
+
+BRIDGE = "run_config.yaml"
+NEMO = Path("context/model.yaml")
+
+_PROVIDERS = "megatron.bridge.models."
+_LARGEST = 16 << 20
+"""Bytes of a file: beyond every real one, and safe to parse."""
+
+_SAME = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "qk_layernorm", "add_bias_linear"),
+    *("add_qkv_bias", "attention_dropout", "hidden_dropout", "position_embedding_type", "rotary_base"),
+    *("rotary_percent", "rotary_interleaved", "window_size", "window_attn_skip_freq", "softmax_type"),
+    *("mtp_num_layers", "vocab_size", "seq_length", "make_vocab_size_divisible_by", "bf16", "fp16"),
+    *("glu_linear_offset", "activation_func_clamp_value", "multi_latent_attention"),
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
+    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
+    *("mscale_all_dim", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_enable_expert_bias"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_layer_freq"),
+    *("moe_grouped_gemm", "moe_token_dispatcher_type", "tensor_model_parallel_size"),
+    *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"),
+    "expert_tensor_parallel_size",
+)
+_RENAMED = {  # argument: field
+    "num_experts": "num_moe_experts",
+    "use_rope_scaling": "rope_scaling",
+    "rope_scaling_factor": "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
+}
+_NOT_COPIED = ("apply_residual_connection_post_layernorm", "attention_output_gate", "qk_l2_norm", "no_rope_freq")
+"""Fields that would make it another model: read, so that whoever understands the arguments can refuse them."""
+
+_SILU, _GELU = "torch.nn.functional.silu", "torch.nn.functional.gelu"
+_QUICK_GELU = "megatron.core.activations.quick_gelu"
+_SQUARED_RELU = "megatron.core.activations.squared_relu"
+
+
+def write_run_config(directory: Path, args: Mapping[str, Any]) -> None:
+    """Write Bridge's description of the model that these arguments make."""
+    saved = {"save_optim": not args["no_save_optim"], "save_rng": not args["no_save_rng"], "fully_parallel_save": True}
+    config = {"model": to_provider(args), "checkpoint": {**saved, "ckpt_format": "torch_dist"}}
+    (directory / BRIDGE).write_text(yaml.safe_dump(config, sort_keys=True))
+
+
+def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The `model` of a run_config.yaml: generic providers of Bridge, which do not pad more than the arguments do."""
+    latent = bool(args.get("multi_latent_attention"))
+    fields = {name: _listed(args[name]) for name in _SAME if args.get(name) is not None}
+    fields |= {field: args[name] for name, field in _RENAMED.items() if args.get(name) is not None}
+    return {
+        **fields,
+        "_target_": _PROVIDERS + ("mla_provider.MLAModelProvider" if latent else "gpt_provider.GPTModelProvider"),
+        "activation_func": _call(_activation(args)),
+        "gated_linear_unit": bool(args.get("swiglu") or args.get("gated_linear_unit")),
+        "bias_activation_fusion": bool(args.get("bias_gelu_fusion", False)),
+        "share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"],
+        "should_pad_vocab": True,
+        "params_dtype": _call(str(args["params_dtype"])),
+        "pipeline_dtype": _call(str(args["params_dtype"])),
+    }
+
+
+def _call(target: str) -> dict[str, Any]:
+    """How these files say an object: by its name, not to be called."""
+    return {"_target_": target, "_call_": False}
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _activation(args: Mapping[str, Any]) -> str:
+    if args.get("squared_relu"):
+        return _SQUARED_RELU
+    if args.get("quick_geglu"):
+        return _QUICK_GELU
+    return _SILU if args.get("swiglu") else _GELU
+
+
+def described_args(directory: Path) -> Mapping[str, Any]:
+    """Megatron-LM's arguments by the description beside a checkpoint of Bridge or NeMo; empty where there is none.
+
+    Raises DamagedCheckpoint for a description that is none.
+    """
+    bridge, nemo = directory / BRIDGE, directory.parent / NEMO
+    if bridge.is_file():
+        return from_provider(_part(_parse(bridge), "model", bridge))
+    if directory.name == "weights" and nemo.is_file():
+        return from_provider(_part(_parse(nemo), "config", nemo))
+    return {}
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Plain values only. A tag of Python's (NeMo writes some) becomes nothing; merges of mappings, which make endless
+    things out of a few bytes, are refused."""
+
+    def flatten_mapping(self, node: Any) -> None:
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise yaml.YAMLError("mappings are not merged")
+
+
+_Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+
+
+def _parse(path: Path) -> Any:
+    if os.path.getsize(path) > _LARGEST:
+        raise DamagedCheckpoint("too large for a description of a model", where=path)
+    try:
+        return yaml.load(path.read_bytes(), _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"not YAML of plain values: {str(error)[:200]}", where=path) from error
+
+
+def _part(content: Any, name: str, where: Path) -> Mapping[str, Any]:
+    part = content.get(name) if isinstance(content, dict) else None
+    if not isinstance(part, dict):
+        raise DamagedCheckpoint(f"no `{name}` in it", where=where)
+    return part
+
+
+def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron-LM's arguments of a provider's fields: the inverse of `to_provider`."""
+    args = {name: fields[name] for name in (*_SAME, *_NOT_COPIED) if name in fields}
+    args |= {argument: fields[name] for argument, name in _RENAMED.items() if name in fields}
+    groups, window = fields.get("num_query_groups"), fields.get("window_size")
+    target = fields.get("activation_func")
+    activation = str(target.get("_target_", "") if isinstance(target, dict) else target or "").rpartition(".")[2]
+    gated = bool(fields.get("gated_linear_unit"))
+    return {
+        **args,
+        "window_size": tuple(window) if isinstance(window, list) else window,
+        "group_query_attention": groups not in (None, fields.get("num_attention_heads")),
+        "max_position_embeddings": fields.get("max_position_embeddings") or fields.get("seq_length"),
+        "untie_embeddings_and_output_weights": not fields.get("share_embeddings_and_output_weights", True),
+        "swiglu": gated and activation == "silu",
+        "gated_linear_unit": gated,
+        "quick_geglu": gated and activation == "quick_gelu",
+        "squared_relu": activation == "squared_relu",
+        "bias_gelu_fusion": bool(fields.get("bias_activation_fusion", False)),
+    }

@@ -1,0 +1,207 @@
+"""Megatron-Bridge, NeMo 2 and Megatron-FSDP: what is around a checkpoint of Megatron's, and describes a model."""
+
+import argparse
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+import yaml
+from pico import FAMILIES, make
+from test_megatron_dist import MODEL, NAMES, specs, values, write
+from torch.distributed.checkpoint import FileSystemWriter
+
+from precisionctl.architectures.find import from_hf_config, from_megatron_args
+from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.checkpoints import dcp
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_provider import from_provider, to_provider
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import CheckpointError, DamagedCheckpoint
+
+# fields of megatron.bridge.models.gpt_provider.GPTModelProvider that are not TransformerConfig's
+OF_PROVIDER = {
+    *("share_embeddings_and_output_weights", "make_vocab_size_divisible_by", "position_embedding_type", "rotary_base"),
+    *("rotary_percent", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "seq_length"),
+    *("vocab_size", "should_pad_vocab"),
+}
+RUN = {"params_dtype": torch.bfloat16, "bf16": True, "fp16": False}
+
+
+def args_of(family: str) -> dict[str, Any]:
+    return to_megatron_args(from_hf_config(make(family).config.to_dict()).padded(128)) | RUN
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_comes_back_from_its_description_for_bridge(family):
+    args = args_of(family)
+    described = yaml.safe_load(yaml.safe_dump(to_provider(args)))
+    rows = args["padded_vocab_size"]
+    assert from_megatron_args(from_provider(described), rows, "") == from_megatron_args(args, rows, "")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_megatron_core_makes_the_same_config_of_the_description_as_of_the_arguments(family):
+    """Bridge's providers are dataclasses that add fields to megatron-core's: it gets every field that we write."""
+    with warnings.catch_warnings(action="ignore"):
+        from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    args, described = args_of(family), to_provider(args_of(family))
+    kind = MLATransformerConfig if args["multi_latent_attention"] else TransformerConfig
+    known = {field.name for field in dataclasses.fields(kind)}
+    assert described.keys() <= known | OF_PROVIDER | {"_target_"}
+    fields = {name: _object(value) for name, value in described.items() if name in known}
+    with warnings.catch_warnings(action="ignore"):
+        config = kind(**fields)
+    for field, argument in (("num_moe_experts", "num_experts"), ("normalization",) * 2, ("layernorm_epsilon",) * 2):
+        assert getattr(config, field) == args[argument]
+    assert config.gated_linear_unit == (args["swiglu"] or args.get("gated_linear_unit", False))
+
+
+def _object(value: Any) -> Any:
+    """What Bridge's `instantiate` makes of a name that is not to be called."""
+    if not isinstance(value, dict):
+        return value
+    assert value["_call_"] is False
+    module, _, name = value["_target_"].rpartition(".")
+    return getattr(__import__(module, fromlist=[name]), name)
+
+
+def test_a_checkpoint_has_what_bridge_reads_of_its_run(tmp_path):
+    write(tmp_path, values(specs()), args={"no_save_optim": False})
+    config = yaml.safe_load((tmp_path / "run_config.yaml").read_text())
+    assert config["model"]["_target_"] == "megatron.bridge.models.gpt_provider.GPTModelProvider"
+    assert config["model"]["tensor_model_parallel_size"] == config["model"]["pipeline_model_parallel_size"] == 1
+    assert config["checkpoint"] == {
+        "save_optim": True,
+        "save_rng": False,
+        "fully_parallel_save": True,
+        "ckpt_format": "torch_dist",
+    }
+
+
+def without_arguments(directory: Path) -> None:
+    """As Bridge and NeMo write it: no `args` in common.pt."""
+    torch.save({"iteration": 5, "checkpoint_version": 3.0}, directory / "common.pt")
+
+
+def test_bridges_directory_is_read(tmp_path):
+    write(tmp_path / "iter_0000005", values(specs()), iteration=5)
+    without_arguments(tmp_path / "iter_0000005")
+    torch.save(
+        {"step": torch.tensor(5), "consumed_train_samples": torch.tensor(80)}, tmp_path / "latest_train_state.pt"
+    )
+    reader = open_checkpoint(tmp_path)
+    assert reader.iteration == 5
+    assert reader.model == MODEL
+
+
+def test_nemos_directory_is_read(tmp_path):
+    write(tmp_path / "weights", values(specs()))
+    config = yaml.safe_load((tmp_path / "weights" / "run_config.yaml").read_text())["model"]
+    (tmp_path / "weights" / "run_config.yaml").unlink()
+    without_arguments(tmp_path / "weights")
+    (tmp_path / "context").mkdir()
+    text = yaml.safe_dump({"_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel", "config": config})
+    (tmp_path / "context" / "model.yaml").write_text(
+        text + "data: !!python/object/apply:os.system ['touch executed']\n"
+    )
+    assert open_checkpoint(tmp_path).model == MODEL
+    assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize("step", [{}, {"step": torch.tensor(-1)}, {"step": torch.tensor([1, 2])}, {"step": "5"}, 5])
+def test_a_training_state_without_a_step_is_refused(tmp_path, step):
+    write(tmp_path / "iter_0000005", values(specs()))
+    torch.save(step, tmp_path / "latest_train_state.pt")
+    with pytest.raises(CheckpointError):
+        open_checkpoint(tmp_path)
+
+
+HOSTILE = {
+    "python": "model: !!python/object/apply:os.system ['touch executed']\n",
+    "merge": "a: &a {x: 1}\nmodel:\n  <<: [*a, *a]\n",
+    "deep": "model: " + "[" * 5000,
+    "list": "[]",
+    "unhashable": "model: {[1]: 2}",
+    "binary": "\0",
+    "not a size": "model: {num_layers: .inf, hidden_size: 16, num_attention_heads: 4}",
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE)
+def test_a_hostile_description_is_refused(tmp_path, monkeypatch, content):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "release", values(specs()))
+    without_arguments(tmp_path / "release")
+    (tmp_path / "release" / "run_config.yaml").write_text(HOSTILE[content])
+    with pytest.raises(CheckpointError):
+        _ = TorchDistReader(tmp_path / "release").model
+    assert not Path("executed").exists()
+
+
+def fsdp_name(name: str) -> str:
+    return f"model.module.{name}"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_megatron_fsdps_checkpoint_is_read(tmp_path):
+    """As megatron/core/transformer/fsdp_dtensor_checkpoint.py names it, written by PyTorch."""
+    tensors = values(specs())
+    expert = {f"decoder.layers.1.mlp.experts.linear_fc1.weight{number}": torch.randn(12, 4) for number in range(3)}
+    state: dict[str, Any] = {"args": argparse.Namespace(**to_megatron_args(MODEL)), "iteration": 4}
+    moments: dict[str, torch.Tensor] = {}
+    for name, tensor in (tensors | expert).items():
+        halves = {f"{name}_w": tensor.chunk(2)[0], f"{name}_v": tensor.chunk(2)[1]} if "fc1.weight" in name else {}
+        for stored, part in (halves or {name: tensor}).items():
+            state[fsdp_name(stored)] = part.contiguous()
+            moment = part.float() * 2
+            state[f"optimizer.state.module.module.module.{stored}.exp_avg"] = moment
+        moments[f"optimizer.state.exp_avg.{name}"] = tensor.float() * 2
+    path = tmp_path / "iter_0000004"
+    torch.distributed.checkpoint.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    reader = open_checkpoint(tmp_path)
+    assert isinstance(reader, TorchDistReader)
+    assert reader.container == "fsdp_dtensor"
+    assert reader.model == MODEL
+    assert reader.iteration == 4
+    assert reader.fp8 is None
+    assert reader.specs.keys() == NAMES.keys() | expert.keys()
+    for name, tensor in (tensors | expert).items():
+        assert torch.equal(read_tensor(reader, name), tensor), name
+    state_of = argparse.Namespace(specs=reader.optimizer_specs, chunks=reader.chunks)
+    assert reader.optimizer_specs.keys() == moments.keys()
+    assert all(torch.equal(read_tensor(state_of, name), moment) for name, moment in moments.items())
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "model.module."])
+def test_names_with_a_prefix_are_the_names(tmp_path, prefix):
+    write(tmp_path, values(specs()))
+    names = TorchDistReader(tmp_path).specs.keys()
+    index = dcp.read_index(tmp_path)
+    moved = {prefix + key: tensor for key, tensor in index.tensors.items()}
+    dcp.write_index(tmp_path, dcp.Index(moved, index.objects))
+    assert TorchDistReader(tmp_path).specs.keys() == names
+
+
+def test_a_half_without_its_other_half_stays_under_its_own_name(tmp_path):
+    write(tmp_path, values(specs()))
+    index = dcp.read_index(tmp_path)
+    key = "decoder.layers.mlp.linear_fc1.weight"
+    renamed = {f"{key}_w" if name == key else name: tensor for name, tensor in index.tensors.items()}
+    dcp.write_index(tmp_path, dcp.Index(renamed, index.objects))
+    assert "decoder.layers.0.mlp.linear_fc1.weight_w" in TorchDistReader(tmp_path).specs
+
+
+def test_no_two_tensors_have_one_name(tmp_path):
+    write(tmp_path, values(specs()))
+    index = dcp.read_index(tmp_path)
+    key = "decoder.final_layernorm.weight"
+    embedding = {f"module.{name}": tensor for name, tensor in index.tensors.items()}
+    dcp.write_index(tmp_path, dcp.Index(embedding | {key: index.tensors[key]}, index.objects))
+    with pytest.raises(DamagedCheckpoint, match="there twice"):
+        TorchDistReader(tmp_path)
