@@ -14,8 +14,8 @@ from pico import FAMILIES, make
 from test_megatron_dist import MODEL, NAMES, specs, values, write
 from torch.distributed.checkpoint import FileSystemWriter
 
-from precisionctl.architectures.find import from_hf_config, from_megatron_args
-from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.architectures.find import from_hf_config
+from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
@@ -27,7 +27,8 @@ from precisionctl.errors import CheckpointError, DamagedCheckpoint
 OF_PROVIDER = {
     *("share_embeddings_and_output_weights", "make_vocab_size_divisible_by", "position_embedding_type", "rotary_base"),
     *("rotary_percent", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "seq_length"),
-    *("vocab_size", "should_pad_vocab"),
+    *("vocab_size", "should_pad_vocab", "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"),
+    *("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim", "yarn_correction_range_round_to_int"),
 }
 RUN = {"params_dtype": torch.bfloat16, "bf16": True, "fp16": False}
 
@@ -41,7 +42,7 @@ def test_a_model_comes_back_from_its_description_for_bridge(family):
     args = args_of(family)
     described = yaml.safe_load(yaml.safe_dump(to_provider(args)))
     rows = args["padded_vocab_size"]
-    assert from_megatron_args(from_provider(described), rows, "") == from_megatron_args(args, rows, "")
+    assert read_megatron_args(from_provider(described), rows, "") == read_megatron_args(args, rows, "")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -36,6 +36,8 @@ _SAME = (
     *("moe_grouped_gemm", "moe_token_dispatcher_type", "tensor_model_parallel_size"),
     *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"),
     "expert_tensor_parallel_size",
+    *("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
+    *("yarn_mscale", "yarn_mscale_all_dim", "yarn_correction_range_round_to_int"),
 )
 _RENAMED = {  # argument: field
     "num_experts": "num_moe_experts",
@@ -47,7 +49,7 @@ _NOT_COPIED = ("apply_residual_connection_post_layernorm", "attention_output_gat
 """Fields that would make it another model: read, so that whoever understands the arguments can refuse them."""
 
 _SILU, _GELU = "torch.nn.functional.silu", "torch.nn.functional.gelu"
-_QUICK_GELU = "megatron.core.activations.quick_gelu"
+_QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
 _SQUARED_RELU = "megatron.core.activations.squared_relu"
 
 
@@ -61,8 +63,8 @@ def write_run_config(directory: Path, args: Mapping[str, Any]) -> None:
 def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
     """The `model` of a run_config.yaml: generic providers of Bridge, which do not pad more than the arguments do."""
     latent = bool(args.get("multi_latent_attention"))
-    fields = {name: _listed(args[name]) for name in _SAME if args.get(name) is not None}
-    fields |= {field: args[name] for name, field in _RENAMED.items() if args.get(name) is not None}
+    fields = {name: _listed(args[name]) for name in _SAME if name in args}
+    fields |= {field: args[name] for name, field in _RENAMED.items() if name in args}
     return {
         **fields,
         "_target_": _PROVIDERS + ("mla_provider.MLAModelProvider" if latent else "gpt_provider.GPTModelProvider"),
