@@ -47,7 +47,7 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("family", ["llama-3", "mistral", "llama-tied"])
+@pytest.mark.parametrize("family", ["llama-3", "mistral", "llama-tied", "gpt2", "gemma3", "deepseek-v3"])
 def test_perplexity_is_that_of_transformers_own_model(tmp_path, text, family):
     model = save(tmp_path / "model", family)
     found = evaluate(HuggingFaceReader(tmp_path / "model"), text, sequence_length=24)
@@ -66,6 +66,16 @@ def test_perplexity_is_that_of_transformers_own_model(tmp_path, text, family):
 def test_rows_are_never_longer_than_the_models_own(tmp_path, text):
     save(tmp_path / "model", max_position_embeddings=40)
     assert evaluate(HuggingFaceReader(tmp_path / "model"), text).tokens == 200 // 40 * 40
+
+
+def test_the_last_learned_position_is_used_though_batches_are_padded_beyond_it(tmp_path, text):
+    model = save(tmp_path / "model", "gpt2", n_positions=40, max_position_embeddings=40)  # rows of 40 are padded to 48
+    found = evaluate(HuggingFaceReader(tmp_path / "model"), text)
+    rows = torch.tensor([WORDS.index(word) for word in text.read_text().split()] + [0])
+    with torch.no_grad():
+        logits = model(rows[:-1].view(5, 40)).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), rows[1:])
+    assert found.loss == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_progress_counts_up_to_all_rows(tmp_path, text):
@@ -141,6 +151,33 @@ def test_both_spellings_of_an_export_evaluate_alike(tmp_path, text):
     ]
     assert found[0] == found[1]
     assert found[0].precision == "FP8 codes with static input scales"
+
+
+def test_experts_that_are_stored_as_codes_compute_with_what_they_decode_to(tmp_path):
+    save(tmp_path / "source", "mixtral", dtype=torch.bfloat16)
+    directory = tmp_path / "exported"
+    in_memory.export(HuggingFaceReader(tmp_path / "source"), directory, "compressed-tensors", "dynamic")
+    tensors = load_file(directory / "model.safetensors")
+    experts = [name for name in tensors if ".experts." in name]
+    decoded = {}
+    for name in experts:
+        scale = tensors[name].float().abs().amax(1, keepdim=True) / 448
+        codes = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
+        tensors[name], tensors[f"{name}_scale"] = codes, scale
+        decoded[name] = (codes.float() * scale).bfloat16()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    ignored = config["quantization_config"]["ignore"]
+    config["quantization_config"]["ignore"] = [name for name in ignored if ".experts." not in name]
+    (directory / "config.json").write_text(json.dumps(config))
+    model, precision = load(HuggingFaceReader(directory))
+    assert precision == "FP8 codes with dynamic per-token input scales, those of experts decoded"
+    gate, up, down = (
+        decoded[f"model.layers.1.block_sparse_moe.experts.2.{part}.weight"] for part in ("w1", "w3", "w2")
+    )
+    theirs = model.decoder.layers[1].mlp.experts
+    assert torch.equal(theirs.linear_fc1.weight2, torch.cat([gate, up]))
+    assert torch.equal(theirs.linear_fc2.weight2, down)
 
 
 @pytest.fixture
