@@ -53,6 +53,12 @@ def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, pre
     encoded = [job for job in plan.jobs if job.row.gemm and precision.in_fp8(job.module)]
     for job in encoded:
         check_fp8_gemm(job, plan.model)
+        if scheme == "dynamic" and not job.row.moves(plan.model):
+            raise PrecisionError(
+                f"`{job.writes[0]}` is stored as [in, out]: its rows are not the channels that have scales",
+                where=f"architecture {plan.model.architecture}",
+                do="Export with --scheme static, which has one scale for all of a weight.",
+            )
     inputs = _input_scales(source, encoded) if scheme == "static" else {}
     encodings = {job.name: _encode(job, method, scheme, inputs.get(job.module)) for job in encoded}
     jobs = tuple(replace(job, encode=encodings.get(job.name)) for job in plan.jobs)
@@ -72,7 +78,7 @@ def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, pre
 def _shared(plan: Plan) -> list[str]:
     """Matrices that are stored under another name (a tied `lm_head`), but modules all the same to a loader."""
     aliases = architecture_of(plan.model.architecture).aliases
-    return [alias.hf for alias in aliases if getattr(plan.model, alias.switch)]
+    return [alias.hf for alias in aliases if getattr(plan.model, alias.switch) and not alias.written]
 
 
 def _input_scales(source: StatefulSource, jobs: list[Job]) -> dict[str, float]:

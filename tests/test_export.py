@@ -169,3 +169,24 @@ def test_what_a_recipe_keeps_in_bf16_is_left_so_and_ignored_by_name(tmp_path: Pa
     assert stored["model.layers.1.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "model.layers.0.mlp.up_proj" in config["quantization_config"]["ignore"]
+
+
+DENSE = ("qwen2", "qwen3", "phi3", "nemotron", "gemma3", "gpt-neox")
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_other_families_are_encoded_to_the_nearest_codes(tmp_path: Path, family: str) -> None:
+    """An independent spelling, torch's own division and cast: each row by its largest magnitude over 448."""
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
+    stored, plain = export(tmp_path / "hf", scheme="dynamic"), load_file(tmp_path / "hf" / "model.safetensors")
+    encoded = [name for name, values in stored.items() if values.dtype == torch.float8_e4m3fn]
+    assert len(encoded) >= 8
+    for name in encoded:
+        scale = plain[name].float().abs().amax(1, keepdim=True) / 448
+        assert torch.equal(stored[name].float(), (plain[name].float() / scale).to(torch.float8_e4m3fn).float())
+
+
+def test_scales_for_channels_of_a_transposed_weight_are_refused(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "gpt2", dtype=torch.bfloat16)
+    with pytest.raises(PrecisionError, match=r"c_attn.weight` is stored as \[in, out\].*--scheme static"):
+        export(tmp_path / "hf", scheme="dynamic")

@@ -17,6 +17,7 @@ from precisionctl.architectures.find import from_hf_config, from_megatron_args, 
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import DamagedCheckpoint, MappingError, ShapeMismatch, UnknownArchitecture, UnmappedTensor
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
@@ -54,6 +55,13 @@ def test_to_megatron_and_back_gives_every_bit_back(tmp_path: Path, family: str) 
 def test_hugging_face_to_hugging_face_keeps_every_tensor(tmp_path: Path, family: str) -> None:
     reader = opened(tmp_path, family)
     assert_same(to_hf(reader).tensors, values(reader))
+
+
+def test_names_that_only_megatron_bridge_has_are_told(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "gemma3")
+    notes = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "megatron", "megatron")).notes
+    assert any("Megatron-Bridge's names" in note for note in notes)
+    assert plan_conversion(Conversion(tmp_path / "hf", tmp_path / "copy", "hf")).notes == []
 
 
 @pytest.mark.parametrize("family", pico.PARALLEL_RESIDUAL)
