@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from precisionctl import commands, convert, journal, worker
 from precisionctl.architectures.moves import Grouped
 from precisionctl.checkpoints.base import Output, Reader, read_tensor
-from precisionctl.checkpoints.huggingface import INDEX
+from precisionctl.checkpoints.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands import Conversion, execute, plan_conversion
 from precisionctl.errors import (
@@ -515,7 +515,7 @@ def test_a_tensor_parallel_size_that_does_not_divide_is_refused(tmp_path: Path) 
 def test_a_large_model_is_sharded_with_an_index(tmp_path: Path) -> None:
     model = pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     run(tmp_path / "hf", tmp_path / "out", "hf", max_shard_size=40_000)
-    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    index = json.loads((tmp_path / "out" / SAFETENSORS.index).read_text())
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in model.state_dict().values())
     assert_same_tensors(tmp_path / "hf", tmp_path / "out")
 

@@ -1,6 +1,7 @@
 """Hugging Face directories: what transformers wrote is read; what lies is refused."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,18 @@ import pico
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
-from precisionctl.checkpoints.huggingface import INDEX, SINGLE, HuggingFaceReader, HuggingFaceWriter, recognise
+from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter, recognise
+from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import make_header, read_header
-from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnknownArchitecture, UnknownFormat
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnknownArchitecture, UnknownFormat, UnsafePickle
 from precisionctl.param import TensorSpec
 from precisionctl.plan import make_plan
+
+INDEX, SINGLE = SAFETENSORS.index, SAFETENSORS.single
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"])
@@ -193,3 +198,115 @@ def test_numbers_that_are_no_values_are_not_taken_for_some(tmp_path: Path, dtype
     save_file({name: v.to(dtype) if "proj" in name else v for name, v in stored.items()}, tmp_path / SINGLE)
     with pytest.raises(PrecisionError, match=f"q_proj.weight` is {str(dtype).removeprefix('torch.')}"):
         make_plan(HuggingFaceReader(tmp_path), "megatron")
+
+
+def save_bin(model: PreTrainedModel, directory: Path, *, shards: int = 1) -> None:
+    """As transformers 4 saved without safetensors, sharded or not."""
+    model.save_pretrained(directory)
+    (directory / SINGLE).unlink()
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        assert "lm_head.weight" in state  # the same storage twice
+    if shards == 1:
+        torch.save(state, directory / BIN.single)
+        return
+    names = sorted(state)
+    files = [BIN.shard(number, shards) for number in range(1, shards + 1)]
+    for index, file in enumerate(files):
+        torch.save({name: state[name] for name in names[index::shards]}, directory / file)
+    weight_map = {name: files[index % shards] for index, name in enumerate(names)}
+    (directory / BIN.index).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("family", ["llama-3", "llama-tied"])
+def test_weights_that_torch_saved_are_read(tmp_path: Path, family: str, shards: int) -> None:
+    model = pico.make(family, dtype=torch.bfloat16)
+    save_bin(model, tmp_path, shards=shards)
+    reader = open_checkpoint(tmp_path)
+    assert isinstance(reader, HuggingFaceReader)
+    assert reader.container == "bin"
+    assert len(reader.files) == shards
+    expected = model.state_dict()
+    assert reader.specs.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(read_tensor(reader, name), values), name
+    make_plan(reader, "megatron")
+
+
+def test_safetensors_are_read_where_both_are_there(tmp_path: Path) -> None:
+    model = pico.save(tmp_path)
+    torch.save({"lm_head.weight": torch.zeros(1)}, tmp_path / BIN.single)
+    reader = HuggingFaceReader(tmp_path)
+    assert reader.container == "safetensors"
+    assert torch.equal(read_tensor(reader, "lm_head.weight"), model.state_dict()["lm_head.weight"])
+
+
+@pytest.mark.parametrize("largest", [5_000_000_000, 30_000])
+def test_transformers_and_torch_load_bin_files_that_we_wrote(tmp_path: Path, largest: int) -> None:
+    model = pico.save(tmp_path / "source", "llama-3", dtype=torch.bfloat16)
+    reader = HuggingFaceReader(tmp_path / "source")
+    target = tmp_path / "target"
+    target.mkdir()
+    writer = HuggingFaceWriter(target, reader.specs, reader.companions, {}, max_shard_size=largest, spelling=BIN)
+    writer.lay_out()
+    for name, spec in reader.specs.items():
+        write_rows(writer, name, 0, read_tensor(reader, name).reshape(spec.rows, spec.columns))
+    writer.finish(None)
+    assert not list(target.glob("*.safetensors"))
+    loaded = type(model).from_pretrained(target, dtype=torch.bfloat16).state_dict()
+    for name, values in model.state_dict().items():
+        assert torch.equal(loaded[name], values), name
+    files = sorted(target.glob("*.bin"))
+    assert (len(files) > 2) == (target / BIN.index).is_file() == (largest == 30_000)
+    found = {name: values for file in files for name, values in torch.load(file, weights_only=True, mmap=True).items()}
+    assert found.keys() == reader.specs.keys()
+
+
+NO_WEIGHTS: dict[str, Any] = {
+    "a list": [torch.ones(2)],
+    "a number": {"lm_head.weight": 3},
+    "a turned tensor": {"lm_head.weight": torch.ones(2, 3).t()},
+    "a whole trainer": {"state_dict": {"lm_head.weight": torch.ones(2)}, "epoch": 3},
+}
+
+
+@pytest.mark.parametrize("name", NO_WEIGHTS)
+def test_a_bin_file_of_something_else_than_weights_is_refused(tmp_path: Path, name: str) -> None:
+    pico.save(tmp_path)
+    (tmp_path / SINGLE).unlink()
+    torch.save(NO_WEIGHTS[name], tmp_path / BIN.single)
+    with pytest.raises(DamagedCheckpoint, match="no table of tensors|no contiguous tensor"):
+        HuggingFaceReader(tmp_path)
+
+
+class Gadget:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch executed",)
+
+
+def test_a_gadget_in_a_bin_file_does_not_run(tmp_path: Path) -> None:
+    pico.save(tmp_path)
+    (tmp_path / SINGLE).unlink()
+    torch.save({"lm_head.weight": Gadget()}, tmp_path / BIN.single)
+    with pytest.raises(UnsafePickle, match="system"):
+        HuggingFaceReader(tmp_path)
+
+
+def test_links_of_the_hubs_cache_are_followed_and_others_refused(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    pico.save(tmp_path / "made")
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for file in (tmp_path / "made").iterdir():
+        file.rename(blobs / file.name)
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    assert "config.json" in HuggingFaceReader(snapshot).companions.files
+    for name in (SINGLE, "config.json"):
+        (tmp_path / "elsewhere").write_bytes((blobs / name).read_bytes())
+        (snapshot / name).unlink()
+        (snapshot / name).symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(DamagedCheckpoint, match="symbolic link"):
+            HuggingFaceReader(snapshot)
+        (snapshot / name).unlink()
+        (snapshot / name).symlink_to(blobs / name)

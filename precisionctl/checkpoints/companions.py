@@ -27,10 +27,24 @@ _COMPANIONS = (
 def read_companions(directory: Path, *, links: bool) -> Companions:
     """The companion files in a directory; none where there is no directory, and never one named as weights are.
 
-    `links`: whether symbolic links count, as they make up the cache of Hugging Face's hub.
+    `links`: whether symbolic links count, as they make up the cache of Hugging Face's hub. Raises DamagedCheckpoint
+    for one that leads elsewhere.
     """
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
-    return Companions({path.name: path.read_bytes() for path in paths if _is_companion(path, links)})
+    found = [path for path in paths if _is_companion(path, links)]
+    for path in found:
+        check_link(path, directory)
+    return Companions({path.name: path.read_bytes() for path in found})
+
+
+def check_link(path: Path, directory: Path) -> None:
+    """Raise DamagedCheckpoint for a symbolic link out of a directory, other than into the `blobs` of a hub's cache
+    (`models--*/snapshots/<revision>/<file>` links to `models--*/blobs/<hash>`)."""
+    here, there = directory.resolve(), path.resolve()
+    if not there.is_relative_to(here) and there.parent != here.parent.parent / "blobs":
+        raise DamagedCheckpoint(
+            f"a symbolic link leads out of the directory, to {there}", where=path, do="Copy the file itself there."
+        )
 
 
 def write_companions(directory: Path, companions: Companions) -> None:

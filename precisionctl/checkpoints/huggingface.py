@@ -1,4 +1,4 @@
-"""Hugging Face directories: safetensors files, one or sharded, beside config.json and a tokenizer."""
+"""Hugging Face directories: files of weights (`huggingface_files.py`) beside config.json and a tokenizer."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from precisionctl.architectures.find import from_hf_config
 from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
-from precisionctl.checkpoints.safetensors_file import Stored, make_header, read_header, split_shards
+from precisionctl.checkpoints.huggingface_files import SAFETENSORS, Spelling, index_of, read_stored, spelling_of
+from precisionctl.checkpoints.safetensors_file import Stored, split_shards
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
@@ -23,14 +24,12 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.quant_methods.base import Scales, encoding, stored_scales
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 MAX_SHARD_SIZE = 5_000_000_000
 
 
 def recognise(path: Path) -> bool:
-    """A directory with a config.json and safetensors files (or an index that names some)."""
-    return (path / "config.json").is_file() and ((path / INDEX).is_file() or any(path.glob("*.safetensors")))
+    """A directory with a config.json and files of weights (or an index that names some)."""
+    return (path / "config.json").is_file() and spelling_of(path) is not None
 
 
 class HuggingFaceReader:
@@ -40,52 +39,31 @@ class HuggingFaceReader:
     `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every tensor in the files.
     """
 
-    container = "safetensors"
     layout: Layout = "hf"
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._spelling = spelling_of(path) or SAFETENSORS
         self.companions = read_companions(path, links=True)
         self.config = _load_json(path / "config.json")
         self.model: ModelShape = from_hf_config(self.config, path / "config.json")
-        self.stored = _Stored(self._read_headers())
+        self.stored = _Stored(self._places())
         self._scales: Mapping[str, Scales] = stored_scales(self.config, self.stored.specs, path / "config.json")
         hidden = {name for scales in self._scales.values() for name in scales.names}
         self.specs = {name: spec for name, spec in self.stored.specs.items() if name not in hidden}
 
-    def _read_headers(self) -> dict[str, tuple[Path, Stored]]:
+    @property
+    def container(self) -> str:
+        return self._spelling.name
+
+    def _places(self) -> dict[str, tuple[Path, Stored]]:
         found: dict[str, tuple[Path, Stored]] = {}
-        expected = self._weight_map()
-        for file in sorted(set(expected.values())) or self._unindexed():
-            header = read_header(file)
-            missing = [name for name in expected if expected[name] == file and name not in header]
-            if missing:
-                raise DamagedCheckpoint(f"{INDEX} says that `{missing[0]}` is in {file.name}, but it is not")
-            for name, stored in sliced(header, file).items():
+        for file, tensors in read_stored(self.path, self._spelling).items():
+            for name, stored in sliced(tensors, file).items():
                 if name in found:
                     raise DamagedCheckpoint(f"`{name}` is in {found[name][0].name} too", where=file)
                 found[name] = (file, stored)
         return found
-
-    def _unindexed(self) -> list[Path]:
-        """Without an index transformers reads one file; others (consolidated.safetensors) hold copies."""
-        single = self.path / SINGLE
-        return [single] if single.is_file() else sorted(self.path.glob("*.safetensors"))
-
-    def _weight_map(self) -> dict[str, Path]:
-        """Tensor name to file, from the index; empty without one."""
-        index = self.path / INDEX
-        if not index.is_file():
-            return {}
-        weight_map = _load_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise DamagedCheckpoint("no `weight_map`", where=index)
-        for file in weight_map.values():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise DamagedCheckpoint(f"{file!r} is not the name of a file in this directory", where=index)
-            if not (self.path / file).is_file():
-                raise DamagedCheckpoint(f"shard {file} is missing", where=self.path, do="Download it again.")
-        return {name: self.path / file for name, file in weight_map.items()}
 
     @cached_property
     def encodings(self) -> Mapping[str, Encoding]:
@@ -130,7 +108,8 @@ class HuggingFaceWriter:
     """A Hugging Face directory being built in `directory`.
 
     `companions` travel as they are, but for config.json, which is made from theirs (or from `config` where
-    there is none) with the target's dtype and `quantization`. `extra_files` are written beside it.
+    there is none) with the target's dtype and `quantization`. `extra_files` are written beside it, and the weights in
+    the files of a `spelling`.
     """
 
     directory: Path
@@ -140,24 +119,20 @@ class HuggingFaceWriter:
     quantization: Mapping[str, Any] | None = None
     extra_files: Mapping[str, bytes] = field(default_factory=dict)
     max_shard_size: int = MAX_SHARD_SIZE
+    spelling: Spelling = SAFETENSORS
 
     @cached_property
     def _shards(self) -> dict[Path, dict[str, TensorSpec]]:
         shards = split_shards(stacked(self.specs), self.max_shard_size)
-        if len(shards) == 1:
-            return {self.directory / SINGLE: shards[0]}
         count = len(shards)
-        return {
-            self.directory / f"model-{number:05}-of-{count:05}.safetensors": shard
-            for number, shard in enumerate(shards, 1)
-        }
+        return {self.directory / self.spelling.shard(number, count): shard for number, shard in enumerate(shards, 1)}
 
     @cached_property
     def _places(self) -> dict[str, Chunk]:
         starts = {
             name: (file, offset)
             for file, shard in self._shards.items()
-            for name, offset in make_header(shard)[1].items()
+            for name, offset in self.spelling.lay_out(shard).offsets.items()
         }
         places = {}
         for name, spec in self.specs.items():
@@ -168,12 +143,12 @@ class HuggingFaceWriter:
 
     def lay_out(self) -> None:
         for file, shard in self._shards.items():
-            header, _ = make_header(shard)
-            size = len(header) + sum(spec.nbytes for spec in shard.values())
+            layout = self.spelling.lay_out(shard)
             handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                os.pwrite(handle, header, 0)
-                os.ftruncate(handle, size)
+                for start, piece in layout.pieces:
+                    os.pwrite(handle, piece, start)
+                os.ftruncate(handle, layout.length)
             finally:
                 os.close(handle)
 
@@ -185,10 +160,7 @@ class HuggingFaceWriter:
             (self.directory / name).write_bytes(data)
         _dump_json(self.directory / "config.json", self._config())
         if len(self._shards) > 1:
-            total = sum(spec.nbytes for spec in self.specs.values())
-            weight_map = {name: file.name for file, shard in self._shards.items() for name in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            _dump_json(self.directory / INDEX, index)
+            (self.directory / self.spelling.index).write_bytes(index_of(self._shards))
         if fp8 is not None:
             sidecar.write(self.directory / sidecar.RELATIVE, fp8)
 
@@ -210,7 +182,8 @@ def _open(path: Path, iteration: int | None) -> HuggingFaceReader:
 CONTAINER = Container(
     recognise,
     _open,
-    f"config.json with {SINGLE}, {INDEX} or other *.safetensors (Hugging Face)",
+    "config.json with model.safetensors, model.safetensors.index.json or other *.safetensors, or pytorch_model.bin "
+    "or its index (Hugging Face)",
 )
 
 

@@ -1,0 +1,130 @@
+"""The files of weights in a Hugging Face directory: safetensors or torch.save's `.bin`, one or shards and an index."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from precisionctl.checkpoints import torch_zip, torch_zip_writer
+from precisionctl.checkpoints.companions import check_link, parse_json
+from precisionctl.checkpoints.safetensors_file import Stored, make_header, read_header
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.param import TensorSpec
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """A file but for its tensors' bytes: what is around them and where, where each tensor begins, and its length."""
+
+    pieces: tuple[tuple[int, bytes], ...]
+    offsets: Mapping[str, int]
+    length: int
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way to store weights. `read` finds the tensors of a file, `lay_out` places them in a new one."""
+
+    name: str
+    stem: str
+    suffix: str
+    read: Callable[[Path], dict[str, Stored]]
+    lay_out: Callable[[Mapping[str, TensorSpec]], FileLayout]
+
+    @property
+    def single(self) -> str:
+        return self.stem + self.suffix
+
+    @property
+    def index(self) -> str:
+        return f"{self.single}.index.json"
+
+    def shard(self, number: int, count: int) -> str:
+        """The file name of a shard, counted from 1."""
+        return self.single if count == 1 else f"{self.stem}-{number:05}-of-{count:05}{self.suffix}"
+
+
+def _lay_out_safetensors(specs: Mapping[str, TensorSpec]) -> FileLayout:
+    header, offsets = make_header(specs)
+    return FileLayout(((0, header),), offsets, len(header) + sum(spec.nbytes for spec in specs.values()))
+
+
+def _lay_out_bin(specs: Mapping[str, TensorSpec]) -> FileLayout:
+    blanks = {name: torch_zip_writer.Blank(spec.dtype, spec.shape) for name, spec in specs.items()}
+    archive = torch_zip_writer.lay_out(blanks)
+    return FileLayout(archive.pieces, {name: archive.holes[blank] for name, blank in blanks.items()}, archive.length)
+
+
+def read_bin(path: Path) -> dict[str, Stored]:
+    """Every tensor of a `.bin` file. Raises DamagedCheckpoint and UnsafePickle; no tensor data is read.
+
+    Tensors may share bytes, as those of tied embeddings do.
+    """
+    saved = torch_zip.skeleton(path)
+    if not isinstance(saved, dict):
+        raise DamagedCheckpoint("it holds no table of tensors", where=path)
+    found = {}
+    for name, tensor in saved.items():
+        if type(name) is not str or not isinstance(tensor, torch_zip.Located):
+            raise DamagedCheckpoint(
+                f"`{name!s:.60}` is no contiguous tensor",
+                where=path,
+                do="Only weights are read. Save the model again with transformers.",
+            )
+        found[name] = Stored(TensorSpec(tensor.shape, tensor.dtype), tensor.offset)
+    return found
+
+
+SAFETENSORS = Spelling("safetensors", "model", ".safetensors", read_header, _lay_out_safetensors)
+BIN = Spelling("bin", "pytorch_model", ".bin", read_bin, _lay_out_bin)
+
+
+def spelling_of(directory: Path) -> Spelling | None:
+    """How the weights of a directory are stored; safetensors where there are both, as transformers chooses."""
+    for spelling in (SAFETENSORS, BIN):
+        if (directory / spelling.index).is_file() or (directory / spelling.single).is_file():
+            return spelling
+    return SAFETENSORS if any(directory.glob("*.safetensors")) else None
+
+
+def read_stored(directory: Path, spelling: Spelling) -> dict[Path, dict[str, Stored]]:
+    """The tensors of each file, as stored. Raises DamagedCheckpoint where index and files contradict one another."""
+    weight_map = _weight_map(directory, spelling)
+    found: dict[Path, dict[str, Stored]] = {}
+    for file in sorted(set(weight_map.values())) or _unindexed(directory, spelling):
+        check_link(file, directory)
+        found[file] = spelling.read(file)
+    for name, file in weight_map.items():
+        if name not in found[file]:
+            raise DamagedCheckpoint(f"{spelling.index} says that `{name}` is in {file.name}, but it is not")
+    return found
+
+
+def _unindexed(directory: Path, spelling: Spelling) -> list[Path]:
+    """Without an index transformers reads one file; others (consolidated.safetensors) hold copies."""
+    single = directory / spelling.single
+    return [single] if single.is_file() else sorted(directory.glob(f"*{spelling.suffix}"))
+
+
+def _weight_map(directory: Path, spelling: Spelling) -> dict[str, Path]:
+    """Tensor name to file, from the index; empty without one."""
+    index = directory / spelling.index
+    if not index.is_file():
+        return {}
+    weight_map = parse_json(index.read_bytes(), index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DamagedCheckpoint("no `weight_map`", where=index)
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise DamagedCheckpoint(f"{file!r} is not the name of a file in this directory", where=index)
+        if not (directory / file).is_file():
+            raise DamagedCheckpoint(f"shard {file} is missing", where=directory, do="Download it again.")
+    return {name: directory / file for name, file in weight_map.items()}
+
+
+def index_of(shards: Mapping[Path, Mapping[str, TensorSpec]]) -> bytes:
+    """The index of these files, as JSON."""
+    total = sum(spec.nbytes for shard in shards.values() for spec in shard.values())
+    weight_map = {name: file.name for file, shard in shards.items() for name in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
