@@ -18,6 +18,7 @@ from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron_legacy import LegacyReader
+from precisionctl.checkpoints.megatron_legacy_writer import LegacyWriter
 from precisionctl.checkpoints.megatron_masters import differing_masters
 from precisionctl.checkpoints.megatron_run import Carried, MegatronReader, WithOptimizer, carried
 from precisionctl.checkpoints.open import open_checkpoint
@@ -36,6 +37,9 @@ from precisionctl.quant_methods.base import Scheme, quant_methods
 from precisionctl.ranks import ALONE, Ranks
 from precisionctl.worker import Source
 
+CONTAINERS: Mapping[Layout, tuple[str, ...]] = {"hf": ("safetensors",), "megatron": ("torch_dist", "torch")}
+"""What is written of each layout; the first where none is asked for."""
+
 PrecisionChoice = Literal["keep", "bf16", "fp8"]
 Finish = Callable[[Mapping[str, float]], Fp8States | None]
 """From the amax of each FP8 GEMM's weight to the state that the result holds."""
@@ -53,6 +57,7 @@ class Conversion:
     destination: Path
     to: Layout
     precision: PrecisionChoice = "keep"
+    container: str | None = None
     recipe: Precision | None = None
     parallelism: Parallelism = ONE_RANK
     iteration: int | None = None
@@ -66,6 +71,9 @@ class Conversion:
         """Raises RecipeError for options that contradict one another."""
         if self.to == "hf" and self.parallelism != ONE_RANK:
             raise RecipeError("Hugging Face directories are not cut for ranks", do="Leave --tp and its like out.")
+        if self.container not in (None, *CONTAINERS[self.to]):
+            known = ", ".join(CONTAINERS[self.to])
+            raise RecipeError(f"--to {self.to} is not written as {self.container}", do=f"Known: {known}.")
         if self.recipe is not None and self.precision != "fp8":
             raise RecipeError("a recipe says how FP8 is made", do="Give --precision fp8 too, or leave --recipe out.")
         if self.drop_fp8_state and self.to == "hf" and self.precision == "fp8":
@@ -296,20 +304,32 @@ def _hf_writer(
     )
 
 
-def _megatron_writer(
-    output: Output, reader: Reader, plan: Plan, conversion: Conversion, run: Carried
-) -> TorchDistWriter:
+def _megatron_writer(output: Output, reader: Reader, plan: Plan, conversion: Conversion, run: Carried) -> Writer:
+    directory = output.partial / directory_name(run.iteration)
+    fp8_in: Literal["extra_state", "sidecar"] = "extra_state" if conversion.fills_extra_state else "sidecar"
+    if conversion.container == "torch":
+        return LegacyWriter(
+            directory,
+            plan.model,
+            plan.targets,
+            parallelism=conversion.parallelism,
+            iteration=run.iteration,
+            companions=reader.companions,
+            fp8_in=fp8_in,
+            common=run.common,
+            args=run.args,
+        )
     return TorchDistWriter(
-        output.partial / directory_name(run.iteration),
+        directory,
         plan.model,
         plan.targets,
         parallelism=conversion.parallelism,
         iteration=run.iteration,
         companions=reader.companions,
-        fp8_in="extra_state" if conversion.fills_extra_state else "sidecar",
+        fp8_in=fp8_in,
         common=run.common,
-        args=run.args,
         objects=run.objects,
+        args=run.args,
         distributed_optimizer=run.distributed_optimizer,
     )
 
@@ -373,7 +393,7 @@ def _family_notes(reader: Reader, conversion: Conversion) -> Iterator[str]:
     if conversion.to == "megatron" and table.note:
         yield table.note
     told = conversion.architecture is not None or reader.companions.files
-    if isinstance(reader, TorchDistReader | LegacyReader) and not told:
+    if conversion.to == "hf" and isinstance(reader, TorchDistReader | LegacyReader) and not told:
         fitting = models_of_megatron_args(reader.args, model.padded_vocab_size, reader.path)
         if others := [other.architecture for other in fitting if other.architecture != model.architecture]:
             yield (

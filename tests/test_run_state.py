@@ -115,3 +115,19 @@ def test_a_reference_gives_what_megatron_has_no_place_for(tmp_path: Path, traine
     assert open_checkpoint(tmp_path / "out").model.vocab_size == pico.SIZES["vocab_size"]
     with pytest.raises(RecipeError, match="says what it is"):
         plan_conversion(Conversion(trained.parent / "weights", tmp_path / "again", "hf", reference=hf))
+
+
+@pytest.mark.parametrize("sizes", [Parallelism(), Parallelism(2, 2), Parallelism(1, 1, virtual=2)], ids=str)
+def test_a_run_goes_to_rank_directories_and_back(tmp_path: Path, trained: Path, sizes: Parallelism) -> None:
+    cut = plan_conversion(Conversion(trained, tmp_path / "cut", "megatron", container="torch", parallelism=sizes))
+    execute(cut, verify=True)
+    assert len(list((tmp_path / "cut" / "iter_0000007").glob("mp_rank_*"))) == sizes.tensor * sizes.pipeline
+    back, _ = convert(tmp_path / "cut", tmp_path / "back")
+    assert_same(back, TorchDistReader(trained))
+    assert back.common["opt_param_scheduler"] == SCHEDULE
+    assert back.args["consumed_train_samples"] == 560
+
+
+def test_a_container_of_another_layout_is_refused() -> None:
+    with pytest.raises(RecipeError, match="Known: safetensors"):
+        Conversion(Path("a"), Path("b"), "hf", container="torch")

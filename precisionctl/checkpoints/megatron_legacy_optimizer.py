@@ -100,8 +100,9 @@ def _optimizer_of(
     groups: list[dict[str, object]] = []
     masters: list[list[Blank]] = []
     states: dict[int, dict[str, object]] = {}
+    apart = not known or any(group.get("wd_mult") == 0.0 for group in known)  # else all in one group
     for undecayed in (False, True):
-        members = [entry for entry in parameters if _is_undecayed(entry[1], entry[2].shape) == undecayed]
+        members = [entry for entry in parameters if (apart and _is_undecayed(entry[1], entry[2].shape)) == undecayed]
         if not members:
             continue
         same = [group for group in known if (group.get("wd_mult") == 0.0) == undecayed] or list(known[:1])
