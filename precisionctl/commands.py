@@ -14,6 +14,7 @@ from precisionctl.architectures.find import architecture_of, models_of_megatron_
 from precisionctl.cast import StateChange, fp8_state
 from precisionctl.checkpoints.base import Output, Reader, Writer, disk_problems
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE, HuggingFaceWriter, config_dtype
+from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS, Spelling
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import directory_name, write_tracker
@@ -37,7 +38,7 @@ from precisionctl.quant_methods.base import Scheme, quant_methods
 from precisionctl.ranks import ALONE, Ranks
 from precisionctl.worker import Source
 
-CONTAINERS: Mapping[Layout, tuple[str, ...]] = {"hf": ("safetensors",), "megatron": ("torch_dist", "torch")}
+CONTAINERS: Mapping[Layout, tuple[str, ...]] = {"hf": ("safetensors", "bin"), "megatron": ("torch_dist", "torch")}
 """What is written of each layout; the first where none is asked for."""
 
 PrecisionChoice = Literal["keep", "bf16", "fp8"]
@@ -165,7 +166,8 @@ def plan_conversion(conversion: Conversion) -> Work:
     output.check_free()
     run = carried(trained, conversion.parallelism) if trained else Carried()
     if conversion.to == "hf":
-        writer: Writer = _hf_writer(output, reader, plan, conversion.max_shard_size)
+        spelling = BIN if conversion.container == "bin" else SAFETENSORS
+        writer: Writer = _hf_writer(output, reader, plan, conversion.max_shard_size, spelling=spelling)
     else:
         writer = _megatron_writer(output, reader, plan, conversion, run)
     notes = [*_family_notes(reader, conversion), *_left_behind(reader, carried=trained is not None)]
@@ -291,7 +293,12 @@ def _finish(work: Work, amax: Mapping[str, float], checksums: Mapping[str, str])
 
 
 def _hf_writer(
-    output: Output, reader: Reader, plan: Plan, shard: int, export: Export | None = None
+    output: Output,
+    reader: Reader,
+    plan: Plan,
+    shard: int,
+    export: Export | None = None,
+    spelling: Spelling = SAFETENSORS,
 ) -> HuggingFaceWriter:
     return HuggingFaceWriter(
         output.partial,
@@ -301,6 +308,7 @@ def _hf_writer(
         export.quantization if export else None,
         export.files if export else {},
         shard,
+        spelling,
     )
 
 

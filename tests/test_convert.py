@@ -551,3 +551,12 @@ def test_verify_reads_back_what_is_on_the_disk_and_lists_checksums(
     with pytest.raises(DamagedCheckpoint, match="`decoder.final_layernorm.weight` reads back other than"):
         execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "flipped", "megatron")), verify=True)
     assert not (tmp_path / "flipped").exists()
+
+
+def test_weights_as_transformers_once_saved_them(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "bin", "hf", container="bin", max_shard_size=100_000)
+    assert (tmp_path / "bin" / "pytorch_model.bin.index.json").is_file()
+    run(tmp_path / "bin", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "hf")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")

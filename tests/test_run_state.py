@@ -129,5 +129,5 @@ def test_a_run_goes_to_rank_directories_and_back(tmp_path: Path, trained: Path, 
 
 
 def test_a_container_of_another_layout_is_refused() -> None:
-    with pytest.raises(RecipeError, match="Known: safetensors"):
+    with pytest.raises(RecipeError, match="Known: safetensors, bin"):
         Conversion(Path("a"), Path("b"), "hf", container="torch")
