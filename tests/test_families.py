@@ -3,12 +3,15 @@
 import dataclasses
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pico
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from in_memory import InMemory, to_hf, to_megatron
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,7 +21,14 @@ from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands import Conversion, plan_conversion
-from precisionctl.errors import DamagedCheckpoint, MappingError, ShapeMismatch, UnknownArchitecture, UnmappedTensor
+from precisionctl.errors import (
+    DamagedCheckpoint,
+    MappingError,
+    PrecisionctlError,
+    ShapeMismatch,
+    UnknownArchitecture,
+    UnmappedTensor,
+)
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.plan import make_plan
@@ -101,6 +111,42 @@ def test_megatrons_arguments_describe_the_model_and_its_family(family: str) -> N
     model = from_hf_config(pico.make(family).config.to_dict()).padded(128)
     found = from_megatron_args(to_megatron_args(model), model.padded_vocab_size, "args")
     assert found == dataclasses.replace(model, **UNTOLD.get(family, {}))
+
+
+JUNK = st.sampled_from(
+    (
+        *(None, 0, -1, 1, 3, 10**9, 2**62, 10**400, 0.5, -1.0, float("nan"), float("inf"), "x", "", True, False),
+        *([], [1], ["x"], [[1]], ["sliding_attention"], {}, {"a": 1}, {"rope_type": ["x"]}, "1" * 100_000, (1, 2)),
+        *({"rope_type": "yarn"}, {"rope_type": "longrope", "short_factor": [1], "long_factor": "x"}),
+        *({"full_attention": 3}, {"full_attention": {"rope_type": "linear", "factor": "z"}}),
+    )
+)
+"""What a stranger's file may have where a size, a switch or a table should be."""
+
+CONFIGS = {family: pico.make(family).config.to_dict() for family in ALL}
+OLDER_KEYS = (
+    *("rope_scaling", "rope_theta", "rope_local_base_freq", "rotary_pct", "rotary_emb_base", "rotary_dim"),
+    *("partial_rotary_factor", "original_max_position_embeddings", "sliding_window_pattern", "n_inner"),
+    *("mlp_only_layers", "decoder_sparse_step", "topk_method", "scoring_func", "use_sliding_window"),
+)
+
+
+@given(st.data(), st.sampled_from(ALL))
+@settings(max_examples=1000, deadline=2000)
+def test_a_config_with_junk_in_it_is_a_model_or_one_error(data: st.DataObject, family: str) -> None:
+    keys = st.sampled_from(sorted({*CONFIGS[family], *OLDER_KEYS} - {"model_type"}))
+    with suppress(PrecisionctlError):
+        assert from_hf_config(CONFIGS[family] | data.draw(st.dictionaries(keys, JUNK, min_size=1, max_size=3)))
+
+
+@given(st.data(), st.sampled_from(ALL))
+@settings(max_examples=500, deadline=2000)
+def test_arguments_with_junk_in_them_are_a_model_or_one_error(data: st.DataObject, family: str) -> None:
+    args = to_megatron_args(from_hf_config(CONFIGS[family]))
+    keys = st.sampled_from([*args, "rope_type", "softmax_type", "moe_latent_size", "quick_geglu"])
+    with suppress(PrecisionctlError):
+        junk = data.draw(st.dictionaries(keys, JUNK, min_size=1, max_size=3))
+        assert from_megatron_args(args | junk, 256, "args")
 
 
 def test_an_unsupported_family_is_refused_with_the_list_and_what_adding_one_takes(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def _write_attention(model: ModelShape) -> Config:
 
 
 def _read_layers(config: Config, where: object) -> Fields:
-    dense = config.get("first_k_dense_replace") or 0
+    dense = size(config, "first_k_dense_replace", where) if config.get("first_k_dense_replace") else 0
     return {"moe.layer_freq": tuple(layer >= dense for layer in range(layers(config, where)))}
 
 

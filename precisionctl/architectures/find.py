@@ -50,20 +50,21 @@ def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:
     if not isinstance(model_type, str):
         raise DamagedCheckpoint(f"model_type is {shown(model_type)}, not a name", where=where)
     fields: dict[str, Any] = {"architecture": model_type}
-    for entry in architecture_of(model_type).config:
-        fields.update(entry.read(config, where))
+    table = architecture_of(model_type)
+    try:
+        for entry in table.config:
+            fields.update(entry.read(config, where))
+        return _shape(fields)
+    except (TypeError, ValueError, ArithmeticError) as error:  # a value that cannot be looked at as what it should be
+        raise DamagedCheckpoint(f"it describes no model: {shown(str(error))}", where=where) from error
+
+
+def _shape(fields: dict[str, Any]) -> ModelShape:
     if not fields.get("moe.num_experts", 1):
         fields = {name: value for name, value in fields.items() if not name.startswith("moe.")}
     biased = any(fields.get(bias) for bias in ("proj_bias", "mlp_bias"))
     fields.setdefault("add_bias_linear", biased)
     fields.setdefault("add_qkv_bias", bool(fields.get("qkv_bias")))
-    try:
-        return _shape(fields)
-    except TypeError as error:  # a value that cannot be looked at as what it should be
-        raise DamagedCheckpoint(f"it describes no model: {shown(str(error))}", where=where) from error
-
-
-def _shape(fields: Mapping[str, Any]) -> ModelShape:
     plain = {name: value for name, value in fields.items() if "." not in name}
     moe, mla = (
         {name.removeprefix(group): value for name, value in fields.items() if name.startswith(group)}
