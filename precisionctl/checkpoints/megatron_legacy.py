@@ -170,8 +170,10 @@ class LegacyReader:
 
     def _parallel(self, name: str, shard: Located, size: int) -> Parallel:
         if name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):
-            whole = _lora_rank(self.args, name)  # cut without Transformer Engine, whole on every rank with it
-            return ROWS if shard.shape and shard.shape[0] * size == whole else REPLICATED
+            # whole on every rank with Transformer Engine, cut without; whole it has all that the up projection takes
+            up = self._shards.get(name.replace("_down_proj", "_up_proj"))
+            taken = up[0][0].tensor.shape[-1:] if up else ()
+            return ROWS if taken and shard.shape[:1] < taken else REPLICATED
         return parallel_of(name, self._is_gated(name))
 
     def _is_gated(self, name: str) -> bool:
@@ -272,13 +274,6 @@ def _read(value: Any, path: Path) -> Any:
     if isinstance(value, dict):
         return {key: _read(item, path) for key, item in value.items()}
     return [_read(item, path) for item in value] if isinstance(value, list) else value
-
-
-def _lora_rank(args: Mapping[str, Any], name: str) -> int | None:
-    """Rows of the whole down projection of multi-head latent attention."""
-    fields = ("q_lora_rank",) if ".linear_q_" in name else ("kv_lora_rank", "qk_pos_emb_head_dim")
-    sizes = [args.get(field) for field in fields]
-    return sum(size for size in sizes if type(size) is int) if all(type(size) is int for size in sizes) else None
 
 
 CONTAINER = Container(recognise, LegacyReader, "mp_rank_00/model_optim_rng.pt of a Megatron torch checkpoint")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -41,11 +41,10 @@ class Span:
             return file.read(self.length)
 
 
-@dataclass(frozen=True)
-class Located:
+class Located(NamedTuple):
     """A contiguous tensor whose row-major bytes start at byte `offset` of its file.
 
-    `part`: whether it is a view of a larger storage.
+    `part`: whether it is a view of a larger storage. A tuple, since no pickle can change one that it has made.
     """
 
     dtype: torch.dtype
@@ -200,8 +199,7 @@ def _elements(data: bytes, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
-@dataclass(frozen=True)
-class _Storage:
+class _Storage(NamedTuple):
     """Bytes of a file that are elements of a dtype."""
 
     dtype: torch.dtype

@@ -169,11 +169,49 @@ def test_tensors(tmp_path: Path) -> None:
     detonate("tensor", written(tmp_path, bombs))
 
 
+def test_skeletons(tmp_path: Path) -> None:
+    content = {name: content for name, content in TENSORS.items() if "strides of zero" not in name}  # asks for nothing
+    content["a tensor that moves"] = tensor(constant((3,)), constant((1,))) + constant({"offset": 1 << 60})
+    content["a tensor that moves"] += pickle.BUILD
+    bombs = {name: archived(pickled(bomb)) for name, bomb in (HASHES | content).items()}
+    detonate("skeleton", written(tmp_path, bombs))
+
+
+def test_ranks(tmp_path: Path) -> None:
+    """A rank's file of a Megatron `torch` checkpoint: whatever part of it is a bomb."""
+    good = {"x": tensor(constant((3,)), constant((1,)))}
+    args = pickle.GLOBAL + b"argparse\nNamespace\n" + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+    groups = constant("param_groups") + list_of(SHARED)
+
+    def table(**entries: bytes) -> bytes:
+        items = b"".join(constant(key) + value for key, value in entries.items())
+        return pickle.EMPTY_DICT + pickle.MARK + items + pickle.SETITEMS
+
+    bombs = {
+        "a tensor": table(model=table(x=SHARED)),
+        "a name": table(model=pickle.EMPTY_DICT + SHARED + good["x"] + pickle.SETITEM),
+        "a model": table(model=SHARED),
+        "sizes of ranks": table(
+            model=table(**good), args=args + table(tensor_model_parallel_size=SHARED) + pickle.BUILD
+        ),
+        "an optimizer": table(
+            model=table(**good), optimizer=pickle.EMPTY_DICT + pickle.MARK + groups + pickle.SETITEMS
+        ),
+        "an iteration": table(model=table(**good), iteration=SHARED),
+        "an extra state": table(model=table(**good, **{"y._extra_state": SHARED})),
+        "many layers": table(model=table(**{f"decoder.layers.{i}.x": good["x"] for i in (0, 999_999_999)})),
+    }
+    for name, bomb in bombs.items():
+        (tmp_path / name / "mp_rank_00").mkdir(parents=True)
+        (tmp_path / name / "mp_rank_00" / "model_optim_rng.pt").write_bytes(archived(pickled(bomb)))
+    detonate("ranks", [tmp_path / name for name in bombs])
+
+
 def test_sizes_in_a_config_are_compared_before_anything_is_made_as_large(tmp_path: Path) -> None:
     config = pico.save(tmp_path, dtype=torch.bfloat16).config.to_dict()
     claims = {"head_dim": 1 << 28, "vocab_size": 1 << 30, "intermediate_size": 1 << 30}
     for key, size in claims.items():
         (tmp_path / key).mkdir()
-        (tmp_path / key / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+        (tmp_path / key / "model.safetensors").hardlink_to(tmp_path / "model.safetensors")
         (tmp_path / key / "config.json").write_text(json.dumps(config | {key: size}))
     detonate("config", [tmp_path / key for key in claims])
