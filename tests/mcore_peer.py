@@ -34,9 +34,13 @@ def without_cuda():
         def __init__(self, *_, **__):
             pass
 
+        def __getattr__(self, name):  # waits for what is done already, and records events that are past
+            return lambda *_, **__: self
+
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.Stream = Stream
+    torch.cuda.Stream = torch.cuda.current_stream = Stream
+    torch.cuda.stream = contextlib.nullcontext
     torch.Tensor.cuda = lambda self, *_, **__: self
     CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()  # dropout is 0
     CudaToCpu().__enter__()
@@ -70,6 +74,14 @@ def allow_experts_and_latent_attention():
     dot_product_attention.DotProductAttention.__init__ = without_sizes
 
 
+def activation(args: argparse.Namespace) -> Any:
+    from megatron.core.activations import squared_relu
+
+    if getattr(args, "squared_relu", False):
+        return squared_relu
+    return torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu
+
+
 def config_of(args: argparse.Namespace, work: dict[str, Any]) -> Any:
     """What core_transformer_config_from_args makes of them."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -82,6 +94,7 @@ def config_of(args: argparse.Namespace, work: dict[str, Any]) -> Any:
     optional = (
         *("moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq", "moe_shared_expert_intermediate_size"),
         *("moe_router_enable_expert_bias", "moe_router_score_function", "mtp_num_layers", "qk_layernorm"),
+        *("moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
         *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     )
     latent = getattr(args, "multi_latent_attention", False)
@@ -91,7 +104,7 @@ def config_of(args: argparse.Namespace, work: dict[str, Any]) -> Any:
         **{name: getattr(args, name) for name in optional if getattr(args, name, None) is not None},
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         gated_linear_unit=args.swiglu,
-        activation_func=torch.nn.functional.silu,
+        activation_func=activation(args),
         tensor_model_parallel_size=work["tensor_parallel"],
         pipeline_model_parallel_size=work["pipeline_parallel"],
         expert_model_parallel_size=work.get("expert_parallel", 1),

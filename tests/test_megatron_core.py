@@ -38,11 +38,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama-head-dim": {},
     "yi": {},
     "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mixtral": {},
+    "qwen3-moe": {},
 }
+EXPERTS = ("mixtral", "qwen3-moe")  # without Transformer Engine, Megatron runs them on one tensor-parallel rank only
 
 
 def load(directory: Path) -> dict[str, Any]:
-    return {"do": "load", "directory": str(directory), "tokens": TOKENS.tolist(), "out": f"{directory}.pt"}
+    job = {"do": "load", "directory": str(directory), "tokens": TOKENS.tolist(), "out": f"{directory}.pt"}
+    return job | {"te_names": True}
 
 
 def fp8_states(layers: int) -> Fp8States:
@@ -75,12 +81,14 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
                     Conversion(top / family, top / f"{family}-{size}", "megatron", parallelism=Parallelism(size))
                 )
             )
-        peer(top, [load(top / f"{family}-{size}" / "release") for family in FAMILIES], tensor_parallel=size)
+        families = [family for family in FAMILIES if size == 1 or family not in EXPERTS]
+        peer(top, [load(top / f"{family}-{size}" / "release") for family in families], tensor_parallel=size)
     return SimpleNamespace(top=top, expected=expected)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "size"), [(family, size) for family in FAMILIES for size in (1, 2) if size == 1 or family not in EXPERTS]
+)
 def test_megatron_core_loads_what_we_wrote_and_gives_transformers_logits(converted, family, size):
     logits = torch.load(converted.top / f"{family}-{size}" / "release.pt")["logits"]
     assert logits.shape[-1] == 256
