@@ -136,6 +136,8 @@ class _Unpacking:
 
     def tensors(self) -> dict[str, Logical] | None:
         """The optimizer's tensors; None where something does not fit."""
+        if any((0, rank, 0) not in self._buffers for rank in range(self._ranks(0))):
+            return None
         stages = self._split()
         for optimizer in (0, 1) if self._apart else (0,):
             width = self._ranks(optimizer) // self._stages
@@ -170,7 +172,7 @@ class _Unpacking:
     def _chunks(self) -> int:
         """Parts of the pipeline on each of its ranks: each has a buffer for each dtype."""
         dtypes = {self._model[name].spec.dtype for names in self._layers.values() for name in names}
-        numbers = 1 + max(number for optimizer, _, number in self._buffers if optimizer == 0)
+        numbers = 1 + max((number for optimizer, _, number in self._buffers if optimizer == 0), default=0)
         return max(1, numbers // max(1, len(dtypes)))
 
     def _stage(self, first: int, count: int, is_first: bool, is_last: bool) -> list[str]:
@@ -190,7 +192,9 @@ class _Unpacking:
         """Whether a virtual stage's dense buffers on its first rank hold just these parameters."""
         rank, chunk = number % self._stages * self._tensor, number // self._stages
         groups = self._groups(names, 0)
-        return bool(groups) and all(
+        if not groups:  # no parameter, no buffer
+            return (0, rank, chunk) not in self._buffers
+        return all(
             self._layout(group, (0, rank, chunk * len(groups) + index), 0, self._tensor) is not None
             for index, group in enumerate(groups)
         )

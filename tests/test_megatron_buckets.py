@@ -1,0 +1,226 @@
+"""A distributed optimizer's flat buckets: any stages, any buckets, and whatever a damaged file says."""
+
+import dataclasses
+import io
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_megatron_dist import LAYER, ONCE
+from torch import Tensor
+
+from precisionctl.checkpoints import dcp
+from precisionctl.checkpoints.base import Box, read_tensor, write_rows
+from precisionctl.checkpoints.dcp import Piece, StoredTensor
+from precisionctl.checkpoints.megatron_buckets import flat_boxes
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
+from precisionctl.checkpoints.megatron_masters import differing_masters
+from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.param import TensorSpec
+
+KINDS = ("param", "exp_avg", "exp_avg_sq")
+# in the order in which Transformer Engine's modules hold them: attention.py makes linear_proj before linear_qkv
+IN_ORDER = [
+    "self_attention.linear_proj.weight",
+    "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_qkv.bias",
+    "mlp.linear_fc1.layer_norm_weight",
+    "mlp.linear_fc1.weight",
+    "mlp.linear_fc2.weight",
+]
+HEAD, TAIL = ["embedding.word_embeddings.weight"], ["decoder.final_layernorm.weight", "output_layer.weight"]
+
+
+def aligned(number: int, to: int) -> int:
+    return -(-number // to) * to
+
+
+def buckets_of(names: list[str], sizes: dict[str, int], largest: int | None) -> list[list[tuple[str, int]]]:
+    """Of each bucket the parameters and where they start: param_and_grad_buffer.py, _ParamAndGradBuffer.__init__."""
+    buckets: list[list[tuple[str, int]]] = [[]]
+    end = 0
+    for name in reversed(names):
+        start = aligned(end, 64)
+        buckets[-1].append((name, start))
+        end = start + sizes[name]
+        if largest is not None and end >= largest:
+            buckets.append([])
+            end = 0
+    return [bucket for bucket in buckets if bucket]
+
+
+def cuts(bucket: list[tuple[str, int]], sizes: dict[str, int], data_parallel: int) -> list[int]:
+    """Where pieces begin: at parameters, at padding, and where the next data-parallel rank's share does."""
+    end = bucket[-1][1] + sizes[bucket[-1][0]]
+    share = aligned(end, 128 * data_parallel) // data_parallel
+    places = {start for _, start in bucket} | {start + sizes[name] for name, start in bucket}
+    return sorted(place for place in places | set(range(0, end, share)) | {end} if place <= end)
+
+
+class Archive:
+    """A file of tensors, each saved by PyTorch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.data = path, b""
+
+    def add(self, tensor: Tensor) -> Span:
+        buffer = io.BytesIO()
+        torch.save(tensor.clone(), buffer)
+        self.data += buffer.getvalue()
+        return Span(self.path, len(self.data) - len(buffer.getvalue()), len(buffer.getvalue()))
+
+
+def save(directory: Path, layers: list[int], stages: int, largest: int | None, data_parallel: int) -> dict[str, Tensor]:
+    """A checkpoint whose virtual stages have these numbers of layers; returns the optimizer's tensors by name."""
+    names = [f"decoder.layers.{layer}.{name}" for layer in range(sum(layers)) for name in IN_ORDER]
+    shapes = {name: ONCE[name][0] if name in ONCE else LAYER[name.split(".", 3)[3]][0] for name in HEAD + names + TAIL}
+    torch.manual_seed(0)
+    tensors = {f"optimizer.state.{kind}.{name}": torch.randn(shape) for kind in KINDS for name, shape in shapes.items()}
+    write_weights(directory, {name: tensors[f"optimizer.state.param.{name}"].bfloat16() for name in shapes})
+    archive, stored = Archive(directory / "__9_0.distcp"), {}
+    sizes = {name: tensors[f"optimizer.state.param.{name}"].numel() for name in shapes}
+    for number, count in enumerate(layers):
+        first = sum(layers[:number])
+        mine = [name for name in names if first <= int(name.split(".")[2]) < first + count]
+        mine = (HEAD if number == 0 else []) + mine + (TAIL if number == len(layers) - 1 else [])
+        buckets = buckets_of(mine, sizes, largest if number == 0 else None)  # only the first stage has several
+        for index, bucket in enumerate(buckets):
+            for kind in KINDS:
+                key = (
+                    f"optimizer.distributed.dp_group_idx_{number % stages}.gbuf_idx_{number // stages}"
+                    f".dtype_(torch.bfloat16, torch.float32).bucket_idx_{index}.{kind}"
+                )
+                flat = torch.zeros(bucket[-1][1] + sizes[bucket[-1][0]])
+                for name, start in bucket:
+                    flat[start : start + sizes[name]] = tensors[f"optimizer.state.{kind}.{name}"].flatten()
+                places = cuts(bucket, sizes, data_parallel)
+                pieces = tuple(
+                    Piece((start,), (end - start,), archive.add(flat[start:end]))
+                    for start, end in zip(places, places[1:], strict=False)
+                )
+                stored[key] = StoredTensor((len(flat),), torch.float32, pieces)
+    archive.path.write_bytes(archive.data)
+    index = dcp.read_index(directory)
+    dcp.write_index(directory, dcp.Index({**index.tensors, **stored}, index.objects))
+    return tensors
+
+
+def write_weights(directory: Path, weights: dict[str, Tensor]) -> None:
+    from test_megatron_dist import MODEL
+
+    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+    model = dataclasses.replace(MODEL, num_layers=sum("linear_fc1.weight" in name for name in weights))
+    writer = TorchDistWriter(directory, model, specs)
+    writer.lay_out()
+    for name, tensor in weights.items():
+        write_rows(writer, name, 0, tensor)
+    writer.finish(None)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages"),
+    [([3], 1), ([2, 2], 2), ([1, 2, 1, 1], 2), ([0, 3, 1], 3), ([2, 1, 1, 1, 0, 1], 3)],
+    ids=str,
+)
+@pytest.mark.parametrize(("largest", "data_parallel"), [(None, 1), (1500, 2), (700, 4)])
+def test_buckets_are_unpacked_for_any_stages_and_any_sizes(tmp_path, layers, stages, largest, data_parallel):
+    tensors = save(tmp_path, layers, stages, largest, data_parallel)
+    reader = TorchDistReader(tmp_path)
+    assert reader.optimizer_specs.keys() == tensors.keys()
+    state = SimpleNamespace(specs=reader.optimizer_specs, chunks=reader.chunks)
+    for name, tensor in tensors.items():
+        assert torch.equal(read_tensor(state, name), tensor), name
+    assert differing_masters(reader) == []
+
+
+def places_in(box: Box) -> list[tuple[int, int]]:
+    return [(box.row + row, box.column + column) for row in range(box.rows) for column in range(box.columns)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 7)), min_size=1, max_size=3), st.data())
+def test_a_flat_range_is_at_most_three_boxes_of_each_and_covers_just_its_elements(shapes, data):
+    boxes = [Box(10 * index, rows, 3, columns) for index, (rows, columns) in enumerate(shapes)]
+    elements = [
+        (box.row + row, box.column + column)
+        for box in boxes
+        for row in range(box.rows)
+        for column in range(box.columns)
+    ]
+    begin = data.draw(st.integers(0, len(elements)))
+    end = data.draw(st.integers(begin, len(elements)))
+    found = list(flat_boxes(boxes, begin, end))
+    assert len(found) <= 3 * len(boxes)
+    covered: list[tuple[int, int]] = []
+    for box, offset in found:
+        assert offset == len(covered)
+        covered += places_in(box)
+    assert covered == elements[begin:end]
+
+
+def rename(directory: Path, old: str, new: str) -> None:
+    index = dcp.read_index(directory)
+    dcp.write_index(directory, dcp.Index({k.replace(old, new): t for k, t in index.tensors.items()}, index.objects))
+
+
+def test_overlapping_pieces_of_a_bucket_are_refused(tmp_path):
+    save(tmp_path, [2], 1, None, 1)
+    index = dcp.read_index(tmp_path)
+    (key,) = [key for key in index.tensors if key.endswith("bucket_idx_0.param")]
+    first, second, *rest = index.tensors[key].pieces
+    grown = dataclasses.replace(index.tensors[key], pieces=(first, dataclasses.replace(second, offsets=(1,)), *rest))
+    dcp.write_index(tmp_path, dcp.Index({**index.tensors, key: grown}, index.objects))
+    with pytest.raises(DamagedCheckpoint, match="do not make one tensor"):
+        TorchDistReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("dp_group_idx_0", "dp_group_idx_999999"),
+        ("dp_group_idx_1", "dp_group_idx_7"),
+        ("gbuf_idx_0", "gbuf_idx_999"),
+        ("bucket_idx_0", "bucket_idx_999999"),
+        ("gbuf_idx_0.dtype_(torch.bfloat16", "gbuf_idx_1.dtype_(torch.bfloat16"),
+        ("optimizer.distributed", "chained_7.optimizer.distributed"),
+        ("bucket_idx_0.exp_avg_sq", "bucket_idx_0.else"),
+    ],
+)
+def test_buckets_that_fit_no_layout_stay_under_their_own_names_at_once(tmp_path, old, new):
+    save(tmp_path, [2, 2], 2, None, 1)
+    rename(tmp_path, old, new)
+    start = time.monotonic()
+    names = TorchDistReader(tmp_path).optimizer_specs
+    assert time.monotonic() - start < 5
+    assert len(names) == 6
+    assert all("bucket_idx" in name for name in names)
+
+
+def test_a_bucket_of_another_length_is_not_guessed_at(tmp_path):
+    save(tmp_path, [2, 2], 2, None, 1)
+    index = dcp.read_index(tmp_path)
+    tensors = {key: _shorter(tensor) if "dp_group_idx_1" in key else tensor for key, tensor in index.tensors.items()}
+    dcp.write_index(tmp_path, dcp.Index(tensors, index.objects))
+    assert all("bucket_idx" in name for name in TorchDistReader(tmp_path).optimizer_specs)
+
+
+def _shorter(tensor: StoredTensor) -> StoredTensor:
+    return dataclasses.replace(tensor, shape=tensor.pieces[-1].offsets, pieces=tensor.pieces[:-1])
+
+
+def test_a_tensor_of_endless_layers_is_refused(tmp_path):
+    layers = (1 << 20) + 1
+    archive = Archive(tmp_path / "__0_0.distcp")
+    span = archive.add(torch.zeros(layers, 1, dtype=torch.int8))
+    archive.path.write_bytes(archive.data)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    stored = StoredTensor((layers, 1), torch.int8, (Piece((0, 0), (layers, 1), span),))
+    dcp.write_index(tmp_path, dcp.Index({"decoder.layers.x": stored}, {}))
+    with pytest.raises(DamagedCheckpoint, match="would be 1048577 tensors"):
+        TorchDistReader(tmp_path)
