@@ -165,10 +165,13 @@ def save(job: dict[str, Any], stages: list[Any], rank: int) -> None:
     }
     held = {}
     if job.get("optimizer"):
-        optimizer = optimizer_of(stages[0], distributed=False)
+        distributed = job["optimizer"] == "distributed"
+        optimizer = optimizer_of(stages[0], distributed)
         optimizer.step()
         state["optimizer"] = optimizer.state_dict()
-        held = states(stages[0], optimizer)
+        if distributed:
+            optimizer.save_parameter_state(str(out / "distrib_optim.pt"))
+        held = {} if distributed and job["sizes"]["expert"] > 1 else states(stages[0], optimizer)  # in parts there
     state |= {name: stage.state_dict_for_save_checkpoint() for name, stage in zip(names, stages, strict=True)}
     torch.save(state, out / "model_optim_rng.pt")
     (Path(job["save"]) / "latest_checkpointed_iteration.txt").write_text("10")
@@ -190,6 +193,8 @@ def states(stage: Any, optimizer: Any) -> dict[str, torch.Tensor]:
         for one in optimizer.chained_optimizers:
             found = one.optimizer.state.get(parameter.main_param, {})
             held |= {f"{kind}.{name}": values for kind, values in found.items()}
+        for kind in ("param", "exp_avg", "exp_avg_sq"):  # a distributed optimizer has them flat
+            held[f"{kind}.{name}"] = held[f"{kind}.{name}"].view(parameter.shape)
     return held
 
 

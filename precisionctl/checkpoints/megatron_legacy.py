@@ -18,6 +18,8 @@ from precisionctl.checkpoints.base import Box, Chunk, Companions, Container, sha
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.megatron_extra_state import as_states, bytes_of, decode, split_experts
 from precisionctl.checkpoints.megatron_keys import COMPANIONS, EXTRA_STATE, find_iteration
+from precisionctl.checkpoints.megatron_legacy_buckets import FILE as BUCKETS
+from precisionctl.checkpoints.megatron_legacy_buckets import bucket_tensors
 from precisionctl.checkpoints.megatron_legacy_names import (
     count_experts,
     count_layers,
@@ -27,7 +29,7 @@ from precisionctl.checkpoints.megatron_legacy_names import (
     parallel_of,
     renumbered,
 )
-from precisionctl.checkpoints.megatron_legacy_optimizer import common_optimizer, optimizer_tensors
+from precisionctl.checkpoints.megatron_legacy_optimizer import NO_PARAMETERS, common_optimizer, optimizer_tensors
 from precisionctl.checkpoints.megatron_legacy_ranks import Rank, arguments, is_legacy, read_ranks
 from precisionctl.checkpoints.megatron_legacy_shards import SMALL, Logical, Shard, assembled, check_replicas, gathered
 from precisionctl.checkpoints.megatron_logical import EMBEDDING, STATE
@@ -74,7 +76,8 @@ class LegacyReader:
 
     @property
     def files(self) -> Sequence[Path]:
-        return [rank.path for rank in self._ranks]
+        beside = [rank.path.with_name(BUCKETS) for rank in self._ranks]
+        return [*(rank.path for rank in self._ranks), *(path for path in beside if path.is_file())]
 
     @cached_property
     def args(self) -> Mapping[str, Any]:
@@ -140,7 +143,7 @@ class LegacyReader:
 
     @cached_property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]:
-        """The optimizer's tensors, by parameter; none where a distributed optimizer has them in files of its own.
+        """The optimizer's tensors, by parameter.
 
         Raises DamagedCheckpoint where they are not those of the model's parameters.
         """
@@ -148,17 +151,7 @@ class LegacyReader:
 
     @cached_property
     def _optimizer(self) -> dict[str, Logical]:
-        parameters: dict[Path, dict[str, Located]] = {rank.path: {} for rank in self._ranks}
-        for rank, name, tensor in self._located():
-            parameters[rank.path][name] = tensor
-        shards = gathered(
-            (
-                (rank, name, tensor)
-                for rank in self._ranks
-                for name, tensor in optimizer_tensors(rank.content, parameters[rank.path], rank.path)
-            ),
-            self.parallelism,
-        )
+        shards = gathered(self._optimizer_located(), self.parallelism)
         for kind in {name.removeprefix(STATE).partition(".")[0] for name in shards}:
             if self._tied and self.parallelism.pipeline > 1:
                 _join_tied(shards, f"{STATE}{kind}.{_OUTPUT}", f"{STATE}{kind}.{EMBEDDING}")
@@ -167,6 +160,18 @@ class LegacyReader:
             return self.specs[name.removeprefix(STATE).partition(".")[2]].parallel
 
         return assembled(shards, self.parallelism, as_its_parameter)
+
+    def _optimizer_located(self) -> Iterator[tuple[Rank, str, Located]]:
+        stages: dict[Path, list[dict[str, Located]]] = {rank.path: [] for rank in self._ranks}
+        for rank, entries in self._stages:
+            parameters = {name: value for name, value in entries.items() if isinstance(value, Located)}
+            stages[rank.path].append({name: v for name, v in parameters.items() if not name.endswith(NO_PARAMETERS)})
+        for rank in self._ranks:
+            beside = rank.path.with_name(BUCKETS)
+            for name, tensor in optimizer_tensors(rank.content, stages[rank.path], rank.path):
+                yield rank, name, tensor
+            for name, tensor in bucket_tensors(beside, stages[rank.path]) if beside.is_file() else ():
+                yield Rank(rank.tensor, rank.pipeline, rank.expert, beside, {}), name, tensor
 
     def _parallel(self, name: str, shard: Located, size: int) -> Parallel:
         if name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):

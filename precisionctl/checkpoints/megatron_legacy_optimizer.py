@@ -17,7 +17,8 @@ from precisionctl.checkpoints.torch_zip import Located, read_located
 from precisionctl.checkpoints.torch_zip_writer import Blank
 from precisionctl.errors import DamagedCheckpoint
 
-_BUFFERS = ("expert_bias", "_extra_state")
+NO_PARAMETERS = ("expert_bias", "_extra_state")
+"""Ends of names in a state dict that no optimizer has: a rule changes a router's expert bias."""
 _ENDS = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
 """What `--decoupled-lr` puts into groups of its own."""
 
@@ -34,13 +35,15 @@ def common_optimizer(content: Mapping[str, Any], path: Path) -> Mapping[str, Any
 
 
 def optimizer_tensors(
-    content: Mapping[str, Any], parameters: Mapping[str, Located], path: Path
+    content: Mapping[str, Any], stages: Sequence[Mapping[str, Located]], path: Path
 ) -> Iterator[tuple[str, Located]]:
-    """`optimizer.state.<kind>.<parameter>` of a rank's parameters (in the order of its state dict), and where it is.
+    """`optimizer.state.<kind>.<parameter>` of a rank's parameters (of each stage, in the order of its state dict), and
+    where it is.
 
-    Nothing for a distributed optimizer, which keeps its tensors in files of its own. Raises DamagedCheckpoint where
+    Nothing for a distributed optimizer, which keeps its tensors in a file of its own. Raises DamagedCheckpoint where
     groups and parameters do not fit together.
     """
+    parameters = {name: tensor for stage in stages for name, tensor in stage.items()}
     optimizers = list(_optimizers(content, path))
     groups = [(inner, group, masters) for inner, all_masters in optimizers for group, masters in all_masters]
     classes = [_class(group) for _, group, _ in groups]
@@ -78,7 +81,7 @@ def optimizer_state(
         (stage, name, blank)
         for stage, found in enumerate(stages)
         for name, blank in found.items()
-        if not name.endswith(_BUFFERS)
+        if not name.endswith(NO_PARAMETERS)
     ]
     groups, step = _settings(settings)
     if not apart:
@@ -168,10 +171,8 @@ def _class(group: Mapping[str, Any]) -> _Class:
     return bool(group.get("is_expert_parallel")), group.get("wd_mult") == 0.0, bool(group.get("is_decoupled_lr"))
 
 
-def _class_of(name: str, parameter: Located, classes: Sequence[_Class]) -> _Class | None:
+def _class_of(name: str, parameter: Located, classes: Sequence[_Class]) -> _Class:
     """Which class a parameter belongs to, among those that there are."""
-    if name.endswith(_BUFFERS):
-        return None
     return (
         expert_of(name) is not None and any(expert for expert, _, _ in classes),
         _is_undecayed(name, parameter.shape) and any(without for _, without, _ in classes),

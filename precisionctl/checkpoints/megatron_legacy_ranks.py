@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import torch_zip
+from precisionctl.checkpoints.companions import check_link
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import Parallelism
 
@@ -103,8 +104,7 @@ def arguments(content: Mapping[str, Any]) -> Mapping[str, Any]:
 def _content(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise DamagedCheckpoint("a file is missing", where=path, do="Copy the checkpoint again.")
-    if not path.resolve().is_relative_to(path.parent.parent.resolve()):
-        raise DamagedCheckpoint("a symbolic link leads out of the checkpoint", where=path, do="Do not trust it.")
+    check_link(path, path.parent.parent)
     content = torch_zip.skeleton(path)
     if not isinstance(content, dict):
         raise DamagedCheckpoint("it holds no table", where=path)

@@ -185,6 +185,33 @@ def test_an_optimizer_that_does_not_fit_the_model_is_refused_when_it_is_asked_fo
         _ = reader.optimizer_specs
 
 
+def buffer(elements: int, **changes: object) -> dict[object, object]:
+    flat = {kind: torch.zeros(elements) for kind in ("param", "exp_avg", "exp_avg_sq")}
+    return {"buckets_coalesced": True, 0: {(torch.float32, torch.float32): flat | changes}}
+
+
+BUFFERS = [
+    7,
+    {"buckets_coalesced": False},
+    {"buckets_coalesced": True},
+    {"buckets_coalesced": True, 0: 7},
+    {"buckets_coalesced": True, 0: {"a": 7}},
+    buffer(10),
+    buffer(10**6),
+    buffer(10, param=torch.zeros(2, 5)),
+    buffer(10, exp_avg="text"),
+    buffer(10) | {1: {}},
+]
+
+
+@pytest.mark.parametrize("saved", BUFFERS, ids=range(len(BUFFERS)))
+def test_buffers_that_do_not_fit_the_model_are_refused_when_they_are_asked_for(directory: Path, saved: object) -> None:
+    torch.save(saved, directory / LAST / "distrib_optim.pt")
+    reader = LegacyReader(directory)
+    with pytest.raises(DamagedCheckpoint, match=r"--drop-optimizer leaves"):
+        _ = reader.optimizer_specs
+
+
 def test_a_directory_without_a_tracker_names_what_is_there(directory: Path) -> None:
     (directory.parent / "latest_checkpointed_iteration.txt").unlink()
     assert recognise(directory.parent)
