@@ -1,7 +1,8 @@
 """Conversion and export against a file copy of the same bytes: ratios from one run, and memory at two sizes.
 
-    python benchmarks/convert.py [--gigabytes 2.2] [--pairs 7] [--out benchmarks/results/convert.json]
+    python benchmarks/convert.py [--gigabytes 2.4] [--pairs 7] [--out benchmarks/results/convert.json]
 
+Three sizes of a model, the largest in full; a table is printed, and saved with a plot of time and memory beside it.
 Each pair copies the source with `cp -r --reflink=never` and `sync`, then runs ours with its own sync, in a fresh
 process whose start-up and imports are not counted. The source is in the page cache for both.
 """
@@ -10,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -20,7 +22,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-TASKS = ("hf-to-megatron", "megatron-to-hf", "export-static", "export-dynamic")
+TASKS = (
+    "hf to torch_dist",
+    "torch_dist to hf",
+    "hf to torch",
+    "torch to hf",
+    "hf to torch_dist, TP 8 PP 4",
+    "hf to torch, TP 8 PP 4",
+    "torch to hf, TP 8 PP 4",
+    "export static",
+    "export dynamic",
+)
+"""From what to what; and at the largest size what is cut for 8 x 4 ranks."""
+
+IN_PLOT = ("hf to torch_dist", "torch_dist to hf", "hf to torch", "export static")
 
 
 def make_model(directory: Path, gigabytes: float) -> None:
@@ -37,7 +52,7 @@ def make_model(directory: Path, gigabytes: float) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "num_hidden_layers": max(1, round((gigabytes * 1e9 - 2 * 2 * 32000 * 2048) / layer_bytes)),
+        "num_hidden_layers": 4 * max(1, round((gigabytes * 1e9 - 2 * 2 * 32000 * 2048) / layer_bytes / 4)),
         "hidden_size": 2048,
         "intermediate_size": 5632,
         "num_attention_heads": 32,
@@ -81,22 +96,35 @@ def recorded_state(model: Any) -> Any:
 
 
 def child(task: str, source: Path, target: Path, workers: int) -> None:
-    """One run in this process; prints seconds and memory above what importing took."""
+    """One run in this process; prints seconds and memory above what importing took, its workers' included."""
     from precisionctl import commands
 
     take_memory(target.parent, source)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak that importing left
     before = memory_mb("VmRSS")
-    start, cpu = time.perf_counter(), time.process_time()
-    if task.startswith("export"):
-        scheme: Any = task.removeprefix("export-")
-        work = commands.plan_export(commands.InferenceExport(source, target, "vllm", scheme))
-    else:
-        to: Any = task.rpartition("-")[2]
-        work = commands.plan_conversion(commands.Conversion(source, target, to))
+    start = time.perf_counter()
+    work = plan(task, source, target)
     commands.execute(work, workers=workers)
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    print(json.dumps({"seconds": seconds, "cpu": cpu, "memory_mb": memory_mb("VmHWM") - before}))
+    seconds, times = time.perf_counter() - start, os.times()
+    of_worker = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024 - before
+    memory = memory_mb("VmHWM") - before + workers * max(0.0, of_worker)
+    cpu = times.user + times.system + times.children_user + times.children_system
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "memory_mb": memory}))
+
+
+def plan(task: str, source: Path, target: Path) -> Any:
+    from precisionctl import commands
+    from precisionctl.param import Parallelism
+
+    if task.startswith("export"):
+        scheme: Any = task.removeprefix("export ")
+        return commands.plan_export(commands.InferenceExport(source, target, "vllm", scheme))
+    if " to hf" in task:
+        return commands.plan_conversion(commands.Conversion(source, target, "hf"))
+    container = task.removeprefix("hf to ").partition(",")[0]
+    sizes = Parallelism(8, 4) if task.endswith("TP 8 PP 4") else Parallelism()
+    conversion = commands.Conversion(source, target, "megatron", container=container, parallelism=sizes)
+    return commands.plan_conversion(conversion)
 
 
 def take_memory(scratch: Path, source: Path) -> None:
@@ -160,32 +188,55 @@ def measure(task: str, source: Path, scratch: Path, pairs: int, workers: int) ->
     }
 
 
-def benchmark(gigabytes: float, pairs: int, workers: int, scratch: Path) -> list[dict[str, Any]]:
+def benchmark(sizes: Mapping[float, int], workers: int, scratch: Path) -> list[dict[str, Any]]:
+    """Every task at each size in gigabytes, so many times; what one task made of the model, another one starts from."""
     rows = []
-    for size, repeats in ((gigabytes / 4, 1), (gigabytes, pairs)):
-        hf, megatron = scratch / f"hf-{size}", scratch / f"megatron-{size}"
-        make_model(hf, size)
-        for task in TASKS:
-            source = megatron if task.startswith("megatron") else hf
-            rows.append(measure(task, source, scratch, repeats, workers))
+    for size, pairs in sizes.items():
+        made = {"hf": scratch / "hf"}
+        make_model(made["hf"], size)
+        for task in TASKS if size == max(sizes) else IN_PLOT:
+            source, _, target = task.partition(" to ")
+            if task.startswith("torch") and task.endswith("TP 8 PP 4"):
+                source += ", TP 8 PP 4"
+            rows.append(measure(task, made.get(source, made["hf"]), scratch, pairs, workers))
             print(line(rows[-1]), flush=True)
-            if task == "hf-to-megatron":
-                (scratch / "ours").rename(megatron)
-        shutil.rmtree(hf)
-        shutil.rmtree(megatron)
+            if source == "hf":
+                made[target] = scratch / target.replace(" ", "")
+                (scratch / "ours").rename(made[target])
+        for directory in made.values():
+            shutil.rmtree(directory)
     return rows
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Seconds, ours and cp's, and memory against the size of the model."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    seconds, memory = figure.subplots(1, 2)
+    for task in IN_PLOT:
+        points = sorted((row["source_gb"], row["ours_s"], row["memory_mb"]) for row in rows if row["task"] == task)
+        sizes, times, megabytes = zip(*points, strict=True)
+        seconds.plot(sizes, times, marker="o", label=task)
+        memory.plot(sizes, megabytes, marker="o", label=task)
+    copies = sorted((row["source_gb"], row["cp_s"]) for row in rows if row["task"] == IN_PLOT[0])
+    seconds.plot(*zip(*copies, strict=True), color="black", linestyle="--", marker="o", label="cp and sync")
+    seconds.set(xlabel="model in GB", ylabel="seconds", ylim=(0, None), title="Time, sync included")
+    memory.set(xlabel="model in GB", ylabel="MB", ylim=(0, 512), title="Memory above importing, all workers")
+    seconds.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 def line(row: Mapping[str, Any]) -> str:
     return (
-        f"{row['task']:16} {row['source_gb']:5.2f} GB  cp {row['cp_s']:6.2f} s  ours {row['ours_s']:6.2f} s  "
+        f"{row['task']:28} {row['source_gb']:5.2f} GB  cp {row['cp_s']:6.2f} s  ours {row['ours_s']:6.2f} s  "
         f"{row['speed_over_cp']:5.2f} x cp  cpu {row['cpu_s']:6.2f} s  +{row['memory_mb']:4.0f} MB"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=2.2)
+    parser.add_argument("--gigabytes", type=float, default=2.4)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--scratch", type=Path, help="directory on the disk to measure; else the temporary one")
@@ -197,13 +248,15 @@ def main() -> None:
         child(task, Path(source), Path(target), options.workers)
         return
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
-        rows = benchmark(options.gigabytes, options.pairs, options.workers, Path(scratch))
+        sizes = {options.gigabytes / 4: 3, options.gigabytes / 2: 3, options.gigabytes: options.pairs}
+        rows = benchmark(sizes, options.workers, Path(scratch))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     machine = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
     }
+    plot(rows, options.out.with_suffix(".png"))
     options.out.write_text(
         json.dumps({**machine, "pairs": options.pairs, "workers": options.workers, "rows": rows}, indent=2)
     )

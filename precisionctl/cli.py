@@ -103,9 +103,7 @@ def inspect(checkpoint: Path, by_layer: bool, iteration: int | None, json_wanted
     show_default=True,
     help="What the result is made of; FP8 state is carried by all three.",
 )
-@click.option(
-    "--container", help="safetensors or bin; torch_dist or torch (mp_rank directories). Else the first of its layout."
-)
+@click.option("--container", help="safetensors or bin; torch_dist or torch. Else the first of its layout.")
 @click.option("--recipe", help="Recipe of the FP8 state: a bundled name or a TOML file; else the carried one, or TE's.")
 @parallelism_options
 @click.option("--drop-fp8-state", is_flag=True, help="Leave the FP8 state behind.")

@@ -5,6 +5,7 @@ Names are logical: one per layer and expert, with no rank, stage or stacking.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -60,16 +61,16 @@ class TensorSpec:
     dtype: torch.dtype
     parallel: Parallel = REPLICATED
 
-    @property
+    @cached_property  # all three are asked for with every piece
     def rows(self) -> int:
         """Length of dimension 0; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """Elements of a row: the product of all dimensions but the first."""
         return math.prod(self.shape[1:])
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.rows * self.columns * self.dtype.itemsize

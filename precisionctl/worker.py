@@ -65,16 +65,24 @@ class Worker:
         if job.reads and self._plan.source != self._plan.target and not job.row.moves(self._plan.model):
             return self._compute(job)
         segments = lower(job.row, self._plan.model, self._plan.source, self._plan.target, job.reads, job.writes)
+        if job.encode:
+            return self._do_encode(job, job.encode, segments)
+        seen: list[Tensor] | None = [] if self._needs_amax(job) else None
+        for segment in segments:
+            if segment.read is None:
+                self._zero(segment)
+            else:
+                self._move(segment, segment.read, seen)
+        return float(torch.stack(seen).amax()) if seen else None
+
+    def _do_encode(self, job: Job, encode: Encode, segments: list[Segment]) -> float | None:
         amax = self._amax(job.reads) if self._needs_amax(job) else None
         for segment in segments:
             if segment.read is None:
                 self._zero(segment)
-            elif job.encode:
-                self._encode(segment, segment.read, job.encode, amax)
             else:
-                self._move(segment, segment.read)
-        if job.encode:
-            self._write_scales(job.encode, amax)
+                self._encode(segment, segment.read, encode, amax)
+        self._write_scales(encode, amax)
         return None if amax is None else float(amax)
 
     def _compute(self, job: Job) -> float | None:
@@ -125,9 +133,12 @@ class Worker:
         pieces = (values for name in names for _, values in self._pieces(name, 0, self._reader.specs[name].rows))
         return torch.stack([numerics.amax(values) for values in pieces]).amax()
 
-    def _move(self, segment: Segment, read: str) -> None:
+    def _move(self, segment: Segment, read: str, seen: list[Tensor] | None) -> None:
+        """`seen` takes the amax of each piece, while it is at hand."""
         dtype = self._writer.specs[segment.write].dtype
         for start, values in self._pieces(read, segment.read_row, segment.rows):
+            if seen is not None:
+                seen.append(numerics.amax(values))
             if values.dtype != dtype:
                 values = _view(self._write_buffer, dtype, *values.shape).copy_(values)
             self._put(segment.write, segment.write_row + start, values)
