@@ -49,7 +49,7 @@ def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, pre
             "the weights are FP8 codes; encoding them again would round them twice",
             do="Export the checkpoint that they were made from.",
         )
-    plan = make_plan(source, "hf", dtype=torch.bfloat16)
+    plan = make_plan(source, "hf", dtype=torch.bfloat16, respelled=True)
     encoded = [job for job in plan.jobs if job.row.gemm and precision.in_fp8(job.module)]
     for job in encoded:
         check_fp8_gemm(job, plan.model)

@@ -29,17 +29,21 @@ class Segment:
 def lower(
     row: Row, model: ModelShape, source: Layout, target: Layout, reads: Sequence[str], writes: Sequence[str]
 ) -> list[Segment]:
-    """The segments of a row's job, for a row that moves or a job that stays in its layout. `reads` empty means
-    that all of `writes` is zeros; what `writes` holds beyond the row's tensors are copies of its first."""
-    sizes = _rows(row, model, source)
+    """The segments of a row's job, for a row that moves or a job that stays in its layout and spelling.
+
+    `reads` empty means that all of `writes` is zeros; what `writes` holds beyond the row's tensors are copies of its
+    first.
+    """
+    sizes = _rows(row.source, model, source)
     copies = writes[len(_rows(row, model, target)) :]
-    if source == target:
+    if source == target and row.source.move == row.move:
         pairs = [*zip(reads, writes, sizes, strict=False), *((reads[0], copy, sizes[0]) for copy in copies)]
         return [Segment(read, 0, write, 0, rows) for read, write, rows in pairs]
     if not reads:
         return [Segment(None, 0, write, 0, rows) for write, rows in zip(writes, _rows(row, model, target), strict=True)]
     numbers, starts = _number(sizes)
-    outputs = (row.merge(numbers, model),) if target == "megatron" else row.split(numbers[0], model)
+    whole = numbers[0] if source == "megatron" else row.source.merge(numbers, model)
+    outputs = (whole,) if target == "megatron" else row.split(whole, model)
     outputs += outputs[:1] * len(copies)
     return [
         segment

@@ -119,11 +119,13 @@ def make_plan(
     dtype: torch.dtype | None = None,
     parallelism: Parallelism = ONE_RANK,
     optimizer: bool = False,
+    respelled: bool = False,
 ) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
     `dtype` is that of every target tensor; None keeps each as stored, FP8 codes decoded to BF16. `optimizer` takes
-    the state of a Megatron source's optimizer along, in the dtype that it is stored in.
+    the state of a Megatron source's optimizer along, in the dtype that it is stored in. `respelled` gives experts that
+    a Hugging Face source has fused the names that the model's own class saves.
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
     architecture = architecture_of(source.model.architecture)
@@ -132,7 +134,7 @@ def make_plan(
             f"{source.model.architecture} has {architecture.refused}, which Megatron-Core does not",
             do="It can be read, exported and verified as a Hugging Face directory.",
         )
-    rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model)
+    rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled)
     model = _padded(_with_mtp(source, rows), source.layout, target, parallelism.tensor)
     _check_stages(model, parallelism)
     derived = _derived(architecture, source)
@@ -143,7 +145,7 @@ def make_plan(
     for row, wanted in by_row.items():
         if not wanted:
             continue
-        read, written = row.shapes(model, source.layout), row.shapes(model, target)
+        read, written = row.source.shapes(model, source.layout), row.shapes(model, target)
         for job in wanted:
             targets |= _targets(job, written, target, source.specs, dtype)
             _check_dtypes(job, source)
@@ -182,10 +184,10 @@ def _row_jobs(row: Row, aliases: Iterable[Alias], model: ModelShape, source: Sou
         raise MissingTensor(
             f"{row.count(model)} of `{row.megatron}`, but only {len(source.specs)} tensors", do="Is a shard missing?"
         )
-    copies = [alias for alias in aliases if alias.of in row.hf and getattr(model, alias.switch)]
+    copies = [alias for alias in aliases if alias.of in row.source.hf and getattr(model, alias.switch)]
     jobs = []
     for place in row.places(model):
-        reads = names(row, source.layout, place) if here else ()
+        reads = names(row.source, source.layout, place) if here else ()
         writes = names(row, target, place) if there else ()
         stored = _copies(copies, model) if source.layout == "hf" else ()
         kept = _copies((alias for alias in copies if alias.written), model) if target == "hf" else ()

@@ -6,18 +6,20 @@ are read in pieces, so memory does not grow with the model.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from precisionctl.architectures.megatron_args import MEGATRON_ONLY
 from precisionctl.checkpoints.base import Chunked, Reader, read_rows, read_tensor
 from precisionctl.engines.base import Engine, Finding
 from precisionctl.errors import UnknownFormat
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.lower import Segment, lower
+from precisionctl.model_shape import ModelShape
 from precisionctl.plan import Job, make_plan
 
 PIECE = 1 << 20
@@ -79,11 +81,13 @@ def compare(a: Reader, b: Reader, *, fp8: bool = False, on_bytes: Callable[[int]
     return Comparison(tuple(tensors), tuple(_setting_differences(a, b)), states)
 
 
-_SETTINGS = (
-    *("num_attention_heads", "num_query_groups", "kv_channels", "norm_epsilon"),
-    *("rotary_base", "rope_scaling", "sliding_window"),
-)
-"""Fields of ModelShape that no tensor shows."""
+_SHOWN = {
+    *("architecture", "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "max_position_embeddings"),
+    *("tied_embeddings", "qkv_bias", "proj_bias", "mlp_bias", "hf_zero_centered_gamma", "mtp_num_layers"),
+    *MEGATRON_ONLY,
+}
+_SETTINGS = tuple(field.name for field in fields(ModelShape) if field.name not in _SHOWN)
+"""Fields of ModelShape that no tensor shows, and that make another function of the same tensors."""
 
 
 def _setting_differences(a: Reader, b: Reader) -> Iterator[str]:
@@ -122,7 +126,7 @@ class _HfTensors:
     """A checkpoint's tensors by Hugging Face name, whatever its layout."""
 
     def __init__(self, reader: Reader) -> None:
-        plan = make_plan(reader, "hf")
+        plan = make_plan(reader, "hf", respelled=True)
         self._reader = reader
         self._kept = "", torch.empty(0)
         self.specs = plan.targets

@@ -32,6 +32,7 @@ from precisionctl.errors import (
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.plan import make_plan
+from precisionctl.verify import compare
 
 IN_MEGATRON = list(pico.FAMILIES)
 ALL = [*IN_MEGATRON, *pico.PARALLEL_RESIDUAL]
@@ -184,6 +185,8 @@ def test_fused_experts_are_the_same_experts(tmp_path: Path, family: str) -> None
     assert_same(to_megatron(fused).tensors, numbered.tensors)
     assert_same(to_hf(to_megatron(fused)).tensors, apart)  # written as the model's own class saves it
     assert_same(to_hf(fused).tensors, values(fused))  # and left as it is where nothing asks
+    assert_same(to_hf(fused, respelled=True).tensors, apart)
+    assert compare(fused, numbered).equal
 
 
 def test_transformers_fuses_experts_as_we_do() -> None:
@@ -253,7 +256,9 @@ def test_gpt2_as_the_hub_has_it_is_the_same_model(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     tensors = {name.removeprefix("transformer."): values for name, values in load_file(file).items()}
     save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 128, 128)}, file)
-    assert_same(to_megatron(HuggingFaceReader(tmp_path)).tensors, expected.tensors)
+    hub = HuggingFaceReader(tmp_path)
+    assert_same(to_megatron(hub).tensors, expected.tensors)
+    assert compare(hub, expected).equal
 
 
 def test_gpt_oss_experts_are_transposed_and_their_gates_gathered(tmp_path: Path) -> None:

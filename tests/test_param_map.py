@@ -8,7 +8,7 @@ from torch import Tensor
 
 from precisionctl.architectures.find import architecture_of, supported
 from precisionctl.architectures.moves import QKV
-from precisionctl.architectures.param_map import Architecture, Row, all_rows
+from precisionctl.architectures.param_map import Architecture, Either, Row, all_rows
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.lower import lower
 from precisionctl.model_shape import MLA, ModelShape, MoE
@@ -114,6 +114,17 @@ def test_padded_rows_are_cut_off_whatever_they_hold() -> None:
 def test_an_unknown_family_is_refused_with_the_list_of_known_ones() -> None:
     with pytest.raises(UnknownArchitecture, match="no table for architecture `mamba`.*llama, mistral"):
         architecture_of("mamba")
+
+
+def test_both_spellings_of_a_row_are_one_parameter_that_both_only_move() -> None:
+    """What `respelled` and `lower` build on."""
+    either = [each for table in supported().values() for each in table.rows if isinstance(each, Either)]
+    assert either
+    for each in either:
+        assert [row.megatron for row in each.first] == [row.megatron for row in each.second]
+        for first, second in zip(each.first, each.second, strict=True):
+            assert (first.sizes, first.parallel, first.layers) == (second.sizes, second.parallel, second.layers)
+            assert first.move == second.move or (first.moves(MODEL) and second.moves(MODEL))
 
 
 def test_every_table_names_each_tensor_once() -> None:

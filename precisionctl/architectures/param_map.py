@@ -53,7 +53,8 @@ class Row:
 
     `sizes` are the fields of ModelShape that make the shape of the whole (all ranks') Megatron tensor. `layers`
     says in which layers there is one: those whose MLP is dense, those with experts, or all. `gemm` says whether
-    this is the weight of a GEMM that an FP8 recipe computes in FP8: experts and routers stay in BF16.
+    this is the weight of a GEMM that an FP8 recipe computes in FP8: experts and routers stay in BF16. `found` is the
+    same row in another spelling, where the source has that.
     """
 
     names: str | tuple[str, ...]
@@ -64,6 +65,12 @@ class Row:
     present: Present = ALWAYS
     layers: Literal["all", "dense", "moe"] = "all"
     gemm: bool = False
+    found: "Row | None" = None
+
+    @property
+    def source(self) -> "Row":
+        """The row as the source spells it."""
+        return self.found or self
 
     @property
     def hf(self) -> tuple[str, ...]:
@@ -169,14 +176,20 @@ class Architecture:
     refused: str = ""
     note: str = ""
 
-    def spelled(self, stored: Mapping[str, object], model: ModelShape) -> tuple[Row, ...]:
-        """The rows, each in the spelling of the names in `stored`; else in the first."""
+    def spelled(self, stored: Mapping[str, object], model: ModelShape, respelled: bool = False) -> tuple[Row, ...]:
+        """The rows, each in the spelling of the names in `stored`; else, or if they are to be `respelled`, in the
+        first, with the row that was `found`."""
         rows: list[Row] = []
         for row in self.rows:
             if isinstance(row, Row):
                 rows.append(row)
+            elif not _any_stored(row.second, stored, model):
+                rows += row.first
+            elif respelled:
+                found = {second.megatron: second for second in row.second}
+                rows += (replace(first, found=found[first.megatron]) for first in row.first)
             else:
-                rows += row.second if _any_stored(row.second, stored, model) else row.first
+                rows += row.second
         return tuple(rows)
 
 
