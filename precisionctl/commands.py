@@ -419,6 +419,8 @@ def _left_behind(reader: Reader, *, carried: bool = False) -> list[str]:
         notes.append(
             f"The optimizer stays behind: {len(optimizer)} tensors, {size:.2f} GB. The result is weights only."
         )
+    if isinstance(reader, TorchDistReader) and reader.unread_optimizer:
+        notes.append("The optimizer stays behind: it is stored by rank, in a form that newer Megatrons do not write.")
     older = sidecar.find(reader.path)
     if older and reader.fp8 and (names := older.modules.keys() - reader.fp8.modules.keys()):
         notes.append(f"Older FP8 state of {len(names)} modules, which the run kept in BF16, stays behind.")

@@ -18,13 +18,14 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 
 from precisionctl.architectures.find import to_hf_config
 from precisionctl.architectures.megatron_args import to_megatron_args
-from precisionctl.checkpoints import megatron_keys
+from precisionctl.checkpoints import dcp, megatron_keys, megatron_placement
 from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
 from precisionctl.checkpoints.megatron_dist import TorchDistReader, recognise
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
+from precisionctl.checkpoints.megatron_run import carried
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
+from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallelism, TensorSpec
 
@@ -353,3 +354,148 @@ def test_the_keys_of_experts_are_megatrons():
     payload = "decoder.layers.3.mlp.experts.linear_fc1._extra_state5"
     key = "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_3.5_4.8"
     assert megatron_keys.object_key(payload, 4, 8) == key
+
+
+# get_gpt_layer_with_transformer_engine_spec and get_gpt_mtp_block_spec: TE's modules of latent attention and experts
+LATENT_EXPERTS = {
+    "input_layernorm.weight": (4,),
+    "self_attention.linear_q_down_proj.weight": (8, 4),
+    "self_attention.linear_q_up_proj.layer_norm_weight": (8,),
+    "self_attention.linear_q_up_proj.weight": (8, 8),
+    "self_attention.linear_kv_down_proj.weight": (8, 4),
+    "self_attention.linear_kv_up_proj.weight": (8, 8),
+    "self_attention.linear_proj.weight": (4, 8),
+    "pre_mlp_layernorm.weight": (4,),
+    "mlp.router.weight": (2, 4),
+    "mlp.router.expert_bias": (2,),
+    "mlp.experts.linear_fc1.weight0": (12, 4),
+    "mlp.experts.linear_fc1.weight1": (12, 4),
+    "mlp.experts.linear_fc2.weight0": (4, 6),
+    "mlp.experts.linear_fc2.weight1": (4, 6),
+    "mlp.shared_experts.linear_fc1.weight": (12, 4),
+    "mlp.shared_experts.linear_fc2.weight": (4, 6),
+}
+AROUND = {
+    "embedding.word_embeddings.weight": (64, 4),
+    "decoder.final_layernorm.weight": (4,),
+    "output_layer.weight": (64, 4),
+    "mtp.layers.0.enorm.weight": (4,),
+    "mtp.layers.0.hnorm.weight": (4,),
+    "mtp.layers.0.eh_proj.weight": (4, 8),
+    "mtp.layers.0.final_layernorm.weight": (4,),
+}
+DEMANDED_OF_A_LAYER = [
+    *("input_layernorm", "self_attention.core_attention", "self_attention.linear_q_down_proj"),
+    *("self_attention.linear_q_up_proj", "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj"),
+    *("self_attention.linear_proj", "pre_mlp_layernorm", "mlp.shared_experts.linear_fc1"),
+    "mlp.shared_experts.linear_fc2",
+]
+
+
+def write_experts(directory: Path, layers: int = 2, **settings: Any) -> dict[str, TensorSpec]:
+    shapes = AROUND | {f"decoder.layers.{n}.{name}": s for n in range(layers) for name, s in LATENT_EXPERTS.items()}
+    inner = {f"mtp.layers.0.transformer_layer.{name}": shape for name, shape in LATENT_EXPERTS.items()}
+    wanted = {name: TensorSpec(shape, torch.bfloat16) for name, shape in (shapes | inner).items()}
+    writer = TorchDistWriter(directory, MODEL, wanted, **settings)
+    writer.lay_out()
+    writer.finish(None)
+    return wanted
+
+
+def test_every_extra_state_of_latent_attention_experts_and_later_tokens_is_there(tmp_path):
+    write_experts(tmp_path)
+    expected = {f"decoder.layers.{name}._extra_state/shard_{n}_2" for n in (0, 1) for name in DEMANDED_OF_A_LAYER}
+    expected |= {f"mtp.layers.0.transformer_layer.{name}._extra_state/shard_0_1" for name in DEMANDED_OF_A_LAYER}
+    for linear in ("linear_fc1", "linear_fc2"):
+        key = f"mlp.experts.experts.{linear}._extra_state/shard_"
+        expected |= {f"decoder.layers.{key}{layer}.{expert}_2.2" for layer in (0, 1) for expert in (0, 1)}
+        expected |= {f"mtp.layers.0.transformer_layer.{key}{expert}_2" for expert in (0, 1)}
+    expected |= {f"mtp.layers.0.{name}._extra_state/shard_0_1" for name in ("enorm", "hnorm", "eh_proj")}
+    expected |= {
+        "mtp.layers.0.final_layernorm._extra_state/shard_0_1",
+        "decoder.final_layernorm._extra_state/shard_0_1",
+    }
+    assert set(TorchDistReader(tmp_path).objects) == expected
+
+
+@pytest.mark.parametrize("layers_by_key", [False, True])
+def test_the_fp8_state_of_experts_comes_back_as_one(tmp_path, layers_by_key):
+    recipe = DelayedScaling(amax_history_len=3)
+    role = RoleState(torch.tensor([2.0, 4.0]), torch.arange(6.0).view(2, 3))
+    module = "decoder.layers.1.mlp.experts.linear_fc1"
+    states = Fp8States(recipe, {module: Fp8State(dict.fromkeys(ROLES, role))}, producer="somebody", iteration=5)
+    wanted = write_experts(tmp_path / "names")
+    args = {"linear_attention_freq": [1, 1]} if layers_by_key else {}
+    writer = TorchDistWriter(tmp_path / "made", MODEL, wanted, args=args)
+    writer.lay_out()
+    writer.finish(states)
+    found = TorchDistReader(tmp_path / "made").fp8
+    assert found is not None
+    assert found.modules.keys() == {module}
+    for part in found.modules[module].roles.values():
+        assert torch.equal(part.scale, role.scale)
+        assert torch.equal(part.amax_history, role.amax_history)
+
+
+def test_files_have_no_more_than_a_part_each_and_the_same_bytes_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(megatron_placement, "FILE_BYTES", 3000)
+    tensors = values(specs(optimizer=True))
+    write(tmp_path, tensors, parallelism=Parallelism(2))
+    reader = TorchDistReader(tmp_path)
+    assert len(reader.files) > 10
+    assert {path.name[:4] for path in reader.files} == {"__0_", "__1_"}
+    everything = SimpleNamespace(specs={**reader.specs, **reader.optimizer_specs}, chunks=reader.chunks)
+    assert all(torch.equal(read_tensor(everything, name), tensor) for name, tensor in tensors.items())
+    assert set(reader.objects) == DEMANDED
+
+
+def test_an_optimizer_whose_tensors_are_of_another_shape_is_not_taken_for_one_by_parameter(tmp_path):
+    write(tmp_path, values(specs(optimizer=True)))
+    index = dcp.read_index(tmp_path)
+    key = "optimizer.state.exp_avg.output_layer.weight"
+    flat = index.tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"]
+    dcp.write_index(tmp_path, dcp.Index({**index.tensors, key: flat}, index.objects))
+    names = TorchDistReader(tmp_path).optimizer_specs
+    assert key not in names
+    assert "optimizer.flat.exp_avg.output_layer.weight" in names
+
+
+def test_an_optimizer_stored_by_rank_is_told_of(tmp_path):
+    key = "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"
+    write(tmp_path, values(specs()), objects={key: {"buckets_coalesced": True}})
+    assert TorchDistReader(tmp_path).unread_optimizer
+
+
+@pytest.mark.parametrize("sizes", [Parallelism(2), Parallelism(1)], ids=str)
+def test_generators_go_along_to_the_same_sizes_alone(tmp_path, sizes):
+    write(
+        tmp_path,
+        values(specs(optimizer=True)),
+        objects={"rng_state/shard_0.0_1.2": [{"torch_rng_state": torch.arange(4)}]},
+        common={"optimizer": {"optimizer": {"param_groups": [{"lr": 0.1}]}}, "opt_param_scheduler": {"num_steps": 5}},
+        parallelism=Parallelism(2),
+    )
+    run = carried(TorchDistReader(tmp_path), sizes)
+    assert run.common["opt_param_scheduler"] == {"num_steps": 5}
+    assert run.common["optimizer"] == {"optimizer": {"param_groups": [{"lr": 0.1}]}}
+    assert not run.distributed_optimizer
+    assert bool(run.objects) == (sizes.tensor == 2) == (run.left == ())
+    assert run.args["no_save_rng"] == (sizes.tensor == 1)
+    if run.objects:
+        write(tmp_path / "made", values(specs()), objects=run.objects)
+        restored = TorchDistReader(tmp_path / "made").read_object("rng_state/shard_0.0_1.2")
+        assert torch.equal(restored[0]["torch_rng_state"], torch.arange(4))
+
+
+def test_what_is_endless_to_walk_does_not_go_along(tmp_path):
+    write(tmp_path, values(specs()))
+    endless: Any = ("x",)
+    for _ in range(60):
+        endless = (endless, endless)
+    common = {"args": argparse.Namespace(num_layers=2), "iteration": 1, "rerun_state_machine": endless}
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    (tmp_path / "common.pt").write_bytes(buffer.getvalue())
+    run = carried(TorchDistReader(tmp_path), Parallelism(1))
+    assert "rerun_state_machine" in run.left
+    assert "rerun_state_machine" not in run.common

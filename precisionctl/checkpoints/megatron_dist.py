@@ -145,6 +145,11 @@ class TorchDistReader:
             raise DamagedCheckpoint(f"{key} is not a list of one object", where=span)
         return value[0]
 
+    @property
+    def unread_optimizer(self) -> bool:
+        """Whether there is an optimizer, but all of it in an object for each rank (`dp_zero_gather_scatter`)."""
+        return not self.optimizer_specs and any(key.split("/")[0].endswith(".param_state") for key in self.objects)
+
     def checked_object(self, key: str) -> torch_zip.Span:
         """Where an object is that loads by the allow-list, to be copied byte for byte."""
         self.read_object(key)

@@ -59,7 +59,7 @@ def logical_tensors(stored: Mapping[str, dcp.StoredTensor], where: Path) -> dict
     clash = [new for old, new in renamed.items() if new in found]
     if clash:
         raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
-    found = {renamed.get(name, name): one for name, one in found.items()}
+    found = _by_parameter({renamed.get(name, name): one for name, one in found.items()})
     for name, one in found.items():
         _check_tiled(name, one, where)
     return found
@@ -128,6 +128,18 @@ def _box(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...
     row, rows = (offsets[0], sizes[0]) if shape else (0, 1)
     column, columns = (offsets[1] * inner, sizes[1] * inner) if len(shape) > 1 else (0, 1)
     return Box(row, rows, column, columns)
+
+
+def _by_parameter(found: Mapping[str, Logical]) -> dict[str, Logical]:
+    """Optimizer's tensors of another shape than their parameter's under another name, which no plan takes for theirs:
+    `fully_sharded_model_space`, until megatron-core 0.14, stored flat pieces of what a rank had."""
+    named = {}
+    for name, one in found.items():
+        state = _STATE.fullmatch(name)
+        parameter = found.get(state[2]) if state else None
+        other = state and parameter and parameter.spec.shape != one.spec.shape
+        named[f"optimizer.flat.{name.removeprefix(STATE)}" if other else name] = one
+    return named
 
 
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_w")
