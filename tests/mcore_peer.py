@@ -117,6 +117,7 @@ def config_of(args: argparse.Namespace, work: dict[str, Any]) -> Any:
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        bias_activation_fusion=bool(getattr(args, "bias_gelu_fusion", False)),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,

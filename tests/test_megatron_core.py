@@ -42,6 +42,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "mixtral": {},
     "qwen3-moe": {},
+    "phi3": {},
+    "gpt2": {},
 }
 EXPERTS = ("mixtral", "qwen3-moe")  # without Transformer Engine, Megatron runs them on one tensor-parallel rank only
 
