@@ -34,7 +34,7 @@ from precisionctl.checkpoints.megatron_legacy_ranks import Rank, arguments, is_l
 from precisionctl.checkpoints.megatron_legacy_shards import SMALL, Logical, Shard, assembled, check_replicas, gathered
 from precisionctl.checkpoints.megatron_logical import EMBEDDING, STATE
 from precisionctl.checkpoints.megatron_model import model_of
-from precisionctl.checkpoints.torch_zip import Located, read_located
+from precisionctl.checkpoints.torch_zip import Inert, Located, read_located
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
@@ -223,22 +223,16 @@ class LegacyReader:
 
     @cached_property
     def common(self) -> Mapping[str, Any]:
-        """All that is no tensor of the model, as the first rank saved it: `args`, `iteration`, the schedule, its RNG
-        state; of the optimizer its settings and step, as `torch_dist` has them."""
+        """All that is no tensor of the model, as the first rank saved it: `args`, `iteration`, the schedule, ...; of
+        the optimizer its settings and step, as `torch_dist` has them. Generators are each rank's own, and Inert here.
+        """
         rank = self._ranks[0]
         models = {key for key in rank.content if re.fullmatch(r"model\d*", key)}
-        kept = {key: value for key, value in rank.content.items() if key not in models and key != "optimizer"}
+        kept = {key: value for key, value in rank.content.items() if key not in {*models, "optimizer", "rng_state"}}
         common: dict[str, Any] = _read(kept, rank.path)
         optimizer = common_optimizer(rank.content, rank.path)
-        return common | ({"optimizer": optimizer} if optimizer else {})
-
-    objects: Sequence[str] = ()
-    """This container has none."""
-
-    def read_object(self, key: str) -> Any:
-        raise DamagedCheckpoint(f"no object {key}", where=self.path)
-
-    checked_object = read_object
+        common |= {"optimizer": optimizer} if optimizer else {}
+        return common | ({"rng_state": Inert()} if "rng_state" in rank.content else {})
 
     @cached_property
     def fp8(self) -> Fp8States | None:
