@@ -175,6 +175,7 @@ def test_an_optimizer_is_written_by_parameter(tmp_path: Path, sizes: Parallelism
         targets,
         parallelism=sizes,
         iteration=9,
+        args={"use_distributed_optimizer": True},
         common={"optimizer": settings, "opt_param_scheduler": {"num_steps": 3}},
     )
     writer.lay_out()
@@ -192,6 +193,7 @@ def test_an_optimizer_is_written_by_parameter(tmp_path: Path, sizes: Parallelism
     assert [(group["lr"], group["wd_mult"]) for group in found["param_groups"]] == [(0.5, 1.0), (0.25, 0.0)]
     assert reader.common["opt_param_scheduler"] == {"num_steps": 3}
     assert reader.iteration == 9
+    assert reader.args["use_distributed_optimizer"] is False
 
 
 BEFORE_CORE = {

@@ -234,6 +234,14 @@ class LegacyReader:
         common |= {"optimizer": optimizer} if optimizer else {}
         return common | ({"rng_state": Inert()} if "rng_state" in rank.content else {})
 
+    objects: Sequence[str] = ()
+    """This container has none."""
+
+    def read_object(self, key: str) -> Any:
+        raise DamagedCheckpoint(f"no object {key}", where=self.path)
+
+    checked_object = read_object
+
     @cached_property
     def fp8(self) -> Fp8States | None:
         """The delayed-scaling state in `_extra_state`, else the one in the sidecar. The ranks of a module keep the

@@ -54,7 +54,8 @@ class _Rank:
 class LegacyWriter:
     """Writes the directory of one iteration, or a `release` (iteration None); the tracker is the caller's.
 
-    `specs` may hold `optimizer.state.<kind>.<parameter>` beside the model, laid out as by Megatron's plain optimizer.
+    `specs` may hold `optimizer.state.<kind>.<parameter>` beside the model, laid out as by Megatron's plain optimizer,
+    whatever the run had: a distributed one reads files of its own.
     `fp8_in` says where FP8 state goes: into `_extra_state`, where a run in FP8 takes it up, or into the sidecar alone.
     `common` is added to what every rank holds, and `args` to the arguments there.
 
@@ -79,7 +80,7 @@ class LegacyWriter:
         self._sizes, self._iteration, self._fp8_in = parallelism, iteration, fp8_in
         self._companions, self._common = companions or Companions(), common or {}
         weights_only = {"no_save_optim": True, "no_save_rng": True}
-        of_run = run_args(specs, parallelism, iteration, "torch")
+        of_run = run_args(specs, parallelism, iteration, "torch") | {"use_distributed_optimizer": False}
         self._args = weights_only | dict(args or {}) | to_megatron_args(model) | of_run
         self._experts = 1 + max((e for name in specs if (e := expert_of(name)) is not None), default=-1)
         _check_expert_tensor(parallelism)
