@@ -172,8 +172,12 @@ def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | Non
         into = _window(out, part, row, 0)
         if isinstance(chunk.place, Tensor):
             into.copy_(_window(chunk.place.detach(), part, chunk.box.row, chunk.box.column))
-        else:
+        elif into.is_contiguous():
             _transfer(chunk, part, into, os.preadv, os.O_RDONLY)
+        else:
+            between = torch.empty(into.shape, dtype=into.dtype)
+            _transfer(chunk, part, between, os.preadv, os.O_RDONLY)
+            into.copy_(between)
     return out
 
 
@@ -219,11 +223,11 @@ def _window(tensor: Tensor, part: Box, row: int, column: int) -> Tensor:
 
 
 def _transfer(chunk: Chunk, part: Box, window: Tensor, call: Callable[..., int], flags: int) -> None:
-    """Read or write `part` of a file's chunk: in one piece where both sides are contiguous, else row by row."""
+    """Read or write `part` of a file's chunk, contiguous here: in one piece where it is so there, else row by row."""
     itemsize = window.element_size()
     pitch = chunk.box.columns * itemsize
     offset = chunk.offset + (part.row - chunk.box.row) * pitch + (part.column - chunk.box.column) * itemsize
-    runs = [window] if part.columns == chunk.box.columns and window.is_contiguous() else window.unbind(0)
+    runs = [window] if part.columns == chunk.box.columns else window.unbind(0)
     file = os.open(chunk.place, flags)  # type: ignore[arg-type]
     try:
         for index, run in enumerate(runs):
