@@ -9,9 +9,9 @@ import os
 import signal
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -61,6 +61,7 @@ def run(
     sides.
     """
     done = journal.done if journal and all(file.is_file() for file in _files(plan.targets, writer)) else set()
+    ranks.gather("checked", {})  # before the first rank makes anew what another one has lost
     if ranks.first:
         writer.lay_out()  # a lost file was not done
         ranks.tell("laid out")
@@ -70,12 +71,12 @@ def run(
     on_bytes(sum(nbytes(job, plan) for job in jobs if job.name in done))
     todo = [job for job in jobs if job.name not in done]
     found: dict[str, float] = dict(journal.amax) if journal else {}
-    with _one_torch_thread(), _Recorder(plan, share, journal) as recorder:
-        for result in _done(Worker(plan, reader, share, weight_amax).do, todo, plan, workers):
-            job, amax = result
+    results = _done(Worker(plan, reader, share, weight_amax).do, todo, plan, workers)
+    with _one_torch_thread(), closing(results), _Recorder(plan, share, journal) as recorder:
+        for job, amax in results:
             if amax is not None:
                 found[job.module] = amax
-            recorder.add(result)
+            recorder.add((job, amax))
             on_bytes(nbytes(job, plan))
     return found
 
@@ -98,8 +99,9 @@ def check(
     shares = deal([nbytes(job, plan) for job in plan.jobs], ranks.count)
     jobs = [plan.jobs[number] for number in shares[ranks.rank]] if ranks.rank < len(shares) else []
     checksums: dict[str, str] = {}
-    with _one_torch_thread():
-        for job, found in _done(Checker(plan, reader, writer).check, jobs, plan, workers):
+    results = _done(Checker(plan, reader, writer).check, jobs, plan, workers)
+    with _one_torch_thread(), closing(results):
+        for job, found in results:
             checksums |= found
             on_bytes(nbytes(job, plan))
     return checksums
@@ -175,7 +177,7 @@ class _Recorder:
             self._running.result()
 
 
-def _done(task: Callable[[Job], T], jobs: list[Job], plan: Plan, workers: int) -> Iterator[tuple[Job, T]]:
+def _done(task: Callable[[Job], T], jobs: list[Job], plan: Plan, workers: int) -> Generator[tuple[Job, T]]:
     """Each job with what `task` returns for it, as they come. A worker's error is raised here, after the others have
     been stopped."""
     if workers == 1:
@@ -229,16 +231,16 @@ def _child(task: Callable[[Job], T], jobs: list[Job], share: range, results: Con
     """The life of a worker. Where its parent is gone, sending fails and it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    code = 1  # whatever happens; only all jobs done is 0
     try:
         for number in share:
             results.send((number, task(jobs[number])))
-    except BrokenPipeError:
-        pass
+        code = 0
     except Exception as error:
         error.add_note(traceback.format_exc())
         results.send(error)
     finally:
-        os._exit(0)
+        os._exit(code)
 
 
 def _check_exit(process: BaseProcess) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from precisionctl.errors import EnvironmentProblem, OutputError, PrecisionctlError
+from precisionctl.errors import EnvironmentProblem, OutputError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ class Ranks:
             else:
                 self.hear("end")
                 self.tell(f"bye.{self.rank}")
-        except (PrecisionctlError, OSError) as error:
+        except BaseException as error:
             if self.store is not None and not self._said(_FAILED):
                 self.tell(_FAILED, f"rank {self.rank}: {error}")
             raise

@@ -321,6 +321,27 @@ def test_a_worker_that_is_killed_is_one_error_and_the_same_command_goes_on(
     assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
 
 
+class Unspeakable(Exception):
+    """An error that cannot be sent from one process to another."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("not to be pickled")
+
+
+def test_an_error_that_a_worker_cannot_tell_is_an_error_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+
+    def fails(*_: object) -> None:
+        raise Unspeakable
+
+    monkeypatch.setattr(worker, "write_rows", fails)
+    with pytest.raises(OutputError, match="a worker process was killed"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert not (tmp_path / "out").exists()
+
+
 def test_jobs_are_dealt_in_neighbouring_runs_of_about_equal_cost() -> None:
     for costs, shares in (([1] * 10, 2), ([5, 1, 1, 1, 1, 1], 2), ([], 3), ([7], 4), ([0, 0, 3], 2)):
         dealt = convert.deal(costs, shares)
