@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -52,7 +53,10 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-def test_there_is_a_model_of_every_family() -> None:
+def test_there_is_a_model_of_every_family_and_a_line_in_the_docs() -> None:
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    (line,) = (line for line in readme.splitlines() if line.startswith("| families"))
+    assert set(re.findall(r"`(\w+)`", line)) - {"model_type"} == supported().keys()
     assert {pico.make(family).config.model_type for family in ALL} == supported().keys()
 
 
