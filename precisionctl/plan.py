@@ -17,10 +17,11 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from precisionctl import fits
 from precisionctl.architectures.find import architecture_of
 from precisionctl.architectures.param_map import Alias, Architecture, Row, filled, names
 from precisionctl.cast import Encode
-from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
+from precisionctl.errors import MappingError, MissingTensor, PrecisionError, UnmappedTensor
 from precisionctl.model_shape import MAKE_VOCAB_SIZE_DIVISIBLE_BY, ModelShape
 from precisionctl.param import GEMM_ALIGNMENT, ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
 
@@ -136,7 +137,7 @@ def make_plan(
         )
     rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled)
     model = _padded(_with_mtp(source, rows), source.layout, target, parallelism.tensor)
-    _check_stages(model, parallelism)
+    fits.check_ranks(model, parallelism)
     derived = _derived(architecture, source)
     by_row = {row: _row_jobs(row, architecture.aliases, model, source, target) for row in rows}
     jobs = [job for wanted in by_row.values() for job in wanted]
@@ -148,9 +149,10 @@ def make_plan(
         read, written = row.source.shapes(model, source.layout), row.shapes(model, target)
         for job in wanted:
             targets |= _targets(job, written, target, source.specs, dtype)
-            _check_dtypes(job, source)
-            _check_shapes(job, read, source)
-        _check_division(row, model, parallelism)
+            stored = {name: source.specs[name] for name in (*job.reads, *job.copies)}
+            fits.check_dtypes(stored)
+            fits.check_shapes(stored, (*read[: len(job.reads)], *read[:1] * len(job.copies)), model.architecture)
+        fits.check_division(row, model, parallelism)
     if optimizer:
         carried = _optimizer_jobs(jobs, source, target)
         jobs += carried
@@ -255,53 +257,6 @@ def _targets(
         name: TensorSpec(shapes[number] if number < len(shapes) else shapes[0], made, parallel)
         for number, name in enumerate(job.writes)
     }
-
-
-_VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
-"""What a tensor can hold; the readers have made sure that FP8 codes have scales."""
-
-
-def _check_dtypes(job: Job, source: Source) -> None:
-    for name in (*job.reads, *job.copies):
-        if source.specs[name].dtype not in _VALUES:
-            dtype = str(source.specs[name].dtype).removeprefix("torch.")
-            raise PrecisionError(f"`{name}` is {dtype}", do="Known are values in BF16, FP16 and FP32, and E4M3 codes.")
-
-
-def _check_shapes(job: Job, shapes: tuple[tuple[int, ...], ...], source: Source) -> None:
-    for name, expected in zip(job.reads, shapes, strict=False):
-        found = source.specs[name].shape
-        if found != expected:
-            raise ShapeMismatch(
-                f"`{name}` is {list(found)}, the model's sizes say {list(expected)}",
-                where=f"architecture {source.model.architecture}",
-                do="Does the config belong to this checkpoint?",
-            )
-
-
-def _check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> None:
-    """Raise ShapeMismatch where a tensor cannot be cut for so many ranks."""
-    shape, parallel = row.shape(model), row.parallel
-    ranks = parallelism.tensor
-    if row.of_experts:
-        ranks = parallelism.expert_tensor or ranks
-        experts = model.moe.num_experts if model.moe else 0
-        if experts % parallelism.expert:
-            raise ShapeMismatch(f"{experts} experts cannot be dealt out to {parallelism.expert} ranks")
-    if parallel.kind == "replicated":
-        return
-    size = shape[1] if parallel.kind == "columns" else shape[0] // parallel.parts
-    if size % ranks:
-        raise ShapeMismatch(f"`{row.megatron}` {list(shape)} cannot be cut into {ranks} tensor-parallel parts")
-
-
-def _check_stages(model: ModelShape, parallelism: Parallelism) -> None:
-    """Raise ShapeMismatch where there are fewer layers than stages, or experts' ranks without experts."""
-    stages = parallelism.pipeline * parallelism.virtual
-    if model.num_layers % stages:
-        raise ShapeMismatch(f"{model.num_layers} layers cannot be cut into {stages} pipeline stages of equal length")
-    if parallelism.expert > 1 and model.moe is None:
-        raise ShapeMismatch("a model without experts cannot be cut into expert-parallel parts")
 
 
 _STATE = re.compile(r"optimizer\.state\.[a-z_]+\.(.+)")

@@ -230,6 +230,13 @@ def test_multi_token_prediction_layers_go_to_megatron_and_back_with_their_copies
     assert {"mtp.layers.0.eh_proj.weight", "mtp.layers.0.final_layernorm.weight"} < mine
     assert {f"{layer}.self_attention.linear_kv_up_proj.weight", f"{layer}.mlp.experts.linear_fc1.weight7"} < mine
     assert not any("embed" in name or "head" in name for name in mine)
+    theirs = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+    for ours, name in theirs.items():  # all but eh_proj have one shape: a mix-up would come back unseen
+        stored = read_tensor(reader, f"model.layers.3.{name}.weight")
+        assert torch.equal(megatron.tensors[f"mtp.layers.0.{ours}.weight"], stored)
+    for norm, name in {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}.items():
+        stored = read_tensor(reader, f"model.layers.3.{name}.weight")
+        assert torch.equal(megatron.tensors[f"{layer}.{norm}.weight"], stored)
     assert_same(to_hf(megatron).tensors, values(reader))
     assert_same(to_hf(reader).tensors, values(reader))
 
@@ -243,6 +250,13 @@ def test_a_copy_of_a_prediction_layer_that_differs_is_damage(tmp_path: Path, nam
     save_file(tensors, file)
     with pytest.raises(DamagedCheckpoint, match=f"{name}.* should be a copy"):
         to_megatron(HuggingFaceReader(tmp_path))
+
+
+def test_a_copy_of_another_shape_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    reader = prediction(tmp_path)
+    reader.specs["model.layers.3.embed_tokens.weight"] = TensorSpec((10, 64), torch.bfloat16)
+    with pytest.raises(ShapeMismatch, match=r"embed_tokens.weight` is \[10, 64\], the model's sizes say \[250, 64\]"):
+        make_plan(reader, "megatron")
 
 
 def test_a_config_that_claims_prediction_layers_without_tensors_is_read_without(tmp_path: Path) -> None:

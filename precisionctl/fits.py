@@ -1,0 +1,55 @@
+"""Whether tensors are what a model's sizes say they are, and whether they can be cut for so many ranks."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from precisionctl.architectures.param_map import Row
+from precisionctl.errors import PrecisionError, ShapeMismatch
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import Parallelism, TensorSpec
+
+_VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+"""What a tensor can hold; the readers have made sure that FP8 codes have scales."""
+
+
+def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:
+    """Raise PrecisionError for a dtype that is no value's."""
+    for name, spec in stored.items():
+        if spec.dtype not in _VALUES:
+            dtype = str(spec.dtype).removeprefix("torch.")
+            raise PrecisionError(f"`{name}` is {dtype}", do="Known are values in BF16, FP16 and FP32, and E4M3 codes.")
+
+
+def check_shapes(stored: Mapping[str, TensorSpec], shapes: Iterable[tuple[int, ...]], architecture: str) -> None:
+    """Raise ShapeMismatch for a tensor that does not have its one of `shapes`."""
+    for (name, spec), expected in zip(stored.items(), shapes, strict=True):
+        if spec.shape != expected:
+            raise ShapeMismatch(
+                f"`{name}` is {list(spec.shape)}, the model's sizes say {list(expected)}",
+                where=f"architecture {architecture}",
+                do="Does the config belong to this checkpoint?",
+            )
+
+
+def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> None:
+    """Raise ShapeMismatch where a tensor cannot be cut for so many ranks."""
+    shape, parallel = row.shape(model), row.parallel
+    ranks = (row.of_experts and parallelism.expert_tensor) or parallelism.tensor
+    if parallel.kind == "replicated":
+        return
+    size = shape[1] if parallel.kind == "columns" else shape[0] // parallel.parts
+    if size % ranks:
+        raise ShapeMismatch(f"`{row.megatron}` {list(shape)} cannot be cut into {ranks} tensor-parallel parts")
+
+
+def check_ranks(model: ModelShape, parallelism: Parallelism) -> None:
+    """Raise ShapeMismatch where stages of layers or ranks of experts would not be equal."""
+    stages = parallelism.pipeline * parallelism.virtual
+    if model.num_layers % stages:
+        raise ShapeMismatch(f"{model.num_layers} layers cannot be cut into {stages} pipeline stages of equal length")
+    experts = model.moe.num_experts if model.moe else 0
+    if parallelism.expert > 1 and not experts:
+        raise ShapeMismatch("a model without experts cannot be cut into expert-parallel parts")
+    if experts % parallelism.expert:
+        raise ShapeMismatch(f"{experts} experts cannot be dealt out to {parallelism.expert} ranks")
