@@ -50,3 +50,10 @@ def test_tables_show_every_module_only_when_asked_to(tmp_path: Path) -> None:
     by_layer = tables(description, by_layer=True)[2]
     assert by_layer.columns == ["module", "input amax", "input scale"]
     assert by_layer.rows == [[MODULE, "2", "224"]]
+
+
+def test_experts_and_latents_are_told(tmp_path: Path) -> None:
+    pico.save(tmp_path, "deepseek-v3")
+    summary = dict(tables(describe(open_checkpoint(tmp_path)), by_layer=False)[0].rows)
+    assert summary["attention"] == "4 heads of latents of 16"
+    assert summary["experts"] == "4 of 8 for a token, MLP 32, and shared ones of 32, in 2 layers"

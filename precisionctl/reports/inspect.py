@@ -101,7 +101,8 @@ def _summary(description: Description) -> Table:
         ("iteration", "-" if description["iteration"] is None else str(description["iteration"])),
         ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors"),
         ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, MLP {model['ffn_hidden_size']}"),
-        ("attention", f"{model['num_attention_heads']} heads, {model['num_query_groups']} key-value groups"),
+        ("attention", _attention(model)),
+        *([("experts", _experts(model["moe"]))] if model["moe"] else []),
         ("vocabulary", f"{model['vocab_size']}" + (f" and {padding} rows of padding" if padding else "")),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
@@ -109,6 +110,18 @@ def _summary(description: Description) -> Table:
     if description["fp8"]:
         rows += _fp8_rows(description["fp8"])
     return Table(description["path"], ("", ""), rows)
+
+
+def _attention(model: Mapping[str, Any]) -> str:
+    if model["mla"]:
+        return f"{model['num_attention_heads']} heads of latents of {model['mla']['kv_lora_rank']}"
+    return f"{model['num_attention_heads']} heads, {model['num_query_groups']} key-value groups"
+
+
+def _experts(moe: Mapping[str, Any]) -> str:
+    shared = f", and shared ones of {moe['shared_ffn_hidden_size']}" if moe["shared_ffn_hidden_size"] else ""
+    each = f"{moe['topk']} of {moe['num_experts']} for a token, MLP {moe['ffn_hidden_size']}"
+    return f"{each}{shared}, in {sum(moe['layer_freq'])} layers"
 
 
 def _fp8_rows(fp8: Description) -> list[tuple[str, str]]:
