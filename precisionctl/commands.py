@@ -10,36 +10,29 @@ from typing import Literal
 
 import torch
 
-from precisionctl.architectures.find import architecture_of, models_of_megatron_args, to_hf_config
-from precisionctl.cast import StateChange, fp8_state
+from precisionctl.cast import fp8_state
 from precisionctl.checkpoints.base import Output, Reader, Writer, disk_problems
-from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE, HuggingFaceWriter, config_dtype
-from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS, Spelling
+from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
-from precisionctl.checkpoints.megatron_keys import directory_name, write_tracker
-from precisionctl.checkpoints.megatron_legacy import LegacyReader
-from precisionctl.checkpoints.megatron_legacy_writer import LegacyWriter
-from precisionctl.checkpoints.megatron_masters import differing_masters
-from precisionctl.checkpoints.megatron_run import Carried, MegatronReader, WithOptimizer, carried
+from precisionctl.checkpoints.megatron_keys import write_tracker
+from precisionctl.checkpoints.megatron_masters import prove_masters
+from precisionctl.checkpoints.megatron_run import Carried, MegatronReader, WithOptimizer, carried, of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.convert import OnBytes, check, run
 from precisionctl.engines.base import Engine, engines
-from precisionctl.errors import DamagedCheckpoint, DiskProblem, MappingError, PrecisionError, RecipeError
-from precisionctl.export import Export, make_export
-from precisionctl.fp8 import sidecar
+from precisionctl.errors import DiskProblem, MappingError, PrecisionError, RecipeError
+from precisionctl.export import make_export
 from precisionctl.fp8.state import Fp8States
 from precisionctl.journal import Journal, open_journal, open_share_journal
 from precisionctl.manifest import write_manifest
+from precisionctl.notes import left_behind, of_family, of_state
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.plan import Plan, check_fp8_gemm, make_plan
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import Scheme, quant_methods
 from precisionctl.ranks import ALONE, Ranks
+from precisionctl.targets import CONTAINERS, hf_writer, megatron_writer
 from precisionctl.worker import Source
-
-CONTAINERS: Mapping[Layout, tuple[str, ...]] = {"hf": ("safetensors", "bin"), "megatron": ("torch_dist", "torch")}
-"""What is written of each layout; the first where none is asked for."""
 
 PrecisionChoice = Literal["keep", "bf16", "fp8"]
 Finish = Callable[[Mapping[str, float]], Fp8States | None]
@@ -166,11 +159,20 @@ def plan_conversion(conversion: Conversion) -> Work:
     output.check_free()
     run = carried(trained, conversion.parallelism) if trained else Carried()
     if conversion.to == "hf":
-        spelling = BIN if conversion.container == "bin" else SAFETENSORS
-        writer: Writer = _hf_writer(output, reader, plan, conversion.max_shard_size, spelling=spelling)
+        writer: Writer = hf_writer(
+            output,
+            plan,
+            reader.companions,
+            container=conversion.container,
+            max_shard_size=conversion.max_shard_size,
+        )
     else:
-        writer = _megatron_writer(output, reader, plan, conversion, run)
-    notes = [*_family_notes(reader, conversion), *_left_behind(reader, carried=trained is not None)]
+        fp8_in: Literal["extra_state", "sidecar"] = "extra_state" if conversion.fills_extra_state else "sidecar"
+        writer = megatron_writer(
+            output, plan, reader.companions, container=conversion.container, run=run, fp8_in=fp8_in
+        )
+    told = conversion.architecture is not None
+    notes = [*of_family(reader, conversion.to, told=told), *left_behind(reader, carried=trained is not None)]
     if run.left:
         notes.append(f"Stays behind, as it belongs to ranks or to Megatron's own classes: {', '.join(run.left)}.")
     makes = conversion.fills_extra_state and (conversion.precision == "fp8" or state is not None)
@@ -184,7 +186,7 @@ def _open_as_told(conversion: Conversion) -> Reader:
     reader = open_checkpoint(conversion.source, conversion.iteration)
     if conversion.architecture is None and conversion.reference is None:
         return reader
-    if not isinstance(reader, TorchDistReader | LegacyReader) or reader.companions.files:
+    if not of_megatron(reader) or reader.companions.files:
         raise RecipeError(
             "the checkpoint has a config.json, which says what it is", do="Leave --architecture and --reference out."
         )
@@ -196,7 +198,7 @@ def _open_as_told(conversion: Conversion) -> Reader:
 
 def _trained(reader: Reader) -> MegatronReader | None:
     """The reader, if it has an optimizer."""
-    return reader if isinstance(reader, TorchDistReader | LegacyReader) and reader.optimizer_specs else None
+    return reader if of_megatron(reader) and reader.optimizer_specs else None
 
 
 def _as_export(conversion: Conversion) -> InferenceExport:
@@ -219,8 +221,8 @@ def plan_export(export: InferenceExport) -> Work:
     made = make_export(reader, method, export.scheme, export.recipe or PRESETS["fp8-delayed"])
     output = Output(export.destination)
     output.check_free()
-    writer = _hf_writer(output, reader, made.plan, export.max_shard_size, made)
-    notes = [*_left_behind(reader), f"Serve it with: {engine.command.format(path=export.destination)}"]
+    writer = hf_writer(output, made.plan, reader.companions, export=made, max_shard_size=export.max_shard_size)
+    notes = [*left_behind(reader), f"Serve it with: {engine.command.format(path=export.destination)}"]
     if export.scheme == "static":
         notes.insert(0, f"Input scales are those recorded by iteration {made.recorded_at}, without calibration data.")
     return Work(reader, made.plan, writer, output, lambda amax: None, False, _digest(made.plan, export), notes)
@@ -248,8 +250,8 @@ def execute(
     `verify` reads everything back before that; `on_bytes` hears of those bytes too.
     """
     with ranks.together(), disk_problems(work.output), _journal(work, restart, ranks) as journal:
-        if ranks.first:
-            _prove_masters(work)
+        if ranks.first and isinstance(work.trained, TorchDistReader) and work.trained.in_buckets:
+            work.notes.extend(filter(None, [prove_masters(work.trained)]))
         amax = run(
             work.plan,
             work.source,
@@ -292,74 +294,6 @@ def _finish(work: Work, amax: Mapping[str, float], checksums: Mapping[str, str])
     work.output.commit()
 
 
-def _hf_writer(
-    output: Output,
-    reader: Reader,
-    plan: Plan,
-    shard: int,
-    export: Export | None = None,
-    spelling: Spelling = SAFETENSORS,
-) -> HuggingFaceWriter:
-    return HuggingFaceWriter(
-        output.partial,
-        plan.targets,
-        reader.companions,
-        to_hf_config(plan.model, config_dtype(plan.targets)),
-        export.quantization if export else None,
-        export.files if export else {},
-        shard,
-        spelling,
-    )
-
-
-def _megatron_writer(output: Output, reader: Reader, plan: Plan, conversion: Conversion, run: Carried) -> Writer:
-    directory = output.partial / directory_name(run.iteration)
-    fp8_in: Literal["extra_state", "sidecar"] = "extra_state" if conversion.fills_extra_state else "sidecar"
-    if conversion.container == "torch":
-        return LegacyWriter(
-            directory,
-            plan.model,
-            plan.targets,
-            parallelism=conversion.parallelism,
-            iteration=run.iteration,
-            companions=reader.companions,
-            fp8_in=fp8_in,
-            common=run.common,
-            args=run.args,
-        )
-    return TorchDistWriter(
-        directory,
-        plan.model,
-        plan.targets,
-        parallelism=conversion.parallelism,
-        iteration=run.iteration,
-        companions=reader.companions,
-        fp8_in=fp8_in,
-        common=run.common,
-        objects=run.objects,
-        args=run.args,
-        distributed_optimizer=run.distributed_optimizer,
-    )
-
-
-def _prove_masters(work: Work) -> None:
-    """An optimizer's flat buckets name no parameter: their FP32 masters, rounded, must be the weights.
-
-    Some may differ, of a run that keeps its weights in FP8; none can all be other parameters' than they are taken for.
-    """
-    if not isinstance(work.trained, TorchDistReader) or not work.trained.in_buckets:
-        return
-    differing = differing_masters(work.trained)
-    if len(differing) > len(work.trained.specs) // 2:
-        raise DamagedCheckpoint(
-            f"the optimizer's masters are not those of the weights: {len(differing)} differ, `{differing[0]}` first",
-            where=work.trained.path,
-            do="--drop-optimizer leaves the optimizer behind.",
-        )
-    if differing:
-        work.notes.append(f"The optimizer's master of these is not their weight: {', '.join(differing)}.")
-
-
 def _check_modules(states: Fp8States, plan: Plan) -> None:
     unknown = sorted(states.modules.keys() - set(plan.gemms))
     if unknown:
@@ -377,54 +311,10 @@ def _make_state(carried: Fp8States | None, conversion: Conversion, notes: list[s
         known = carried.modules if carried else {}
         wanted = conversion.in_fp8 if conversion.precision == "fp8" else known.__contains__
         change = fp8_state(carried, {module: amax for module, amax in weight_amax.items() if wanted(module)}, recipe)
-        notes.extend(_state_notes(change))
+        notes.extend(of_state(change))
         return change.states
 
     return make
-
-
-def _state_notes(change: StateChange) -> list[str]:
-    notes = []
-    if change.stale:
-        notes.append(f"Weight amax of {len(change.stale)} modules was stale and is made from the weights anew.")
-    if change.from_weights:
-        notes.append(
-            f"Weight scales of {len(change.from_weights)} modules come from the weights; their activations and "
-            "gradients have no history yet. `resume` fills them in warm-up passes before its first FP8 step."
-        )
-    return notes
-
-
-def _family_notes(reader: Reader, conversion: Conversion) -> Iterator[str]:
-    model = reader.model
-    table = architecture_of(model.architecture)
-    if conversion.to == "megatron" and table.note:
-        yield table.note
-    told = conversion.architecture is not None or reader.companions.files
-    if conversion.to == "hf" and isinstance(reader, TorchDistReader | LegacyReader) and not told:
-        fitting = models_of_megatron_args(reader.args, model.padded_vocab_size, reader.path)
-        if others := [other.architecture for other in fitting if other.architecture != model.architecture]:
-            yield (
-                f"Megatron's arguments name no family: taken for {model.architecture}, and as well "
-                f"{', '.join(others)} (--architecture, or --reference for its tokenizer too)."
-            )
-
-
-def _left_behind(reader: Reader, *, carried: bool = False) -> list[str]:
-    if not isinstance(reader, TorchDistReader | LegacyReader):
-        return []
-    notes = []
-    if not carried and (optimizer := reader.optimizer_specs):
-        size = sum(spec.nbytes for spec in optimizer.values()) / 1e9
-        notes.append(
-            f"The optimizer stays behind: {len(optimizer)} tensors, {size:.2f} GB. The result is weights only."
-        )
-    if isinstance(reader, TorchDistReader) and reader.unread_optimizer:
-        notes.append("The optimizer stays behind: it is stored by rank, in a form that newer Megatrons do not write.")
-    older = sidecar.find(reader.path)
-    if older and reader.fp8 and (names := older.modules.keys() - reader.fp8.modules.keys()):
-        notes.append(f"Older FP8 state of {len(names)} modules, which the run kept in BF16, stays behind.")
-    return notes
 
 
 def _digest(plan: Plan, command: Conversion | InferenceExport) -> str:

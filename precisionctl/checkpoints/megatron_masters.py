@@ -12,6 +12,7 @@ import torch
 from precisionctl.checkpoints.base import Chunk, read_rows
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_logical import MASTER
+from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
 
 _ELEMENTS = 1 << 20
@@ -30,6 +31,21 @@ class _Optimizer:
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self.reader.chunks(name)
+
+
+def prove_masters(reader: TorchDistReader) -> str:
+    """A note where some masters differ: of a run that keeps its weights in FP8 some may.
+
+    Raises DamagedCheckpoint where most do: then buckets hold other parameters than they are taken for.
+    """
+    differing = differing_masters(reader)
+    if len(differing) > len(reader.specs) // 2:
+        raise DamagedCheckpoint(
+            f"the optimizer's masters are not those of the weights: {len(differing)} differ, `{differing[0]}` first",
+            where=reader.path,
+            do="--drop-optimizer leaves the optimizer behind.",
+        )
+    return f"The optimizer's master of these is not their weight: {', '.join(differing)}." if differing else ""
 
 
 def differing_masters(reader: TorchDistReader) -> list[str]:

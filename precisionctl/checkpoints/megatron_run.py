@@ -8,12 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Chunk, Reader
+from precisionctl.checkpoints.base import Chunk, Companions, Reader
 from precisionctl.checkpoints.megatron_keys import OURS
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.fp8.encoding import Encoding
@@ -43,7 +44,10 @@ class MegatronReader(Reader, Protocol):
     """A Reader of a Megatron container, whose checkpoints often do not say of which family they are."""
 
     family: str | None
+    companions: Companions
 
+    @property
+    def path(self) -> Path: ...
     @property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]: ...
     @property
@@ -54,6 +58,11 @@ class MegatronReader(Reader, Protocol):
     def objects(self) -> Sequence[str]: ...
     def read_object(self, key: str) -> Any: ...
     def checked_object(self, key: str) -> Span: ...
+
+
+def of_megatron(reader: Reader) -> TypeGuard[MegatronReader]:
+    """Whether a checkpoint is Megatron's."""
+    return reader.layout == "megatron"
 
 
 @dataclass(frozen=True)

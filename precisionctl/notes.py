@@ -1,0 +1,51 @@
+"""What a command tells beside its result: what stays behind, what was guessed, what was made anew."""
+
+from collections.abc import Iterator
+
+from precisionctl.architectures.find import architecture_of, models_of_megatron_args
+from precisionctl.cast import StateChange
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_run import of_megatron
+from precisionctl.fp8 import sidecar
+from precisionctl.param import Layout
+
+
+def of_family(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
+    """What to know of the source's family; and that it was guessed, unless it was `told`."""
+    model = reader.model
+    table = architecture_of(model.architecture)
+    if to == "megatron" and table.note:
+        yield table.note
+    if to == "hf" and of_megatron(reader) and not told and not reader.companions.files:
+        fitting = models_of_megatron_args(reader.args, model.padded_vocab_size, reader.path)
+        if others := [other.architecture for other in fitting if other.architecture != model.architecture]:
+            yield (
+                f"Megatron's arguments name no family: taken for {model.architecture}, and as well "
+                f"{', '.join(others)} (--architecture, or --reference for its tokenizer too)."
+            )
+
+
+def left_behind(reader: Reader, *, carried: bool = False) -> Iterator[str]:
+    """What the result does not have of a source; `carried`: its optimizer goes along."""
+    if not of_megatron(reader):
+        return
+    if not carried and (optimizer := reader.optimizer_specs):
+        size = sum(spec.nbytes for spec in optimizer.values()) / 1e9
+        yield f"The optimizer stays behind: {len(optimizer)} tensors, {size:.2f} GB. The result is weights only."
+    if isinstance(reader, TorchDistReader) and reader.unread_optimizer:
+        yield "The optimizer stays behind: it is stored by rank, in a form that newer Megatrons do not write."
+    older = sidecar.find(reader.path)
+    if older and reader.fp8 and (names := older.modules.keys() - reader.fp8.modules.keys()):
+        yield f"Older FP8 state of {len(names)} modules, which the run kept in BF16, stays behind."
+
+
+def of_state(change: StateChange) -> Iterator[str]:
+    """What became of the weights' part of an FP8 state."""
+    if change.stale:
+        yield f"Weight amax of {len(change.stale)} modules was stale and is made from the weights anew."
+    if change.from_weights:
+        yield (
+            f"Weight scales of {len(change.from_weights)} modules come from the weights; their activations and "
+            "gradients have no history yet. `resume` fills them in warm-up passes before its first FP8 step."
+        )

@@ -1,0 +1,79 @@
+"""What a plan is written with: the Writer of each container."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from precisionctl.architectures.find import to_hf_config
+from precisionctl.checkpoints.base import Companions, Output, Writer
+from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE, HuggingFaceWriter, config_dtype
+from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
+from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
+from precisionctl.checkpoints.megatron_keys import directory_name
+from precisionctl.checkpoints.megatron_legacy_writer import LegacyWriter
+from precisionctl.checkpoints.megatron_run import Carried
+from precisionctl.export import Export
+from precisionctl.param import Layout
+from precisionctl.plan import Plan
+
+CONTAINERS: Mapping[Layout, tuple[str, ...]] = {"hf": ("safetensors", "bin"), "megatron": ("torch_dist", "torch")}
+"""What is written of each layout; the first where none is asked for."""
+
+
+def hf_writer(
+    output: Output,
+    plan: Plan,
+    companions: Companions,
+    *,
+    container: str | None = None,
+    export: Export | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+) -> HuggingFaceWriter:
+    """Writes a plan's Hugging Face directory; an `export` has something to say beside it."""
+    return HuggingFaceWriter(
+        output.partial,
+        plan.targets,
+        companions,
+        to_hf_config(plan.model, config_dtype(plan.targets)),
+        export.quantization if export else None,
+        export.files if export else {},
+        max_shard_size,
+        BIN if container == "bin" else SAFETENSORS,
+    )
+
+
+def megatron_writer(
+    output: Output,
+    plan: Plan,
+    companions: Companions,
+    *,
+    container: str | None = None,
+    run: Carried,
+    fp8_in: Literal["extra_state", "sidecar"],
+) -> Writer:
+    """Writes a plan's Megatron directory: an iteration of a `run` that goes along, else a release."""
+    directory = output.partial / directory_name(run.iteration)
+    if container == "torch":
+        return LegacyWriter(
+            directory,
+            plan.model,
+            plan.targets,
+            parallelism=plan.parallelism,
+            iteration=run.iteration,
+            companions=companions,
+            fp8_in=fp8_in,
+            common=run.common,
+            args=run.args,
+        )
+    return TorchDistWriter(
+        directory,
+        plan.model,
+        plan.targets,
+        parallelism=plan.parallelism,
+        iteration=run.iteration,
+        companions=companions,
+        fp8_in=fp8_in,
+        common=run.common,
+        objects=run.objects,
+        args=run.args,
+        distributed_optimizer=run.distributed_optimizer,
+    )
