@@ -13,7 +13,7 @@ from in_memory import InMemory, recorded, to_megatron
 from torch import Tensor
 
 from precisionctl import convert
-from precisionctl.architectures.find import supported
+from precisionctl.architectures.find import architecture_of, supported
 from precisionctl.architectures.param_map import Row
 from precisionctl.checkpoints.base import Reader, read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -71,6 +71,19 @@ def test_what_is_written_for_any_sizes_is_read_as_it_was(tmp_path: Path, family:
     assert reader.parallelism == sizes
     assert reader.model == source.model
     assert reader.iteration is None
+
+
+@pytest.mark.parametrize("family", pico.FAMILIES)
+def test_every_family_is_cut_and_put_together_again(tmp_path: Path, family: str) -> None:
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
+    hf = HuggingFaceReader(tmp_path / "hf")
+    if architecture_of(hf.model.architecture).refused:
+        pytest.skip("Megatron-Core has no such layer")
+    source = to_megatron(hf)
+    stages = next(size for size in range(2, 100) if source.model.num_layers % size == 0)
+    sizes = Parallelism(tensor=2, pipeline=stages, expert=2 if source.model.moe else 1)
+    write(source, tmp_path / "release", sizes, companions=source.companions)
+    same(LegacyReader(tmp_path / "release"), source)
 
 
 @pytest.mark.parametrize("sizes", EXPERTS, ids=str)
