@@ -124,9 +124,9 @@ def make_plan(
 ) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
-    `dtype` is that of every target tensor; None keeps each as stored, FP8 codes decoded to BF16. `optimizer` takes
-    the state of a Megatron source's optimizer along, in the dtype that it is stored in. `respelled` gives experts that
-    a Hugging Face source has fused the names that the model's own class saves.
+    `dtype` is that of every target tensor but those that keep theirs; None keeps each as stored, FP8 codes decoded to
+    BF16. `optimizer` takes the state of a Megatron source's optimizer along, in the dtype that it is stored in.
+    `respelled` gives experts that a Hugging Face source has fused the names that the model's own class saves.
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
     architecture = architecture_of(source.model.architecture)
@@ -247,7 +247,7 @@ def _targets(
     dtype: torch.dtype | None,
 ) -> dict[str, TensorSpec]:
     kept = [torch.bfloat16 if specs[name].dtype.itemsize == 1 else specs[name].dtype for name in job.reads]
-    made = dtype
+    made = None if job.row.keeps_dtype else dtype
     if made is None:
         made = torch.bfloat16 if not kept else kept[0]
         for other in kept[1:]:

@@ -268,6 +268,13 @@ def test_a_config_that_claims_prediction_layers_without_tensors_is_read_without(
     assert not any(name.startswith("mtp.") for name in plan.targets)
 
 
+def test_the_bias_that_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
+    pico.save(tmp_path, "deepseek-v3")
+    plan = make_plan(HuggingFaceReader(tmp_path), "megatron", dtype=torch.bfloat16)
+    kept = {name for name, spec in plan.targets.items() if spec.dtype != torch.bfloat16}
+    assert kept == {f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 2)}
+
+
 def test_gpt2_as_the_hub_has_it_is_the_same_model(tmp_path: Path) -> None:
     """Without a prefix, and with the mask that each layer stored."""
     expected = to_megatron(opened(tmp_path, "gpt2"))

@@ -85,6 +85,7 @@ _MOE = (
         ("moe.num_experts",),
         present=when("expert_bias"),
         layers="moe",
+        keeps_dtype=True,  # FP32: rounded, it would choose other experts
     ),
     Row(
         (
