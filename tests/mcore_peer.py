@@ -139,9 +139,10 @@ def spec_of(config: Any, args: argparse.Namespace, te_names: bool) -> Any:
             normalization=args.normalization,
         )
         layers = [block]
-    for layer in layers if te_names else []:
+    frequency = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1]
+    for layer, has_experts in zip(layers, frequency, strict=True) if te_names else []:
         names = layer.submodules.sharded_state_dict_keys_map
-        if hasattr(layer.submodules.mlp.submodules, "experts"):
+        if config.num_moe_experts and has_experts:
             names.pop("pre_mlp_layernorm.", None)
         else:
             names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
