@@ -324,9 +324,11 @@ def _digest(plan: Plan, command: Conversion | InferenceExport) -> str:
 def _check_room(work: Work) -> None:
     free = shutil.disk_usage(work.output.partial).free
     there = sum(file.stat().st_blocks * 512 for file in work.output.partial.rglob("*") if file.is_file())
-    if free + there < work.plan.nbytes:
+    specs, writer = work.writer.specs, work.writer
+    needed = sum(chunk.box.elements * specs[name].dtype.itemsize for name in specs for chunk in writer.chunks(name))
+    if free + there < needed:  # ranks may hold copies of a tensor
         raise DiskProblem(
-            f"{work.plan.nbytes / 1e9:.1f} GB to write, {free / 1e9:.1f} GB free",
+            f"{needed / 1e9:.1f} GB to write, {free / 1e9:.1f} GB free",
             where=work.output.path.parent,
             do="Make room and run the same command again.",
         )

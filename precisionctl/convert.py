@@ -126,7 +126,7 @@ class _Share:
             for chunk in writer.chunks(name):
                 assert isinstance(chunk.place, Path), "a live model has one rank"
                 itemsize = writer.specs[name].dtype.itemsize
-                sizes[chunk.place] = sizes.get(chunk.place, 0) + chunk.box.rows * chunk.box.columns * itemsize
+                sizes[chunk.place] = sizes.get(chunk.place, 0) + chunk.box.elements * itemsize
         files, shares = sorted(sizes), deal([sizes[file] for file in sorted(sizes)], ranks.count)
         self._mine = {files[number] for number in shares[ranks.rank]} if ranks.rank < len(shares) else set()
 

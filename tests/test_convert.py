@@ -480,6 +480,23 @@ def test_a_full_disk_is_one_error_and_keeps_what_is_done(tmp_path: Path) -> None
     run(tmp_path / "hf", tmp_path / "out", "megatron")
 
 
+def test_a_source_that_cannot_be_read_is_one_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    before = tree(tmp_path / "hf")
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fails)
+        with pytest.raises(CheckpointError, match=r"not readable: Input/output error.*model.safetensors"):
+            run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert not (tmp_path / "out").exists() and tree(tmp_path / "hf") == before
+    run(tmp_path / "hf", tmp_path / "out", "megatron")
+
+
 def config(directory: Path, **changes: object) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from precisionctl.errors import DamagedCheckpoint, DestinationExists, DiskProblem
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, DestinationExists, DiskProblem
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
@@ -33,6 +33,10 @@ class Box:
     rows: int
     column: int
     columns: int
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.columns
 
     def intersect(self, other: "Box") -> "Box | None":
         row, column = max(self.row, other.row), max(self.column, other.column)
@@ -173,12 +177,22 @@ def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | Non
         if isinstance(chunk.place, Tensor):
             into.copy_(_window(chunk.place.detach(), part, chunk.box.row, chunk.box.column))
         elif into.is_contiguous():
-            _transfer(chunk, part, into, os.preadv, os.O_RDONLY)
+            _read(chunk, part, into)
         else:
-            between = torch.empty(into.shape, dtype=into.dtype)
-            _transfer(chunk, part, between, os.preadv, os.O_RDONLY)
-            into.copy_(between)
+            into.copy_(_read(chunk, part, torch.empty(into.shape, dtype=into.dtype)))
     return out
+
+
+def _read(chunk: Chunk, part: Box, into: Tensor) -> Tensor:
+    try:
+        _transfer(chunk, part, into, os.preadv, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(
+            f"not readable: {error.strerror}",
+            where=chunk.place,
+            do="Is its disk failing? What is done is kept; copy the file anew and run the same command again.",
+        ) from error
+    return into
 
 
 def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
@@ -199,8 +213,7 @@ def check_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
     values = values.reshape(-1, spec.columns)
     for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.columns)):
         expected = _window(values, part, row, 0).contiguous()
-        found = torch.empty_like(expected)
-        _transfer(chunk, part, found, os.preadv, os.O_RDONLY)
+        found = _read(chunk, part, torch.empty_like(expected))
         if not torch.equal(expected.view(torch.uint8), found.view(torch.uint8)):
             raise DamagedCheckpoint(
                 f"`{name}` reads back other than it was written",
