@@ -5,7 +5,7 @@ Nothing heavy is imported until a command runs, so that `precisionctl --help` an
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from precisionctl import __version__
-from precisionctl.errors import PrecisionctlError
+from precisionctl.errors import PrecisionctlError, RecipeError
 from precisionctl.options import (
     CHECKPOINT,
     NEW_PATH,
@@ -114,14 +114,18 @@ def inspect(checkpoint: Path, by_layer: bool, iteration: int | None, json_wanted
 @iteration_option
 @writing_options
 def convert(recipe: str | None, how: Writing, **what: Any) -> None:
-    """Convert SOURCE between Hugging Face and Megatron (torch_dist), FP8 state included.
+    """Convert SOURCE between Hugging Face and Megatron, any container to any, FP8 state included.
 
     DESTINATION appears only when it is complete; the same command run again goes on where one was stopped.
     `--to hf --precision fp8` is `export-inference --target vllm`, and rounds the weights.
     """
     from precisionctl.commands import Conversion, plan_conversion
 
-    do_work(plan_conversion(Conversion(recipe=precision_of(recipe), **what)), how)
+    try:
+        conversion = Conversion(recipe=precision_of(recipe), **what)
+    except RecipeError as error:  # options that contradict one another
+        raise click.UsageError(str(error)) from error
+    do_work(lambda: plan_conversion(conversion), how)
 
 
 @main.command()
@@ -183,7 +187,8 @@ def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
     """
     from precisionctl.commands import InferenceExport, plan_export
 
-    do_work(plan_export(InferenceExport(recipe=precision_of(recipe), **what)), how)
+    export = InferenceExport(recipe=precision_of(recipe), **what)
+    do_work(lambda: plan_export(export), how)
 
 
 def precision_of(recipe: str | None) -> "Precision | None":
@@ -193,28 +198,39 @@ def precision_of(recipe: str | None) -> "Precision | None":
     return replace(load_recipe(recipe).precision, fp8=True) if recipe else None
 
 
-def do_work(work: "Work", how: Writing) -> None:
-    """Show a plan, or carry it out; of several ranks, the first one speaks."""
-    from precisionctl import console, ranks
-    from precisionctl.commands import execute
+def do_work(plan: Callable[[], "Work"], how: Writing) -> None:
+    """Show a plan, or carry it out; of several ranks, each makes it and the first one speaks."""
+    from precisionctl import console
     from precisionctl.estimate import estimate
     from precisionctl.reports import plan as report
 
-    here = ranks.ALONE if how.dry_run else ranks.from_environment()
     if not how.dry_run:
-        passes = 2 if how.verify else 1
-        total = passes * work.plan.nbytes // here.count
+        work = carry_out(plan, how)
+        if work and how.json_wanted:
+            print_json(work.plan.describe() | {"notes": work.notes})
+        elif work:
+            console.show_lines([f"Wrote {work.output.path}, {size(work.plan.nbytes)}.", *work.notes])
+        return
+    work = plan()
+    expected = estimate(work.plan, work.reader, work.output.path, how.workers)
+    if how.json_wanted:
+        print_json(work.plan.describe() | {"notes": work.notes, "estimate": asdict(expected)})
+    else:
+        console.show_tables(report.tables(work.plan, expected))
+
+
+def carry_out(plan: Callable[[], "Work"], how: Writing) -> "Work | None":
+    """What was done; None at other ranks than the first."""
+    from precisionctl import console, ranks
+    from precisionctl.commands import execute
+
+    here = ranks.from_environment()
+    with here.together():  # planning too: what stops one rank there is told to the others
+        work = plan()
+        total = (2 if how.verify else 1) * work.plan.nbytes // here.count
         with console.bytes_progress("writing", total, quiet=not here.first) as on_bytes:
             execute(work, workers=how.workers, restart=how.restart, verify=how.verify, ranks=here, on_bytes=on_bytes)
-    if not here.first:
-        return
-    expected = estimate(work.plan, work.reader, work.output.path, how.workers) if how.dry_run else None
-    if how.json_wanted:
-        print_json(work.plan.describe() | {"notes": work.notes} | ({"estimate": asdict(expected)} if expected else {}))
-    elif expected:
-        console.show_tables(report.tables(work.plan, expected))
-    else:
-        console.show_lines([f"Wrote {work.output.path}, {size(work.plan.nbytes)}.", *work.notes])
+    return work if here.first else None
 
 
 @main.command()

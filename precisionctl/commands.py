@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from precisionctl import __version__
 from precisionctl.cast import fp8_state
 from precisionctl.checkpoints.base import Output, Reader, Writer, disk_problems
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
@@ -20,7 +21,7 @@ from precisionctl.checkpoints.megatron_run import Carried, MegatronReader, WithO
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.convert import OnBytes, check, run
 from precisionctl.engines.base import Engine, engines
-from precisionctl.errors import DiskProblem, MappingError, PrecisionError, RecipeError
+from precisionctl.errors import DamagedCheckpoint, DiskProblem, MappingError, OutputError, PrecisionError, RecipeError
 from precisionctl.export import make_export
 from precisionctl.fp8.state import Fp8States
 from precisionctl.journal import Journal, open_journal, open_share_journal
@@ -68,6 +69,8 @@ class Conversion:
         if self.container not in (None, *CONTAINERS[self.to]):
             known = ", ".join(CONTAINERS[self.to])
             raise RecipeError(f"--to {self.to} is not written as {self.container}", do=f"Known: {known}.")
+        if self.architecture is not None and self.reference is not None:
+            raise RecipeError("a reference says of which family it is", do="Leave --architecture out.")
         if self.recipe is not None and self.precision != "fp8":
             raise RecipeError("a recipe says how FP8 is made", do="Give --precision fp8 too, or leave --recipe out.")
         if self.drop_fp8_state and self.to == "hf" and self.precision == "fp8":
@@ -155,8 +158,7 @@ def plan_conversion(conversion: Conversion) -> Work:
             check_fp8_gemm(job, plan.model)
     if state:
         _check_modules(state, plan)
-    output = Output(conversion.destination)
-    output.check_free()
+    output = _output(conversion.destination, conversion.source, conversion.reference)
     run = carried(trained, conversion.parallelism) if trained else Carried()
     if conversion.to == "hf":
         writer: Writer = hf_writer(
@@ -193,6 +195,12 @@ def _open_as_told(conversion: Conversion) -> Reader:
     reader.family = conversion.architecture
     if conversion.reference is not None:
         reader.companions = open_checkpoint(conversion.reference).companions
+        try:
+            _ = reader.model
+        except DamagedCheckpoint as error:
+            raise RecipeError(
+                f"the reference is of another model: {error.what}", where=conversion.reference, do="Give another one."
+            ) from error
     return reader
 
 
@@ -219,13 +227,27 @@ def plan_export(export: InferenceExport) -> Work:
     engine = engine_named(export.target)
     method = quant_methods()[engine.spells[export.scheme]]
     made = make_export(reader, method, export.scheme, export.recipe or PRESETS["fp8-delayed"])
-    output = Output(export.destination)
-    output.check_free()
+    output = _output(export.destination, export.source)
     writer = hf_writer(output, made.plan, reader.companions, export=made, max_shard_size=export.max_shard_size)
     notes = [*left_behind(reader), f"Serve it with: {engine.command.format(path=export.destination)}"]
     if export.scheme == "static":
         notes.insert(0, f"Input scales are those recorded by iteration {made.recorded_at}, without calibration data.")
     return Work(reader, made.plan, writer, output, lambda amax: None, False, _digest(made.plan, export), notes)
+
+
+def _output(destination: Path, *sources: Path | None) -> Output:
+    """Raises DestinationExists, and OutputError where writing would touch what is read."""
+    output = Output(destination)
+    output.check_free()
+    for source in filter(None, sources):
+        read, written = source.resolve(), (output.path.resolve(), output.partial.resolve(), output.journal.resolve())
+        if any(read == path or read in path.parents or path in read.parents for path in written):
+            raise OutputError(
+                "the destination, or what is written beside it, and the source are one in the other",
+                where=destination,
+                do="Choose a destination outside the source.",
+            )
+    return output
 
 
 def engine_named(name: str) -> Engine:
@@ -249,7 +271,7 @@ def execute(
 
     `verify` reads everything back before that; `on_bytes` hears of those bytes too.
     """
-    with ranks.together(), disk_problems(work.output), _journal(work, restart, ranks) as journal:
+    with disk_problems(work.output), _journal(work, restart, ranks) as journal:
         if ranks.first and isinstance(work.trained, TorchDistReader) and work.trained.in_buckets:
             work.notes.extend(filter(None, [prove_masters(work.trained)]))
         amax = run(
@@ -273,16 +295,25 @@ def execute(
 
 @contextmanager
 def _journal(work: Work, restart: bool, ranks: Ranks) -> Iterator[Journal]:
-    """This rank's. The first begins, the others come after it."""
+    """This rank's. The first begins, the others come after it, if they are about the same.
+
+    Raises OutputError where they are not: another command, or another state of the source.
+    """
+    about = f"{work.digest} {sorted((file.name, file.stat().st_size) for file in work.reader.files)}"
     if not ranks.first:
-        ranks.hear("begun")
+        if ranks.hear("begun") != about:
+            raise OutputError(
+                f"rank {ranks.rank} plans something else than the first rank",
+                where=work.output.path,
+                do="Give every rank the same command, and the same files at the same paths.",
+            )
         with open_share_journal(work.output, ranks.rank) as journal:
             yield journal
         return
     files = work.reader.files
     with open_journal(work.output, work.digest, files, ranks=ranks.count, restart=restart) as journal:
         _check_room(work)
-        ranks.tell("begun")
+        ranks.tell("begun", about)
         yield journal
 
 
@@ -318,7 +349,7 @@ def _make_state(carried: Fp8States | None, conversion: Conversion, notes: list[s
 
 
 def _digest(plan: Plan, command: Conversion | InferenceExport) -> str:
-    return hashlib.sha256(f"{plan.digest} {command}".encode()).hexdigest()
+    return hashlib.sha256(f"{__version__} {plan.digest} {command}".encode()).hexdigest()
 
 
 def _check_room(work: Work) -> None:
@@ -328,7 +359,7 @@ def _check_room(work: Work) -> None:
     needed = sum(chunk.box.elements * specs[name].dtype.itemsize for name in specs for chunk in writer.chunks(name))
     if free + there < needed:  # ranks may hold copies of a tensor
         raise DiskProblem(
-            f"{needed / 1e9:.1f} GB to write, {free / 1e9:.1f} GB free",
+            f"{needed:,} bytes to write, {free:,} bytes free",
             where=work.output.path.parent,
             do="Make room and run the same command again.",
         )

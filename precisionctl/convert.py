@@ -67,7 +67,7 @@ def run(
         ranks.tell("laid out")
     ranks.hear("laid out")
     share = _Share(plan, writer, ranks) if ranks.count > 1 else writer
-    jobs = [job for job in plan.jobs if ranks.count == 1 or any(share.chunks(name) for name in written(job))]
+    jobs = [job for job in plan.jobs if _is_mine(job, share, ranks)]
     on_bytes(sum(nbytes(job, plan) for job in jobs if job.name in done))
     todo = [job for job in jobs if job.name not in done]
     found: dict[str, float] = dict(journal.amax) if journal else {}
@@ -79,6 +79,12 @@ def run(
             recorder.add((job, amax))
             on_bytes(nbytes(job, plan))
     return found
+
+
+def _is_mine(job: Job, share: Chunked, ranks: Ranks) -> bool:
+    """Whether a job writes into this rank's files; what writes nothing (zeros that are left out) is the first's."""
+    names = written(job)
+    return any(share.chunks(name) for name in names) if names else ranks.first
 
 
 def check(
@@ -186,7 +192,7 @@ def _done(task: Callable[[Job], T], jobs: list[Job], plan: Plan, workers: int) -
     children: dict[Connection, BaseProcess] = {}
     try:
         for share in deal([nbytes(job, plan) for job in jobs], workers):
-            receiver, process = _fork(task, jobs, share)
+            receiver, process = _fork(task, jobs, share, list(children))
             children[receiver] = process
         while children:
             for receiver in [receiver for receiver in wait(list(children)) if isinstance(receiver, Connection)]:
@@ -215,10 +221,12 @@ def deal(costs: Sequence[int], shares: int) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(costs)], strict=True)]
 
 
-def _fork(task: Callable[[Job], T], jobs: list[Job], share: range) -> tuple[Connection, BaseProcess]:
+def _fork(
+    task: Callable[[Job], T], jobs: list[Job], share: range, others: list[Connection]
+) -> tuple[Connection, BaseProcess]:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(task, jobs, share, sender), daemon=True)
+    process = context.Process(target=_child, args=(task, jobs, share, sender, [receiver, *others]), daemon=True)
     with warnings.catch_warnings():
         # Python 3.12 warns of locks that other threads may hold: the child touches none, and leaves by os._exit
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -227,8 +235,12 @@ def _fork(task: Callable[[Job], T], jobs: list[Job], share: range) -> tuple[Conn
     return receiver, process
 
 
-def _child(task: Callable[[Job], T], jobs: list[Job], share: range, results: Connection) -> None:
+def _child(
+    task: Callable[[Job], T], jobs: list[Job], share: range, results: Connection, parents: list[Connection]
+) -> None:
     """The life of a worker. Where its parent is gone, sending fails and it ends."""
+    for receiver in parents:  # inherited; with a reader left, here or in a sibling, sending would not fail
+        receiver.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = 1  # whatever happens; only all jobs done is 0

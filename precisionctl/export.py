@@ -27,6 +27,9 @@ class StatefulSource(Source, Protocol):
     def encodings(self) -> Mapping[str, Encoding]: ...
 
 
+_HEAD = "lm_head"
+
+
 @dataclass(frozen=True)
 class Export:
     """A plan, and what the directory says of itself: config.json's `quantization_config` and files beside it."""
@@ -66,6 +69,8 @@ def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, pre
     codes = {name for encode in encodings.values() for name in encode.weight_scales}
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]
     ignored = [name.removesuffix(".weight") for name in (*matrices, *_shared(plan))]
+    if _HEAD not in ignored:  # what transformers calls every head, whatever its tensor is called
+        ignored.append(_HEAD)
     quantization = method.config(scheme, ignored)
     return Export(
         replace(plan, jobs=jobs, targets=targets, quantization=quantization),

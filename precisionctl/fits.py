@@ -45,11 +45,19 @@ def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> Non
 
 def check_ranks(model: ModelShape, parallelism: Parallelism) -> None:
     """Raise ShapeMismatch where stages of layers or ranks of experts would not be equal."""
+    if parallelism.virtual > 1 and parallelism.pipeline == 1:
+        raise ShapeMismatch("stages of a pipeline rank, without a pipeline", do="Give --pp too, or leave --vpp out.")
     stages = parallelism.pipeline * parallelism.virtual
     if model.num_layers % stages:
-        raise ShapeMismatch(f"{model.num_layers} layers cannot be cut into {stages} pipeline stages of equal length")
+        raise ShapeMismatch(
+            f"{model.num_layers} layers cannot be cut into {stages} pipeline stages of equal length",
+            do="Choose --pp and --vpp whose product divides the number of layers.",
+        )
     experts = model.moe.num_experts if model.moe else 0
     if parallelism.expert > 1 and not experts:
-        raise ShapeMismatch("a model without experts cannot be cut into expert-parallel parts")
+        raise ShapeMismatch("a model without experts cannot be cut into expert-parallel parts", do="Leave --ep out.")
     if experts % parallelism.expert:
-        raise ShapeMismatch(f"{experts} experts cannot be dealt out to {parallelism.expert} ranks")
+        raise ShapeMismatch(
+            f"{experts} experts cannot be dealt out to {parallelism.expert} ranks",
+            do="Choose --ep that divides the number of experts.",
+        )

@@ -12,6 +12,11 @@ from precisionctl.checkpoints.base import Reader
 RELATIVE = Path("precisionctl/manifest.json")
 
 
+def _within(file: Path, directory: Path | None) -> str:
+    inside = directory is not None and file.is_relative_to(directory)
+    return str(file.relative_to(directory)) if inside and directory else file.name
+
+
 def write_manifest(directory: Path, reader: Reader, digest: str, checksums: Mapping[str, str]) -> None:
     """Write it into a checkpoint's directory. It names no path and no time: equal input gives equal bytes.
 
@@ -21,7 +26,7 @@ def write_manifest(directory: Path, reader: Reader, digest: str, checksums: Mapp
         "container": reader.container,
         "architecture": reader.model.architecture,
         "iteration": reader.iteration,
-        "files": {file.name: file.stat().st_size for file in reader.files},
+        "files": {_within(file, reader.path): file.stat().st_size for file in reader.files},
     }
     versions = {"precisionctl": __version__, "torch": torch.__version__.partition("+")[0]}
     content = {"versions": versions, "plan": digest, "source": source}

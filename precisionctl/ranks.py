@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -90,8 +90,9 @@ class Ranks:
                 self.hear("end")
                 self.tell(f"bye.{self.rank}")
         except BaseException as error:
-            if self.store is not None and not self._said(_FAILED):
-                self.tell(_FAILED, f"rank {self.rank}: {error}")
+            with suppress(Exception):  # the store may be gone, which is not what went wrong
+                if self.store is not None and not self._said(_FAILED):
+                    self.tell(_FAILED, f"rank {self.rank}: {error}")
             raise
 
 

@@ -30,6 +30,8 @@ def loads(data: bytes, allowed: Allowed, where: object, persistent: Persistent |
     `where` names the source in errors. Raises UnsafePickle for a name outside `allowed` and
     DamagedCheckpoint for bytes that are no pickle.
     """
+    if not data.endswith(pickle.STOP):  # else a name that is cut short looks like one that is not allowed
+        raise DamagedCheckpoint("a pickle is cut short", where=where, do="Is the copy whole?")
     return load(io.BytesIO(data), allowed, where, persistent)
 
 

@@ -76,6 +76,8 @@ def compare(a: Reader, b: Reader, *, fp8: bool = False, on_bytes: Callable[[int]
     for name in [*left.specs, *(name for name in right.specs if name not in left.specs)]:
         tensors.append(_compare_tensor(name, left, right))
         on_bytes(left.nbytes(name))
+    tensors += [TensorComparison(name, "only in A", left.stored_dtype(name)) for name in left.nonzero_extras()]
+    tensors += [TensorComparison(name, "only in B", right.stored_dtype(name)) for name in right.nonzero_extras()]
     both = a.fp8 is not None and b.fp8 is not None
     states = tuple(_state_differences(a.fp8, b.fp8)) if both or fp8 else None
     return Comparison(tuple(tensors), tuple(_setting_differences(a, b)), states)
@@ -133,6 +135,7 @@ class _HfTensors:
         self._model = plan.model
         self._segments: dict[str, list[Segment]] = {name: [] for name in plan.targets}
         self._computed: dict[str, Job] = {}
+        self._extras = [name for job in plan.jobs if not job.writes for name in job.reads]
         for job in plan.jobs:
             if plan.source != plan.target and not job.row.moves(plan.model):
                 self._computed |= dict.fromkeys(job.writes, job)
@@ -140,10 +143,20 @@ class _HfTensors:
             for segment in lower(job.row, plan.model, plan.source, plan.target, job.reads, job.writes):
                 self._segments[segment.write].append(segment)
 
+    def nonzero_extras(self) -> Iterator[str]:
+        """Biases that Hugging Face has no place for, of which a conversion leaves out those that are zero."""
+        for name in self._extras:
+            if bool(read_tensor(self._reader, name).any()):
+                yield name
+
+    def stored_dtype(self, name: str) -> str:
+        """Of a tensor of the checkpoint, by its own name."""
+        return str(self._reader.specs[name].dtype).removeprefix("torch.")
+
     def dtype(self, name: str) -> str:
         """Of what is stored; a plan's targets have the dtype after decoding."""
         if name in self._computed:
-            return str(self._reader.specs[self._computed[name].reads[0]].dtype).removeprefix("torch.")
+            return self.stored_dtype(self._computed[name].reads[0])
         reads = (segment.read for segment in self._segments[name] if segment.read is not None)
         return str(next((self._reader.specs[read].dtype for read in reads), "zeros")).removeprefix("torch.")
 
@@ -215,8 +228,8 @@ def _pieces(name: str, a: _HfTensors, b: _HfTensors) -> Iterator[tuple[_Rows, _R
 
 
 def _verdict(a: _Rows, b: _Rows) -> Status:
-    if a.scale_inv is None and b.scale_inv is None and torch.equal(a.stored, b.stored):
-        return "exact"
+    if a.scale_inv is None and b.scale_inv is None and a.stored.dtype == b.stored.dtype:
+        return "exact" if torch.equal(a.stored.view(torch.uint8), b.stored.view(torch.uint8)) else "differs"
     left, right = a.values, b.values
     if bool(((left == right) | (left.isnan() & right.isnan())).all()):
         return "exact"

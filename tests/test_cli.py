@@ -156,3 +156,15 @@ def test_verify_wants_a_second_checkpoint_or_an_engine(arguments):
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5_000_000_000), ("50 kB", 50_000), ("1.5M", 1_500_000), ("7", 7)])
 def test_sizes_are_read_as_people_write_them(text, size):
     assert Size().convert(text, None, None) == size
+
+
+def test_options_that_contradict_one_another_are_wrong_usage(tmp_path):
+    pico.save(tmp_path / "hf")
+    for wrong in (
+        ["--container", "torch"],
+        ["--tp", "2"],
+        ["--architecture", "llama", "--reference", str(tmp_path / "hf")],
+    ):
+        result = run("convert", tmp_path / "hf", tmp_path / "out", "--to", "hf", *wrong)
+        assert result.exit_code == 2 and "Error:" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

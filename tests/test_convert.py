@@ -464,6 +464,41 @@ def test_a_torn_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
         assert kept.done == {"a", "b", "c"}
 
 
+@pytest.mark.parametrize("destination", ["x", "x.partial/inner"])
+def test_a_source_in_the_way_of_what_is_written_is_refused(tmp_path: Path, destination: str) -> None:
+    pico.save(tmp_path / "x.partial", dtype=torch.bfloat16)
+    before = tree(tmp_path)
+    for restart in (False, True):
+        with pytest.raises(OutputError, match="one in the other"):
+            conversion = Conversion(tmp_path / "x.partial", tmp_path / destination, "megatron")
+            execute(plan_conversion(conversion), restart=restart)
+    assert tree(tmp_path) == before
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    """With far more results than a pipe holds: a worker that nobody listens to must not wait for ever."""
+    script = """
+import os, signal
+from precisionctl import convert
+from precisionctl.architectures.param_map import Row
+from precisionctl.model_shape import ModelShape
+from precisionctl.plan import Job, Plan
+jobs = [Job(f"job {number} {'x' * 100}", None, (), ()) for number in range(20_000)]
+plan = Plan(None, "hf", "hf", tuple(jobs), {})
+parent = os.getpid()
+def task(job):
+    print(os.getpid(), flush=True)
+    return "x" * 100
+results = convert._done(task, jobs, plan, 2)
+next(results)
+os.kill(parent, signal.SIGKILL)
+"""
+    script = script.replace("    print(os.getpid(), flush=True)\n", "")
+    killed = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    # the pipe's other end is open for as long as any worker lives
+    assert killed.communicate(timeout=30)[0] == b"" and killed.returncode == -signal.SIGKILL
+
+
 def test_a_full_disk_is_one_error_and_keeps_what_is_done(tmp_path: Path) -> None:
     """A real limit of the kernel's on file size, in a process of its own."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)

@@ -119,3 +119,36 @@ def test_slurm_says_where_the_first_rank_is() -> None:
         assert _first_host({"SLURM_STEP_NODELIST": nodes}) == host
     ports = {_port({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(step)}) for step in range(3)}
     assert len(ports) == 3 and all(1024 < port < 65536 for port in ports)
+
+
+def test_what_stops_one_rank_in_planning_stops_all(tmp_path: Path, megatron: Path) -> None:
+    first, second = environments(2, ("RANK", "WORLD_SIZE"))
+    elsewhere = convert(tmp_path, tmp_path / "two")  # no checkpoint is there
+    ends = finish([start(convert(megatron, tmp_path / "two"), first), start(elsewhere, second)])
+    assert [code for code, _, _ in ends] == [1, 1]
+    assert "another rank failed: rank 1: no checkpoint is recognised" in " ".join(ends[0][2].replace("│", " ").split())
+
+
+def test_ranks_with_other_sources_are_refused(tmp_path: Path, megatron: Path) -> None:
+    first, second = environments(2, ("RANK", "WORLD_SIZE"))
+    other = convert(megatron.parent / "hf", tmp_path / "two")
+    ends = finish([start(convert(megatron, tmp_path / "two"), first), start(other, second)])
+    assert [code for code, _, _ in ends] == [1, 1]
+    assert "rank 1 plans something else" in " ".join(ends[1][2].replace("│", " ").split())
+    assert not (tmp_path / "two").exists()
+
+
+def test_a_bias_that_must_be_zero_is_looked_at_by_one_of_the_ranks(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-attention-bias", dtype=torch.bfloat16)
+    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "megatron", "megatron")))
+    reader = open_checkpoint(tmp_path / "megatron")
+    chunk = reader.chunks("decoder.layers.0.mlp.linear_fc1.bias")[0]
+    assert isinstance(chunk.place, Path)
+    with open(chunk.place, "r+b") as file:
+        file.seek(chunk.offset)
+        file.write(b"\x80\x3f")
+    ends = finish(
+        [start(convert(tmp_path / "megatron", tmp_path / "two"), e) for e in environments(2, ("RANK", "WORLD_SIZE"))]
+    )
+    assert [code for code, _, _ in ends] == [1, 1]
+    assert "is not zero" in ends[0][2]

@@ -238,3 +238,21 @@ def test_our_own_exports_break_no_rule_of_their_engine(tmp_path, source, engine,
 def test_an_engine_is_shown_hugging_face_directories_only(source):
     with pytest.raises(UnknownFormat, match="export-inference"):
         verify.check(in_memory.to_megatron(source), engines()["vllm"])
+
+
+def test_a_bias_that_hugging_face_has_no_place_for_counts_unless_it_is_zero(tmp_path):
+    pico.save(tmp_path / "hf", "llama-attention-bias")
+    hf = HuggingFaceReader(tmp_path / "hf")
+    megatron = in_memory.to_megatron(hf)
+    assert compare(hf, megatron).equal
+    megatron.tensors["decoder.layers.1.mlp.linear_fc2.bias"][3] = 0.5
+    differing = [tensor for tensor in compare(hf, megatron).tensors if not tensor.equal]
+    assert [(tensor.name, tensor.status) for tensor in differing] == [
+        ("decoder.layers.1.mlp.linear_fc2.bias", "only in B")
+    ]
+
+
+def test_the_sign_of_zero_is_a_difference(source):
+    a, b = in_memory.to_megatron(source), in_memory.to_megatron(source)
+    a.tensors["decoder.final_layernorm.weight"][0], b.tensors["decoder.final_layernorm.weight"][0] = 0.0, -0.0
+    assert not compare(a, b).equal

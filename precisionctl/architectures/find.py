@@ -100,7 +100,9 @@ def from_megatron_args(
             return model
     if fitting:
         others = ", ".join(model.architecture for model in fitting)
-        raise UnknownArchitecture(f"Megatron's arguments do not describe {family}: they fit {others}", where=where)
+        raise UnknownArchitecture(
+            f"Megatron's arguments do not describe {family}: they fit {others}", where=where, do="Choose one of these."
+        )
     raise UnknownArchitecture("Megatron's arguments describe no family known here", where=where, do=_known())
 
 

@@ -337,5 +337,11 @@ def disk_problems(output: Output) -> Iterator[None]:
         raise DiskProblem(
             f"the disk failed: {error.strerror}",
             where=output.partial,
-            do="What is done is kept there. Make room and run the same command again.",
+            do=_MENDS.get(error.errno, "What is done is kept there. Make room and run the same command again."),
         ) from error
+
+
+_MENDS = {
+    errno.EROFS: "Choose a destination that can be written to.",
+    errno.EFBIG: "What is done is kept. Raise the limit on file sizes (ulimit -f) and run the same command again.",
+}

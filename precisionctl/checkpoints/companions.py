@@ -60,11 +60,20 @@ def _is_companion(path: Path, links: bool) -> bool:
 
 
 def parse_json(data: bytes, where: object) -> dict[str, Any]:
-    """A JSON object of a stranger. Raises DamagedCheckpoint for anything else."""
+    """A JSON object of a stranger. Raises DamagedCheckpoint for anything else, and where a key has two values."""
     try:
-        parsed = json.loads(data)
+        parsed = json.loads(data, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"not readable as JSON: {error}", where=where) from error
     if not isinstance(parsed, dict):
         raise DamagedCheckpoint("not a JSON object", where=where)
     return parsed
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found and found[key] != value:
+            raise ValueError(f"`{key:.80}` is there twice")
+        found[key] = value
+    return found

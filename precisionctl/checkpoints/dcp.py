@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from precisionctl import safe_pickle
+from precisionctl.checkpoints.companions import check_link
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, shown
 from precisionctl.fp8.opcodes import Global, Made, dumps
@@ -191,7 +192,9 @@ class _Files:
 
     def _length(self, relative: str) -> int:
         path = self._directory / relative
-        if not path.resolve().is_relative_to(self._directory):
+        if Path(relative).name == relative:
+            check_link(path, self._directory)
+        elif not path.resolve().is_relative_to(self._directory):
             raise DamagedCheckpoint(
                 f"{FILE} names a file outside its directory: {relative}", where=self._directory, do="Do not trust it."
             )

@@ -61,7 +61,9 @@ class HuggingFaceReader:
         for file, tensors in read_stored(self.path, self._spelling).items():
             for name, stored in sliced(tensors, file).items():
                 if name in found:
-                    raise DamagedCheckpoint(f"`{name}` is in {found[name][0].name} too", where=file)
+                    raise DamagedCheckpoint(
+                        f"`{name}` is in {found[name][0].name} too", where=file, do="Download the directory again."
+                    )
                 found[name] = (file, stored)
         return found
 

@@ -116,7 +116,9 @@ def _weight_map(directory: Path, spelling: Spelling) -> dict[str, Path]:
         raise DamagedCheckpoint("no `weight_map`", where=index)
     for file in weight_map.values():
         if not isinstance(file, str) or Path(file).name != file:
-            raise DamagedCheckpoint(f"{file!r} is not the name of a file in this directory", where=index)
+            raise DamagedCheckpoint(
+                f"{file!r} is not the name of a file in this directory", where=index, do="Do not trust it."
+            )
         if not (directory / file).is_file():
             raise DamagedCheckpoint(f"shard {file} is missing", where=directory, do="Download it again.")
     return {name: directory / file for name, file in weight_map.items()}

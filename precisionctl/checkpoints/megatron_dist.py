@@ -52,8 +52,12 @@ def recognise(path: Path) -> bool:
 def _is_torch_dist(marker: Path) -> bool:
     try:
         content = json.loads(marker.read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except OSError:
         return False
+    except (ValueError, RecursionError):
+        if not (marker.parent / dcp.FILE).is_file():
+            return False
+        raise DamagedCheckpoint("not readable as JSON", where=marker, do="Copy the checkpoint again.") from None
     return isinstance(content, dict) and content.get("sharded_backend") == "torch_dist"
 
 

@@ -26,6 +26,7 @@ from precisionctl.checkpoints.megatron_keys import COMMON, COMPANIONS, MARKER, O
 from precisionctl.checkpoints.megatron_logical import MASTER, OPTIMIZER, STATE
 from precisionctl.checkpoints.megatron_placement import layers_differ, place, stored_tensors
 from precisionctl.checkpoints.megatron_provider import write_run_config
+from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
@@ -69,6 +70,7 @@ class TorchDistWriter:
         self._args = weights_only | dict(args or {}) | to_megatron_args(model) | of_run
         self._by_layer = _keys_by_layer(self._args) or layers_differ(specs)
         keys = {name: stack(self._stored_name(name), self._by_layer) for name in specs}
+        _check_stacks(specs, keys)
         self._placed = place(directory, specs, keys, parallelism)
         self._chunks: dict[str, list[Chunk]] = {name: [] for name in specs}
         for placed in self._placed:
@@ -154,6 +156,17 @@ class TorchDistWriter:
         if self._distributed:
             content["distrib_optim_sharding_type"] = "fully_reshardable"
         return content
+
+
+def _check_stacks(specs: Mapping[str, TensorSpec], keys: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Raise PrecisionError where experts that are stacked in one tensor have several dtypes."""
+    dtypes: dict[str, torch.dtype] = {}
+    for name, (key, _) in keys.items():
+        if specs[name].dtype != dtypes.setdefault(key, specs[name].dtype):
+            raise PrecisionError(
+                f"`{name}` is {specs[name].dtype}, others of its stack are {dtypes[key]}: torch_dist has one for all",
+                do="Give --precision bf16, or --container torch.",
+            )
 
 
 def _keys_by_layer(args: Mapping[str, Any]) -> bool:
