@@ -98,7 +98,7 @@ def recorded_state(model: Any) -> Any:
 
 def child(task: str, source: Path, target: Path, workers: int) -> None:
     """One run in this process; prints seconds and memory above what importing took, its workers' included."""
-    from precisionctl import commands
+    from precisionctl.work import execute
 
     take_memory(target.parent, source)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak that importing left
@@ -106,7 +106,7 @@ def child(task: str, source: Path, target: Path, workers: int) -> None:
     of_workers = WorkersMemory()
     start = time.perf_counter()
     work = plan(task, source, target)
-    commands.execute(work, workers=workers)
+    execute(work, workers=workers)
     seconds, times = time.perf_counter() - start, os.times()
     memory = memory_mb("VmHWM") - before + of_workers.stop()
     cpu = times.user + times.system + times.children_user + times.children_system

@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from precisionctl.cli import main
-from precisionctl.options import Size
+from precisionctl.cli.options import Size
 
 
 def run(*arguments):

@@ -18,12 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from precisionctl import commands, convert, journal, worker
+from precisionctl import convert, journal, worker
 from precisionctl.architectures.moves import Grouped
 from precisionctl.checkpoints.base import Output, Reader, read_tensor
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, execute, plan_conversion
+from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -44,9 +44,10 @@ from precisionctl.journal import open_journal
 from precisionctl.param import Parallelism
 from precisionctl.plan import make_plan
 from precisionctl.precision import PRESETS
+from precisionctl.work import Work, execute
 
 
-def run(source: Path, destination: Path, to: Any, *, workers: int = 2, **options: Any) -> commands.Work:
+def run(source: Path, destination: Path, to: Any, *, workers: int = 2, **options: Any) -> Work:
     work = plan_conversion(Conversion(source, destination, to, **options))
     execute(work, workers=workers)
     return work
@@ -268,7 +269,7 @@ def test_a_stale_weight_amax_is_made_from_the_weights(tmp_path: Path, precision:
 KILL = """
 import os, signal, sys
 from pathlib import Path
-from precisionctl import convert, commands, worker
+from precisionctl import convert, commands, work, worker
 from precisionctl.checkpoints import base
 convert.SYNC_EVERY = 20_000
 stage, source, destination = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
@@ -283,7 +284,7 @@ def count(function):
     return counted
 worker.write_rows = count(worker.write_rows)
 base.sync = count(base.sync)  # what the commit calls
-commands.execute(commands.plan_conversion(commands.Conversion(source, destination, "megatron", "fp8")), workers=1)
+work.execute(commands.plan_conversion(commands.Conversion(source, destination, "megatron", "fp8")), workers=1)
 """
 
 
@@ -503,10 +504,10 @@ def test_a_full_disk_is_one_error_and_keeps_what_is_done(tmp_path: Path) -> None
     """A real limit of the kernel's on file size, in a process of its own."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     script = (
-        "import resource, sys; from pathlib import Path; from precisionctl import commands as c\n"
+        "import resource, sys; from pathlib import Path; from precisionctl import commands as c, work as w\n"
         "work = c.plan_conversion(c.Conversion(Path(sys.argv[1]), Path(sys.argv[2]), 'megatron'))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "try:\n    c.execute(work)\nexcept c.DiskProblem as error:\n    print(error)\n"
+        "try:\n    w.execute(work)\nexcept w.DiskProblem as error:\n    print(error)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "hf"), str(tmp_path / "out")]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout

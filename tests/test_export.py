@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, InferenceExport, execute, plan_conversion, plan_export
+from precisionctl.commands import Conversion, InferenceExport, plan_conversion, plan_export
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import Parallelism
 from precisionctl.plan import make_plan
 from precisionctl.precision import PRESETS
+from precisionctl.work import execute
 
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 SINGLE = ("self_attn.o_proj", "mlp.down_proj")

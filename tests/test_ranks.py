@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, execute, plan_conversion
+from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.ranks import _first_host, _port
+from precisionctl.work import execute
 
 SHARD = 60_000
 

@@ -22,7 +22,7 @@ from training import SMALL, make_source, make_text, run, settings
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, execute, plan_conversion
+from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, DataError, OutputError, PrecisionError, RecipeError
 from precisionctl.evaluate import evaluate, load
 from precisionctl.fp8 import sidecar
@@ -37,6 +37,7 @@ from precisionctl.trainer.metrics import FILE, StepMetrics, read_metrics
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.optim import MasterAdamW
 from precisionctl.trainer.resume import resume
+from precisionctl.work import execute
 
 KILLED = """
 import os, signal, sys

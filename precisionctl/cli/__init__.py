@@ -1,0 +1,26 @@
+"""The commands: each parses its options, calls one function and prints what comes back.
+
+Nothing heavy is imported until a command runs, so that `precisionctl --help` answers at once.
+"""
+
+import click
+
+from precisionctl import __version__
+from precisionctl.cli.group import Commands
+from precisionctl.cli.looking import compare, evaluate, inspect, verify
+from precisionctl.cli.training import demo, resume
+from precisionctl.cli.writing import convert, export_inference
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(debug: bool) -> None:
+    """Carry Megatron and Hugging Face checkpoints, with their FP8 state, between BF16 and FP8.
+
+    Exit codes: 0 done, 1 failed or differs, 2 wrong usage.
+    """
+
+
+for command in (inspect, convert, resume, export_inference, verify, compare, evaluate, demo):  # as on a first day
+    main.add_command(command)

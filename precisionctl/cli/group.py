@@ -1,0 +1,41 @@
+"""What all commands share: one panel for an error, JSON on stdout."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from precisionctl.errors import PrecisionctlError
+
+
+class Commands(click.Group):
+    """A group in which every error is one panel and exit code 1; `--debug` shows where it came from."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (PrecisionctlError, OSError) as error:
+            if ctx.params["debug"] or isinstance(error, BrokenPipeError):  # click ends quietly when `head` has enough
+                raise
+            from precisionctl import console
+
+            console.show_error(error)
+            ctx.exit(1)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order of a first day, not of the alphabet
+
+
+def print_json(result: Any) -> None:
+    """A command's result as JSON on stdout; what JSON has no number for is a string."""
+    click.echo(json.dumps(_numbers(result), indent=2))
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _numbers(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,130 @@
+"""Commands that look at checkpoints and runs: inspect, verify, compare and eval."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from precisionctl.cli.group import print_json
+from precisionctl.cli.options import CHECKPOINT, NEW_PATH, POSITIVE, Percent, iteration_option, json_option
+
+
+@click.command()
+@click.argument("checkpoint", type=CHECKPOINT)
+@click.option("--fp8", "by_layer", is_flag=True, help="Show amax and scale of every module.")
+@iteration_option
+@json_option
+def inspect(checkpoint: Path, by_layer: bool, iteration: int | None, json_wanted: bool) -> None:
+    """Say what a checkpoint is, and how healthy its FP8 state is."""
+    from precisionctl import console
+    from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.reports import inspect as report
+
+    description = report.describe(open_checkpoint(checkpoint, iteration))
+    if json_wanted:
+        print_json(description)
+    else:
+        console.show_tables(report.tables(description, by_layer=by_layer))
+
+
+@click.command()
+@click.argument("a", metavar="A", type=CHECKPOINT)
+@click.argument("b", metavar="[B]", type=CHECKPOINT, required=False)
+@click.option("--fp8", is_flag=True, help="Count it as a difference when only one side has FP8 state.")
+@click.option("--target", metavar="ENGINE", help="Hold A against an engine's rules: vllm or tensorrt-llm.")
+@json_option
+def verify(a: Path, b: Path | None, fp8: bool, target: str | None, json_wanted: bool) -> None:
+    """Compare checkpoint A with B, tensor by tensor, whatever their formats; or A with an engine's rules.
+
+    FP8 codes are equal to BF16 values when they are their encoding under the scale stored with them.
+    Exits with 1 where the two differ, or a rule that an engine insists on is broken.
+    """
+    if (b is None) == (target is None):
+        raise click.UsageError("verify needs either a second checkpoint or --target ENGINE.")
+    if b is not None:
+        same = compare_checkpoints(a, b, fp8, json_wanted)
+    else:
+        same = check_rules(a, str(target), json_wanted)
+    raise click.exceptions.Exit(0 if same else 1)
+
+
+def compare_checkpoints(a: Path, b: Path, fp8: bool, json_wanted: bool) -> bool:
+    from precisionctl import console
+    from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.reports import verify as report
+    from precisionctl.verify import compare
+
+    left, right = open_checkpoint(a), open_checkpoint(b)
+    with console.bytes_progress("comparing", sum(spec.nbytes for spec in left.specs.values())) as on_bytes:
+        comparison = compare(left, right, fp8=fp8, on_bytes=on_bytes)
+    if json_wanted:
+        print_json(comparison.as_json())
+    else:
+        console.show_tables(report.tables(comparison))
+    return comparison.equal
+
+
+def check_rules(path: Path, target: str, json_wanted: bool) -> bool:
+    from precisionctl import console
+    from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.commands import engine_named
+    from precisionctl.reports import verify as report
+    from precisionctl.verify import check
+
+    engine = engine_named(target)
+    findings = check(open_checkpoint(path), engine)
+    if json_wanted:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        console.show_tables(report.rules(findings, engine))
+    return not any(finding.rule.fatal for finding in findings)
+
+
+@click.command()
+@click.argument("runs", metavar="RUN RUN...", type=CHECKPOINT, nargs=-1, required=True)
+@click.option("--max-gap", type=Percent(), help="Fail when a mean gap over the last 100 steps is larger, e.g. 1%.")
+@click.option("--png", type=NEW_PATH, help="Draw the curves into this file.")
+@click.option("--html", type=NEW_PATH, help="Write a page with table and curves, whole in itself.")
+@json_option
+def compare(
+    runs: tuple[Path, ...], max_gap: float | None, png: Path | None, html: Path | None, json_wanted: bool
+) -> None:
+    """Set the loss curves of runs against the first of them.
+
+    A RUN is a folder that resume wrote, or its metrics.jsonl.
+    """
+    if len(runs) < 2:
+        raise click.UsageError("compare needs two runs or more.")
+    from precisionctl import console
+    from precisionctl.reports import compare as report
+
+    comparison = report.compare(runs)
+    if png or html:
+        report.draw(comparison, png=png, html=html)
+    if json_wanted:
+        print_json(comparison.as_json())
+    else:
+        console.show_tables([comparison.table()])
+    if max_gap is not None and not comparison.within(max_gap):
+        click.echo(f"A mean gap is larger than {max_gap:.2%}.", err=True)
+        raise click.exceptions.Exit(1)
+
+
+@click.command("eval")
+@click.argument("checkpoint", type=CHECKPOINT)
+@click.option("--data", type=CHECKPOINT, required=True, help="Text, a folder of text, or JSONL, as resume takes it.")
+@click.option("--sequence-length", type=POSITIVE, default=1024, show_default=True, help="At most the model's own.")
+@iteration_option
+@json_option
+def evaluate(checkpoint: Path, data: Path, sequence_length: int, iteration: int | None, json_wanted: bool) -> None:
+    """Perplexity of CHECKPOINT on text, in the precision it is stored in."""
+    from precisionctl import console
+    from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.evaluate import evaluate as measure
+
+    with console.rows_progress("evaluating") as on_rows:
+        found = measure(open_checkpoint(checkpoint, iteration), data, sequence_length=sequence_length, on_rows=on_rows)
+    if json_wanted:
+        print_json(found.as_json())
+    else:
+        console.show_lines([f"perplexity {found.perplexity:.4f} over {found.tokens:,} tokens, {found.precision}"])

@@ -1,0 +1,63 @@
+"""Commands that train: resume, and the demo of it all."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from precisionctl.cli.options import CHECKPOINT, NEW_PATH
+
+
+@click.command()
+@click.argument("checkpoint", type=CHECKPOINT)
+@click.option("--precision", type=click.Choice(["bf16", "fp8"]), required=True, help="What the GEMMs compute in.")
+@click.option("--data", type=CHECKPOINT, help="Text, a folder of text, or JSONL; rows with `messages` mean SFT.")
+@click.option("--out", type=NEW_PATH, help="Folder of the run; a run that is there already goes on.")
+@click.option("--recipe", help="A bundled name or a TOML file; else the plain recipe of the precision.")
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key of the recipe.")
+@click.option("--load", type=click.Choice(["full", "weights"]), help="Else full where there is an optimizer.")
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "te", "emulated"]),
+    default="auto",
+    show_default=True,
+    help="Transformer Engine, or FP8 emulated in PyTorch.",
+)
+@click.option("--cold-start", is_flag=True, help="Begin FP8 at scale 1 with empty histories, whatever is carried.")
+def resume(**what: Any) -> None:
+    """Go on training CHECKPOINT, in BF16 or FP8, pretraining or SFT.
+
+    A run that was stopped goes on with the same command. An FP8 start without recorded state takes weight scales from
+    the weights and the others from warm-up passes.
+    """
+    from precisionctl import console
+    from precisionctl.reports import run as report
+    from precisionctl.trainer import resume as trainer
+
+    with console.RunView() as view:
+
+        def on_start(started: trainer.Started) -> None:
+            console.show_lines(report.beginning(started))
+            view.start(report.precision(started), started.recipe.train.steps)
+
+        finished = trainer.resume(trainer.Settings(**what), on_start, view.step)
+    console.show_lines(report.ending(finished))
+    raise click.exceptions.Exit(1 if finished.signal else 0)
+
+
+@click.command()
+@click.option("--out", type=NEW_PATH, default="demo-run", show_default=True, help="A new folder for all it makes.")
+def demo(out: Path) -> None:
+    """The whole story on one CPU, on real text, in a few minutes; ends with a table and a page."""
+    from precisionctl import console
+    from precisionctl.demo import report, story
+
+    def say(line: str) -> None:
+        console.show_lines([line])
+
+    story.prepare(out, say)
+    told = story.tell(out, say)
+    measured = report.table(told, out)
+    report.write(told, out, measured)
+    console.show_tables([measured])
+    say(f"The curves: {out / report.PICTURE}. The page: {out / report.PAGE}")

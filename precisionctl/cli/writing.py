@@ -1,0 +1,128 @@
+"""Commands that write a checkpoint: convert and export-inference."""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from precisionctl.cli.group import print_json
+from precisionctl.cli.options import (
+    CHECKPOINT,
+    NEW_PATH,
+    Size,
+    Writing,
+    iteration_option,
+    parallelism_options,
+    writing_options,
+)
+from precisionctl.errors import RecipeError
+from precisionctl.reports.table import size
+
+if TYPE_CHECKING:
+    from precisionctl.precision import Precision
+    from precisionctl.work import Work
+
+
+@click.command()
+@click.argument("source", type=CHECKPOINT)
+@click.argument("destination", type=NEW_PATH)
+@click.option("--to", type=click.Choice(["hf", "megatron"]), required=True, help="Layout of the result.")
+@click.option(
+    "--precision",
+    type=click.Choice(["keep", "bf16", "fp8"]),
+    default="keep",
+    show_default=True,
+    help="What the result is made of; FP8 state is carried by all three.",
+)
+@click.option("--container", help="safetensors or bin; torch_dist or torch. Else the first of its layout.")
+@click.option("--recipe", help="Recipe of the FP8 state: a bundled name or a TOML file; else the carried one, or TE's.")
+@parallelism_options
+@click.option("--drop-fp8-state", is_flag=True, help="Leave the FP8 state behind.")
+@click.option("--drop-optimizer", is_flag=True, help="Leave a Megatron checkpoint's optimizer and schedule behind.")
+@click.option("--architecture", metavar="MODEL_TYPE", help="Family of a Megatron checkpoint that does not say it.")
+@click.option("--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for what Megatron lacks.")
+@click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
+@iteration_option
+@writing_options
+def convert(recipe: str | None, how: Writing, **what: Any) -> None:
+    """Convert SOURCE between Hugging Face and Megatron, any container to any, FP8 state included.
+
+    DESTINATION appears only when it is complete; the same command run again goes on where one was stopped.
+    `--to hf --precision fp8` is `export-inference --target vllm`, and rounds the weights.
+    """
+    from precisionctl.commands import Conversion, plan_conversion
+
+    try:
+        conversion = Conversion(recipe=precision_of(recipe), **what)
+    except RecipeError as error:  # options that contradict one another
+        raise click.UsageError(str(error)) from error
+    do_work(lambda: plan_conversion(conversion), how)
+
+
+@click.command("export-inference")
+@click.argument("source", metavar="CHECKPOINT", type=CHECKPOINT)
+@click.argument("destination", type=NEW_PATH)
+@click.option("--target", required=True, metavar="ENGINE", help="Which engine will load it: vllm or tensorrt-llm.")
+@click.option(
+    "--scheme",
+    type=click.Choice(["static", "dynamic"]),
+    default="static",
+    show_default=True,
+    help="Input scales from the FP8 state, or made by the engine token by token.",
+)
+@click.option("--recipe", help="Recipe whose keep_bf16 names modules to leave in BF16: a bundled name or a TOML file.")
+@click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
+@iteration_option
+@writing_options
+def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
+    """Write CHECKPOINT as FP8 for an inference engine, with the scales that training recorded.
+
+    No calibration data is needed. The weights of FP8 GEMMs are rounded to E4M3; the rest is BF16.
+    """
+    from precisionctl.commands import InferenceExport, plan_export
+
+    export = InferenceExport(recipe=precision_of(recipe), **what)
+    do_work(lambda: plan_export(export), how)
+
+
+def precision_of(recipe: str | None) -> "Precision | None":
+    """How a recipe computes FP8 GEMMs, where one is named; the command says by itself that it wants FP8."""
+    from precisionctl.recipe import load_recipe
+
+    return replace(load_recipe(recipe).precision, fp8=True) if recipe else None
+
+
+def do_work(plan: Callable[[], "Work"], how: Writing) -> None:
+    """Show a plan, or carry it out; of several ranks, each makes it and the first one speaks."""
+    from precisionctl import console
+    from precisionctl.estimate import estimate
+    from precisionctl.reports import plan as report
+
+    if not how.dry_run:
+        work = carry_out(plan, how)
+        if work and how.json_wanted:
+            print_json(work.plan.describe() | {"notes": work.notes})
+        elif work:
+            console.show_lines([f"Wrote {work.output.path}, {size(work.plan.nbytes)}.", *work.notes])
+        return
+    work = plan()
+    expected = estimate(work.plan, work.reader, work.output.path, how.workers)
+    if how.json_wanted:
+        print_json(work.plan.describe() | {"notes": work.notes, "estimate": asdict(expected)})
+    else:
+        console.show_tables(report.tables(work.plan, expected))
+
+
+def carry_out(plan: Callable[[], "Work"], how: Writing) -> "Work | None":
+    """What was done; None at other ranks than the first."""
+    from precisionctl import console, ranks
+    from precisionctl.work import execute
+
+    here = ranks.from_environment()
+    with here.together():  # planning too: what stops one rank there is told to the others
+        work = plan()
+        total = (2 if how.verify else 1) * work.plan.nbytes // here.count
+        with console.bytes_progress("writing", total, quiet=not here.first) as on_bytes:
+            execute(work, workers=how.workers, restart=how.restart, verify=how.verify, ranks=here, on_bytes=on_bytes)
+    return work if here.first else None
