@@ -27,7 +27,6 @@ from precisionctl.errors import CheckpointError, DamagedCheckpoint, DataError, O
 from precisionctl.evaluate import evaluate, load
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8States
-from precisionctl.param import Layout
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer import state
 from precisionctl.trainer.backend import fp8_linears
@@ -322,16 +321,17 @@ def test_carried_state_is_used_as_it_is(fp8_run: Path, place: Path, tmp_path: Pa
     assert started.fp8 == {"carried": {"input": 8, "weight": 8, "grad_output": 8}}
 
 
-def test_by_way_of_hugging_face_and_back_a_run_goes_on_to_the_last_bit(
-    fp8_run: Path, place: Path, tmp_path: Path
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+def test_by_way_of_hugging_face_and_back_the_next_50_losses_are_the_same_to_the_last_bit(
+    fp8_run: Path, place: Path, tmp_path: Path, container: str
 ) -> None:
-    layouts: list[Layout] = ["hf", "megatron"]
-    for source, layout in zip([fp8_run, tmp_path / "hf"], layouts, strict=True):
-        execute(plan_conversion(Conversion(source, tmp_path / layout, to=layout)))
-    started, _, there = run(settings(tmp_path / "megatron", place / "text.txt", tmp_path / "there", "fp8"))
-    _, _, here = run(settings(fp8_run, place / "text.txt", tmp_path / "here", "fp8", load="weights"))
+    execute(plan_conversion(Conversion(fp8_run, tmp_path / "hf", to="hf")))
+    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "megatron", to="megatron", container=container)))
+    on = {"precision": "fp8", "load": "weights", "train__steps": 50, "train__save_every": 50}
+    started, _, there = run(settings(tmp_path / "megatron", place / "text.txt", tmp_path / "there", **on))
+    _, _, here = run(settings(fp8_run, place / "text.txt", tmp_path / "here", **on))
     assert started.fp8 == {"carried": {"input": 8, "weight": 8, "grad_output": 8}}
-    assert there == here
+    assert there == here and len(here) == 50
     assert losses(tmp_path / "there") == losses(tmp_path / "here")
 
 
