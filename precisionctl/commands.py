@@ -207,7 +207,8 @@ def engine_named(name: str) -> Engine:
 
 
 def _check_modules(states: Fp8States, plan: Plan) -> None:
-    unknown = sorted(states.modules.keys() - set(plan.gemms))
+    attention = {name.removesuffix(".linear_proj") + ".core_attention" for name in plan.gemms}
+    unknown = sorted(states.modules.keys() - set(plan.gemms) - attention)
     if unknown:
         raise MappingError(
             f"FP8 state of `{unknown[0]}`, which this model does not have",

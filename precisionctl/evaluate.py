@@ -109,7 +109,7 @@ def _live_state(reader: Reader) -> Fp8States | None:
         return None
     carried = sidecar.find(reader.path)
     live = states.without(carried.modules) if carried else states
-    used = [state.roles[role] for state in live.modules.values() for role in ("input", "weight")]
+    used = [state.roles[role] for state in live.modules.values() if state.of_gemm for role in ("input", "weight")]
     return live if used and all(role.recorded for role in used) else None
 
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from te_pickles import unpickled
 from te_states import EMPTY, OTHERS, PAYLOADS, RECIPES, same, trained
 
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionctlError, PrecisionError
 from precisionctl.fp8.extra_state import decode_payload, encode_payload
-from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, RoleState
+from precisionctl.fp8.state import ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, DelayedScaling, Fp8State, RoleState
 
 
 def golden(name):
@@ -157,3 +158,26 @@ def test_a_grouped_linear_has_the_columns_of_each_role_side_by_side():
         assert torch.equal(decoded[1].roles[role].amax_history, state.roles[role].amax_history)
     with pytest.raises(NotUnderstood):
         decode_payload(data, "here")
+
+
+def attention(roles, history=4):
+    numbers = {role: 2.0 ** (i + 1) for i, role in enumerate(roles)}
+    return Fp8State({role: RoleState(torch.tensor(n), torch.arange(history) * n) for role, n in numbers.items()})
+
+
+@pytest.mark.parametrize("roles", [ATTENTION_FORWARD + ATTENTION_BACKWARD, ("s", "d_p")])
+def test_attention_reads_back_as_it_was_whole_and_where_only_the_softmax_is_delayed(roles):
+    state, recipe = attention(roles), DelayedScaling(amax_history_len=4)
+    decoded = decode_payload(encode_payload(state, recipe), "here")
+    assert decoded is not None and decoded[0] == recipe
+    assert same(decoded[1], state)
+
+
+def test_attention_s_tensors_stand_in_the_columns_of_te_s_fused_attention():
+    """META_QKV ... META_DP of cpp_extensions/fused_attn.py: forward 2, 3, 8 of 9; backward 0, 3, 5 of 6."""
+    written = encode_payload(attention(ATTENTION_FORWARD + ATTENTION_BACKWARD), DelayedScaling(amax_history_len=4))
+    seen = unpickled(written)
+    assert seen["scale_fwd"].tolist() == [1, 1, 2, 8, 1, 1, 1, 1, 4]
+    assert seen["scale_bwd"].tolist() == [32, 1, 1, 16, 1, 64]
+    assert seen["amax_history_fwd"][3].tolist() == [0, 0, 6, 24, 0, 0, 0, 0, 12]
+    assert seen["extra_fp8_variables"]["num_gemms"] == 3

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precisionctl.errors import DamagedCheckpoint, RecipeError
-from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, RoleState
+from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, RoleState
 
 
 def role(scale, *history):
@@ -20,7 +20,8 @@ def alike(part):
 def test_hybrid_is_e4m3_forward_and_e5m2_backward():
     hybrid, e4m3 = DelayedScaling(), DelayedScaling(fp8_format="E4M3")
     assert [str(hybrid.dtype(name))[-6:] for name in ROLES] == ["e4m3fn"] * 3 + ["8_e5m2"] * 2
-    assert {str(e4m3.dtype(name)) for name in ROLES} == {"torch.float8_e4m3fn"}
+    assert [name for name in ATTENTION if hybrid.dtype(name) == torch.float8_e5m2] == ["d_o", "d_qkv", "d_p"]
+    assert {str(e4m3.dtype(name)) for name in ROLES + ATTENTION} == {"torch.float8_e4m3fn"}
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,13 @@ def test_merging_passes_over_parts_that_were_never_recorded():
 def test_merging_what_was_never_recorded_stays_so():
     merged = Fp8State.merge([Fp8State.fresh(3), Fp8State.fresh(3)])
     assert not any(part.recorded for part in merged.roles.values())
+
+
+def test_merging_attentions_keeps_the_roles_that_any_has():
+    parts = [Fp8State({"k": role(4.0, 0.0, 1.0)}), Fp8State({"k": role(2.0, 0.0, 3.0), "s": role(1.0, 0.0, 5.0)})]
+    merged = Fp8State.merge(parts)
+    assert merged.roles["k"].amax_history.tolist() == [0.0, 3.0]
+    assert merged.roles["s"].amax_history.tolist() == [0.0, 5.0]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,17 @@ def test_tables_show_every_module_only_when_asked_to(tmp_path: Path) -> None:
     assert by_layer.rows == [[MODULE, "2", "224"]]
 
 
+def test_attention_is_told_beside_the_gemms(tmp_path: Path) -> None:
+    pico.save(tmp_path)
+    keys = Fp8State({"k": after_one_update(torch.tensor(4.0), "k", RECIPE)})
+    modules = {"decoder.layers.0.self_attention.core_attention": keys, MODULE: Fp8State.fresh(4)}
+    sidecar.write(tmp_path / sidecar.RELATIVE, Fp8States(RECIPE, modules))
+    description = describe(open_checkpoint(tmp_path))
+    assert description["fp8"]["never_recorded"]["k"] == 0
+    assert tables(description, by_layer=False)[1].rows[-1] == ("k", "1", "0", "4 to 4", "112 to 112")
+    assert [row[1:] for row in tables(description, by_layer=True)[2].rows] == [["4", "112"], ["", ""]]
+
+
 def test_experts_and_latents_are_told(tmp_path: Path) -> None:
     pico.save(tmp_path, "deepseek-v3")
     summary = dict(tables(describe(open_checkpoint(tmp_path)), by_layer=False)[0].rows)

@@ -67,6 +67,18 @@ def test_the_file_holds_one_scale_and_one_history_per_role_under_the_module_s_na
     assert len(tensors) == 3 * 5 * 2 + 1
 
 
+def test_attention_keeps_the_roles_that_it_has_and_a_gemm_all_of_its_own(path):
+    part = RoleState(torch.tensor(2.0), torch.arange(4.0))
+    attention = Fp8State({"qkv": part, "d_p": part, "k": part, "v": part})
+    sidecar.write(path, Fp8States(RECIPE, {"decoder.layers.0.self_attention.core_attention": attention}))
+    (again,) = sidecar.read(path).modules.values()
+    assert same(again, attention)
+    mixed = Fp8State({**trained(4).roles, "k": part})
+    sidecar.write(path, Fp8States(RECIPE, {"decoder.layers.0.mlp.linear_fc1": mixed}))
+    with pytest.raises(DamagedCheckpoint, match="roles of a GEMM, and k"):
+        sidecar.read(path)
+
+
 def rewritten(path, metadata=None, tensors=None, drop=""):
     """A sidecar with other metadata fields or tensors than its writer would give it."""
     sidecar.write(path, STATES)
@@ -80,7 +92,7 @@ def test_the_sidecar_that_the_next_tests_change_is_sound(path):
     assert sidecar.read(path).recipe == DelayedScaling(amax_history_len=4)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
+@pytest.mark.parametrize("version", [0, 3, "1", None, [1], True])
 def test_another_version_is_refused_with_what_to_do(path, version):
     rewritten(path, {"format_version": version})
     with pytest.raises(UnknownFormat, match="Read it with the release that wrote it"):

@@ -44,7 +44,7 @@ def demanded(names: Iterable[str]) -> list[str]:
 def payloads_of(states: Fp8States) -> dict[str, Tensor]:
     """The payloads of all modules, uint8, by the objects' logical names."""
     found = {object_of(module): data for module, data in states.raw.items()}
-    for module, state in states.modules.items():
+    for module, state in _with_payload(states):
         for number, one in _by_expert(state):
             data = bytearray(extra_state.encode_payload(one, states.recipe))
             found[f"{module}{EXTRA_STATE}{number}"] = torch.frombuffer(data, dtype=torch.uint8)
@@ -54,15 +54,19 @@ def payloads_of(states: Fp8States) -> dict[str, Tensor]:
 def grouped_payloads(states: Fp8States, first: int, count: int) -> dict[str, Tensor]:
     """The payloads of all modules as a rank with experts `[first, first + count)` has them: one of a grouped linear."""
     found = {object_of(module): data for module, data in states.raw.items()}
-    for module, state in states.modules.items():
+    for module, state in _with_payload(states):
         part = state
-        if state.roles["weight"].scale.dim():
+        if state.of_gemm and state.roles["weight"].scale.dim():
             held = slice(first, first + count)
             parts = {role: RoleState(p.scale[held], p.amax_history[held]) for role, p in state.roles.items()}
             part = Fp8State(parts)
         data = bytearray(extra_state.encode_payload(part, states.recipe))
         found[module + EXTRA_STATE] = torch.frombuffer(data, dtype=torch.uint8)
     return found
+
+
+def _with_payload(states: Fp8States) -> Iterable[tuple[str, Fp8State]]:
+    return ((module, state) for module, state in states.modules.items() if extra_state.has_payload(state))
 
 
 def _by_expert(state: Fp8State) -> Iterable[tuple[str, Fp8State]]:

@@ -18,7 +18,16 @@ from torch import Tensor
 from precisionctl import safe_pickle
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionError, RecipeError
 from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
-from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
+from precisionctl.fp8.state import (
+    ATTENTION_BACKWARD,
+    ATTENTION_FORWARD,
+    BACKWARD,
+    FORWARD,
+    DelayedScaling,
+    Fp8State,
+    Role,
+    RoleState,
+)
 
 _RECIPES = "transformer_engine.common.recipe"
 _FORMATS = {"HYBRID": (448, 57344), "E4M3": (448, 448)}
@@ -26,6 +35,13 @@ _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch/serializati
 _LEGACY_VERSION = 1001
 _ARCHIVE = b"PK\3\4"  # of torch.save, with which TE 1.x wrote
 _MOST_GEMMS = 1 << 12
+_ATTENTION: tuple[tuple[Role | None, ...], tuple[Role | None, ...]] = (
+    (None, None, "qkv", "o", None, None, None, None, "s"),
+    ("d_qkv", None, None, "d_o", None, "d_p"),
+)
+"""Attention's columns, forward and backward (cpp_extensions/fused_attn.py, META_*); the others are never used."""
+_SOFTMAX: tuple[tuple[Role | None, ...], tuple[Role | None, ...]] = ((None, None, "s"), (None, "d_p"))
+"""The last third of them: all that is delayed where the rest is in current scaling (attention.py, set_meta_tensor)."""
 _TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
 
@@ -108,15 +124,32 @@ def decode_payload(data: bytes, where: object, *, grouped: bool = False) -> tupl
         raise NotUnderstood("FP8 state without a delayed-scaling recipe", where=where)
     extra = payload.get("extra_fp8_variables")
     gemms = extra.get("num_gemms") if isinstance(extra, dict) else None
-    if type(gemms) is not int or not (1 <= gemms <= _MOST_GEMMS if grouped else gemms == 1):
-        # attention can have one GEMM's columns, too
-        raise NotUnderstood("FP8 state of something else than one GEMM", where=where)
+    if type(gemms) is not int or not 1 <= gemms <= _MOST_GEMMS:
+        raise NotUnderstood("FP8 state of an unknown number of GEMMs", where=where)
     tensors = {key: _tensor(payload.get(key), f"{where}, {key}") for key in _TENSORS}
-    number = gemms if grouped else None
-    roles = {**_split(tensors, "fwd", FORWARD, number, where), **_split(tensors, "bwd", BACKWARD, number, where)}
+    if gemms == 3 and not grouped:
+        roles = _attention(tensors, where)
+    elif gemms == 1 or grouped:
+        number = gemms if grouped else None
+        roles = {**_split(tensors, "fwd", FORWARD, number, where), **_split(tensors, "bwd", BACKWARD, number, where)}
+    else:
+        raise NotUnderstood("FP8 state of something else than one GEMM", where=where)
     recipe, state = _recipe(payload["recipe"].fields, where), Fp8State(roles)
     state.check(recipe, where)
     return recipe, state
+
+
+def _attention(tensors: Mapping[str, Tensor], where: object) -> dict[Role, RoleState]:
+    """Raises NotUnderstood where a column has numbers that attention does not use."""
+    layout = _SOFTMAX if tensors["scale_fwd"].numel() == len(_SOFTMAX[0]) else _ATTENTION
+    roles: dict[Role, RoleState] = {}
+    for direction, columns in zip(("fwd", "bwd"), layout, strict=True):
+        for role, part in zip(columns, _columns(tensors, direction, len(columns), where), strict=True):
+            if role is not None:
+                roles[role] = part
+            elif part.recorded:
+                raise NotUnderstood("FP8 state of attention with unknown columns", where=where)
+    return {role: roles[role] for role in ATTENTION_FORWARD + ATTENTION_BACKWARD if role in roles}
 
 
 def _parts(payload: dict[str, Any]) -> list[dict[str, Any]]:
@@ -139,19 +172,24 @@ def _split(
     tensors: Mapping[str, Tensor], direction: str, roles: tuple[Role, ...], gemms: int | None, where: object
 ) -> dict[Role, RoleState]:
     """The columns of one direction, by role; of each, `gemms` in a group."""
+    columns = _columns(tensors, direction, len(roles) * (gemms or 1), where)
+    if gemms is None:
+        return dict(zip(roles, columns, strict=True))
+    groups = [columns[i * gemms : (i + 1) * gemms] for i in range(len(roles))]
+    return {
+        role: RoleState(torch.stack([p.scale for p in group]), torch.stack([p.amax_history for p in group]))
+        for role, group in zip(roles, groups, strict=True)
+    }
+
+
+def _columns(tensors: Mapping[str, Tensor], direction: str, wanted: int, where: object) -> list[RoleState]:
     scale, history = tensors[f"scale_{direction}"], tensors[f"amax_history_{direction}"]
     if scale.dim() != 1 or history.dim() != 2 or history.shape[1] != scale.shape[0]:
         shapes = f"{list(scale.shape)} and {list(history.shape)}"
         raise DamagedCheckpoint(f"scale_{direction} and its history have the shapes {shapes}", where=where)
-    if len(scale) != len(roles) * (gemms or 1):
-        raise DamagedCheckpoint(f"FP8 state of {gemms or 1} GEMMs with {len(scale)} {direction} columns", where=where)
-    if gemms is not None:
-        parts = [slice(i * gemms, (i + 1) * gemms) for i in range(len(roles))]
-        return {
-            role: RoleState(scale[part].clone(), history[:, part].t().contiguous())
-            for role, part in zip(roles, parts, strict=True)
-        }
-    return {role: RoleState(scale[i].clone(), history[:, i].clone()) for i, role in enumerate(roles)}
+    if len(scale) != wanted:
+        raise DamagedCheckpoint(f"FP8 state with {len(scale)} {direction} columns, not {wanted}", where=where)
+    return [RoleState(scale[i].clone(), history[:, i].clone()) for i in range(wanted)]
 
 
 def _tensor(stored: object, where: object) -> Tensor:
@@ -199,19 +237,34 @@ def encode_payload(state: Fp8State, recipe: DelayedScaling) -> bytes:
                 do=f"A TE payload of this recipe takes [{recipe.amax_history_len}].",
             )
     payload: dict[str, object] = {"recipe": _recipe_object(recipe)}
-    for direction, roles in (("fwd", FORWARD), ("bwd", BACKWARD)):
-        parts = [state.roles[role] for role in roles]
+    for direction, parts in zip(("fwd", "bwd"), _parts_in_order(state, recipe.amax_history_len), strict=True):
         histories = [part.amax_history.reshape(-1, recipe.amax_history_len).t() for part in parts]
         payload[f"scale_{direction}"] = _tensor_object(torch.cat([part.scale.reshape(-1) for part in parts]))
         payload[f"amax_history_{direction}"] = _tensor_object(torch.cat(histories, 1))
     forward, backward = _FORMATS[recipe.fp8_format]
     payload["extra_fp8_variables"] = {
         "fp8_checkpoint": True,
-        "num_gemms": state.roles["weight"].scale.numel(),
+        "num_gemms": state.roles["weight"].scale.numel() if state.of_gemm else 3,
         "fp8_max_fwd": forward,
         "fp8_max_bwd": backward,
     }
     return dumps(payload)
+
+
+def has_payload(state: Fp8State) -> bool:
+    """Whether TE keeps any of it: of a cache's keys and values it keeps nothing."""
+    return state.of_gemm or not state.roles.keys().isdisjoint(ATTENTION_FORWARD + ATTENTION_BACKWARD)
+
+
+def _parts_in_order(state: Fp8State, history: int) -> tuple[list[RoleState], list[RoleState]]:
+    """The columns forward and backward; what is not kept of attention is as TE starts it."""
+    if state.of_gemm:
+        return [state.roles[role] for role in FORWARD], [state.roles[role] for role in BACKWARD]
+    kept = state.roles.keys() & {*ATTENTION_FORWARD, *ATTENTION_BACKWARD}
+    layout = _SOFTMAX if kept <= {"s", "d_p"} else _ATTENTION
+    fresh = RoleState.fresh(history)
+    forward, backward = ([state.roles.get(role, fresh) if role else fresh for role in columns] for columns in layout)
+    return forward, backward
 
 
 def _recipe_object(recipe: DelayedScaling) -> Made:

@@ -18,14 +18,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat
-from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
 
 RELATIVE = Path("precisionctl/fp8_state.safetensors")
 """Place inside a checkpoint; never at its top, where inference engines read every safetensors file."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1 had no roles of attention, and is read as it is."""
+
 _KEY = "precisionctl"
-_LEAVES = tuple(f"{role}.{part}" for role in ROLES for part in ("scale", "amax_history"))
+_LEAVES = tuple(f"{role}.{part}" for role in ROLES + ATTENTION for part in ("scale", "amax_history"))
 
 
 def write(path: Path, states: Fp8States) -> None:
@@ -85,10 +87,10 @@ def _read_metadata(text: str, path: Path) -> Mapping[str, Any]:
     if not isinstance(fields, dict):
         raise DamagedCheckpoint("the FP8 sidecar's metadata is not a table", where=path)
     version = fields.get("format_version")
-    if version != FORMAT_VERSION:
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         shown = version if isinstance(version, int) else "unknown"
         raise UnknownFormat(
-            f"an FP8 sidecar of format version {shown}; this release reads {FORMAT_VERSION}",
+            f"an FP8 sidecar of format version {shown}; this release reads up to {FORMAT_VERSION}",
             where=path,
             do="Read it with the release that wrote it.",
         )
@@ -118,14 +120,27 @@ def _modules(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
 
 
 def _read_module(module: str, tensors: Mapping[str, Tensor], recipe: DelayedScaling, path: Path) -> Fp8State:
-    missing = [leaf for leaf in _LEAVES if f"{module}/{leaf}" not in tensors]
-    if missing:
+    """All roles of a GEMM, or those of an attention that are there."""
+    roles = _roles(module, tensors)
+    wanted = ROLES if set(roles) & set(ROLES) else roles
+    leaves = [f"{role}.{part}" for role in wanted for part in ("scale", "amax_history")]
+    if missing := [leaf for leaf in leaves if f"{module}/{leaf}" not in tensors]:
         raise DamagedCheckpoint(f"the FP8 sidecar lacks {module}/{missing[0]}", where=path)
+    if alien := set(roles) - set(wanted):
+        raise DamagedCheckpoint(f"{module} has roles of a GEMM, and {min(alien)}", where=path)
     state = Fp8State(
-        {role: RoleState(tensors[f"{module}/{role}.scale"], tensors[f"{module}/{role}.amax_history"]) for role in ROLES}
+        {
+            role: RoleState(tensors[f"{module}/{role}.scale"], tensors[f"{module}/{role}.amax_history"])
+            for role in wanted
+        }
     )
     state.check(recipe, f"{path}: {module}")
     return state
+
+
+def _roles(module: str, tensors: Mapping[str, Tensor]) -> tuple[Role, ...]:
+    parts = ("scale", "amax_history")
+    return tuple(role for role in ROLES + ATTENTION if any(f"{module}/{role}.{part}" in tensors for part in parts))
 
 
 def _read_raw(raw: Mapping[str, Tensor], path: Path) -> Mapping[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Fp8State: what Transformer Engine keeps for one GEMM under delayed scaling.
+"""Fp8State: what Transformer Engine keeps for one GEMM, or for attention, under delayed scaling.
 
 TE's words: `scale` multiplies before the cast (`fp8 = saturate(x * scale)`). `amax_history` has TE's
 row order: row 0 is the step being recorded (zero at rest), row 1 the oldest, the last row the newest.
@@ -13,10 +13,22 @@ from torch import Tensor
 
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 
-Role = Literal["input", "weight", "output", "grad_output", "grad_input"]
+Role = Literal[
+    "input", "weight", "output", "grad_output", "grad_input", "qkv", "s", "o", "d_o", "d_qkv", "d_p", "k", "v"
+]
+"""What a cast tensor is to its module."""
+
 FORWARD: tuple[Role, ...] = ("input", "weight", "output")
 BACKWARD: tuple[Role, ...] = ("grad_output", "grad_input")
 ROLES: tuple[Role, ...] = FORWARD + BACKWARD
+"""Those of a GEMM, in the order of TE's columns."""
+
+ATTENTION_FORWARD: tuple[Role, ...] = ("qkv", "s", "o")
+"""Those of attention (cpp_extensions/fused_attn.py, META_*): queries, keys and values; the softmax; its output."""
+ATTENTION_BACKWARD: tuple[Role, ...] = ("d_o", "d_qkv", "d_p")
+CACHE: tuple[Role, ...] = ("k", "v")
+"""Keys after rotary, and values, as a cache holds them. TE keeps nothing of them; the sidecar does."""
+ATTENTION: tuple[Role, ...] = ATTENTION_FORWARD + ATTENTION_BACKWARD + CACHE
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class DelayedScaling:
 
     def dtype(self, role: Role) -> torch.dtype:
         """HYBRID is E4M3 forward and E5M2 backward."""
-        if role in BACKWARD and self.fp8_format == "HYBRID":
+        if role in BACKWARD + ATTENTION_BACKWARD and self.fp8_format == "HYBRID":
             return torch.float8_e5m2
         return torch.float8_e4m3fn
 
@@ -109,9 +121,13 @@ class RoleState:
 
 @dataclass(frozen=True)
 class Fp8State:
-    """FP8 state of one GEMM, by role."""
+    """FP8 state by role: all of ROLES for a GEMM, some of ATTENTION for a `core_attention`."""
 
     roles: Mapping[Role, RoleState]
+
+    @property
+    def of_gemm(self) -> bool:
+        return "weight" in self.roles
 
     @staticmethod
     def fresh(history: int) -> "Fp8State":
@@ -121,8 +137,11 @@ class Fp8State:
     def merge(states: "Iterable[Fp8State]") -> "Fp8State":
         """One state for several parts: never-recorded parts are ignored; of the rest the elementwise
         maximum of the histories and the smallest scale, so that nothing saturates."""
-        listed = list(states)
-        return Fp8State({role: _merge_roles([s.roles[role] for s in listed]) for role in ROLES})
+        parts: dict[Role, list[RoleState]] = {}
+        for state in states:
+            for role, part in state.roles.items():
+                parts.setdefault(role, []).append(part)
+        return Fp8State({role: _merge_roles(listed) for role, listed in parts.items()})
 
     def check(self, recipe: DelayedScaling, where: object) -> None:
         """Raise DamagedCheckpoint unless every role is sound and its history has the recipe's length."""

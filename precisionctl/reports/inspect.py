@@ -10,7 +10,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.fp8.numerics import recorded_amax
-from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
+from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
 from precisionctl.reports.table import Table, size
 
 Description = Mapping[str, Any]
@@ -53,14 +53,19 @@ def _fp8(states: Fp8States, iteration: int | None) -> dict[str, Any]:
         "producer": states.producer,
         "recorded_at_iteration": states.iteration,
         "age_in_steps": age,
-        "never_recorded": {role: _never_recorded(states, role) for role in ROLES},
+        "never_recorded": {role: _never_recorded(states, role) for role in _roles(states)},
         "not_understood": sorted(states.raw),
         "modules": {name: _module(state, states.recipe) for name, state in states.modules.items()},
     }
 
 
+def _roles(states: Fp8States) -> list[Role]:
+    """Those of GEMMs, and of attention what is there."""
+    return [*ROLES, *(role for role in ATTENTION if any(role in state.roles for state in states.modules.values()))]
+
+
 def _never_recorded(states: Fp8States, role: Role) -> int:
-    return sum(not state.roles[role].recorded for state in states.modules.values())
+    return sum(role in state.roles and not state.roles[role].recorded for state in states.modules.values())
 
 
 def _module(state: Fp8State, recipe: DelayedScaling) -> dict[str, Any]:
@@ -146,8 +151,8 @@ def _age(fp8: Description) -> str:
 def _by_role(fp8: Description) -> Table:
     modules = fp8["modules"].values()
     rows = []
-    for role in ROLES:
-        recorded = [module[role] for module in modules if module[role]["recorded"]]
+    for role in fp8["never_recorded"]:
+        recorded = [module[role] for module in modules if role in module and module[role]["recorded"]]
         rows.append(
             (
                 role,
@@ -167,15 +172,16 @@ def _range(values: Any) -> str:
 
 def _by_layer(fp8: Description) -> Table:
     """Amax and scale of each module, for the roles that any module has recorded."""
-    roles = [role for role in ROLES if fp8["never_recorded"][role] < len(fp8["modules"])]
+    modules = fp8["modules"]
+    roles = [role for role in fp8["never_recorded"] if any(role in m and m[role]["recorded"] for m in modules.values())]
     columns = ["module", *(f"{role} {what}" for role in roles for what in ("amax", "scale"))]
-    rows = [
-        [name, *(cell for role in roles for cell in _cells(module[role]))] for name, module in fp8["modules"].items()
-    ]
+    rows = [[name, *(cell for role in roles for cell in _cells(module.get(role)))] for name, module in modules.items()]
     return Table("FP8 state by module", columns, rows)
 
 
-def _cells(state: Description) -> tuple[str, str]:
+def _cells(state: Description | None) -> tuple[str, str]:
+    if state is None:
+        return "", ""
     if not state["recorded"]:
         return "never", "-"
     return _range([state["amax"]]).partition(" to ")[0], _range([state["scale"]]).partition(" to ")[0]
