@@ -60,7 +60,7 @@ def test_attention_is_told_beside_the_gemms(tmp_path: Path) -> None:
     description = describe(open_checkpoint(tmp_path))
     assert description["fp8"]["never_recorded"]["k"] == 0
     assert tables(description, by_layer=False)[1].rows[-1] == ("k", "1", "0", "4 to 4", "112 to 112")
-    assert [row[1:] for row in tables(description, by_layer=True)[2].rows] == [["4", "112"], ["", ""]]
+    assert [row[1:] for row in tables(description, by_layer=True)[2].rows] == [["", ""], ["4", "112"]]
 
 
 def test_experts_and_latents_are_told(tmp_path: Path) -> None:
