@@ -68,6 +68,22 @@ def current_scale(amax: Tensor, dtype: torch.dtype, *, power_of_2: bool = False,
     return (scale.view(torch.int32) & _FP32_EXPONENT).view(torch.float32) if power_of_2 else scale
 
 
+def block_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scale of a block for its amax under TE's Float8BlockScaling, FP32: that of current scaling, rounded down to a
+    power of two."""
+    return current_scale(amax, dtype, power_of_2=True)
+
+
+def mx_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scale of an MX block for its amax, FP32: the reciprocal of `amax / fp8_max` rounded up to a power of two, which
+    an E8M0 byte holds; 1 where that byte is 0 (ptx.cuh, float_to_e8m0 and exp2f_rcp). Amax is not NaN."""
+    bits = (amax.float() * (1.0 / FP8_MAX[dtype])).view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
+    exponent = (exponent + up).clamp(max=254)  # an infinity is stored as the largest exponent
+    return torch.where(exponent == 0, 1.0, torch.exp2((127 - exponent).float()))
+
+
 def _divide(numerator: float, amax: Tensor) -> Tensor:
     # `number / tensor` is a reciprocal and a product in PyTorch: two roundings where the kernel makes one.
     return torch.full_like(amax, numerator) / amax

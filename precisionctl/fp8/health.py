@@ -1,0 +1,176 @@
+"""What FP8 would do to a tensor: how much of it underflows, saturates and is rounded away, under each scaling.
+
+The words are those of Transformer Engine's debug statistics (debug/features/log_fp8_tensor_stats.py): an
+*underflow* is a nonzero element that becomes zero, an *overflow*, here `saturated`, one whose magnitude is beyond
+`fp8_max * scale_inv`. The scalings are those of TE's recipes with their defaults:
+
+- `delayed`: one scale, which earlier steps gave
+- `current`: one scale, from the tensor's own amax
+- `block`: a power of two for 1 x 128 elements of a row, 128 x 128 of a weight, in E4M3 (Float8BlockScaling)
+- `mx`: a power of two, rounded so that nothing saturates, for 1 x 32 elements of a row, in E4M3 (MXFP8BlockScaling)
+
+TE also makes a copy with blocks along the columns, for the other GEMMs; that one is not measured.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from precisionctl.fp8 import numerics
+
+Scaling = Literal["delayed", "current", "block", "mx"]
+SCALINGS: tuple[Scaling, ...] = ("delayed", "current", "block", "mx")
+
+_BY_BLOCK: tuple[Scaling, ...] = ("block", "mx")
+
+BLOCK, MX_BLOCK = 128, 32
+"""Elements that share a scale, along a row."""
+
+_BLOCK_DTYPE = torch.float8_e4m3fn  # in both recipes, forward and backward
+_ROUNDING = 1 - 2.0**-22
+"""`amax * (fp8_max / amax)` can exceed fp8_max by the rounding of three FP32 operations; that is no saturation."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one scaling did to `elements` elements: nonzero ones that became zero, ones that were clamped, the sum of
+    all squares and that of the squared differences. Infinities count as saturated and are not in the sums."""
+
+    elements: int = 0
+    underflows: int = 0
+    saturated: int = 0
+    power: float = 0.0
+    error: float = 0.0
+
+    def __add__(self, other: "Loss") -> "Loss":
+        return Loss(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def underflow(self) -> float:
+        """Share of all elements, 0 to 1."""
+        return self.underflows / self.elements if self.elements else 0.0
+
+    @property
+    def saturation(self) -> float:
+        """Share of all elements, 0 to 1."""
+        return self.saturated / self.elements if self.elements else 0.0
+
+    @property
+    def sqnr(self) -> float:
+        """Signal to quantization noise in dB; infinite where nothing was lost."""
+        return 10 * math.log10(self.power / self.error) if self.power and self.error else math.inf
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Everything that was seen of one tensor in one role, over any number of passes.
+
+    `amax` passes over NaN, as TE's does; the sums of x^2 and x^4 pass over infinities as well. A scaling that was not
+    measured has a `Loss` of 0 elements.
+    """
+
+    elements: int = 0
+    zeros: int = 0
+    nonfinite: int = 0
+    amax: float = 0.0
+    sum_2: float = 0.0
+    sum_4: float = 0.0
+    losses: Mapping[Scaling, Loss] = field(default_factory=lambda: dict.fromkeys(SCALINGS, Loss()))
+
+    def merge(self, other: "Statistics") -> "Statistics":
+        """Of both together. Counts and amax do not depend on the order; sums do in the last bits."""
+        return Statistics(
+            self.elements + other.elements,
+            self.zeros + other.zeros,
+            self.nonfinite + other.nonfinite,
+            max(self.amax, other.amax),
+            self.sum_2 + other.sum_2,
+            self.sum_4 + other.sum_4,
+            {scaling: self.losses[scaling] + other.losses[scaling] for scaling in SCALINGS},
+        )
+
+    @property
+    def kurtosis(self) -> float:
+        """`n * sum x^4 / (sum x^2)^2`: 1 where all magnitudes are equal, 3 for a Gaussian; NaN for zeros alone."""
+        finite = self.elements - self.nonfinite
+        return finite * self.sum_4 / self.sum_2**2 if self.sum_2 else math.nan
+
+
+def measure(
+    values: Tensor,
+    dtype: torch.dtype,
+    delayed_scale: Tensor | None,
+    *,
+    square: bool = False,
+    amax: Tensor | None = None,
+) -> Statistics:
+    """Statistics of `values` `[..., columns]` of any float dtype, on any device, with a fixed amount of memory.
+
+    `dtype` holds the codes of delayed and current scaling. `delayed_scale` is FP32 `[]`; None leaves delayed scaling
+    unmeasured. `square` is for weights, whose blocks are 128 x 128. A tensor may come in parts, of a multiple of 128
+    rows each but the last: then `amax`, FP32 `[]`, is that of the whole, and the merged parts are what the whole gives.
+    """
+    rows = values.detach().reshape(-1, values.shape[-1] if values.dim() else 1)
+    if rows.numel() == 0:
+        return Statistics()
+    largest = numerics.amax(rows) if amax is None else amax
+    fixed: dict[Scaling, Tensor] = {"current": numerics.current_scale(largest.float(), dtype)}
+    if delayed_scale is not None:
+        fixed["delayed"] = delayed_scale
+    parts = [_measure_tiles(tiles, dtype, fixed, square) for tiles in _tiles(rows)]
+    nonzero, nonfinite, sum_2, sum_4, *lost = torch.stack(parts).sum(0).tolist()
+    losses = dict.fromkeys(SCALINGS, Loss())
+    for i, scaling in enumerate((*fixed, *_BY_BLOCK)):
+        underflows, saturated, error = lost[3 * i : 3 * i + 3]
+        losses[scaling] = Loss(rows.numel(), int(underflows), int(saturated), sum_2, error)
+    zeros = rows.numel() - int(nonzero + nonfinite)
+    return Statistics(rows.numel(), zeros, int(nonfinite), float(numerics.amax(rows)), sum_2, sum_4, losses)
+
+
+def _tiles(rows: Tensor) -> Iterator[Tensor]:
+    """Pieces in FP32 as `[n, 128, m, 4, 32]`: n x m tiles of 128 x 128 with their MX blocks, zeros at the edges."""
+    across = min(math.ceil(rows.shape[1] / BLOCK), numerics.PIECE // BLOCK**2)
+    down = max(1, numerics.PIECE // (across * BLOCK**2))
+    height, width = down * BLOCK, across * BLOCK
+    for row, column in itertools.product(range(0, rows.shape[0], height), range(0, rows.shape[1], width)):
+        piece = rows[row : row + height, column : column + width].float()
+        piece = F.pad(piece, (0, -piece.shape[1] % BLOCK, 0, -piece.shape[0] % BLOCK))
+        yield piece.view(piece.shape[0] // BLOCK, BLOCK, piece.shape[1] // BLOCK, BLOCK // MX_BLOCK, MX_BLOCK)
+
+
+def _measure_tiles(tiles: Tensor, dtype: torch.dtype, fixed: Mapping[Scaling, Tensor], square: bool) -> Tensor:
+    """FP64: nonzero elements, ones that are no numbers, sums of x^2 and x^4; then what `_lost` gives under the scales
+    that are `fixed`, and under those of blocks."""
+    magnitudes = tiles.abs()
+    mx_amax = magnitudes.amax(4, keepdim=True)
+    nonfinite = torch.zeros((), device=tiles.device)
+    if not bool(mx_amax.isfinite().all()):
+        magnitudes = magnitudes.nan_to_num(nan=0.0, posinf=math.inf)
+        mx_amax = magnitudes.amax(4, keepdim=True)
+        nonfinite = (~tiles.isfinite()).sum()
+        tiles = tiles.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    block_amax = mx_amax.amax((1, 3) if square else 3, keepdim=True)
+    squares = tiles.double().square_().view(-1)
+    nonzero = torch.count_nonzero(tiles)
+    found = [nonzero, nonfinite, squares.sum(), squares.dot(squares)]
+    for scale in fixed.values():
+        found += _lost(tiles, magnitudes, nonzero, scale, dtype)
+    for scale in (numerics.block_scale(block_amax, _BLOCK_DTYPE), numerics.mx_scale(mx_amax, _BLOCK_DTYPE)):
+        found += _lost(tiles, magnitudes, nonzero, scale, _BLOCK_DTYPE)
+    return torch.stack([number.double() for number in found])
+
+
+def _lost(tiles: Tensor, magnitudes: Tensor, nonzero: Tensor, scale: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """How many elements underflow, how many saturate, and the sum of the squared errors, each `[]`."""
+    largest, scale_inv = numerics.FP8_MAX[dtype], scale.reciprocal()
+    decoded = (tiles * scale).clamp_(-largest, largest).to(dtype).float()
+    left = torch.count_nonzero(decoded)
+    limit = (largest * scale_inv).clamp(max=torch.finfo(torch.float32).max)  # which an infinity is beyond
+    saturated = torch.count_nonzero(magnitudes * _ROUNDING > limit)
+    return [nonzero - left, saturated, decoded.mul_(scale_inv).sub_(tiles).double().square_().sum()]
