@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precisionctl.fp8 import numerics
-from precisionctl.fp8.health import SCALINGS, Loss, Statistics, measure
+from precisionctl.fp8.health import measure
+from precisionctl.fp8.statistics import NUMBERS, SCALINGS, Loss, Statistics
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -268,3 +269,20 @@ def test_any_shape_is_taken_as_rows(shape):
     found = measure(torch.full(shape, 2.0), E4M3, None)
     assert found.elements == math.prod(shape)
     assert found.amax == (2.0 if found.elements else 0.0)
+
+
+def test_statistics_are_the_same_after_being_numbers():
+    found = measure(gaussian(70, 70) * 1e3, E5M2, torch.tensor(7.0))
+    numbers = found.numbers()
+    assert len(numbers) == NUMBERS
+    assert Statistics.from_numbers(torch.tensor(numbers, dtype=torch.float64).tolist()) == found
+
+
+@pytest.mark.parametrize(
+    ("place", "number"), [(0, 0.5), (0, -1), (1, 5000), (3, math.nan), (3, -1.0), (7, 9999), (9, math.nan), (2, 2**60)]
+)
+def test_numbers_that_no_tensor_gives_are_refused(place, number):
+    numbers = measure(gaussian(70, 70), E4M3, None).numbers()
+    numbers[place] = number
+    with pytest.raises(ValueError, match="not a|more elements"):
+        Statistics.from_numbers(numbers)

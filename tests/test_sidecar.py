@@ -1,6 +1,7 @@
 """The sidecar gives back what it was given, always in the same bytes, and refuses what it cannot trust."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from te_states import same, trained
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
 
 RECIPE = DelayedScaling(margin=1, amax_history_len=4, amax_compute_algo="most_recent", reduce_amax=False)
@@ -79,6 +81,15 @@ def test_attention_keeps_the_roles_that_it_has_and_a_gemm_all_of_its_own(path):
         sidecar.read(path)
 
 
+def test_statistics_are_kept_to_the_last_bit_with_a_module_s_state_or_without(path):
+    measured = measure(torch.randn(40, 70), torch.float8_e4m3fn, torch.tensor(3.0))
+    statistics = {"decoder.layers.0.mlp.linear_fc1": {"input": measured}, "elsewhere": {"k": measured}}
+    sidecar.write(path, replace(STATES, statistics=statistics))
+    assert sidecar.read(path).statistics == statistics
+    assert sidecar.read(path).modules.keys() == STATES.modules.keys()
+    assert sidecar.read(path).without(["elsewhere"]).statistics.keys() == {"decoder.layers.0.mlp.linear_fc1"}
+
+
 def rewritten(path, metadata=None, tensors=None, drop=""):
     """A sidecar with other metadata fields or tensors than its writer would give it."""
     sidecar.write(path, STATES)
@@ -125,6 +136,9 @@ WRONG_TENSORS = {
     "an unknown role": {"decoder.layers.0.mlp.linear_fc1/bias.scale": torch.ones(())},
     "no module": {"/input.scale": torch.ones(())},
     "a name of another kind": {"weight": torch.ones(())},
+    "statistics of no role": {"decoder.layers.0.x/bias.statistics": torch.zeros(26, dtype=torch.float64)},
+    "statistics of another length": {"decoder.layers.0.x/input.statistics": torch.zeros(25, dtype=torch.float64)},
+    "statistics that cannot be": {"decoder.layers.0.x/input.statistics": -torch.ones(26, dtype=torch.float64)},
     "raw numbers": {"decoder.layers.0.x/raw": torch.ones(3)},
 }
 

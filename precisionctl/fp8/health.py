@@ -15,17 +15,13 @@ TE also makes a copy with blocks along the columns, for the other GEMMs; that on
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, field
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from precisionctl.fp8 import numerics
-
-Scaling = Literal["delayed", "current", "block", "mx"]
-SCALINGS: tuple[Scaling, ...] = ("delayed", "current", "block", "mx")
+from precisionctl.fp8.statistics import SCALINGS, Loss, Scaling, Statistics
 
 _BY_BLOCK: tuple[Scaling, ...] = ("block", "mx")
 
@@ -35,71 +31,6 @@ BLOCK, MX_BLOCK = 128, 32
 _BLOCK_DTYPE = torch.float8_e4m3fn  # in both recipes, forward and backward
 _ROUNDING = 1 - 2.0**-22
 """`amax * (fp8_max / amax)` can exceed fp8_max by the rounding of three FP32 operations; that is no saturation."""
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What one scaling did to `elements` elements: nonzero ones that became zero, ones that were clamped, the sum of
-    all squares and that of the squared differences. Infinities count as saturated and are not in the sums."""
-
-    elements: int = 0
-    underflows: int = 0
-    saturated: int = 0
-    power: float = 0.0
-    error: float = 0.0
-
-    def __add__(self, other: "Loss") -> "Loss":
-        return Loss(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    @property
-    def underflow(self) -> float:
-        """Share of all elements, 0 to 1."""
-        return self.underflows / self.elements if self.elements else 0.0
-
-    @property
-    def saturation(self) -> float:
-        """Share of all elements, 0 to 1."""
-        return self.saturated / self.elements if self.elements else 0.0
-
-    @property
-    def sqnr(self) -> float:
-        """Signal to quantization noise in dB; infinite where nothing was lost."""
-        return 10 * math.log10(self.power / self.error) if self.power and self.error else math.inf
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Everything that was seen of one tensor in one role, over any number of passes.
-
-    `amax` passes over NaN, as TE's does; the sums of x^2 and x^4 pass over infinities as well. A scaling that was not
-    measured has a `Loss` of 0 elements.
-    """
-
-    elements: int = 0
-    zeros: int = 0
-    nonfinite: int = 0
-    amax: float = 0.0
-    sum_2: float = 0.0
-    sum_4: float = 0.0
-    losses: Mapping[Scaling, Loss] = field(default_factory=lambda: dict.fromkeys(SCALINGS, Loss()))
-
-    def merge(self, other: "Statistics") -> "Statistics":
-        """Of both together. Counts and amax do not depend on the order; sums do in the last bits."""
-        return Statistics(
-            self.elements + other.elements,
-            self.zeros + other.zeros,
-            self.nonfinite + other.nonfinite,
-            max(self.amax, other.amax),
-            self.sum_2 + other.sum_2,
-            self.sum_4 + other.sum_4,
-            {scaling: self.losses[scaling] + other.losses[scaling] for scaling in SCALINGS},
-        )
-
-    @property
-    def kurtosis(self) -> float:
-        """`n * sum x^4 / (sum x^2)^2`: 1 where all magnitudes are equal, 3 for a Gaussian; NaN for zeros alone."""
-        finite = self.elements - self.nonfinite
-        return finite * self.sum_4 / self.sum_2**2 if self.sum_2 else math.nan
 
 
 def measure(

@@ -1,7 +1,8 @@
 """The sidecar: a checkpoint's FP8 state as a safetensors file, without pickles.
 
 Tensors: `<module>/<role>.scale` and `<module>/<role>.amax_history`, FP32 as in `RoleState`; `<module>/raw`
-(uint8) for a payload that was not understood. The rest is JSON under the one metadata key `precisionctl`:
+(uint8) for a payload that was not understood; `<module>/<role>.statistics`, FP64 `[26]`, where they were
+measured (`Statistics.numbers`). The rest is JSON under the one metadata key `precisionctl`:
 safetensors keeps several keys in random order, and equal states must give equal bytes.
 """
 
@@ -19,14 +20,16 @@ from torch import Tensor
 
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
+from precisionctl.fp8.statistics import NUMBERS, Statistics
 
 RELATIVE = Path("precisionctl/fp8_state.safetensors")
 """Place inside a checkpoint; never at its top, where inference engines read every safetensors file."""
 
 FORMAT_VERSION = 2
-"""1 had no roles of attention, and is read as it is."""
+"""1 had no roles of attention and no statistics, and is read as it is."""
 
 _KEY = "precisionctl"
+_STATISTICS = ".statistics"
 _LEAVES = tuple(f"{role}.{part}" for role in ROLES + ATTENTION for part in ("scale", "amax_history"))
 
 
@@ -37,6 +40,9 @@ def write(path: Path, states: Fp8States) -> None:
         for role, part in state.roles.items():
             tensors[f"{module}/{role}.scale"] = _own(part.scale)
             tensors[f"{module}/{role}.amax_history"] = _own(part.amax_history)
+    for module, measured in states.statistics.items():
+        for role, statistics in measured.items():
+            tensors[f"{module}/{role}{_STATISTICS}"] = torch.tensor(statistics.numbers(), dtype=torch.float64)
     metadata = {
         "format_version": FORMAT_VERSION,
         "recipe": asdict(states.recipe),
@@ -74,9 +80,12 @@ def read(path: Path) -> Fp8States:
         raise DamagedCheckpoint(f"the FP8 sidecar cannot be read: {error}", where=path) from error
     fields = _read_metadata(metadata.get(_KEY, ""), path)
     raw = {name.removesuffix("/raw"): tensors.pop(name) for name in list(tensors) if name.endswith("/raw")}
+    statistics = _read_statistics(
+        {name: tensors.pop(name) for name in list(tensors) if name.endswith(_STATISTICS)}, path
+    )
     recipe = _read_recipe(fields, path)
     modules = {module: _read_module(module, tensors, recipe, path) for module in _modules(tensors, path)}
-    return Fp8States(recipe, modules, _read_raw(raw, path), fields["producer"], fields["iteration"])
+    return Fp8States(recipe, modules, _read_raw(raw, path), fields["producer"], fields["iteration"], statistics)
 
 
 def _read_metadata(text: str, path: Path) -> Mapping[str, Any]:
@@ -141,6 +150,20 @@ def _read_module(module: str, tensors: Mapping[str, Tensor], recipe: DelayedScal
 def _roles(module: str, tensors: Mapping[str, Tensor]) -> tuple[Role, ...]:
     parts = ("scale", "amax_history")
     return tuple(role for role in ROLES + ATTENTION if any(f"{module}/{role}.{part}" in tensors for part in parts))
+
+
+def _read_statistics(tensors: Mapping[str, Tensor], path: Path) -> Mapping[str, Mapping[Role, Statistics]]:
+    found: dict[str, dict[Role, Statistics]] = {}
+    for name, numbers in sorted(tensors.items()):
+        module, _, leaf = name.removesuffix(_STATISTICS).rpartition("/")
+        role = next((role for role in ROLES + ATTENTION if role == leaf), None)
+        if not module or role is None or numbers.dtype != torch.float64 or numbers.shape != (NUMBERS,):
+            raise DamagedCheckpoint(f"an FP8 sidecar with a tensor {name!r}", where=path)
+        try:
+            found.setdefault(module, {})[role] = Statistics.from_numbers(numbers.tolist())
+        except ValueError as error:
+            raise DamagedCheckpoint(f"{name} in an FP8 sidecar: {error}", where=path) from error
+    return found
 
 
 def _read_raw(raw: Mapping[str, Tensor], path: Path) -> Mapping[str, Tensor]:

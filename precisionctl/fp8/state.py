@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.errors import DamagedCheckpoint, RecipeError
+from precisionctl.fp8.statistics import Statistics
 
 Role = Literal[
     "input", "weight", "output", "grad_output", "grad_input", "qkv", "s", "o", "d_o", "d_qkv", "d_p", "k", "v"
@@ -168,7 +169,8 @@ class Fp8States:
     """The delayed-scaling state of a whole checkpoint.
 
     `modules` is keyed by Megatron module name (`decoder.layers.0.mlp.linear_fc1`). `raw` keeps, byte for
-    byte, payloads that were not understood. `iteration` is the step at which the state was recorded.
+    byte, payloads that were not understood. `iteration` is the step at which the state was recorded. `statistics`,
+    by module and role, is what was measured besides, if anything; TE's payloads have no place for it.
     """
 
     recipe: DelayedScaling
@@ -176,6 +178,7 @@ class Fp8States:
     raw: Mapping[str, Tensor] = field(default_factory=dict)
     producer: str = ""
     iteration: int | None = None
+    statistics: Mapping[str, Mapping[Role, Statistics]] = field(default_factory=dict)
 
     def without(self, modules: Container[str]) -> "Fp8States":
         """What is kept of the other modules."""
@@ -183,4 +186,5 @@ class Fp8States:
             self,
             modules={name: state for name, state in self.modules.items() if name not in modules},
             raw={name: data for name, data in self.raw.items() if name not in modules},
+            statistics={name: found for name, found in self.statistics.items() if name not in modules},
         )

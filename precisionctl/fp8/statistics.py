@@ -1,0 +1,116 @@
+"""Statistics: what was seen of one tensor in one role, and what each FP8 scaling did to it.
+
+`fp8/health.py` measures them and says what the words mean; the sidecar keeps them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Literal
+
+Scaling = Literal["delayed", "current", "block", "mx"]
+SCALINGS: tuple[Scaling, ...] = ("delayed", "current", "block", "mx")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one scaling did to `elements` elements: nonzero ones that became zero, ones that were clamped, the sum of
+    all squares and that of the squared differences. Infinities count as saturated and are not in the sums."""
+
+    elements: int = 0
+    underflows: int = 0
+    saturated: int = 0
+    power: float = 0.0
+    error: float = 0.0
+
+    def __add__(self, other: "Loss") -> "Loss":
+        return Loss(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def underflow(self) -> float:
+        """Share of all elements, 0 to 1."""
+        return self.underflows / self.elements if self.elements else 0.0
+
+    @property
+    def saturation(self) -> float:
+        """Share of all elements, 0 to 1."""
+        return self.saturated / self.elements if self.elements else 0.0
+
+    @property
+    def sqnr(self) -> float:
+        """Signal to quantization noise in dB; infinite where nothing was lost."""
+        return 10 * math.log10(self.power / self.error) if self.power and self.error else math.inf
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Everything that was seen of one tensor in one role, over any number of passes.
+
+    `amax` passes over NaN, as TE's does; the sums of x^2 and x^4 pass over infinities as well. A scaling that was not
+    measured has a `Loss` of 0 elements.
+    """
+
+    elements: int = 0
+    zeros: int = 0
+    nonfinite: int = 0
+    amax: float = 0.0
+    sum_2: float = 0.0
+    sum_4: float = 0.0
+    losses: Mapping[Scaling, Loss] = field(default_factory=lambda: dict.fromkeys(SCALINGS, Loss()))
+
+    def merge(self, other: "Statistics") -> "Statistics":
+        """Of both together. Counts and amax do not depend on the order; sums do in the last bits."""
+        return Statistics(
+            self.elements + other.elements,
+            self.zeros + other.zeros,
+            self.nonfinite + other.nonfinite,
+            max(self.amax, other.amax),
+            self.sum_2 + other.sum_2,
+            self.sum_4 + other.sum_4,
+            {scaling: self.losses[scaling] + other.losses[scaling] for scaling in SCALINGS},
+        )
+
+    @property
+    def kurtosis(self) -> float:
+        """`n * sum x^4 / (sum x^2)^2`: 1 where all magnitudes are equal, 3 for a Gaussian; NaN for zeros alone."""
+        finite = self.elements - self.nonfinite
+        return finite * self.sum_4 / self.sum_2**2 if self.sum_2 else math.nan
+
+    def numbers(self) -> list[float]:
+        """All of it as NUMBERS numbers, which FP64 holds: `_FIELDS` in order, and for each scaling those of `Loss`."""
+        own = [float(getattr(self, name)) for name in _FIELDS]
+        return own + [float(number) for scaling in SCALINGS for number in astuple(self.losses[scaling])]
+
+    @staticmethod
+    def from_numbers(numbers: Sequence[float]) -> "Statistics":
+        """The inverse of `numbers`. Raises ValueError for what no tensor can have given."""
+        own, rest = numbers[: len(_FIELDS)], numbers[len(_FIELDS) :]
+        size = len(rest) // len(SCALINGS)
+        losses = {
+            scaling: Loss(*map(_count, rest[i : i + 3]), *map(_not_negative, rest[i + 3 : i + size]))
+            for scaling, i in zip(SCALINGS, range(0, len(rest), size), strict=True)
+        }
+        elements, zeros, nonfinite = map(_count, own[:3])
+        amax, sum_2, sum_4 = map(_not_negative, own[3:])
+        found = Statistics(elements, zeros, nonfinite, amax, sum_2, sum_4, losses)
+        counts = [(found.elements, found.zeros, found.nonfinite)]
+        counts += [(loss.elements, loss.underflows, loss.saturated) for loss in losses.values()]
+        if any(part > total for total, *parts in counts for part in parts):
+            raise ValueError("more elements were counted than there are")
+        return found
+
+
+_FIELDS = ("elements", "zeros", "nonfinite", "amax", "sum_2", "sum_4")
+NUMBERS = len(_FIELDS) + 5 * len(SCALINGS)
+
+
+def _count(number: float) -> int:
+    if not (0 <= number < 2**53 and number == int(number)):
+        raise ValueError(f"{number} is not a count")
+    return int(number)
+
+
+def _not_negative(number: float) -> float:
+    if not number >= 0:
+        raise ValueError(f"{number} is not a magnitude")
+    return number
