@@ -1,6 +1,7 @@
 """Whether tensors are what a model's sizes say they are, and whether they can be cut for so many ranks."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -43,16 +44,29 @@ def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> Non
         raise ShapeMismatch(f"`{row.megatron}` {list(shape)} cannot be cut into {ranks} tensor-parallel parts")
 
 
-def check_ranks(model: ModelShape, parallelism: Parallelism) -> None:
-    """Raise ShapeMismatch where stages of layers or ranks of experts would not be equal."""
-    if parallelism.virtual > 1 and parallelism.pipeline == 1:
-        raise ShapeMismatch("stages of a pipeline rank, without a pipeline", do="Give --pp too, or leave --vpp out.")
-    stages = parallelism.pipeline * parallelism.virtual
-    if model.num_layers % stages:
+def dealt(layers: int, sizes: Parallelism) -> Parallelism:
+    """The sizes, with the layers of the last pipeline rank where all cannot have as many and nothing else is asked
+    for: the last one, which has the output layer, gets fewer.
+
+    Raises ShapeMismatch where Megatron knows no such stages (TransformerConfig.__post_init__).
+    """
+    if sizes.pipeline == 1 and (sizes.virtual > 1 or sizes.first_layers or sizes.last_layers):
+        raise ShapeMismatch("stages of a pipeline, without one", do="Give --pp too, or leave the others out.")
+    stages = sizes.pipeline * sizes.virtual
+    if layers % stages and sizes.first_layers is None and sizes.last_layers is None:
+        most = -(-layers // stages) * sizes.virtual
+        sizes = replace(sizes, last_layers=layers - most * (sizes.pipeline - 1))
+    counts = sizes.layers_of_ranks(layers) if stages <= layers else []
+    if sum(counts) != layers or any(count <= 0 or count % sizes.virtual for count in counts):
         raise ShapeMismatch(
-            f"{model.num_layers} layers cannot be cut into {stages} pipeline stages of equal length",
-            do="Choose --pp and --vpp whose product divides the number of layers.",
+            f"{layers} layers cannot be cut into {stages} pipeline stages that are equal but for the first and last",
+            do="Choose --first-stage-layers and --last-stage-layers, or another --pp or --vpp.",
         )
+    return sizes
+
+
+def check_ranks(model: ModelShape, parallelism: Parallelism) -> None:
+    """Raise ShapeMismatch where ranks of experts would not be equal."""
     experts = model.moe.num_experts if model.moe else 0
     if parallelism.expert > 1 and not experts:
         raise ShapeMismatch("a model without experts cannot be cut into expert-parallel parts", do="Leave --ep out.")

@@ -8,7 +8,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_run import of_megatron
 from precisionctl.fp8 import sidecar
-from precisionctl.param import Layout
+from precisionctl.param import Layout, Parallelism
 
 
 def of_family(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
@@ -38,6 +38,20 @@ def left_behind(reader: Reader, *, carried: bool = False) -> Iterator[str]:
     older = sidecar.find(reader.path)
     if older and reader.fp8 and (names := older.modules.keys() - reader.fp8.modules.keys()):
         yield f"Older FP8 state of {len(names)} modules, which the run kept in BF16, stays behind."
+
+
+def of_stages(sizes: Parallelism, layers: int) -> Iterator[str]:
+    """What a run needs for stages that are not all alike: Megatron takes none of it from a checkpoint's arguments."""
+    counts = sizes.layers_of_ranks(layers)
+    if len(set(counts)) == 1:
+        return
+    flags = {
+        "decoder-first-pipeline-num-layers": sizes.first_layers,
+        "decoder-last-pipeline-num-layers": sizes.last_layers,
+        "num-virtual-stages-per-pipeline-rank": sizes.virtual if sizes.virtual > 1 else None,
+    }
+    words = " ".join(f"--{flag} {value}" for flag, value in flags.items() if value is not None)
+    yield f"Pipeline ranks have {', '.join(map(str, counts))} layers: start Megatron with {words}."
 
 
 def of_state(change: StateChange) -> Iterator[str]:

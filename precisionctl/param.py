@@ -41,6 +41,8 @@ class Parallelism:
 
     `tensor`, `pipeline`, `expert` as `--tensor-model-parallel-size` and so on; `virtual` is the number of stages
     of each pipeline rank, `expert_tensor` cuts the experts' tensors in place of `tensor` (None: as `tensor`).
+    `first_layers` and `last_layers` are the layers of the first and the last pipeline rank, where those are not as
+    many as the others' (`--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers`).
     """
 
     tensor: int = 1
@@ -48,6 +50,22 @@ class Parallelism:
     virtual: int = 1
     expert: int = 1
     expert_tensor: int | None = None
+    first_layers: int | None = None
+    last_layers: int | None = None
+
+    def layers_of_ranks(self, layers: int) -> list[int]:
+        """How many of a model's layers each pipeline rank has; sizes that `fits.dealt` gives are assumed."""
+        ends = (self.first_layers, self.last_layers)
+        told = [count for count in ends if count is not None]
+        others = self.pipeline - len(told)
+        middle = [(layers - sum(told)) // others] * others if others else []
+        first, last = ([] if count is None else [count] for count in ends)
+        return [*first, *middle, *last]
+
+    def layers_of_stages(self, layers: int) -> list[int]:
+        """How many of a model's layers each stage has, in the order in which a batch passes through them: stage
+        i of rank p is the one of number i * pipeline + p."""
+        return [count // self.virtual for count in self.layers_of_ranks(layers)] * self.virtual
 
 
 ONE_RANK = Parallelism()

@@ -137,6 +137,7 @@ def make_plan(
         )
     rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled)
     model = _padded(_with_mtp(source, rows), source.layout, target, parallelism.tensor)
+    parallelism = fits.dealt(model.num_layers, parallelism)
     fits.check_ranks(model, parallelism)
     derived = _derived(architecture, source)
     by_row = {row: _row_jobs(row, architecture.aliases, model, source, target) for row in rows}

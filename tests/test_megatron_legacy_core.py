@@ -46,7 +46,11 @@ CASES["buckets"] = CASES["dense"] | {"optimizer": "distributed"}
 CASES["buckets of experts"] = CASES["experts"] | {"optimizer": "distributed"}
 AGAIN: dict[str, Case] = {
     "dense": CASES["dense"] | {"sizes": {"pipeline": 4}, "layers": [1, 1, 1, 1]},
-    "tied": CASES["tied"] | {"sizes": {"tensor": 2, "pipeline": 2}, "layers": [2, 2]},
+    "tied": {
+        "sizes": {"tensor": 2, "pipeline": 2},
+        "model": {"tied": True, "first": 3},
+        "layers": [3, 1],
+    },
     "uneven": {
         "sizes": {"tensor": 2, "pipeline": 2, "virtual": 2},
         "model": {"tied": True, "qk_norm": True},
@@ -181,7 +185,8 @@ def loaded(saved: Path) -> Path:
     """What the cases saved, written for other sizes, and what megatron-core holds after loading that, strictly."""
     jobs = []
     for name, case in AGAIN.items():
-        reader, target, sizes = LegacyReader(saved / name), saved / f"{name}-again", Parallelism(**case["sizes"])
+        reader, target = LegacyReader(saved / name), saved / f"{name}-again"
+        sizes = Parallelism(**case["sizes"], first_layers=case["model"].get("first"))
         specs = {**reader.specs, **reader.optimizer_specs}
         common = {"optimizer": reader.common["optimizer"]} if "optimizer" in case else {}
         writer = LegacyWriter(target, reader.model, specs, parallelism=sizes, iteration=10, common=common)

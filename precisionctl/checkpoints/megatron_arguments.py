@@ -7,11 +7,12 @@ import torch
 
 from precisionctl.checkpoints.megatron_logical import OPTIMIZER
 from precisionctl.fp8.state import DelayedScaling
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 
 
 def run_args(
-    specs: Mapping[str, TensorSpec], sizes: Parallelism, iteration: int | None, container: str
+    model: ModelShape, specs: Mapping[str, TensorSpec], sizes: Parallelism, iteration: int | None, container: str
 ) -> dict[str, Any]:
     """What the tensors, the sizes and the container (`--ckpt-format`) say."""
     dtype = next(spec.dtype for name, spec in specs.items() if not name.startswith(OPTIMIZER))
@@ -25,7 +26,28 @@ def run_args(
         "expert_model_parallel_size": sizes.expert,
         "ckpt_format": container,
         "iteration": iteration or 0,
+        **_stage_args(model, sizes),
     } | ({"expert_tensor_parallel_size": sizes.expert_tensor} if sizes.expert_tensor else {})
+
+
+def _stage_args(model: ModelShape, sizes: Parallelism) -> dict[str, Any]:
+    """How layers are dealt out to stages, in all the words that Megatron has for it: a run that saved the source may
+    have used others.
+
+    `--use-mp-args-from-checkpoint-args` takes `num_layers_per_virtual_pipeline_stage` alone of them
+    (megatron/training/checkpointing.py, load_args_from_checkpoint); where stages differ it must not be there
+    (arguments.py, validate_args).
+    """
+    stages = sizes.layers_of_stages(model.num_layers)
+    return {
+        "decoder_first_pipeline_num_layers": sizes.first_layers,
+        "decoder_last_pipeline_num_layers": sizes.last_layers,
+        "num_layers_per_virtual_pipeline_stage": stages[0] if sizes.virtual > 1 and len(set(stages)) == 1 else None,
+        "num_virtual_stages_per_pipeline_rank": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "pipeline_model_parallel_layout": None,
+    }
 
 
 def fp8_args(recipe: DelayedScaling) -> dict[str, Any]:

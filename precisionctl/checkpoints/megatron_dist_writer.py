@@ -66,7 +66,7 @@ class TorchDistWriter:
         self._companions, self._common, self._objects = companions or Companions(), common or {}, objects or {}
         self._distributed = distributed_optimizer
         weights_only = {"no_save_optim": True, "no_save_rng": True}
-        of_run = run_args(specs, parallelism, iteration, "torch_dist")
+        of_run = run_args(model, specs, parallelism, iteration, "torch_dist")
         self._args = weights_only | dict(args or {}) | to_megatron_args(model) | of_run
         self._by_layer = _keys_by_layer(self._args) or layers_differ(specs)
         keys = {name: stack(self._stored_name(name), self._by_layer) for name in specs}

@@ -6,8 +6,10 @@ each stage, experts in each rank, and on the last stage a copy of tied embedding
 
 import argparse
 import os
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -80,8 +82,9 @@ class LegacyWriter:
         self._sizes, self._iteration, self._fp8_in = parallelism, iteration, fp8_in
         self._companions, self._common = companions or Companions(), common or {}
         weights_only = {"no_save_optim": True, "no_save_rng": True}
-        of_run = run_args(specs, parallelism, iteration, "torch") | {"use_distributed_optimizer": False}
+        of_run = run_args(model, specs, parallelism, iteration, "torch") | {"use_distributed_optimizer": False}
         self._args = weights_only | dict(args or {}) | to_megatron_args(model) | of_run
+        self._starts = [0, *accumulate(parallelism.layers_of_stages(model.num_layers))][:-1]
         self._experts = 1 + max((e for name in specs if (e := expert_of(name)) is not None), default=-1)
         _check_expert_tensor(parallelism)
         self._ranks = [self._empty_rank(*place) for place in places(parallelism)]
@@ -120,12 +123,11 @@ class LegacyWriter:
 
     def _holders(self, name: str) -> Iterator[tuple[_Rank, int, str]]:
         """Each rank that holds a tensor of the model, the stage there, and its name there."""
-        stages = self._sizes.pipeline * self._sizes.virtual
-        of_stage, of_rank = self.model.num_layers // stages, self._experts // self._sizes.expert
-        layer, expert = layer_of(name), expert_of(name)
-        first = layer[0] // of_stage if layer else 0 if name.startswith("embedding.") else stages - 1
+        starts, of_rank = self._starts, self._experts // self._sizes.expert
+        stages, layer, expert = len(starts), layer_of(name), expert_of(name)
+        first = bisect(starts, layer[0]) - 1 if layer else 0 if name.startswith("embedding.") else stages - 1
         expert_rank = None if expert is None else expert // of_rank
-        homes = [(first, renumbered(name, -first * of_stage, -(expert_rank or 0) * of_rank))]
+        homes = [(first, renumbered(name, -starts[first], -(expert_rank or 0) * of_rank))]
         if self._sizes.pipeline > 1 and name.startswith("embedding."):
             if name == EMBEDDING and self.model.tied_embeddings:
                 homes.append((stages - 1, _OUTPUT))

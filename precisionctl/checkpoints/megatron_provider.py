@@ -44,6 +44,8 @@ _RENAMED = {  # argument: field
     "use_rope_scaling": "rope_scaling",
     "rope_scaling_factor": "rope_scaling_factor",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
 _NOT_COPIED = ("apply_residual_connection_post_layernorm", "attention_output_gate", "qk_l2_norm", "no_rope_freq")
 """Fields that would make it another model: read, so that whoever understands the arguments can refuse them."""

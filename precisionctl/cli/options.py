@@ -78,23 +78,22 @@ def writing_options(command: Command) -> Command:
 def parallelism_options(command: Command) -> Command:
     """The sizes of a Megatron run, handed to a command as one `parallelism`."""
     sizes = {
-        "--tp": ("tensor", "Tensor-parallel size"),
-        "--pp": ("pipeline", "Pipeline-parallel size"),
-        "--vpp": ("virtual", "Stages of each pipeline rank"),
-        "--ep": ("expert", "Expert-parallel size"),
-        "--etp": ("expert_tensor", "Tensor-parallel size of experts, else as --tp;"),
+        "--tp": ("tensor", 1, "Tensor-parallel size to write for."),
+        "--pp": ("pipeline", 1, "Pipeline-parallel size to write for."),
+        "--vpp": ("virtual", 1, "Stages of each pipeline rank to write for."),
+        "--first-stage-layers": ("first_layers", None, "Layers of the first pipeline rank, else as the others."),
+        "--last-stage-layers": ("last_layers", None, "Layers of the last pipeline rank, else as the others, or fewer."),
+        "--ep": ("expert", 1, "Expert-parallel size to write for."),
+        "--etp": ("expert_tensor", None, "Tensor-parallel size of experts to write for, else as --tp."),
     }
 
     @wraps(command)
     def with_parallelism(*arguments: Any, **named: Any) -> Any:
         from precisionctl.param import Parallelism
 
-        parallelism = Parallelism(**{field: named.pop(field) for field, _ in sizes.values()})
+        parallelism = Parallelism(**{field: named.pop(field) for field, _, _ in sizes.values()})
         return command(*arguments, parallelism=parallelism, **named)
 
-    for flag, (field, text) in reversed(sizes.items()):
-        default = None if field == "expert_tensor" else 1
-        with_parallelism = click.option(flag, field, type=POSITIVE, default=default, help=f"{text} to write for.")(
-            with_parallelism
-        )
+    for flag, (field, default, text) in reversed(sizes.items()):
+        with_parallelism = click.option(flag, field, type=POSITIVE, default=default, help=text)(with_parallelism)
     return with_parallelism
