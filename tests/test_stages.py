@@ -16,9 +16,10 @@ from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_legacy import LegacyReader
 from precisionctl.checkpoints.megatron_legacy_names import count_layers
 from precisionctl.checkpoints.torch_zip import skeleton
-from precisionctl.commands import Conversion, execute, plan_conversion
+from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import ShapeMismatch
 from precisionctl.param import Parallelism
+from precisionctl.work import execute
 
 with warnings.catch_warnings(action="ignore"):
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
