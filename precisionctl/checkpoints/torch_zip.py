@@ -11,16 +11,15 @@ import io
 import math
 import struct
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from precisionctl import safe_pickle
-from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, shown
+from precisionctl import safe_archive, safe_pickle
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.safe_archive import damage, elements, reference_of, stored
 from precisionctl.safe_pickle import itself, sizes
 
 
@@ -79,27 +78,27 @@ def skeleton(path: Path) -> Any:
 def read_located(path: Path, tensor: Located) -> torch.Tensor:
     """A tensor of a skeleton, small enough to be read whole."""
     data = Span(path, tensor.offset, math.prod(tensor.shape) * tensor.dtype.itemsize).read()
-    return _elements(data, tensor.dtype).reshape(tensor.shape)
+    return elements(data, tensor.dtype).reshape(tensor.shape)
 
 
 def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
-    with _damage(span), open(span.path, "rb") as file:
+    with damage(span), open(span.path, "rb") as file:
         archive = zipfile.ZipFile(_Window(file, span.offset, span.length))
         root = archive.namelist()[0].split("/")[0]
 
         @functools.cache
         def start(key: str) -> tuple[int, int]:
-            entry = _stored(archive, f"{root}/data/{key}")
+            entry = stored(archive, f"{root}/data/{key}")
             begin = _start_of_data(archive.fp, entry)
             if begin + entry.file_size > span.length:
                 raise ValueError("its bytes reach past its end")
             return span.offset + begin, entry.file_size
 
         def storage(reference: Any) -> _Storage:
-            dtype, key = _reference(reference)
+            dtype, key = reference_of(reference)
             return _Storage(dtype, *start(key))
 
-        return safe_pickle.loads(archive.read(_stored(archive, f"{root}/data.pkl")), allowed, span, storage)
+        return safe_pickle.loads(archive.read(stored(archive, f"{root}/data.pkl")), allowed, span, storage)
 
 
 class Inert:
@@ -173,30 +172,7 @@ def load(data: bytes, where: object) -> Any:
     Raises UnsafePickle for classes of other modules than Megatron and its options are made of, and
     DamagedCheckpoint for what is no archive.
     """
-    with _damage(where):
-        archive = zipfile.ZipFile(io.BytesIO(data))
-        root = archive.namelist()[0].split("/")[0]
-        storages: dict[str, torch.Tensor] = {}
-
-        def storage(reference: Any) -> torch.Tensor:
-            dtype, key = _reference(reference)
-            if key not in storages:
-                storages[key] = _elements(archive.read(_stored(archive, f"{root}/data/{key}")), dtype)
-            return storages[key]
-
-        return safe_pickle.loads(archive.read(_stored(archive, f"{root}/data.pkl")), _OBJECTS, where, storage)
-
-
-def _reference(identifier: Any) -> tuple[torch.dtype, str]:
-    """dtype and name of the storage that ("storage", dtype, name, device, elements) stands for."""
-    _, dtype, name, *_ = identifier
-    if not isinstance(dtype, torch.dtype) or type(name) is not str:
-        raise ValueError(f"{shown(identifier)} as a storage")
-    return dtype, name
-
-
-def _elements(data: bytes, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return safe_archive.loads(data, _OBJECTS, where)
 
 
 class _Storage(NamedTuple):
@@ -229,13 +205,6 @@ _TENSOR: safe_pickle.Allowed = {
 _SKELETON = _Objects(_OBJECTS | {("torch._utils", "_rebuild_tensor_v2"): _located})
 
 
-def _stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
-    entry = archive.getinfo(name)
-    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-        raise ValueError(f"{name} is compressed")
-    return entry
-
-
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., length of the name, length of the extra field
 
 
@@ -246,16 +215,6 @@ def _start_of_data(file: Any, entry: zipfile.ZipInfo) -> int:
     if signature != b"PK\3\4":
         raise ValueError(f"no local header for {entry.filename}")
     return int(entry.header_offset + _LOCAL_HEADER.size + name + extra)
-
-
-@contextmanager
-def _damage(where: object) -> Iterator[None]:
-    try:
-        yield
-    except PrecisionctlError:
-        raise
-    except Exception as error:  # a damaged archive can raise nearly anything
-        raise DamagedCheckpoint(f"not what torch.save writes: {error}", where=where, do="Is the copy whole?") from error
 
 
 _LONGEST = 64 << 20
