@@ -26,14 +26,30 @@ Each error says *what* is wrong, *where*, and what to *do* about it.
 import reprlib
 
 
+_LONGEST = 2000
+
+
+def printable(text: str) -> str:
+    """What a stranger's file says, fit for a terminal: at most 2000 letters, none of which moves the cursor, changes
+    colours or the direction of reading, or cannot be encoded."""
+    if len(text) > _LONGEST:
+        text = text[:_LONGEST] + " ..."
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
 class PrecisionctlError(Exception):
     """What went wrong, where, and what to do about it."""
 
     def __init__(self, what: str, *, where: object = "", do: str = "") -> None:
-        super().__init__(what)
-        self.what = what
-        self.where = str(where)
-        self.do = do
+        super().__init__(printable(what))
+        self.what = printable(what)
+        self.where = printable(str(where))
+        self.do = printable(do)
 
     def __str__(self) -> str:
         where = f" ({self.where})" if self.where else ""

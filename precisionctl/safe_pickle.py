@@ -6,6 +6,7 @@ What a caller lists must not hash, compare, copy or print its arguments: two byt
 twice, so that a hundred bytes make one that has 2**50 parts when it is walked.
 """
 
+import argparse
 import io
 import pickle
 from collections import OrderedDict
@@ -90,7 +91,7 @@ def strided(values: Tensor, offset: int, size: tuple[int, ...], stride: tuple[in
 def sizes(values: Any) -> tuple[int, ...]:
     """A shape, or a place in one, after checking that it is one. Raises ValueError."""
     plain = type(values) in (tuple, list) and len(values) <= 64
-    if not plain or not all(type(value) is int and value >= 0 for value in values):
+    if not plain or not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
         raise ValueError(f"{shown(values)} as sizes")
     return tuple(values)
 
@@ -128,6 +129,17 @@ _HASHING = {
 """Opcodes that hash, and where on the stack what they hash is."""
 
 
+def _may_become(changed: Any, state: Any) -> bool:
+    """Whether an object takes this state without any attribute that is looked up on it, `__class__` not least,
+    becoming another."""
+    kind = type(changed)
+    if kind is argparse.Namespace:
+        return type(state) is dict
+    if kind is io.BytesIO:
+        return type(state) is tuple and len(state) == 3 and state[2] is None
+    return hasattr(kind, "__setstate__")
+
+
 class _AllowListUnpickler(pickle._Unpickler):
     """CPython's unpickler in Python. The one in C sizes its memo by the largest index, so that six bytes can ask
     for gigabytes, and its BUILD cannot be held back from changing what is allowed for everyone after this file."""
@@ -143,7 +155,13 @@ class _AllowListUnpickler(pickle._Unpickler):
             raise UnsafePickle(f"a pickle changes {changed!r}, a class or function", where=self._where)
         if isinstance(changed, Tensor):  # its state says how large its storage becomes
             raise UnsafePickle("a pickle changes a tensor", where=self._where)
-        super().load_build()  # type: ignore[misc]
+        state = self.stack[-1]  # type: ignore[attr-defined]
+        if isinstance(changed, dict):  # `_metadata` of a module's state; but also `get`, `items` and `__class__`
+            self.stack.pop()  # type: ignore[attr-defined]
+        elif _may_become(changed, state):
+            super().load_build()  # type: ignore[misc]
+        else:
+            raise UnsafePickle(f"a pickle changes {shown(changed)}", where=self._where)
 
     dispatch[pickle.BUILD[0]] = load_build
 

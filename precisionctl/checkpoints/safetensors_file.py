@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -33,6 +33,9 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # the library's own limit
+_MOST_VALUES = 8_000_000
+"""Commas and brackets in a header: those of half a million tensors. 100 MB of `[],` are gigabytes once they are read."""
+_LARGEST_NUMBER = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -51,23 +54,52 @@ def read_header(path: Path) -> dict[str, Stored]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LONGEST_HEADER):
                 raise DamagedCheckpoint("truncated, or no safetensors file", where=path, do="Copy it again.")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
+            header = _parse(file.read(length))
         tensors = {name: _stored(entry, 8 + length) for name, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"the header makes no sense: {error!r}", where=path, do="Copy it again.") from error
+        what = f"the header makes no sense: {type(error).__name__}: {error}"
+        raise DamagedCheckpoint(what, where=path, do="Copy it again.") from error
     _check_tiling(tensors, 8 + length, size, path)
     return tensors
 
 
+def _parse(text: bytes) -> dict[str, Any]:
+    """The entries of a header. As strict as the library, and about what is there twice stricter."""
+    if not text.startswith(b"{") or sum(map(text.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+        raise ValueError("no JSON object of a file's tensors")
+    header: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=_once, parse_int=_natural)
+    metadata = header.pop("__metadata__", {})
+    if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
+        raise ValueError("`__metadata__` is not made of strings")
+    for word in (*header, *metadata, *metadata.values()):
+        word.encode()  # half of a pair of surrogates can be written in JSON, and nowhere else
+    return header
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _natural(digits: str) -> int:
+    if digits.startswith("-") or int(digits) >= _LARGEST_NUMBER:
+        raise ValueError(f"{digits} as a size or offset")
+    return int(digits)
+
+
 def _stored(entry: Mapping[str, Any], base: int) -> Stored:
-    shape = tuple(entry["shape"])
-    begin, end = entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise ValueError("a size or offset is no natural number")
-    spec = TensorSpec(shape, DTYPES[entry["dtype"]])
+    if entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError("a tensor is described by its dtype, shape and data_offsets")
+    shape, span = entry["shape"], entry["data_offsets"]
+    for numbers in (shape, span):
+        if type(numbers) is not list or len(numbers) > 64 or not all(type(number) is int for number in numbers):
+            raise ValueError(f"{shown(numbers)} as sizes or offsets")
+    begin, end = span
+    spec = TensorSpec(tuple(shape), DTYPES[entry["dtype"]])
     if end - begin != spec.nbytes:
-        raise ValueError(f"{end - begin} bytes for {entry['dtype']} {list(shape)}")
+        raise ValueError(f"{end - begin} bytes for {entry['dtype']} {shown(shape)}")
     return Stored(spec, base + begin)
 
 

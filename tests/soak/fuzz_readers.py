@@ -1,0 +1,178 @@
+"""Coverage-guided fuzzing of what reads strangers' bytes: fuzz_readers.py TARGET CORPUS [libFuzzer's options].
+
+Runs where atheris is installed beside our own packages. CORPUS gets seeds from our own writers and keeps what
+libFuzzer finds, so that the next run goes on from there. A run ends with the first input that
+does anything but return or raise a PrecisionctlError, or takes too much time or memory.
+"""
+
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import atheris
+import safetensors
+import torch
+
+sys.modules.pop("pickle")  # imported again below, instrumented: opcodes are half of what there is to cover
+with atheris.instrument_imports(include=["pickle", "precisionctl"]):
+    from precisionctl.checkpoints import dcp, safetensors_file
+    from precisionctl.checkpoints.torch_zip import Span
+    from precisionctl.errors import PrecisionctlError
+    from precisionctl.fp8 import extra_state
+    from precisionctl.fp8.opcodes import Global, Made, dumps
+    from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, RoleState
+    from precisionctl.param import TensorSpec
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "te"
+SECONDS = 2
+"""Of the CPU, for one input."""
+MEGABYTES = 64
+"""More than before, for one input."""
+
+
+def payload(data: bytes) -> None:
+    read = extra_state.decode_payload(data, "a payload")
+    if read is not None:  # what is understood can be written and read again
+        recipe, state = read
+        again = extra_state.decode_payload(extra_state.encode_payload(state, recipe), "our own")
+        assert again is not None and again[0] == recipe, (recipe, again)
+
+
+def payload_seeds() -> Iterator[bytes]:
+    yield from (path.read_bytes() for path in sorted(GOLDEN.iterdir()))
+    for length, most in ((1, "most_recent"), (3, "max")):
+        recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=most)
+        roles = (*FORWARD, *BACKWARD)
+        yield extra_state.encode_payload(
+            Fp8State({role: RoleState(torch.ones(()), torch.ones(length)) for role in roles}), recipe
+        )
+
+
+class Index:
+    """A directory with a `.metadata` that changes and one file beside it."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm"))
+        (self.directory / "__0_0.distcp").write_bytes(bytes(256))
+        self.file = os.open(self.directory / dcp.FILE, os.O_RDWR | os.O_CREAT)
+
+    def __call__(self, data: bytes) -> None:
+        rewrite(self.file, data)
+        dcp.read_index(self.directory)
+
+
+def index_seeds() -> Iterator[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Span(Path(folder) / "__0_0.distcp", 0, 64)
+        rest = Span(Path(folder) / "__0_0.distcp", 64, 64)
+        halves = (dcp.Piece((0, 0), (2, 4), whole), dcp.Piece((2, 0), (2, 4), rest))
+        tensors = {
+            "a": dcp.StoredTensor((4, 4), torch.float32, halves),
+            "b": dcp.StoredTensor((3,), torch.bfloat16, (dcp.Piece((0,), (3,), rest),)),
+        }
+        for index in (dcp.Index(tensors, {"c": rest}), dcp.Index({"b": tensors["b"]}, {}), dcp.Index({}, {"c": whole})):
+            dcp.write_index(Path(folder), index)
+            yield (Path(folder) / dcp.FILE).read_bytes()
+    yield from (path.read_bytes() for path in sorted(GOLDEN.iterdir()) if path.stat().st_size < 700)
+
+
+class Safetensors:
+    """A file in memory with other bytes each time."""
+
+    def __init__(self) -> None:
+        self.file = os.memfd_create("fuzz")
+        self.path = Path(f"/proc/self/fd/{self.file}")
+
+    def __call__(self, data: bytes) -> None:
+        rewrite(self.file, data)
+        ours = safetensors_file.read_header(self.path)
+        theirs = dict(safetensors.deserialize(data))  # what we read, the library reads, and alike
+        assert ours.keys() == theirs.keys()
+        for name, stored in ours.items():
+            begin, nbytes = stored.offset, stored.spec.nbytes
+            assert bytes(theirs[name]["data"]) == data[begin : begin + nbytes]
+            assert tuple(theirs[name]["shape"]) == stored.spec.shape
+
+
+def safetensors_seeds() -> Iterator[bytes]:
+    several = {str(dtype): TensorSpec((2, 3), dtype) for dtype in safetensors_file.DTYPES.values()}
+    for specs in (several, {"a": TensorSpec((2,), torch.float32)}, {"b": TensorSpec((), torch.uint8)}, {}):
+        header, _ = safetensors_file.make_header(specs)
+        yield header + bytes(sum(spec.nbytes for spec in specs.values()))
+
+
+def mutate_header(data: bytes, most: int, seed: int) -> bytes:
+    """Something else in the header, and its length said rightly: else few inputs would get as far as JSON."""
+    if seed % 8 == 0:
+        return atheris.Mutate(data, most)
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = atheris.Mutate(data[8:end], max(most - 8, 1))
+    return (len(header).to_bytes(8, "little") + header + data[end:])[:most]
+
+
+def rewrite(file: int, data: bytes) -> None:
+    os.ftruncate(file, 0)
+    os.pwrite(file, data, 0)
+
+
+TARGETS: dict[str, tuple[Callable[[], Callable[[bytes], None]], Callable[[], Iterator[bytes]]]] = {
+    "payload": (lambda: payload, payload_seeds),
+    "metadata": (Index, index_seeds),
+    "safetensors": (Safetensors, safetensors_seeds),
+}
+
+
+def words(target: str) -> Iterator[bytes]:
+    """What libFuzzer puts into inputs whole, beside bytes of its own."""
+    if target == "safetensors":
+        yield from (b'"%s"' % word.encode() for word in (*safetensors_file.DTYPES, "dtype", "shape", "data_offsets"))
+        yield from (b'"__metadata__"', b"[0,0]", b"[]", b"{}", b"18446744073709551616", b"-1", b"1e9", b"true", b"null")
+        return
+    allowed = extra_state._ALLOWED if target == "payload" else dcp._ALLOWED
+    for name in [*allowed, ("os", "system"), ("builtins", "getattr")]:
+        yield dumps(Global(*name))[2:-1]
+        yield dumps(Made(Global(*name), ()))[2:-1]
+        yield dumps(Made(Global(*name), (), new=True, fields={}))[2:-1]
+
+
+def within_bounds(read: Callable[[bytes], None]) -> Callable[[bytes], None]:
+    def one_input(data: bytes) -> None:
+        began, before = time.process_time(), peak()
+        try:
+            read(data)
+        except PrecisionctlError as error:
+            assert len(str(error)) < 5000, f"an error of {len(str(error))} letters"
+        assert time.process_time() - began < SECONDS, "it took too long"
+        assert peak() - before < MEGABYTES, "it took too much memory"
+
+    return one_input
+
+
+def peak() -> int:
+    """The most memory of this process so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def main() -> None:
+    target, folder, *options = sys.argv[1:]
+    torch.set_num_threads(1)
+    make, seeds = TARGETS[target]
+    corpus = Path(folder)
+    corpus.mkdir(parents=True, exist_ok=True)
+    for i, seed in enumerate(seeds()):
+        (corpus / f"seed-{i:02}").write_bytes(seed)
+    dictionary = corpus.parent / f"{corpus.name}.dict"
+    escaped = ("".join(f"\\x{byte:02x}" for byte in word) for word in words(target))
+    dictionary.write_text("".join(f'"{word}"\n' for word in escaped))
+    limits = ("-timeout=10", "-rss_limit_mb=2048", f"-dict={dictionary}")
+    mutator = {"custom_mutator": mutate_header} if target == "safetensors" else {}
+    atheris.Setup([sys.argv[0], folder, *limits, *options], within_bounds(make()), **mutator)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
