@@ -22,6 +22,7 @@ from precisionctl.recipe import Optimizer
 from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.model import GPT, loss
 from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.rope import sliding_window_mask
 
 BF16 = PRESETS["bf16"]
@@ -269,9 +270,10 @@ def test_recording_computes_in_bf16_and_fills_one_history_row_per_pass() -> None
     fp8 = GPT(tiny_shape(), Precision(fp8=True, delayed=DelayedScaling(amax_history_len=4)))
     bf16 = GPT(tiny_shape(), BF16)
     bf16.load_state_dict(fp8.state_dict())
+    recorder = Recorder(fp8.precision, torch.device("cpu"))
     for _ in range(2):
         tokens = torch.randint(VOCABULARY, (2, 32))
-        with fp8.recording():
+        with fp8.recorded_by(recorder):
             logits = fp8(tokens)
             backward(logits, tokens)
         expected = bf16(tokens)
@@ -279,12 +281,13 @@ def test_recording_computes_in_bf16_and_fills_one_history_row_per_pass() -> None
         torch.testing.assert_close(logits, expected, rtol=0, atol=0)
     for ours, theirs in zip(fp8.parameters(), bf16.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
-    for linear in fp8_linears(fp8).values():
-        state = linear.fp8_state()
-        assert state is not None
+    states = recorder.states()
+    assert states.keys() == fp8_linears(fp8).keys()
+    for state in states.values():
         for role in ("input", "weight", "grad_output"):
             assert state.roles[role].amax_history.count_nonzero() == 2
             assert state.roles[role].scale != 1
+    assert not any(recorded(linear) for linear in fp8_linears(fp8).values())
 
 
 def test_modules_kept_in_bf16_have_no_state_and_plain_arithmetic() -> None:

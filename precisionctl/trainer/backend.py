@@ -17,6 +17,7 @@ from precisionctl.fp8.state import Fp8State
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.precision import Precision
+from precisionctl.trainer.recorder import Recorder
 
 BackendName = Literal["te", "emulated"]
 
@@ -75,8 +76,8 @@ class Backend(Protocol):
 
     dtype: torch.dtype
     device: torch.device
-    recording: bool
-    """While True, GEMMs run in BF16 and their amaxes fill the histories, a row per pass."""
+    recorder: Recorder | None
+    """While there is one, GEMMs run in BF16 and show it their tensors; passes are its, not the backend's."""
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module: ...
     def layer_norm_linear(

@@ -33,10 +33,12 @@ DOCUMENTS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Batch:
-    """`tokens` and `labels`, int64 `[rows, length]`: `labels[r, i]` follows `tokens[r, i]`, or is IGNORED."""
+    """`tokens` and `labels`, int64 `[rows, length]`: `labels[r, i]` follows `tokens[r, i]`, or is IGNORED. `real`,
+    bool, is False at padding."""
 
     tokens: Tensor
     labels: Tensor
+    real: Tensor
 
     @property
     def targets(self) -> int:
@@ -44,7 +46,7 @@ class Batch:
         return int((self.labels != IGNORED).sum())
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(self.tokens.to(device), self.labels.to(device))
+        return Batch(self.tokens.to(device), self.labels.to(device), self.real.to(device))
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,14 @@ class Rows:
         width = -(-longest // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
         tokens = torch.full((len(indices), width), self.padding)
         labels = torch.full((len(indices), width), IGNORED)
+        real = torch.zeros((len(indices), width), dtype=torch.bool)
         for row, i in enumerate(indices):
             here = slice(self.starts[i], self.ends[i])
             ids, learned = torch.from_numpy(self.tokens[here]), torch.from_numpy(self.learned[here])
             tokens[row, : len(ids) - 1] = ids[:-1]
             labels[row, : len(ids) - 1] = ids[1:].long().where(learned[1:], IGNORED)
-        return Batch(tokens, labels)
+            real[row, : len(ids) - 1] = True
+        return Batch(tokens, labels, real)
 
 
 class Order:

@@ -133,7 +133,7 @@ def _learning_rate(run: Run, step: int) -> float:
 
 
 def _summed_loss(model: GPT, batch: Batch) -> Tensor:
-    total, _ = loss(model(batch.tokens), batch.labels, batch.labels != IGNORED, model.model.vocab_size)
+    total, _ = loss(model(batch.tokens, batch.real), batch.labels, batch.labels != IGNORED, model.model.vocab_size)
     return total
 
 

@@ -20,6 +20,7 @@ from precisionctl.precision import Precision
 from precisionctl.trainer.attention import MLASelfAttention, SelfAttention
 from precisionctl.trainer.backend import Backend, BackendName, add_post_layernorm, make_backend, norm_of
 from precisionctl.trainer.mlp import MLP, MoELayer
+from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.rope import Positions, Rope, has_window, sliding_window_mask
 
 
@@ -62,13 +63,18 @@ class GPT(nn.Module):
             self.mtp = MTP(model, make_backend(backend, Precision(fp8=False), dtype, torch.device(device)))
         self._freeze_filled_biases()
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, real: Tensor | None = None) -> Tensor:
         """Tokens `[B, S]` int64 to logits `[B, S, V]`. With gradients enabled, each call is one step of
-        delayed scaling: forward scales are updated at its end, backward ones at the end of its backward."""
-        with self.backend.forward_pass():
+        delayed scaling: forward scales are updated at its end, backward ones at the end of its backward.
+
+        `real`, bool `[B, S]`, is False at padding, which a recorder leaves out."""
+        recorder = self.backend.recorder
+        with recorder.forward_pass(real) if recorder else self.backend.forward_pass():
             hidden = self.embedding(tokens)
+            if recorder and torch.is_grad_enabled():
+                hidden.requires_grad_()  # gradients are recorded even where no parameter is to have one
             if hidden.requires_grad:
-                hidden.register_hook(lambda _: self.backend.after_backward())  # its gradient is the last one
+                hidden.register_hook(lambda _: (recorder or self.backend).after_backward())  # its gradient is the last
             hidden = self.decoder(hidden, self._positions(tokens.shape[1]))
         logits = F.linear(hidden, self.output_weight)
         cap = self.model.final_logit_softcapping
@@ -80,14 +86,13 @@ class GPT(nn.Module):
         return self.embedding.word_embeddings.weight if self.model.tied_embeddings else self.output_layer.weight
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Run the GEMMs in BF16 and let their amaxes fill the histories, a row per pass: warm-up before FP8,
-        or collection during BF16 training. State is updated as in an FP8 pass."""
-        self.backend.recording = True
+    def recorded_by(self, recorder: Recorder) -> Iterator[None]:
+        """Run the GEMMs in BF16 and show their tensors to a recorder; the model's own FP8 state stays as it is."""
+        self.backend.recorder = recorder
         try:
             yield
         finally:
-            self.backend.recording = False
+            self.backend.recorder = None
 
     def _freeze_filled_biases(self) -> None:
         # Megatron has one switch for the biases of all linears; where Hugging Face has only some of them, the others

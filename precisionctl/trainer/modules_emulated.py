@@ -23,9 +23,11 @@ from torch import Tensor, nn
 
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
-from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
+from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role
 from precisionctl.precision import Precision
 from precisionctl.trainer.backend import Norm, require_alignment
+from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.scaling_buffers import ScalingBuffers, Slot
 
 
 class Quantized(NamedTuple):
@@ -39,56 +41,16 @@ class Quantizer(Protocol):
     def quantize(self, values: Tensor) -> Quantized: ...
 
 
-class ScalingBuffers:
-    """Delayed-scaling state of many tensors of one code dtype, side by side so that one call updates all.
-
-    `state.scale` is FP32 `[slots]`, `state.amax_history` `[slots, history]`.
-    """
-
-    def __init__(self, dtype: torch.dtype, recipe: DelayedScaling, device: torch.device) -> None:
-        self.dtype, self.recipe = dtype, recipe
-        empty = torch.zeros(0, recipe.amax_history_len, device=device)
-        self.state = RoleState(torch.ones(0, device=device), empty)
-
-    def add_slot(self) -> "DelayedQuantizer":
-        fresh, state = RoleState.fresh(self.recipe.amax_history_len), self.state
-        self.state = RoleState(
-            torch.cat([state.scale, fresh.scale.to(state.scale).view(1)]),
-            torch.cat([state.amax_history, fresh.amax_history.to(state.amax_history).view(1, -1)]),
-        )
-        return DelayedQuantizer(self, len(state.scale))
-
-    def update(self) -> None:
-        self.state = numerics.update_delayed(self.state, self.dtype, self.recipe)
-
-    def discard_row_0(self) -> None:
-        self.state.amax_history[:, 0] = 0
-
-
 @dataclass(frozen=True)
 class DelayedQuantizer:
     """Casts with the scale in its slot, and records the amax for the next one."""
 
-    buffers: ScalingBuffers
-    slot: int
+    slot: Slot
 
     def quantize(self, values: Tensor) -> Quantized:
-        self.record(values)
-        scale = self.buffers.state.scale[self.slot]
-        return Quantized(numerics.encode(values, scale, self.buffers.dtype), scale.reciprocal())
-
-    def record(self, values: Tensor) -> None:
-        row_0 = self.buffers.state.amax_history[self.slot, 0]
-        row_0.copy_(torch.fmax(row_0, numerics.amax(values)))
-
-    @property
-    def state(self) -> RoleState:
-        state = self.buffers.state
-        return RoleState(state.scale[self.slot].cpu().clone(), state.amax_history[self.slot].cpu().clone())
-
-    def set_state(self, new: RoleState) -> None:
-        self.buffers.state.scale[self.slot] = new.scale
-        self.buffers.state.amax_history[self.slot] = new.resized(self.buffers.recipe.amax_history_len).amax_history
+        self.slot.record(numerics.amax(values))
+        scale = self.slot.scale
+        return Quantized(numerics.encode(values, scale, self.slot.buffers.dtype), scale.reciprocal())
 
 
 @dataclass(frozen=True)
@@ -160,35 +122,27 @@ class Linear(nn.Module):
 
     def gemm(self, values: Tensor) -> Tensor:
         """As `forward`; values may be FP32 whatever the parameters' dtype."""
-        if not self.quantizers:
-            return F.linear(values, self.weight, self.bias)
-        if self.backend.recording:
-            return self._recorded_gemm(values)
+        recorder = self.backend.recorder
+        if recorder or not self.quantizers:
+            product = F.linear(values.to(self.weight.dtype), self.weight, self.bias)
+            if recorder:
+                recorder.gemm(self.name, values, self.weight, product)
+            return product
         rows = values.flatten(0, -2)
         require_alignment(self.name, "a batch of tokens", len(rows))
         out: Tensor = Fp8Matmul.apply(rows, self.weight, self.bias, self.quantizers, self.weight.dtype)  # type: ignore[no-untyped-call]
         return out.view(*values.shape[:-1], -1)
 
-    def _recorded_gemm(self, values: Tensor) -> Tensor:
-        out = F.linear(values.to(self.weight.dtype), self.weight, self.bias)
-        quantizers = self._delayed()
-        if quantizers:
-            quantizers["input"].record(values)
-            quantizers["weight"].record(self.weight)
-        if quantizers and out.requires_grad:
-            out.register_hook(quantizers["grad_output"].record)  # type: ignore[no-untyped-call]
-        return out
-
     def fp8_state(self) -> Fp8State | None:
         quantizers = self._delayed()
-        return Fp8State({role: q.state for role, q in quantizers.items()}) if quantizers else None
+        return Fp8State({role: q.slot.state for role, q in quantizers.items()}) if quantizers else None
 
     def set_fp8_state(self, state: Fp8State) -> None:
         quantizers = self._delayed()
         if not quantizers:
             raise PrecisionError("this GEMM keeps no FP8 state", where=self.name)
         for role, quantizer in quantizers.items():
-            quantizer.set_state(state.roles[role])
+            quantizer.slot.set_state(state.roles[role])
 
     def _delayed(self) -> dict[Role, DelayedQuantizer]:
         return {role: q for role, q in self.quantizers.items() if isinstance(q, DelayedQuantizer)}
@@ -214,7 +168,7 @@ class LayerNormLinear(Linear):
 
     def forward(self, values: Tensor) -> Tensor:
         normed = self.norm.of(values, self.layer_norm_weight, self.layer_norm_bias)
-        return self.gemm(normed if self._delayed() else normed.to(values.dtype))
+        return self.gemm(normed if self.backend.recorder or self._delayed() else normed.to(values.dtype))
 
 
 class NormModule(nn.Module):
@@ -259,7 +213,7 @@ class EmulatedBackend:
 
     def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device) -> None:
         self.precision, self.dtype, self.device = precision, dtype, device
-        self.recording = False
+        self.recorder: Recorder | None = None
         recipe = precision.delayed
         self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device)
         self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device)
@@ -292,8 +246,8 @@ class EmulatedBackend:
         if self.precision.scaling == "current":
             recipe = self.precision.delayed
             return {role: CurrentQuantizer(recipe.dtype(role)) for role in ("input", "weight", "grad_output")}
-        forward: dict[Role, Quantizer] = {role: self._forward.add_slot() for role in FORWARD}
-        return forward | {role: self._backward.add_slot() for role in BACKWARD}
+        forward: dict[Role, Quantizer] = {role: DelayedQuantizer(self._forward.add_slot()) for role in FORWARD}
+        return forward | {role: DelayedQuantizer(self._backward.add_slot()) for role in BACKWARD}
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:

@@ -3,9 +3,6 @@
 The only file that imports Transformer Engine. Parameters, FP8 state and numerics are those of
 `modules_emulated`. State goes straight into the modules' tensors, never through TE's pickles, and TE's
 `_extra_state` keys stay out of state dicts.
-
-`recording` is made of hooks here: TE's own `calibrating=True` has recorded nothing in Linear and
-LayerNormLinear since 2.0, where the quantizers it would ask are None outside FP8 (linear.py, _get_quantizers).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +15,10 @@ from torch import Tensor, nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
 
 from precisionctl.errors import PrecisionError
-from precisionctl.fp8 import numerics
 from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
 from precisionctl.precision import Precision
 from precisionctl.trainer.backend import Norm, require_alignment
+from precisionctl.trainer.recorder import Recorder
 
 Group = Literal["scaling_fwd", "scaling_bwd"]
 
@@ -50,24 +47,16 @@ class _Fp8Linear(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`."""
-        if self.in_fp8 and self.backend.recording:
-            return self._recorded_forward(values)
+        recorder = self.backend.recorder
         out: Tensor
-        if self.in_fp8:
+        if self.in_fp8 and not recorder:
             require_alignment(self.module_name, "a batch of tokens", values.shape[:-1].numel())
             out = super().forward(values)
         else:
             with te.autocast(enabled=False):
                 out = super().forward(values)
-        return out
-
-    def _recorded_forward(self, values: Tensor) -> Tensor:
-        out: Tensor = super().forward(values)
-        if self.keeps_state:
-            self._record("input", self.gemm_input(values))
-            self._record("weight", self.weight)
-        if self.keeps_state and out.requires_grad:
-            out.register_hook(lambda gradient: self._record("grad_output", gradient))  # type: ignore[no-untyped-call]
+        if recorder:
+            recorder.gemm(self.module_name, self.gemm_input(values), self.weight, out)
         return out
 
     @property
@@ -76,20 +65,6 @@ class _Fp8Linear(nn.Module):
 
     def gemm_input(self, values: Tensor) -> Tensor:
         return values
-
-    @torch.no_grad()
-    def _record(self, role: Role, values: Tensor) -> None:
-        group: Group = "scaling_fwd" if role in FORWARD else "scaling_bwd"
-        row_0 = self.fp8_meta[group].amax_history[0, COLUMNS[group].index(role)]
-        row_0.copy_(torch.fmax(row_0, numerics.amax(values)))
-
-    def update(self, group: Group) -> None:
-        """What TE's fused kernel does to the state after an FP8 pass."""
-        state, recipe = self.fp8_meta[group], self.backend.precision.delayed
-        before = RoleState(state.scale, state.amax_history.t())
-        after = numerics.update_delayed(before, recipe.dtype(COLUMNS[group][0]), recipe)
-        state.scale.copy_(after.scale)
-        state.amax_history.copy_(after.amax_history.t())
 
     def fp8_state(self) -> Fp8State | None:
         if not self.keeps_state:
@@ -153,11 +128,11 @@ class GroupedLinear(_Stateless, te.GroupedLinear):  # type: ignore[misc]
 
 
 class TransformerEngineBackend:
-    """Makes TE's modules. TE itself updates their state after FP8 passes; this does after recorded ones."""
+    """Makes TE's modules. TE itself updates their state after FP8 passes."""
 
     def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device) -> None:
         self.precision, self.dtype, self.device = precision, dtype, device
-        self.recording = False
+        self.recorder: Recorder | None = None
         self.recipe = _recipe(precision)
         self._stateful: list[_Fp8Linear] = []
 
@@ -206,25 +181,16 @@ class TransformerEngineBackend:
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        with te.autocast(enabled=self.precision.fp8 and not self.recording, recipe=self.recipe):
+        with te.autocast(enabled=self.precision.fp8, recipe=self.recipe):
             yield
-        if not torch.is_grad_enabled():
-            self._discard_row_0()
-        elif self.recording:
-            self._update("scaling_fwd")
-
-    def after_backward(self) -> None:
-        if self.recording:
-            self._update("scaling_bwd")
-
-    def _discard_row_0(self) -> None:
+        if torch.is_grad_enabled():
+            return
         # TE records in evaluation too, and would let its amaxes count for the next training step.
         for module in self._stateful:
             module.fp8_meta["scaling_fwd"].amax_history[0].zero_()
 
-    def _update(self, group: Group) -> None:
-        for module in self._stateful:
-            module.update(group)
+    def after_backward(self) -> None:
+        """TE has updated the backward scales by then."""
 
 
 def _recipe(precision: Precision) -> Recipe:

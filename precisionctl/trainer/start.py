@@ -17,6 +17,7 @@ from precisionctl.fp8.state import Fp8State, Fp8States, Role
 from precisionctl.trainer.backend import Fp8Linear, fp8_linears
 from precisionctl.trainer.data import Batch
 from precisionctl.trainer.loop import Run, backward
+from precisionctl.trainer.recorder import Recorder
 
 Source = Literal["carried", "from the weights", "warm-up", "never recorded"]
 
@@ -48,9 +49,11 @@ def start_fp8(run: Run, found: Fp8States | None, aside: Fp8States | None, *, col
         return Fp8Start({_NEVER: dict.fromkeys(IN_USE, len(linears))}, None, notes)
     weights = {name: float(amax(run.model.get_parameter(f"{name}.weight"))) for name in linears}
     change = fp8_state(found, weights, recipe)
-    if not all(change.states.modules[name].roles[role].recorded for name in linears for role in IN_USE):
-        _warm_up(run)
-    sources = {name: _complete(name, linear, change) for name, linear in linears.items()}
+    known = change.states.modules
+    missing = any(not known[name].roles[role].recorded for name in linears for role in IN_USE)
+    warm = _warm_up(run) if missing else {}
+    fresh = Fp8State.fresh(recipe.amax_history_len)
+    sources = {name: _complete(name, linear, change, warm.get(name, fresh)) for name, linear in linears.items()}
     return Fp8Start(_counts(sources), carried, (*left, *_notes(change, sources)))
 
 
@@ -78,10 +81,9 @@ def _unused(
 _NEVER: Source = "never recorded"
 
 
-def _complete(name: str, linear: Fp8Linear, change: StateChange) -> dict[Role, Source]:
-    """Give a linear what is known of it, over what warm-up passes recorded. Returns where each role is from."""
-    known, recorded = change.states.modules[name], linear.fp8_state()
-    assert recorded is not None, "fp8_linears lists the linears that keep state"
+def _complete(name: str, linear: Fp8Linear, change: StateChange, recorded: Fp8State) -> dict[Role, Source]:
+    """Give a linear what is known of it, else what warm-up passes recorded. Returns where each role is from."""
+    known = change.states.modules[name]
     roles = {role: part if part.recorded else recorded.roles[role] for role, part in known.roles.items()}
     linear.set_fp8_state(Fp8State(roles))
     sources: dict[Role, Source] = {}
@@ -93,11 +95,13 @@ def _complete(name: str, linear: Fp8Linear, change: StateChange) -> dict[Role, S
     return sources
 
 
-def _warm_up(run: Run) -> None:
-    with run.model.recording():
+def _warm_up(run: Run) -> Mapping[str, Fp8State]:
+    recorder = Recorder(run.recipe.precision, run.device)
+    with run.model.recorded_by(recorder):
         for batch, targets in islice(_coming(run), run.recipe.train.warmup_passes):
             backward(run.model, batch, targets)
             run.model.zero_grad()
+    return recorder.states()
 
 
 def _coming(run: Run) -> Iterator[tuple[Batch, int]]:

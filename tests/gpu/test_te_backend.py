@@ -16,6 +16,7 @@ from precisionctl.model_shape import MLA, ModelShape, MoE
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backend import Backend, BackendName, Norm, fp8_linears, make_backend
 from precisionctl.trainer.model import GPT, loss
+from precisionctl.trainer.recorder import Recorder
 
 TOKENS, IN, OUT = 256, 512, 768
 USED: tuple[Role, ...] = ("input", "weight", "grad_output")
@@ -63,10 +64,11 @@ def step(backend: Backend, module: nn.Module, values: Tensor, gradient: Tensor) 
     """One pass; its output and gradients by name."""
     values = values.detach().requires_grad_()
     module.zero_grad()
-    with backend.forward_pass():
+    passes = backend.recorder or backend
+    with passes.forward_pass():
         out = module(values)
     out.backward(gradient)
-    backend.after_backward()
+    passes.after_backward()
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     assert values.grad is not None
     return {"out": out.detach(), "values": values.grad, **gradients}
@@ -174,13 +176,15 @@ def test_evaluation_leaves_the_state_as_it_was() -> None:
 @pytest.mark.parametrize("kind", ["linear", "layer_norm_linear"])
 def test_recording_in_bf16_fills_the_histories_as_the_emulation_does(kind: str) -> None:
     (te_backend, te_module), (backend, module) = pair(PRESETS["fp8-delayed"], kind)
-    te_backend.recording = backend.recording = True
+    recorders = [Recorder(PRESETS["fp8-delayed"], torch.device("cuda")) for _ in range(2)]
+    te_backend.recorder, backend.recorder = recorders
     for size in (1.0, 4.0):
         values, gradient = batch(size)
         theirs, ours = step(te_backend, te_module, values, gradient), step(backend, module, values, gradient)
         assert all(sqnr(theirs[name], ours[name]) > BF16_SQNR for name in ours)
+    (their_states,), (our_states,) = (recorder.states().values() for recorder in recorders)
     for role in USED:
-        their_state, our_state = te_module.fp8_state().roles[role], module.fp8_state().roles[role]
+        their_state, our_state = their_states.roles[role], our_states.roles[role]
         torch.testing.assert_close(their_state.amax_history, our_state.amax_history, rtol=2**-20, atol=0)
         torch.testing.assert_close(their_state.scale, our_state.scale, rtol=2**-20, atol=0)
         assert our_state.amax_history.count_nonzero() == 2

@@ -1,0 +1,136 @@
+"""Recorder: what the casts of FP8 training would have recorded, taken from passes in BF16.
+
+Warm-up passes, `calibrate` and `resume --collect-amax` are all this: while a backend has a recorder its GEMMs compute
+in BF16 and show it their tensors, and each pass with gradients is a row of the histories, as each pass in FP8 is. Not
+TE's own `calibrating=True`, which has recorded nothing in Linear and LayerNormLinear since 2.0: their quantizers are
+None outside FP8 (linear.py, _get_quantizers).
+
+Recorded are the roles that a GEMM casts: input, weight and grad_output. TE fills `output` and `grad_input` for GEMMs
+that give out FP8 alone, which no recipe here asks for. Padding takes no part: FP8 training records it, but nothing is
+lost by clamping what no target ever sees.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from precisionctl.fp8 import numerics
+from precisionctl.fp8.state import BACKWARD, ROLES, Fp8State, Role, RoleState
+from precisionctl.precision import Precision
+from precisionctl.trainer.scaling_buffers import ScalingBuffers, Slot
+
+
+class Recorder:
+    """`precision` says which GEMMs an FP8 run would compute in FP8, and under which recipe of delayed scaling."""
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self.precision = precision
+        recipe = precision.delayed
+        self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device)
+        self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device)
+        self._slots: dict[str, dict[Role, Slot]] = {}
+        self._real: Tensor | None = None
+
+    @contextmanager
+    def forward_pass(self, real: Tensor | None = None) -> Iterator[None]:
+        """Around a pass over tokens `[B, S]`; `real`, bool of that shape, is False at padding. Without gradients
+        nothing is recorded."""
+        self._real = None if real is None or bool(real.all()) else real.flatten()
+        yield
+        self._real = None
+        if torch.is_grad_enabled():
+            self._forward.update()
+
+    def after_backward(self) -> None:
+        """Called when a pass's gradients are complete."""
+        self._backward.update()
+
+    def gemm(self, module: str, values: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Be shown a GEMM: values `[..., in]`, in FP32 where the cast would come before their rounding, weight
+        `[out, in]` and its output `[..., out]`, whose gradient is recorded when it comes."""
+        if not self._wants(module):
+            return
+        self.see(module, "input", values)
+        self._record(module, "weight", numerics.amax(weight))
+        real = self._real
+        if out.requires_grad:
+            out.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: self._record(module, "grad_output", numerics.amax(_only(gradient, real)))
+            )
+
+    def grouped_gemm(
+        self, module: str, values: Tensor, counts: Sequence[int], weights: Sequence[Tensor], out: Tensor
+    ) -> None:
+        """Be shown one GEMM for each expert: values `[tokens, in]` and out `[tokens, out]`, `counts[0]` of expert 0
+        first and so on, and the experts' weights `[out, in]`."""
+        if not self._wants(module):
+            return
+        real = self._real
+        self._record(module, "input", _by_expert(values, counts, real))
+        self._record(module, "weight", torch.stack([numerics.amax(weight) for weight in weights]))
+        if out.requires_grad:
+            out.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: self._record(module, "grad_output", _by_expert(gradient, counts, real))
+            )
+
+    @contextmanager
+    def arranged(self, tokens: Tensor) -> Iterator[None]:
+        """Around what sees the pass's tokens in another order, or several times: `tokens` are their numbers."""
+        before = self._real
+        self._real = None if before is None else before[tokens]
+        yield
+        self._real = before
+
+    def see(self, module: str, role: Role, values: Tensor) -> None:
+        """Be shown a tensor of the forward pass, `[B, S, ...]`."""
+        if torch.is_grad_enabled():
+            self._record(module, role, numerics.amax(_only(values, self._real)))
+
+    def states(self) -> dict[str, Fp8State]:
+        """What is recorded, by module; of a GEMM all roles, as TE keeps them."""
+        length = self.precision.delayed.amax_history_len
+        made = {}
+        for module, slots in self._slots.items():
+            roles = {role: slot.state for role, slot in slots.items()}
+            if "weight" in roles:
+                shape = tuple(roles["weight"].scale.shape)
+                fresh = RoleState(torch.ones(shape), torch.zeros(*shape, length))
+                roles = {role: roles.get(role, fresh) for role in ROLES}
+            made[module] = Fp8State(roles)
+        return made
+
+    def load(self, states: Mapping[str, Fp8State]) -> None:
+        """Go on from states, under the recorder's own recipe."""
+        for module, state in states.items():
+            for role, part in state.roles.items():
+                self._slot(module, role, part.scale).set_state(part)
+
+    def _wants(self, module: str) -> bool:
+        return torch.is_grad_enabled() and self.precision.in_fp8(module)
+
+    @torch.no_grad()
+    def _record(self, module: str, role: Role, amax: Tensor) -> None:
+        self._slot(module, role, amax).record(amax)
+
+    def _slot(self, module: str, role: Role, like: Tensor) -> Slot:
+        """Where a role is recorded; made for a scale of the shape of `like`."""
+        slots = self._slots.setdefault(module, {})
+        if role not in slots:
+            buffers = self._backward if role in BACKWARD else self._forward
+            slots[role] = buffers.add_slot(len(like) if like.dim() else None)
+        return slots[role]
+
+
+def _only(values: Tensor, real: Tensor | None) -> Tensor:
+    """The tokens of `[B, S, ...]` or `[T, ...]` that are no padding."""
+    return values if real is None else values.reshape(len(real), -1)[real]
+
+
+def _by_expert(values: Tensor, counts: Sequence[int], real: Tensor | None) -> Tensor:
+    """Largest magnitudes of each expert's tokens, FP32 `[experts]`."""
+    parts = torch.split(values, list(counts))
+    if real is not None:
+        parts = tuple(part[mine] for part, mine in zip(parts, torch.split(real, list(counts)), strict=True))
+    return torch.stack([numerics.amax(part) for part in parts])
