@@ -25,7 +25,6 @@ Each error says *what* is wrong, *where*, and what to *do* about it.
 
 import reprlib
 
-
 _LONGEST = 2000
 
 

@@ -34,7 +34,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # the library's own limit
 _MOST_VALUES = 8_000_000
-"""Commas and brackets in a header: those of half a million tensors. 100 MB of `[],` are gigabytes once they are read."""
+"""Commas and brackets in a header: of half a million tensors. 100 MB of `[],` would be gigabytes once they are read."""
 _LARGEST_NUMBER = 1 << 63
 
 
