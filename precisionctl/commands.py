@@ -100,12 +100,6 @@ def plan_conversion(conversion: Conversion) -> Work:
     if conversion.to == "hf" and conversion.precision == "fp8":
         return plan_export(_as_export(conversion))
     reader = _open_as_told(conversion)
-    if reader.encodings:
-        raise PrecisionError(
-            "the weights are FP8 codes; a conversion of codes is not supported yet",
-            where=conversion.source,
-            do="`verify` and `eval` read such a directory. Convert the checkpoint that it was exported from.",
-        )
     dtype = None if conversion.precision == "keep" else torch.bfloat16
     trained = _trained(reader) if conversion.to == "megatron" and not conversion.drop_optimizer else None
     plan = make_plan(

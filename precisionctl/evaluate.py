@@ -129,15 +129,19 @@ class _HasInputScales(Protocol):
 
 
 def _quantise(model: GPT, reader: Reader, plan: Plan) -> str | None:
-    """Let linears whose weights are stored as codes compute with those. Returns how, in words."""
+    """Let linears whose weights are stored as codes compute with those. Returns how, in words.
+
+    Experts, and weights with scales for blocks, compute with what their codes decode to.
+    """
     scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
     device = model.output_weight.device
     stored = [job for job in plan.jobs if any(name in reader.encodings for name in job.reads)]
-    linears = {job.name: model.get_submodule(job.module) for job in stored}
+    decoded = False
     for job in stored:
-        linear = linears[job.name]
-        if not isinstance(linear, Linear):
-            continue  # experts compute with what their codes decode to
+        linear = model.get_submodule(job.module)
+        if not isinstance(linear, Linear) or not _by_row(reader, job):
+            decoded = True
+            continue
         fixed = [scales[name] for name in job.reads if name in scales]
         inputs: Quantizer = StaticInputs(torch.tensor(max(fixed), device=device)) if fixed else TokenInputs()
         weight = _stored_weight(reader, job, plan, device)
@@ -145,15 +149,20 @@ def _quantise(model: GPT, reader: Reader, plan: Plan) -> str | None:
         linear.quantizers = {"input": inputs, "weight": weight, "grad_output": inputs}
     if not stored:
         return None
-    decoded = "" if all(isinstance(linear, Linear) for linear in linears.values()) else ", those of experts decoded"
-    return f"FP8 codes with {'static' if scales else 'dynamic per-token'} input scales{decoded}"
+    how = f"FP8 codes with {'static' if scales else 'dynamic per-token'} input scales"
+    return f"{how}, those of experts and blocks decoded" if decoded else how
+
+
+def _by_row(reader: Reader, job: Job) -> bool:
+    """Whether codes have scales that can be applied to a GEMM's result: one for each output channel, or for all."""
+    return all(reader.encodings[name].scale_inv.shape[1] == 1 for name in job.reads)
 
 
 def _stored_weight(reader: Reader, job: Job, plan: Plan, device: torch.device) -> "StoredWeight":
     """A fused weight's codes `[out, in]`, and a scale_inv for each of its rows."""
     codes = [read_tensor(reader, name).view(torch.uint8) for name in job.reads]  # torch cannot cut FP8 tensors
-    grids = [reader.encodings[name].scale_inv.reshape(-1, 1) for name in job.reads]
-    by_row = [grid.expand(len(part), 1) for grid, part in zip(grids, codes, strict=True)]
+    named = zip(job.reads, codes, strict=True)
+    by_row = [reader.encodings[name].scales(0, *part.shape).expand(len(part), 1) for name, part in named]
     merged = job.row.merge(codes, plan.model).view(CODES)
     return StoredWeight(merged.to(device), job.row.merge(by_row, plan.model).to(device))
 

@@ -62,20 +62,25 @@ def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, pre
                 where=f"architecture {plan.model.architecture}",
                 do="Export with --scheme static, which has one scale for all of a weight.",
             )
+    assert method.spelling is not None, "engines name methods that exports are written in"
     inputs = _input_scales(source, encoded) if scheme == "static" else {}
-    encodings = {job.name: _encode(job, method, scheme, inputs.get(job.module)) for job in encoded}
+    encodings = {job.name: _encode(job, plan, method, scheme, inputs.get(job.module)) for job in encoded}
     jobs = tuple(replace(job, encode=encodings.get(job.name)) for job in plan.jobs)
-    targets = _targets(plan.targets, encodings, method, scheme)
     codes = {name for encode in encodings.values() for name in encode.weight_scales}
+    targets: dict[str, TensorSpec] = {}
+    for name, spec in plan.targets.items():
+        targets[name] = replace(spec, dtype=CODES) if name in codes else spec
+        if name in codes:
+            targets |= method.spelling.specs(method.scales(name, spec, scheme), spec)
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]
     ignored = [name.removesuffix(".weight") for name in (*matrices, *_shared(plan))]
     if _HEAD not in ignored:  # what transformers calls every head, whatever its tensor is called
         ignored.append(_HEAD)
-    quantization = method.config(scheme, ignored)
+    quantization = method.spelling.config(scheme, ignored)
     return Export(
         replace(plan, jobs=jobs, targets=targets, quantization=quantization),
         quantization,
-        method.files(scheme, ignored),
+        method.spelling.files(scheme, ignored),
         source.fp8.iteration if source.fp8 else None,
     )
 
@@ -107,23 +112,10 @@ def _input_scales(source: StatefulSource, jobs: list[Job]) -> dict[str, float]:
     return scales
 
 
-def _encode(job: Job, method: QuantMethod, scheme: Scheme, input_scale: float | None) -> Encode:
-    scales = {name: method.scales(name, scheme) for name in job.writes}
+def _encode(job: Job, plan: Plan, method: QuantMethod, scheme: Scheme, input_scale: float | None) -> Encode:
+    scales = {name: method.scales(name, plan.targets[name], scheme) for name in job.writes}
     return Encode(
         granularity="tensor" if scheme == "static" else "channel",
         weight_scales={name: tensors.weight for name, tensors in scales.items()},
         input_scales={t.input: input_scale for t in scales.values() if t.input is not None and input_scale is not None},
     )
-
-
-def _targets(
-    plain: Mapping[str, TensorSpec], encodings: Mapping[str, Encode], method: QuantMethod, scheme: Scheme
-) -> dict[str, TensorSpec]:
-    """The plain plan's targets, with codes for values and their scales beside them."""
-    codes = {name for encode in encodings.values() for name in encode.weight_scales}
-    targets: dict[str, TensorSpec] = {}
-    for name, spec in plain.items():
-        targets[name] = replace(spec, dtype=CODES) if name in codes else spec
-        if name in codes:
-            targets |= method.specs(name, spec.rows, scheme)
-    return targets

@@ -7,10 +7,11 @@ import torch
 
 from precisionctl.architectures.param_map import Row
 from precisionctl.errors import PrecisionError, ShapeMismatch
+from precisionctl.fp8.encoding import CODES
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 
-_VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+_VALUES = (torch.bfloat16, torch.float16, torch.float32, *CODES)
 """What a tensor can hold; the readers have made sure that FP8 codes have scales."""
 
 
@@ -19,7 +20,7 @@ def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:
     for name, spec in stored.items():
         if spec.dtype not in _VALUES:
             dtype = str(spec.dtype).removeprefix("torch.")
-            raise PrecisionError(f"`{name}` is {dtype}", do="Known are values in BF16, FP16 and FP32, and E4M3 codes.")
+            raise PrecisionError(f"`{name}` is {dtype}", do="Known are values in BF16, FP16 and FP32, and FP8 codes.")
 
 
 def check_shapes(stored: Mapping[str, TensorSpec], shapes: Iterable[tuple[int, ...]], architecture: str) -> None:

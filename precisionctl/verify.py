@@ -105,7 +105,8 @@ def _setting_differences(a: Reader, b: Reader) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows as stored, `[n, columns]`, with a scale_inv for each, `[n, 1]`, where they are FP8 codes."""
+    """Rows as stored, `[n, columns]`, with a scale_inv for each, `[n, 1]`, or for each element, where they are FP8
+    codes."""
 
     stored: Tensor
     scale_inv: Tensor | None
@@ -174,7 +175,7 @@ class _HfTensors:
             return _Rows(values[row : row + rows], None)
         parts = [part for segment in self._segments[name] if (part := self._part(segment, row, rows)) is not None]
         scales = [part.scale_inv for part in parts if part.scale_inv is not None]
-        return _Rows(torch.cat([part.stored for part in parts]), torch.cat(scales) if scales else None)
+        return _Rows(_joined([part.stored for part in parts]), _joined_scales(scales) if scales else None)
 
     def _compute(self, name: str) -> Tensor:
         """A tensor that is not rows of the Megatron one; the last is kept, for it is read piece by piece."""
@@ -198,8 +199,21 @@ class _HfTensors:
         encoding = self._reader.encodings.get(segment.read)
         if encoding is None:
             return _Rows(stored, None)
-        grid = encoding.scale_inv
-        return _Rows(stored, grid[start : start + count] if grid.dim() == 2 else grid.reshape(1, 1).expand(count, 1))
+        return _Rows(stored, encoding.scales(start, *stored.shape).expand(count, -1))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Rows one after the other, FP8 codes too, which torch does not join."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].element_size() > 1:
+        return torch.cat(parts)
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
+def _joined_scales(parts: list[Tensor]) -> Tensor:
+    widest = max(part.shape[1] for part in parts)
+    return torch.cat([part.expand(-1, widest) for part in parts])
 
 
 def _compare_tensor(name: str, a: _HfTensors, b: _HfTensors) -> TensorComparison:

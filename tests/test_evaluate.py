@@ -171,7 +171,7 @@ def test_experts_that_are_stored_as_codes_compute_with_what_they_decode_to(tmp_p
     config["quantization_config"]["ignore"] = [name for name in ignored if ".experts." not in name]
     (directory / "config.json").write_text(json.dumps(config))
     model, precision = load(HuggingFaceReader(directory))
-    assert precision == "FP8 codes with dynamic per-token input scales, those of experts decoded"
+    assert precision == "FP8 codes with dynamic per-token input scales, those of experts and blocks decoded"
     gate, up, down = (
         decoded[f"model.layers.1.block_sparse_moe.experts.2.{part}.weight"] for part in ("w1", "w3", "w2")
     )

@@ -19,7 +19,7 @@ _MOST_SLICES = 1 << 18
 
 def sliced(tensors: Mapping[str, Stored], where: object) -> dict[str, Stored]:
     """The logical tensors of a file's. Raises DamagedCheckpoint for more experts than any model has."""
-    fused = {name for name, tensor in tensors.items() if _FUSED.fullmatch(name) and len(tensor.spec.shape) > 1}
+    fused = {name for name, tensor in tensors.items() if _FUSED.fullmatch(name) and _is_stacked(name, tensor.spec)}
     if sum(tensors[name].spec.rows for name in fused) > _MOST_SLICES:
         raise DamagedCheckpoint(f"more than {_MOST_SLICES} experts", where=where)
     if posing := [name for name in tensors if _SLICE.fullmatch(name)]:
@@ -28,6 +28,11 @@ def sliced(tensors: Mapping[str, Stored], where: object) -> dict[str, Stored]:
     for name, tensor in tensors.items():
         found |= _slices(name, tensor) if name in fused else {name: tensor}
     return found
+
+
+def _is_stacked(name: str, spec: TensorSpec) -> bool:
+    """Whether dimension 0 is that of experts: of every stack, and of their scales where each has one."""
+    return len(spec.shape) > 1 or (len(spec.shape) == 1 and name.endswith(("_scale", "_scale_inv")))
 
 
 def _slices(name: str, tensor: Stored) -> dict[str, Stored]:

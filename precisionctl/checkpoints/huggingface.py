@@ -13,6 +13,7 @@ import torch
 from precisionctl.architectures.find import from_hf_config
 from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.checkpoints.encodings_file import StoredEncodings
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, Spelling, index_of, read_stored, spelling_of
 from precisionctl.checkpoints.safetensors_file import Stored, split_shards
@@ -22,7 +23,7 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
-from precisionctl.quant_methods.base import Scales, encoding, stored_scales
+from precisionctl.quant_methods.base import Scales, cache_scales, stored_scales
 
 MAX_SHARD_SIZE = 5_000_000_000
 
@@ -36,7 +37,8 @@ class HuggingFaceReader:
     """A Hugging Face directory as a Reader. Raises DamagedCheckpoint where files contradict one another.
 
     Experts that are stored as one tensor are slices here, `name[expert]`. Scale tensors of FP8 codes are not among
-    `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every tensor in the files.
+    `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every tensor in the files. Nor are
+    those of a KV cache, which belong to no weight.
     """
 
     layout: Layout = "hf"
@@ -45,11 +47,12 @@ class HuggingFaceReader:
         self.path = path
         self._spelling = spelling_of(path) or SAFETENSORS
         self.companions = read_companions(path, links=True)
-        self.config = _load_json(path / "config.json")
+        self.config = _with_quantization(_load_json(path / "config.json"), path)
         self.model: ModelShape = from_hf_config(self.config, path / "config.json")
         self.stored = _Stored(self._places())
         self._scales: Mapping[str, Scales] = stored_scales(self.config, self.stored.specs, path / "config.json")
         hidden = {name for scales in self._scales.values() for name in scales.names}
+        hidden |= cache_scales(self.config, self.stored.specs).keys()
         self.specs = {name: spec for name, spec in self.stored.specs.items() if name not in hidden}
 
     @property
@@ -69,7 +72,7 @@ class HuggingFaceReader:
 
     @cached_property
     def encodings(self) -> Mapping[str, Encoding]:
-        return {name: encoding(read_tensor(self.stored, scales.weight)) for name, scales in self._scales.items()}
+        return StoredEncodings(self.stored, self._scales, self.path)
 
     @cached_property
     def input_scales(self) -> Mapping[str, float]:
@@ -193,9 +196,20 @@ def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
     """config.json's word for the dtype of the values that are not FP8 codes or their scales: the most frequent."""
     counts: dict[torch.dtype, int] = {}
     for name, spec in specs.items():
-        if spec.dtype.itemsize > 1 and not name.endswith("_scale"):
+        if spec.dtype.itemsize > 1 and not name.endswith(("_scale", "_scale_inv")):
             counts[spec.dtype] = counts.get(spec.dtype, 0) + spec.nbytes
     return str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")
+
+
+def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """config.json, with what older ModelOpts wrote in a file of its own."""
+    beside = path / "hf_quant_config.json"
+    if config.get("quantization_config") or not beside.is_file():
+        return config
+    quantization = _load_json(beside).get("quantization")
+    if not isinstance(quantization, dict):
+        raise DamagedCheckpoint("no `quantization`", where=beside)
+    return config | {"quantization_config": {"quant_method": "modelopt"} | quantization}
 
 
 def _load_json(path: Path) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Engine:
     name: str
     title: str
     spells: Mapping[Scheme, str]
-    reads: frozenset[tuple[str, Scheme]]
+    reads: frozenset[tuple[str, str]]
     command: str
     quantisation: Rule
     scales: Rule
@@ -74,10 +74,10 @@ class Engine:
             return [Finding("config.json", error.what, self.quantisation)]
         if method is None:
             return []  # plain BF16 or FP16: every engine loads it
-        scheme = method.scheme(config["quantization_config"])
-        if (method.name, scheme) not in self.reads:
+        scheme = method.says(config["quantization_config"]).scheme
+        if (method.name, scheme) not in self.reads or method.spelling is None:
             return [Finding("config.json", f"{method.name} with {scheme} activations", self.quantisation)]
-        expected = {name: method.specs(name, specs[name].rows, scheme) for name in scales}
+        expected = {name: method.spelling.specs(found, specs[name]) for name, found in scales.items()}
         return [
             *_misshapen(expected, specs, self.scales),
             *_unaligned(scales, specs, self.aligned),

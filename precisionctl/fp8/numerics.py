@@ -15,7 +15,12 @@ from torch import Tensor
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Role, RoleState
 
-FP8_MAX: Mapping[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+FP8_MAX: Mapping[torch.dtype, float] = {
+    torch.float8_e4m3fn: 448.0,
+    torch.float8_e5m2: 57344.0,
+    torch.float8_e4m3fnuz: 240.0,
+    torch.float8_e5m2fnuz: 57344.0,
+}
 """Largest finite value of each code dtype."""
 
 PIECE = 64 * 1024
@@ -161,8 +166,8 @@ def encode_by_scale_inv(values: Tensor, scale_inv: Tensor, codes: Tensor, scratc
     """The cast of inference formats: `saturate(values / scale_inv)` into `codes`, both `[rows, columns]`.
 
     Divided by the number that is stored, so that whoever has only the file can make every code again; its
-    reciprocal would round twice. `scale_inv` is FP32 `[]`, `[1]` or `[rows, 1]`; `scratch` is FP32 of any size,
-    best PIECE.
+    reciprocal would round twice. `scale_inv` is FP32 `[]`, `[1]`, `[rows, 1]` or `[rows, columns]`; `scratch` is FP32
+    of any size, best PIECE.
     """
     _encode_pieces(values, Tensor.div_, scale_inv, codes, scratch)
 
@@ -176,9 +181,15 @@ def _encode_pieces(
     for row, column in itertools.product(range(0, values.shape[0], rows), range(0, values.shape[1], columns)):
         piece = (slice(row, row + rows), slice(column, column + columns))
         work = scratch[: values[piece].numel()].view(values[piece].shape).copy_(values[piece])
-        apply(work, factor[row : row + rows] if factor.dim() == 2 else factor)
+        apply(work, _window(factor, *piece))
         # PyTorch's casts do not saturate: E5M2 overflows to infinity, E4M3 to NaN before some version after 2.11.
         codes[piece].copy_(work.clamp_(-largest, largest))
+
+
+def _window(factor: Tensor, rows: slice, columns: slice) -> Tensor:
+    """The part of `[]`, `[1]`, `[rows, 1]` or `[rows, columns]` that goes with a piece."""
+    by_row = factor[rows] if factor.dim() == 2 else factor
+    return by_row[:, columns] if by_row.dim() == 2 and by_row.shape[1] > 1 else by_row
 
 
 def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

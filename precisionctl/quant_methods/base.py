@@ -2,9 +2,13 @@
 
 A new one is a file in this folder with a `QUANT_METHOD` in it. Every scale tensor of every method here holds
 scale_inv, whatever its name: the dequantize multiplier `x = code * scale_inv`, which is amax / 448.
+
+Which weights are codes is read from the dtypes of the stored tensors, and not from a config's lists of modules:
+tools match those by whole names, by parts of names, by globs and by regular expressions, each in its own way.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,8 +17,9 @@ from torch import Tensor
 
 import precisionctl.quant_methods
 from precisionctl.discover import discover
-from precisionctl.errors import DamagedCheckpoint, PrecisionError
-from precisionctl.fp8.encoding import Encoding
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
+from precisionctl.fp8 import encoding as fp8
+from precisionctl.fp8.encoding import Encoding, grid_shape
 from precisionctl.param import TensorSpec
 
 Scheme = Literal["static", "dynamic"]
@@ -24,13 +29,49 @@ and one for each token that the engine makes while it runs."""
 CODES = torch.float8_e4m3fn
 """What every engine reads; none takes E5M2 weights."""
 
+Block = tuple[int | None, int | None]
+"""How many rows and columns share a scale; None: all of them."""
+
+TENSOR: Block = (None, None)
+CHANNEL: Block = (1, None)
+_KINDS = {TENSOR: "per-tensor", CHANNEL: "per-channel"}
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a `quantization_config` says of its tensors: the blocks that weights may have, of which a scale's shape
+    decides, and whether inputs have fixed scales; None where some have."""
+
+    blocks: tuple[Block, ...]
+    static: bool | None
+
+    @property
+    def scheme(self) -> str:
+        """A Scheme, or in words what is none."""
+        if (self.blocks, self.static) == ((TENSOR,), True):
+            return "static"
+        if (self.blocks, self.static) == ((CHANNEL,), False):
+            return "dynamic"
+        weights = " or ".join(_KINDS.get(block, "block") for block in self.blocks)
+        return f"{weights} weights and {'static' if self.static else 'dynamic'}"
+
+
+def together(parts: Iterable[Said]) -> Said:
+    """What a config says whose groups or layers say these."""
+    listed = list(parts)
+    static = {said.static for said in listed}
+    blocks = dict.fromkeys(block for said in listed for block in said.blocks)
+    return Said(tuple(blocks), static.pop() if len(static) == 1 else None)
+
 
 @dataclass(frozen=True)
 class Scales:
-    """The tensors that hold a quantised weight's scale_inv and its input's; `input` is None where it is dynamic."""
+    """The tensors that hold a quantised weight's scale_inv and its input's (`input` is None where that is dynamic),
+    and how many rows and columns of the weight share a scale."""
 
     weight: str
     input: str | None
+    block: tuple[int, int]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -38,32 +79,53 @@ class Scales:
 
 
 @dataclass(frozen=True)
-class QuantMethod:
-    """`name` is config.json's `quant_method`; shapes are those of its scale tensors.
+class Spelling:
+    """How an export is spelled. Shapes are those of scale tensors; `config(scheme, ignored)` is the
+    `quantization_config`, with the full names of the linear and embedding modules that are not quantised, and `files`
+    are the files beside it, by name."""
 
-    `config(scheme, ignored)` is the `quantization_config` that spells `scheme`, with the full names of the linear
-    and embedding modules that are not quantised; `files` are the files beside it, by name. `scheme(config)` reads
-    a `quantization_config` back, from whatever tool; it raises PrecisionError for what cannot be read.
-    """
-
-    name: str
     tensor_scale: tuple[int, ...]
     channel_scale: Callable[[int], tuple[int, ...]]
     config: Callable[[Scheme, Sequence[str]], dict[str, Any]]
     files: Callable[[Scheme, Sequence[str]], dict[str, bytes]]
-    scheme: Callable[[Mapping[str, Any]], Scheme]
 
-    def scales(self, weight: str, scheme: Scheme) -> Scales:
-        """The names of the scales of `<module>.weight`."""
-        module = weight.removesuffix(".weight")
-        return Scales(f"{module}.weight_scale", f"{module}.input_scale" if scheme == "static" else None)
-
-    def specs(self, weight: str, rows: int, scheme: Scheme) -> dict[str, TensorSpec]:
-        """The scale tensors to store beside a weight of `rows` output channels, all FP32."""
-        scales = self.scales(weight, scheme)
+    def specs(self, scales: Scales, weight: TensorSpec) -> dict[str, TensorSpec]:
+        """The scale tensors to store beside a weight, all FP32."""
         if scales.input is None:
-            return {scales.weight: TensorSpec(self.channel_scale(rows), torch.float32)}
+            return {scales.weight: TensorSpec(self.channel_scale(weight.rows), torch.float32)}
         return {name: TensorSpec(self.tensor_scale, torch.float32) for name in scales.names}
+
+
+@dataclass(frozen=True)
+class QuantMethod:
+    """`name` is config.json's `quant_method`. `says(config)` reads a `quantization_config`, of whatever tool; it raises
+    PrecisionError for what cannot be read. `weight_scales` and `input_scales` are the names that scales have; of
+    several, the first is looked for first. `spelling` is for methods that exports are written in.
+    """
+
+    name: str
+    says: Callable[[Mapping[str, Any]], Said]
+    weight_scales: tuple[str, ...] = ("weight_scale",)
+    input_scales: tuple[str, ...] = ("input_scale",)
+    spelling: Spelling | None = None
+
+    def scales(self, weight: str, spec: TensorSpec, scheme: Scheme) -> Scales:
+        """The scales of a weight in an export."""
+        name, given = sibling(weight, self.weight_scales[0]), sibling(weight, self.input_scales[0])
+        if scheme == "static":
+            return Scales(name, given, _sized(TENSOR, spec))
+        return Scales(name, None, _sized(CHANNEL, spec))
+
+
+_SLICE = re.compile(r"(.+)(\[\d+\])")
+
+
+def sibling(weight: str, kind: str) -> str:
+    """The name of a scale beside a weight: `<module>.weight_scale` of `<module>.weight`, and of experts that are
+    stored as one tensor `experts.gate_up_proj_scale[3]` of `experts.gate_up_proj[3]`."""
+    if match := _SLICE.fullmatch(weight):
+        return f"{match[1]}_{kind.removeprefix('weight_')}{match[2]}"
+    return f"{weight.removesuffix('.weight')}.{kind}"
 
 
 def quant_methods() -> dict[str, QuantMethod]:
@@ -98,29 +160,77 @@ def stored_scales(
     method or scheme that cannot be read, DamagedCheckpoint for codes whose scales are missing or misshapen.
     """
     method = recognise(config, where)
-    codes = [name for name, spec in specs.items() if spec.dtype == CODES]
+    codes = [name for name, spec in specs.items() if spec.dtype in fp8.CODES]
     if method is None:
         if codes:
             raise DamagedCheckpoint(f"{codes[0]} is FP8 codes but there is no `quantization_config`", where=where)
         return {}
-    scheme = method.scheme(config["quantization_config"])
-    scales = {name: method.scales(name, scheme) for name in codes}
-    for weight, tensors in scales.items():
-        for name in tensors.names:
-            _check_scale(name, specs, {1, specs[weight].rows} if name == tensors.weight else {1}, where)
-    return scales
+    said = method.says(config["quantization_config"])
+    return {name: _found(name, method, said, specs, where) for name in codes}
 
 
-def _check_scale(name: str, specs: Mapping[str, TensorSpec], sizes: set[int], where: object) -> None:
-    if name not in specs:
-        raise DamagedCheckpoint(f"no {name} for its FP8 codes", where=where, do="Is every shard there?")
-    if specs[name].rows * specs[name].columns not in sizes:
-        raise DamagedCheckpoint(
-            f"{name} has shape {list(specs[name].shape)}, not one scale or one per row", where=where
-        )
+def _found(weight: str, method: QuantMethod, said: Said, specs: Mapping[str, TensorSpec], where: object) -> Scales:
+    scale = _present(weight, method.weight_scales, specs, where)
+    wanted = said.static if said.static is not None else any(sibling(weight, k) in specs for k in method.input_scales)
+    given = _present(weight, method.input_scales, specs, where) if wanted else None
+    if given is not None and specs[given].rows * specs[given].columns != 1:
+        raise DamagedCheckpoint(f"{given} has shape {list(specs[given].shape)}, not one scale", where=where)
+    for block in said.blocks:
+        sized = _sized(block, specs[weight])
+        grid = grid_shape(specs[weight].rows, specs[weight].columns, sized)
+        if _without_ones(specs[scale].shape) == _without_ones(grid):
+            return Scales(scale, given, sized)
+    kinds = " or ".join(_KINDS.get(block, f"one per block of {shown(block)}") for block in said.blocks)
+    raise DamagedCheckpoint(
+        f"{scale} has shape {list(specs[scale].shape)} for a weight of {list(specs[weight].shape)}; "
+        f"the config says: {kinds}",
+        where=where,
+    )
 
 
-def encoding(scale: Tensor) -> Encoding:
-    """How codes with this stored scale tensor (of any dtype and method) decode."""
-    scale_inv = scale.float()
-    return Encoding(CODES, scale_inv.reshape(()) if scale_inv.numel() == 1 else scale_inv.reshape(-1, 1))
+def _present(weight: str, kinds: Sequence[str], specs: Mapping[str, TensorSpec], where: object) -> str:
+    names = [sibling(weight, kind) for kind in kinds]
+    for name in names:
+        if name in specs:
+            return name
+    raise DamagedCheckpoint(f"no {' or '.join(names)} for its FP8 codes", where=where, do="Is every shard there?")
+
+
+def _sized(block: Block, spec: TensorSpec) -> tuple[int, int]:
+    return max(1, spec.rows if block[0] is None else block[0]), max(1, spec.columns if block[1] is None else block[1])
+
+
+_CACHE = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale")
+
+
+def cache_scales(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The scales that an engine casts its KV cache (and attention) with: scale_inv, of no weight."""
+    named = {name: spec for name, spec in specs.items() if name.endswith(_CACHE)}
+    return named if config.get("quantization_config") else {}
+
+
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    """A grid's shape as every tool spells it: `[]`, `[1]` and `[1, 1]`; `[rows]` and `[rows, 1]`; ModelOpt's
+    `[rows / 128, 1, columns / 128, 1]`."""
+    return [size for size in shape if size != 1]
+
+
+def encoding(scale: Tensor, scales: Scales, weight: TensorSpec, where: object = "") -> Encoding:
+    """How the codes of `weight` decode with this stored scale tensor, of any dtype and method.
+
+    Raises DamagedCheckpoint for a scale that is negative, infinite or NaN.
+    """
+    if scale.dtype == torch.uint8:  # exponents, as MXFP8 has been stored before there was a dtype for them
+        scale = scale.view(torch.float8_e8m0fnu)
+    grid = scale.reshape(grid_shape(weight.rows, weight.columns, scales.block))
+    values = grid.float()
+    if not bool((values.isfinite() & (values >= 0)).all()):
+        raise DamagedCheckpoint(f"{scales.weight} holds a scale that is negative, infinite or NaN", where=where)
+    return Encoding(weight.dtype, grid, scales.block)
+
+
+def block_of(value: object) -> tuple[int, int]:
+    """A pair of sizes out of a config. Raises PrecisionError."""
+    if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and 0 < n < 1 << 31 for n in value):
+        return value[0], value[1]
+    raise PrecisionError(f"{shown(value)} as the size of a block", where="config.json")

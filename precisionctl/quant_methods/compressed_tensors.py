@@ -1,4 +1,4 @@
-"""compressed-tensors (`weight_scale`, `input_scale`): scale_inv, `[1]` per tensor and `[rows, 1]` per channel.
+"""compressed-tensors (`weight_scale`, `input_scale`): scale_inv; `[1]`, `[rows, 1]`, or a grid for blocks.
 
 The format of llm-compressor; vLLM, SGLang and transformers read it. Written without every key that has a default:
 older readers refuse keys that they do not know.
@@ -7,8 +7,18 @@ older readers refuse keys that they do not know.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from precisionctl.errors import PrecisionError
-from precisionctl.quant_methods.base import QuantMethod, Scheme
+from precisionctl.errors import PrecisionError, shown
+from precisionctl.quant_methods.base import (
+    CHANNEL,
+    TENSOR,
+    Block,
+    QuantMethod,
+    Said,
+    Scheme,
+    Spelling,
+    block_of,
+    together,
+)
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _WEIGHTS: Mapping[Scheme, dict[str, Any]] = {
@@ -32,31 +42,61 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def scheme(config: Mapping[str, Any]) -> Scheme:
-    """Reads what llm-compressor and others write too, where it says the same thing in more keys."""
+def says(config: Mapping[str, Any]) -> Said:
+    """Reads what llm-compressor and others write too: several groups, blocks, weights alone, MXFP8."""
     found = config.get("config_groups")
     groups = list(found.values()) if isinstance(found, Mapping) else []
-    for name in _WEIGHTS:
-        expected = {"weights": _WEIGHTS[name], "input_activations": _INPUTS[name]}
-        if groups and all(_says(group, key, value) for group in groups for key, value in expected.items()):
-            return name
-    raise PrecisionError(
-        "these compressed-tensors config groups are not FP8 of a kind that can be read",
+    read = [_group(group) for group in groups]
+    if not read:
+        raise _unread("there are no groups")
+    if _is_there(config.get("sparsity_config")) or _is_there(config.get("transform_config")):
+        raise _unread("weights are packed as sparse, or were transformed")
+    return together(read)
+
+
+def _group(group: object) -> Said:
+    weights, inputs = (_arguments(group, part) for part in ("weights", "input_activations"))
+    if weights is None or weights.get("num_bits") != 8 or weights.get("type") != "float":
+        raise _unread("weights are no 8-bit floating point")
+    if weights.get("symmetric") is False or weights.get("dynamic"):
+        raise _unread("weights have zero points, or no scales")
+    strategy = weights.get("strategy")
+    if strategy == "block":
+        block: Block = block_of(weights.get("block_structure"))
+    elif strategy == "group" and type(size := weights.get("group_size")) is int and size > 0:
+        block = (1, size)
+    elif strategy in ("tensor", "channel"):
+        block = TENSOR if strategy == "tensor" else CHANNEL
+    else:
+        raise _unread(f"strategy {shown(strategy)}")
+    return Said((block,), inputs is not None and not inputs.get("dynamic") and inputs.get("strategy") == "tensor")
+
+
+def _arguments(group: object, part: str) -> Mapping[str, Any] | None:
+    found = group.get(part) if isinstance(group, Mapping) else None
+    return found if isinstance(found, Mapping) else None
+
+
+def _is_there(part: object) -> bool:
+    """Whether a part of the config does anything; tools write empty ones, and a sparsity that is none."""
+    return bool(part) and not (isinstance(part, Mapping) and part.get("format") == "dense")
+
+
+def _unread(why: str) -> PrecisionError:
+    return PrecisionError(
+        f"these compressed-tensors config groups are not FP8 of a kind that can be read: {why}",
         where="config.json",
-        do="Known: per-tensor weights with static inputs, per-channel weights with dynamic per-token inputs.",
+        do="Known: 8-bit floating point with one scale for a tensor, a channel, a block or a group.",
     )
-
-
-def _says(group: object, part: str, expected: Mapping[str, Any]) -> bool:
-    arguments = group.get(part) if isinstance(group, Mapping) else None
-    return isinstance(arguments, Mapping) and all(arguments.get(key) == value for key, value in expected.items())
 
 
 QUANT_METHOD = QuantMethod(
     name="compressed-tensors",
-    tensor_scale=(1,),
-    channel_scale=lambda rows: (rows, 1),
-    config=config,
-    files=lambda scheme, ignored: {},
-    scheme=scheme,
+    says=says,
+    spelling=Spelling(
+        tensor_scale=(1,),
+        channel_scale=lambda rows: (rows, 1),
+        config=config,
+        files=lambda scheme, ignored: {},
+    ),
 )

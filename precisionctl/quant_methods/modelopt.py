@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's unified export (`weight_scale`, `input_scale`): scale_inv, `[]` per tensor, `[rows]` per channel.
+"""NVIDIA ModelOpt's unified export (`weight_scale`, `input_scale`): scale_inv; `[]`, `[rows]`, a grid for blocks.
 
 TensorRT-LLM's PyTorch backend, vLLM and SGLang read it. transformers does not: it skips the method with a warning
 and takes the codes for weights. The JSON is that of ModelOpt 0.47, twice: flat in config.json, nested in
@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from precisionctl.errors import PrecisionError
-from precisionctl.quant_methods.base import QuantMethod, Scheme
+from precisionctl.errors import PrecisionError, shown
+from precisionctl.quant_methods.base import CHANNEL, TENSOR, QuantMethod, Said, Scheme, Spelling, together
 
 _ALGORITHMS: Mapping[Scheme, str] = {"static": "FP8", "dynamic": "FP8_PER_CHANNEL_PER_TOKEN"}
 _FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
@@ -41,20 +41,33 @@ def files(scheme: Scheme, ignored: Sequence[str]) -> dict[str, bytes]:
     return {"hf_quant_config.json": text.encode()}
 
 
-def scheme(config: Mapping[str, Any]) -> Scheme:
-    algorithm = config.get("quant_algo")
-    for name, known in _ALGORITHMS.items():
-        if algorithm == known:
-            return name
-    known = ", ".join(_ALGORITHMS.values())
-    raise PrecisionError(f"quant_algo {algorithm!r} cannot be read", where="config.json", do=f"Known: {known}.")
+_READ: Mapping[str, Said] = {
+    "FP8": Said((TENSOR,), True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Said((CHANNEL,), False),
+    "FP8_PB_WO": Said(((128, 128),), False),
+    "MXFP8": Said(((1, 32),), False),
+}
+"""`quant_algo`; the third is spelled `fp8_pb_wo` (modelopt/torch/export/quant_utils.py)."""
+
+
+def says(config: Mapping[str, Any]) -> Said:
+    """`MIXED_PRECISION` names the algorithm of each layer."""
+    algorithms = [config.get("quant_algo")]
+    if algorithms == ["MIXED_PRECISION"]:
+        layers = config.get("quantized_layers")
+        listed = list(layers.values()) if isinstance(layers, Mapping) else []
+        algorithms = [layer.get("quant_algo") if isinstance(layer, Mapping) else None for layer in listed]
+    read = [_READ.get(name.upper()) if isinstance(name, str) else None for name in algorithms]
+    if not read or None in read:
+        unread = next((name for name, said in zip(algorithms, read, strict=True) if said is None), None)
+        raise PrecisionError(
+            f"quant_algo {shown(unread)} cannot be read", where="config.json", do=f"Known: {', '.join(_READ)}."
+        )
+    return together(said for said in read if said is not None)
 
 
 QUANT_METHOD = QuantMethod(
     name="modelopt",
-    tensor_scale=(),
-    channel_scale=lambda rows: (rows,),
-    config=config,
-    files=files,
-    scheme=scheme,
+    says=says,
+    spelling=Spelling(tensor_scale=(), channel_scale=lambda rows: (rows,), config=config, files=files),
 )

@@ -41,7 +41,7 @@ def describe(reader: Reader) -> Description:
 
 def _precision(nbytes: Counter[str], reader: Reader) -> str:
     """In a few words: what the values are stored in, and what is kept of FP8 beside them."""
-    codes = sorted({str(e.dtype).removeprefix("torch.") for e in reader.encodings.values()})
+    codes = sorted({str(reader.specs[name].dtype).removeprefix("torch.") for name in reader.encodings})
     stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
     return f"{stored} with delayed-scaling state" if reader.fp8 else stored
 

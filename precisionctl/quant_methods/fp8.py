@@ -1,0 +1,31 @@
+"""`quant_method: fp8` (`weight_scale_inv`, `weight_scale`, `activation_scale`, `input_scale`): scale_inv, all of them.
+
+DeepSeek's format, one scale for 128 x 128 values, and that of whoever writes one for a tensor: transformers with a
+`weight_scale_inv` of no dimension, vLLM's with `weight_scale`. Edges are ragged: 576 rows have 5 rows of scales. Under
+`scale_fmt: ue8m0` scales are powers of two, stored in FP32 or as E8M0.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from precisionctl.errors import PrecisionError, shown
+from precisionctl.quant_methods.base import TENSOR, QuantMethod, Said, block_of
+
+
+def says(config: Mapping[str, Any]) -> Said:
+    """`weight_block_size` null is one scale for a tensor. Where it is absent, that is so for vLLM, and 128 x 128 for
+    transformers: the shapes tell."""
+    scheme = config.get("activation_scheme", "dynamic")
+    if scheme not in ("static", "dynamic"):
+        raise PrecisionError(f"activation_scheme {shown(scheme)} cannot be read", where="config.json")
+    size = config.get("weight_block_size", [128, 128])
+    blocks = (TENSOR,) if size is None else (block_of(size),)
+    return Said((TENSOR, *blocks) if "weight_block_size" not in config else blocks, scheme == "static")
+
+
+QUANT_METHOD = QuantMethod(
+    name="fp8",
+    says=says,
+    weight_scales=("weight_scale_inv", "weight_scale"),
+    input_scales=("activation_scale", "input_scale"),
+)
