@@ -4,6 +4,7 @@ Shape letters as in `model.py`.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, name: str, model: ModelShape, backend: Backend) -> None:
         super().__init__()
+        self.name, self.backend = f"{name}.core_attention", backend
         self.groups, self.head = model.num_query_groups, model.kv_channels
         norm, hidden = norm_of(model), model.hidden_size
         bias = model.add_bias_linear or model.add_qkv_bias
@@ -69,10 +71,16 @@ class SelfAttention(nn.Module):
         """`[B, S, E]` to the same."""
         batch, length, _ = hidden.shape
         qkv = self.linear_qkv(hidden).view(batch, length, self.groups, -1, self.head)
-        query = rotate(self.q_layernorm(qkv[..., :-2, :].flatten(2, 3)), positions).transpose(1, 2)
-        key = rotate(self.k_layernorm(qkv[..., -2, :]), positions).transpose(1, 2)
-        value = qkv[..., -1, :].transpose(1, 2)
-        out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions.mask))
+        query = rotate(self.q_layernorm(qkv[..., :-2, :].flatten(2, 3)), positions)
+        key = rotate(self.k_layernorm(qkv[..., -2, :]), positions)
+        value = qkv[..., -1, :]
+        if recorder := self.backend.recorder:
+            recorder.cached(self.name, "k", key)
+            recorder.cached(self.name, "v", value)
+        attended = self.core_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), positions.mask
+        )
+        out: Tensor = self.linear_proj(attended)
         return out
 
 
@@ -87,6 +95,7 @@ class MLASelfAttention(nn.Module):
 
     def __init__(self, name: str, model: ModelShape, mla: MLA, backend: Backend) -> None:
         super().__init__()
+        self.name, self.backend = f"{name}.core_attention", backend
         self.mla = mla
         norm, hidden = norm_of(model), model.hidden_size
         if mla.q_lora_rank is None:
@@ -97,7 +106,7 @@ class MLASelfAttention(nn.Module):
                 f"{name}.linear_q_up_proj", mla.q_lora_rank, model.query_size, False, norm
             )
         self.linear_kv_down_proj = backend.linear(f"{name}.linear_kv_down_proj", hidden, model.latent_size, False)
-        self.linear_kv_up_proj = backend.layer_norm_linear(
+        self.linear_kv_up_proj: Any = backend.layer_norm_linear(
             f"{name}.linear_kv_up_proj", mla.kv_lora_rank, model.key_value_size, False, norm
         )
         self.core_attention = CoreAttention(model, backend, _mla_scale(model, mla))
@@ -112,8 +121,9 @@ class MLASelfAttention(nn.Module):
         latent, placed = torch.split(down, [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1)
         up = self.linear_kv_up_proj(latent).view(*heads, mla.qk_head_dim + mla.v_head_dim)
         key, value = torch.split(up, [mla.qk_head_dim, mla.v_head_dim], -1)
-        placed = _rotate_neighbours(placed[..., None, :], positions).expand(*key.shape[:-1], -1)
-        key = torch.cat([key, placed], -1)
+        placed = _rotate_neighbours(placed[..., None, :], positions)
+        self._show_cached(latent, placed)
+        key = torch.cat([key, placed.expand(*key.shape[:-1], -1)], -1)
         plain, turned = torch.split(query, [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1)
         query = torch.cat([plain, _rotate_neighbours(turned, positions)], -1)
         attended = self.core_attention(
@@ -121,6 +131,13 @@ class MLASelfAttention(nn.Module):
         )
         out: Tensor = self.linear_proj(attended)
         return out
+
+    def _show_cached(self, latent: Tensor, placed: Tensor) -> None:
+        """An inference cache holds neither keys nor values, but what both are made of: the normalised latent and the
+        part with positions, under one scale (vLLM's concat_and_cache_mla). That is `k`, and there is no `v`."""
+        if recorder := self.backend.recorder:
+            recorder.cached(self.name, "k", self.linear_kv_up_proj.gemm_input(latent).to(latent.dtype))
+            recorder.cached(self.name, "k", placed)
 
     def _queries(self, hidden: Tensor) -> Tensor:
         queries: Tensor

@@ -167,8 +167,12 @@ class LayerNormLinear(Linear):
         self.layer_norm_bias = nn.Parameter(backend.full(0.0, in_features)) if norm.has_bias else None
 
     def forward(self, values: Tensor) -> Tensor:
-        normed = self.norm.of(values, self.layer_norm_weight, self.layer_norm_bias)
+        normed = self.gemm_input(values)
         return self.gemm(normed if self.backend.recorder or self._delayed() else normed.to(values.dtype))
+
+    def gemm_input(self, values: Tensor) -> Tensor:
+        """The norm's output, FP32."""
+        return self.norm.of(values, self.layer_norm_weight, self.layer_norm_bias)
 
 
 class NormModule(nn.Module):

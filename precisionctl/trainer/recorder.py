@@ -6,8 +6,9 @@ TE's own `calibrating=True`, which has recorded nothing in Linear and LayerNormL
 None outside FP8 (linear.py, _get_quantizers).
 
 Recorded are the roles that a GEMM casts: input, weight and grad_output. TE fills `output` and `grad_input` for GEMMs
-that give out FP8 alone, which no recipe here asks for. Padding takes no part: FP8 training records it, but nothing is
-lost by clamping what no target ever sees.
+that give out FP8 alone, and the roles of attention for attention in FP8, neither of which a trainer here has. Besides,
+what a cache for inference would hold: `k` after rotary, and `v`. Padding takes no part: FP8 training records it, but
+nothing is lost by clamping what no target ever sees.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +18,19 @@ import torch
 from torch import Tensor
 
 from precisionctl.fp8 import numerics
-from precisionctl.fp8.state import BACKWARD, ROLES, Fp8State, Role, RoleState
+from precisionctl.fp8.health import measure
+from precisionctl.fp8.state import ATTENTION_BACKWARD, BACKWARD, ROLES, Fp8State, Role, RoleState
+from precisionctl.fp8.statistics import Statistics
 from precisionctl.precision import Precision
 from precisionctl.trainer.scaling_buffers import ScalingBuffers, Slot
 
+Seen = Tensor | Sequence[Tensor]
+"""A tensor, or one of each expert."""
+
 
 class Recorder:
-    """`precision` says which GEMMs an FP8 run would compute in FP8, and under which recipe of delayed scaling."""
+    """`precision` says which GEMMs an FP8 run would compute in FP8, and under which recipe of delayed scaling. While
+    `measuring`, statistics are taken too, of a weight once."""
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         self.precision = precision
@@ -32,6 +39,8 @@ class Recorder:
         self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device)
         self._slots: dict[str, dict[Role, Slot]] = {}
         self._real: Tensor | None = None
+        self.measuring = False
+        self.statistics: dict[str, dict[Role, Statistics]] = {}
 
     @contextmanager
     def forward_pass(self, real: Tensor | None = None) -> Iterator[None]:
@@ -47,17 +56,25 @@ class Recorder:
         """Called when a pass's gradients are complete."""
         self._backward.update()
 
+    @contextmanager
+    def arranged(self, tokens: Tensor) -> Iterator[None]:
+        """Around what sees the pass's tokens in another order, or several times: `tokens` are their numbers."""
+        before = self._real
+        self._real = None if before is None else before[tokens]
+        yield
+        self._real = before
+
     def gemm(self, module: str, values: Tensor, weight: Tensor, out: Tensor) -> None:
         """Be shown a GEMM: values `[..., in]`, in FP32 where the cast would come before their rounding, weight
         `[out, in]` and its output `[..., out]`, whose gradient is recorded when it comes."""
         if not self._wants(module):
             return
-        self.see(module, "input", values)
-        self._record(module, "weight", numerics.amax(weight))
         real = self._real
+        self._take(module, "input", _only(values, real))
+        self._take(module, "weight", weight)
         if out.requires_grad:
             out.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: self._record(module, "grad_output", numerics.amax(_only(gradient, real)))
+                lambda gradient: self._take(module, "grad_output", _only(gradient, real))
             )
 
     def grouped_gemm(
@@ -68,25 +85,18 @@ class Recorder:
         if not self._wants(module):
             return
         real = self._real
-        self._record(module, "input", _by_expert(values, counts, real))
-        self._record(module, "weight", torch.stack([numerics.amax(weight) for weight in weights]))
+        self._take(module, "input", _by_expert(values, counts, real))
+        self._take(module, "weight", weights)
         if out.requires_grad:
             out.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: self._record(module, "grad_output", _by_expert(gradient, counts, real))
+                lambda gradient: self._take(module, "grad_output", _by_expert(gradient, counts, real))
             )
 
-    @contextmanager
-    def arranged(self, tokens: Tensor) -> Iterator[None]:
-        """Around what sees the pass's tokens in another order, or several times: `tokens` are their numbers."""
-        before = self._real
-        self._real = None if before is None else before[tokens]
-        yield
-        self._real = before
-
-    def see(self, module: str, role: Role, values: Tensor) -> None:
-        """Be shown a tensor of the forward pass, `[B, S, ...]`."""
+    def cached(self, module: str, role: Role, values: Tensor) -> None:
+        """Be shown what an inference cache would hold, `[B, S, ..., channels]`; several parts under one scale in
+        several calls. All layers are recorded, whatever their GEMMs compute in."""
         if torch.is_grad_enabled():
-            self._record(module, role, numerics.amax(_only(values, self._real)))
+            self._take(module, role, _only(values, self._real))
 
     def states(self) -> dict[str, Fp8State]:
         """What is recorded, by module; of a GEMM all roles, as TE keeps them."""
@@ -111,26 +121,40 @@ class Recorder:
         return torch.is_grad_enabled() and self.precision.in_fp8(module)
 
     @torch.no_grad()
-    def _record(self, module: str, role: Role, amax: Tensor) -> None:
-        self._slot(module, role, amax).record(amax)
+    def _take(self, module: str, role: Role, seen: Seen) -> None:
+        amax = numerics.amax(seen) if isinstance(seen, Tensor) else torch.stack([numerics.amax(one) for one in seen])
+        slot = self._slot(module, role, amax)
+        if self.measuring:
+            self._measure(module, role, seen, slot)
+        slot.record(amax)
+
+    def _measure(self, module: str, role: Role, seen: Seen, slot: Slot) -> None:
+        found = self.statistics.setdefault(module, {})
+        if role == "weight" and role in found:
+            return
+        parts = [seen] if isinstance(seen, Tensor) else seen
+        for part, scale in zip(parts, slot.scale.view(-1), strict=True):
+            delayed = scale if scale != 1 else None  # 1 is that of no pass
+            one = measure(part, slot.buffers.dtype, delayed, square=role == "weight")
+            found[role] = found[role].merge(one) if role in found else one
 
     def _slot(self, module: str, role: Role, like: Tensor) -> Slot:
         """Where a role is recorded; made for a scale of the shape of `like`."""
         slots = self._slots.setdefault(module, {})
         if role not in slots:
-            buffers = self._backward if role in BACKWARD else self._forward
+            buffers = self._backward if role in BACKWARD + ATTENTION_BACKWARD else self._forward
             slots[role] = buffers.add_slot(len(like) if like.dim() else None)
         return slots[role]
 
 
 def _only(values: Tensor, real: Tensor | None) -> Tensor:
     """The tokens of `[B, S, ...]` or `[T, ...]` that are no padding."""
-    return values if real is None else values.reshape(len(real), -1)[real]
+    return values if real is None else values.reshape(len(real), -1, values.shape[-1])[real]
 
 
-def _by_expert(values: Tensor, counts: Sequence[int], real: Tensor | None) -> Tensor:
-    """Largest magnitudes of each expert's tokens, FP32 `[experts]`."""
+def _by_expert(values: Tensor, counts: Sequence[int], real: Tensor | None) -> Sequence[Tensor]:
+    """The tokens of each expert that are no padding."""
     parts = torch.split(values, list(counts))
-    if real is not None:
-        parts = tuple(part[mine] for part, mine in zip(parts, torch.split(real, list(counts)), strict=True))
-    return torch.stack([numerics.amax(part) for part in parts])
+    if real is None:
+        return parts
+    return [part[mine] for part, mine in zip(parts, torch.split(real, list(counts)), strict=True)]
