@@ -1,188 +1,282 @@
 """FP8 state in Megatron's `_extra_state` objects: which modules have one, and what is in them.
 
 Experts have one each, named here as their tensors are: `….mlp.experts.linear_fc1._extra_state5`. Their states
-are one `Fp8State` of `[experts]`.
+are one `Fp8State` of `[experts]`. `megatron_extra_state_writer.py` is the inverse.
 """
 
 import io
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.megatron_keys import EXTRA_STATE, OURS
-from precisionctl.errors import DamagedCheckpoint, NotUnderstood
-from precisionctl.fp8 import extra_state
-from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.checkpoints import torch_zip_writer
+from precisionctl.checkpoints.megatron_keys import OURS
+from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionError, shown
+from precisionctl.fp8 import grouped
+from precisionctl.fp8.extra_state import Payload, read_payload
+from precisionctl.fp8.grouped import Directions, Order
+from precisionctl.fp8.numerics import change_recipe
+from precisionctl.fp8.state import CACHE, DelayedScaling, Fp8State, Fp8States, RoleState
 
 _NAME = re.compile(r"(.+)\._extra_state(\d{1,9})?")
-_WEIGHT = re.compile(r"(.+)\.weight(\d*)")
-_NONE = ("word_embeddings", "position_embeddings", "output_layer", "router")
-_ATTENTION = ".self_attention.linear_proj"
+_CORE_ATTENTION = ".core_attention"
+_OF_1_6 = ".fused_attention"  # where TE 1.6 and 1.7 had attention's
 
 
-def demanded(names: Iterable[str]) -> list[str]:
-    """The objects that some Megatron from 0.12 to 0.19 asks for, of a model with these tensors.
+class Saved(NamedTuple):
+    """A payload: the object's logical name, its bytes, the file or object they are from. `expert_rank` is set for a
+    grouped linear's, of all the experts of that rank."""
 
-    Every module of Transformer Engine's specifications that has a weight, norms too (since Transformer Engine
-    1.13), and the attention itself (up to Megatron 0.14). Megatron passes over those it does not ask for.
-    """
-    found: dict[str, None] = {}
-    for name in names:
-        match = _WEIGHT.fullmatch(name)
-        if match and not match[1].endswith(_NONE):
-            found[f"{match[1]}{EXTRA_STATE}{match[2]}"] = None
-            if match[1].endswith(_ATTENTION):
-                found[f"{match[1].removesuffix('linear_proj')}core_attention{EXTRA_STATE}"] = None
-    return list(found)
+    name: str
+    data: bytes
+    where: str
+    expert_rank: int | None = None
 
+    @property
+    def module(self) -> str:
+        match = _NAME.fullmatch(self.name)
+        assert match
+        return match[1].removesuffix(_OF_1_6)
 
-def payloads_of(states: Fp8States) -> dict[str, Tensor]:
-    """The payloads of all modules, uint8, by the objects' logical names."""
-    found = {object_of(module): data for module, data in states.raw.items()}
-    for module, state in _with_payload(states):
-        for number, one in _by_expert(state):
-            data = bytearray(extra_state.encode_payload(one, states.recipe))
-            found[f"{module}{EXTRA_STATE}{number}"] = torch.frombuffer(data, dtype=torch.uint8)
-    return found
-
-
-def grouped_payloads(states: Fp8States, first: int, count: int) -> dict[str, Tensor]:
-    """The payloads of all modules as a rank with experts `[first, first + count)` has them: one of a grouped linear."""
-    found = {object_of(module): data for module, data in states.raw.items()}
-    for module, state in _with_payload(states):
-        part = state
-        if state.of_gemm and state.roles["weight"].scale.dim():
-            held = slice(first, first + count)
-            parts = {role: RoleState(p.scale[held], p.amax_history[held]) for role, p in state.roles.items()}
-            part = Fp8State(parts)
-        data = bytearray(extra_state.encode_payload(part, states.recipe))
-        found[module + EXTRA_STATE] = torch.frombuffer(data, dtype=torch.uint8)
-    return found
-
-
-def _with_payload(states: Fp8States) -> Iterable[tuple[str, Fp8State]]:
-    return ((module, state) for module, state in states.modules.items() if extra_state.has_payload(state))
-
-
-def _by_expert(state: Fp8State) -> Iterable[tuple[str, Fp8State]]:
-    counts = {part.scale.shape for part in state.roles.values()}
-    if counts == {torch.Size()}:
-        return [("", state)]
-    return [(str(index), _expert(state, index)) for index in range(min(shape[0] for shape in counts))]
-
-
-def _expert(state: Fp8State, index: int) -> Fp8State:
-    return Fp8State({role: RoleState(p.scale[index], p.amax_history[index]) for role, p in state.roles.items()})
+    @property
+    def expert(self) -> int | None:
+        match = _NAME.fullmatch(self.name)
+        return int(match[2]) if match and match[2] else None
 
 
 @dataclass(frozen=True)
+class Experts:
+    """What is known of experts' payloads. `ranks`: over how many expert ranks grouped linears were spread, where
+    Megatron cut their payloads for each expert; None where each expert was a linear by itself. `order` is that of a
+    grouped linear's columns, where the user told it."""
+
+    ranks: int | None = None
+    order: Order | None = None
+
+
+@dataclass
 class Decoded:
-    """What payloads say: `modules` as in Fp8States, and `raw` those that are not understood."""
+    """What payloads say: `modules` as in Fp8States, and `raw` those that are not understood; `notes` of what was
+    assumed, merged or decided on the way."""
 
-    recipe: DelayedScaling | None
-    modules: Mapping[str, Fp8State]
-    raw: Mapping[str, Tensor]
-
-
-def decode(payloads: Mapping[str, bytes], where: Path) -> Decoded:
-    """The states in these payloads (by the objects' logical names).
-
-    Raises DamagedCheckpoint where their recipes differ, or they are not what Transformer Engine writes.
-    """
     recipe: DelayedScaling | None = None
-    states: dict[str, Fp8State] = {}
-    raw: dict[str, Tensor] = {}
-    for name, payload in payloads.items():
-        try:
-            decoded = extra_state.decode_payload(payload, f"{where}: {name}")
-        except NotUnderstood:
-            raw[_module(name)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            continue
-        if decoded:
-            recipe = _same_recipe(recipe, decoded[0], f"{where}: {name}")
-            states[name] = decoded[1]
-    return Decoded(recipe, _by_module(states, where), raw)
+    modules: dict[str, Fp8State] = field(default_factory=dict)
+    raw: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
-def split_experts(name: str, payload: bytes, rank: int, where: str) -> Iterable[tuple[str, bytes]]:
-    """A grouped linear's payload as one for each expert, numbered as those of this expert-parallel rank.
+def decode(saved: Iterable[Saved], where: Path, experts: Experts = Experts()) -> Decoded:
+    """The states in these payloads; of several for one module, as ranks keep that do not reduce their amaxes, one
+    that suits all (Fp8State.merge).
 
-    Raises NotUnderstood and DamagedCheckpoint, as `extra_state.decode_payload`.
+    Raises DamagedCheckpoint where recipes of GEMMs differ, or payloads are not what Transformer Engine writes, and
+    PrecisionError where the order of a grouped linear's columns cannot be known.
     """
-    decoded = extra_state.decode_payload(payload, where, grouped=True)
-    if decoded is None:
-        return []
-    recipe, state = decoded
-    parts = [one for _, one in _by_expert(state)]
-    return [(f"{name}{rank * len(parts) + i}", extra_state.encode_payload(p, recipe)) for i, p in enumerate(parts)]
+    return _Decoding(where, experts).done(saved)
 
 
-def _by_module(states: Mapping[str, Fp8State], where: Path) -> dict[str, Fp8State]:
-    modules: dict[str, Fp8State] = {}
-    experts: dict[str, dict[int, Fp8State]] = {}
-    for name, state in states.items():
-        match = _NAME.fullmatch(name)
-        assert match
-        if match[2] is None:
-            modules[match[1]] = state
+class _Decoding:
+    """Payloads on their way to states."""
+
+    def __init__(self, where: Path, experts: Experts) -> None:
+        self._where, self._experts = where, experts
+        self._found = Decoded()
+        self._states: dict[str, list[Fp8State]] = {}
+        self._of_experts: dict[str, dict[int, list[Payload]]] = {}
+        self._of_ranks: dict[str, dict[int, list[Fp8State]]] = {}
+        self._assumed: set[str] = set()
+        self._orders: dict[Order, set[str]] = {}
+        self._differ: set[str] = set()
+
+    def done(self, saved: Iterable[Saved]) -> Decoded:
+        for one in sorted(saved, key=lambda one: one.module.endswith(_CORE_ATTENTION)):  # GEMMs say the recipe
+            self._take(one)
+        for module, states in self._states.items():
+            self._found.modules[module] = self._merged(module, states)
+        for module, by_rank in self._of_ranks.items():
+            self._found.modules[module] = self._of_all(module, by_rank)
+        for module, by_expert in self._of_experts.items():
+            self._found.modules[module] = self._grouped(module, by_expert)
+        self._found.notes.extend(self._notes())
+        return self._found
+
+    def _take(self, one: Saved) -> None:
+        where = f"{one.where}: {one.name}"
+        try:
+            payload = read_payload(one.data, where)
+            if payload is not None:
+                self._file(one, payload, where)
+        except NotUnderstood as error:
+            name = _raw_name(one)
+            self._found.raw[name] = torch.frombuffer(bytearray(one.data), dtype=torch.uint8)
+            self._found.notes.append(f"Kept byte for byte: {name}, {error.what}.")
+
+    def _file(self, one: Saved, payload: Payload, where: str) -> None:
+        """Put a payload with those of the same module."""
+        attention = one.module.endswith(_CORE_ATTENTION)
+        if one.expert_rank is not None:
+            order = self._order(one.module, payload, payload.directions, payload.gemms)
+            state = payload.group(order, where)
+            self._of_ranks.setdefault(one.module, {}).setdefault(one.expert_rank, []).append(state)
+        elif one.expert is not None:
+            payload.state(where)
+            self._of_experts.setdefault(one.module, {}).setdefault(one.expert, []).append(payload)
+        elif payload.gemms == 3 and not attention:
+            raise NotUnderstood("FP8 state of three GEMMs", where=where)
+        elif attention and self._found.recipe not in (None, payload.recipe):
+            raise NotUnderstood("FP8 state of attention under a recipe of its own", where=where)
         else:
-            experts.setdefault(match[1], {})[int(match[2])] = state
-    for module, by_number in experts.items():
-        if sorted(by_number) != list(range(len(by_number))):
-            raise DamagedCheckpoint(f"only some experts of {module} have FP8 state", where=where)
-        listed = [by_number[number] for number in range(len(by_number))]
-        modules[module] = Fp8State({role: _stacked([state.roles[role] for state in listed]) for role in ROLES})
-    return modules
+            self._states.setdefault(one.module, []).append(payload.state(where))
+        if self._found.recipe not in (None, payload.recipe):
+            what = f"its FP8 recipe {payload.recipe} is not the other modules' {self._found.recipe}"
+            raise DamagedCheckpoint(what, where=where)
+        self._found.recipe = payload.recipe
+        if payload.assumed:
+            self._assumed.add(one.module)
+
+    def _order(self, module: str, payload: Payload, directions: Directions, gemms: int) -> Order:
+        """Told, or what the payload says of its TE, or what the numbers tell. Raises PrecisionError."""
+        order = self._experts.order or payload.order or grouped.order_of(directions, gemms)
+        if order is None:
+            raise PrecisionError(
+                f"the FP8 state of {module}'s experts does not tell in which order its columns stand",
+                where=self._where,
+                do="--grouped-columns gemm if Transformer Engine 2.3 or newer wrote it, role if 1.9 to 2.2 did; "
+                "or --drop-fp8-state.",
+            )
+        if gemms > 1:
+            self._orders.setdefault(order, set()).add(module)
+        return order
+
+    def _merged(self, module: str, states: list[Fp8State]) -> Fp8State:
+        if all(_equal(state, states[0]) for state in states[1:]):
+            return states[0]
+        self._differ.add(module)
+        return Fp8State.merge(states)
+
+    def _of_all(self, module: str, by_rank: Mapping[int, list[Fp8State]]) -> Fp8State:
+        """The states of each expert rank, one after the other."""
+        self._check_numbers(module, by_rank)
+        return _joined([self._merged(module, by_rank[rank]) for rank in range(len(by_rank))], torch.cat)
+
+    def _grouped(self, module: str, by_expert: Mapping[int, list[Payload]]) -> Fp8State:
+        """From the experts' payloads, which are each of a linear, or were cut out of one for all of a rank."""
+        self._check_numbers(module, by_expert)
+        count = len(by_expert)
+        first = by_expert[0][0]
+        size = first.cut.experts if first.cut else count // (self._experts.ranks or count) or 1
+        if size == 1 or count % size:
+            ours = [[payload.state(self._where) for payload in by_expert[i]] for i in range(count)]
+            return _joined([self._merged(module, states) for states in ours], torch.stack)
+        groups = [[by_expert[i][0] for i in range(at, at + size)] for at in range(0, count, size)]
+        return _joined([self._group(module, payloads) for payloads in groups], torch.cat)
+
+    def _group(self, module: str, payloads: list[Payload]) -> Fp8State:
+        cut = payloads[0].cut
+        whole = cut.whole if cut else grouped.joined([payload.directions for payload in payloads])
+        order = self._order(module, payloads[0], whole, len(payloads))
+        state = grouped.by_gemm(whole, len(payloads), order)
+        state.check(payloads[0].recipe, f"{self._where}: {module}")
+        return state
+
+    def _check_numbers(self, module: str, numbered: Mapping[int, object]) -> None:
+        if sorted(numbered) != list(range(len(numbered))):
+            raise DamagedCheckpoint(f"only some experts of {module} have FP8 state", where=self._where)
+
+    def _notes(self) -> Iterator[str]:
+        if self._assumed:
+            yield (
+                f"FP8 state of {len(self._assumed)} modules is of TE before 2.0 and has no recipe: format and history "
+                "length are known from it, margin 0 and algorithm max are assumed. --recipe says otherwise."
+            )
+        if self._differ:
+            yield (
+                f"FP8 state of {len(self._differ)} modules differs between ranks, which did not reduce their amaxes: "
+                "the largest amaxes and the smallest scales are taken."
+            )
+        for order, modules in self._orders.items():
+            what = {"role": "role by role, as TE up to 2.2", "gemm": "expert by expert, as TE since 2.3"}[order]
+            told = ", as told" if self._experts.order else ""
+            yield f"FP8 state of the experts in {len(modules)} modules is read {what}{told}."
 
 
-def _stacked(parts: list[RoleState]) -> RoleState:
-    return RoleState(torch.stack([p.scale for p in parts]), torch.stack([p.amax_history for p in parts]))
+def _equal(a: Fp8State, b: Fp8State) -> bool:
+    return a.roles.keys() == b.roles.keys() and all(
+        torch.equal(part.scale, b.roles[role].scale) and torch.equal(part.amax_history, b.roles[role].amax_history)
+        for role, part in a.roles.items()
+    )
 
 
-def _same_recipe(known: DelayedScaling | None, recipe: DelayedScaling, where: str) -> DelayedScaling:
-    if known not in (None, recipe):
-        raise DamagedCheckpoint(f"its FP8 recipe {recipe} is not the other modules' {known}", where=where)
-    return recipe
+def _joined(states: list[Fp8State], join: Any) -> Fp8State:
+    """States of experts as one of `[experts]`: `join` is torch.cat or torch.stack."""
+    parts = {role: [state.roles[role] for state in states] for role in states[0].roles}
+    return Fp8State(
+        {
+            role: RoleState(join([part.scale for part in each]), join([part.amax_history for part in each]))
+            for role, each in parts.items()
+        }
+    )
 
 
-def _module(name: str) -> str:
+def _raw_name(one: Saved) -> str:
     """How Fp8States calls the module of a payload that is not understood: experts' by number, `….linear_fc1.5`."""
-    match = _NAME.fullmatch(name)
-    assert match
-    return match[1] if match[2] is None else f"{match[1]}.{match[2]}"
-
-
-def object_of(module: str) -> str:
-    """The inverse of `_module`."""
-    name, _, number = module.rpartition(".")
-    return f"{name}{EXTRA_STATE}{number}" if number.isdecimal() else module + EXTRA_STATE
+    number = one.expert if one.expert_rank is None else one.expert_rank
+    return one.module if number is None else f"{one.module}.{number}"
 
 
 def bytes_of(value: Any, where: str) -> bytes:
-    """The payload in an object. Raises DamagedCheckpoint for what is none."""
-    data = value.getvalue() if isinstance(value, io.BytesIO) else value  # TE 1.x kept a file
-    if isinstance(data, Tensor):
-        data = data.reshape(-1).view(torch.uint8).numpy().tobytes()
-    if data and not isinstance(data, bytes):
-        raise DamagedCheckpoint(f"{where} holds no bytes", where=where)
-    return data or b""
+    """The payload in an object: bytes as a tensor, or a file of TE 0.12 to 1.13; what TE up to 0.5 kept as it was, in
+    the form of such a file. Raises DamagedCheckpoint for what is no payload."""
+    if isinstance(value, io.BytesIO):
+        return value.getvalue()
+    if isinstance(value, Tensor):
+        return value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict | list) and _plain(value):
+        return torch_zip_writer.dump(value)
+    if value is not None:
+        raise DamagedCheckpoint(f"{where} holds {shown(value)}, no FP8 state", where=where)
+    return b""
 
 
-def as_states(decoded: Decoded, common: Mapping[str, Any], iteration: int | None) -> Fp8States | None:
-    """The states of a checkpoint, with what its common data says of them; None where there are none."""
+def _plain(value: Any, depth: int = 8) -> bool:
+    """Whether all of it is tensors and plain values."""
+    if isinstance(value, dict | list | tuple):
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        return depth > 0 and all(_plain(item, depth - 1) for item in items)
+    return value is None or isinstance(value, Tensor | bool | int | float | str)
+
+
+def as_states(
+    decoded: Decoded, common: Mapping[str, Any], iteration: int | None, aside: Fp8States | None
+) -> Fp8States | None:
+    """The states of a checkpoint, with what its common data says of them: those in its payloads, else those of its
+    sidecar, `aside`. None where there are none."""
     if not decoded.modules and not decoded.raw:
-        return None
+        return aside
     recorded = common.get(OURS)  # what a payload has no place for
     ours = recorded if isinstance(recorded, dict) else {}
-    return Fp8States(
+    states = Fp8States(
         decoded.recipe or DelayedScaling(),
         decoded.modules,
         decoded.raw,
         ours.get("fp8_producer", "transformer_engine"),
         ours.get("fp8_iteration", iteration),
+        notes=tuple(decoded.notes),
     )
+    return _with_caches(states, aside) if aside else states
+
+
+def _with_caches(states: Fp8States, aside: Fp8States) -> Fp8States:
+    """With the keys and values of a cache, for which payloads have no place."""
+    modules = dict(states.modules)
+    for name, state in aside.modules.items():
+        cache = Fp8State({role: part for role, part in state.roles.items() if role in CACHE})
+        if cache.roles:
+            known = modules[name].roles if name in modules else {}
+            modules[name] = Fp8State({**known, **change_recipe(cache, aside.recipe, states.recipe).roles})
+    return replace(states, modules=modules)

@@ -157,11 +157,11 @@ class Fp8State:
 
 
 def _merge_roles(parts: list[RoleState]) -> RoleState:
-    recorded = [part for part in parts if part.recorded] or parts[:1]
-    return RoleState(
-        torch.stack([part.scale for part in recorded]).amin(0),
-        torch.stack([part.amax_history for part in recorded]).amax(0),
-    )
+    """Expert by expert where there are several."""
+    scales, histories = (torch.stack([getattr(part, name) for part in parts]) for name in ("scale", "amax_history"))
+    unrecorded = (scales == 1) & (histories == 0).all(-1)
+    scale = scales.masked_fill(unrecorded, torch.inf).amin(0)
+    return RoleState(scale.where(~unrecorded.all(0), 1.0), histories.amax(0))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,120 @@
+"""Transformer Engine's `_extra_state`, written: opcode by opcode, because `pickle.dumps` would need TE's classes and
+would put memory addresses into the bytes. Equal state gives equal bytes.
+
+Version 2 is what TE 2.x writes. Version 1 is what 1.14 wrote, a pickle as bytes, with the two tables that 1.0 to 1.5
+ask for: every TE from 0.6 to 1.14 reads it, and no other form of 1.x is read by so many.
+"""
+
+import struct
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from precisionctl.errors import PrecisionError
+from precisionctl.fp8 import grouped
+from precisionctl.fp8.extra_state import ATTENTION, FORMATS, SOFTMAX
+from precisionctl.fp8.grouped import Columns, Directions, Order
+from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
+from precisionctl.fp8.state import ATTENTION_BACKWARD, ATTENTION_FORWARD, DelayedScaling, Fp8State, RoleState
+from precisionctl.fp8.te_pickle import LEGACY_MAGIC, LEGACY_VERSION, RECIPES
+
+TeVersion = Literal[1, 2]
+
+ORDER: dict[TeVersion, Order] = {1: "role", 2: "gemm"}
+"""In which a grouped linear's columns are written: that of 1.9 to 2.2, and that of 2.3 and after."""
+
+
+def has_payload(state: Fp8State) -> bool:
+    """Whether TE keeps any of it: of a cache's keys and values it keeps nothing."""
+    return state.of_gemm or not state.roles.keys().isdisjoint(ATTENTION_FORWARD + ATTENTION_BACKWARD)
+
+
+def encode_payload(state: Fp8State, recipe: DelayedScaling, te: TeVersion = 2) -> bytes:
+    """The bytes of an `_extra_state` of a GEMM, of attention, or of a grouped linear for a state of `[experts]`: what
+    `pickle.loads` turns into TE's own objects where TE is installed.
+
+    Raises PrecisionError for a state that does not have the recipe's history length.
+    """
+    _check_length(state, recipe)
+    gemms = state.roles["weight"].scale.numel() if state.of_gemm else 3
+    return encode_columns(columns_of(state, recipe, te), gemms, recipe, te)
+
+
+def columns_of(state: Fp8State, recipe: DelayedScaling, te: TeVersion) -> Directions:
+    """A state's columns as TE has them; what is not kept of attention is as TE starts it."""
+    if state.of_gemm:
+        return grouped.in_columns(state, ORDER[te])
+    kept = state.roles.keys() & {*ATTENTION_FORWARD, *ATTENTION_BACKWARD}
+    fresh = RoleState.fresh(recipe.amax_history_len)
+    found = []
+    for roles in SOFTMAX if kept <= {"s", "d_p"} else ATTENTION:
+        parts = [state.roles.get(role, fresh) if role else fresh for role in roles]
+        found.append(
+            Columns(torch.stack([p.scale for p in parts]), torch.stack([p.amax_history for p in parts], 1))
+        )
+    return found[0], found[1]
+
+
+def encode_columns(directions: Directions, gemms: int, recipe: DelayedScaling, te: TeVersion = 2) -> bytes:
+    """The bytes of an `_extra_state` with these columns."""
+    payload: dict[str, object] = {"recipe": _recipe_object(recipe)} if te == 2 else {}
+    for direction, columns in zip(("fwd", "bwd"), directions, strict=True):
+        payload[f"scale_{direction}"] = _tensor_object(columns.scale)
+        if te == 1:
+            payload[f"scale_inv_{direction}"] = _tensor_object(1 / columns.scale)
+        payload[f"amax_history_{direction}"] = _tensor_object(columns.history)
+    forward, backward = FORMATS[recipe.fp8_format]
+    payload["extra_fp8_variables"] = {
+        "fp8_checkpoint": True,
+        "num_gemms": gemms,
+        "fp8_max_fwd": forward,
+        "fp8_max_bwd": backward,
+    }
+    if te == 1:
+        payload |= {"global_fp8_buffer": {}, "global_fp8_state": {}}
+    return dumps(payload)
+
+
+def _check_length(state: Fp8State, recipe: DelayedScaling) -> None:
+    for role, part in state.roles.items():
+        if part.amax_history.shape != (*part.scale.shape, recipe.amax_history_len):
+            raise PrecisionError(
+                f"{role} has an amax history of shape {list(part.amax_history.shape)}",
+                do=f"A TE payload of this recipe takes [{recipe.amax_history_len}].",
+            )
+
+
+def _recipe_object(recipe: DelayedScaling) -> Made:
+    largest = Made(Global(RECIPES, "_FormatHelper"), FORMATS[recipe.fp8_format], new=True)
+    fields = {
+        "margin": recipe.margin,
+        "fp8_format": Made(Global(RECIPES, "Format"), (largest,)),
+        "amax_history_len": recipe.amax_history_len,
+        "amax_compute_algo": recipe.amax_compute_algo,
+        "scaling_factor_compute_algo": None,
+        "reduce_amax": recipe.reduce_amax,
+        "fp8_dpa": recipe.fp8_dpa,
+        "fp8_mha": recipe.fp8_mha,
+        "backward_override": None,
+    }
+    return Made(Global(RECIPES, "DelayedScaling"), (), new=True, fields=fields)
+
+
+def _tensor_object(values: Tensor) -> Made:
+    values = values.detach().float().cpu().contiguous()
+    storage = Made(Global("torch.storage", "_load_from_bytes"), (_saved_storage(values),))
+    hooks = Made(Global("collections", "OrderedDict"), ())
+    arguments = (storage, 0, tuple(values.shape), values.stride(), False, hooks)
+    return Made(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
+
+
+def _saved_storage(values: Tensor) -> bytes:
+    """`torch.save` of an FP32 storage in the legacy format (torch/serialization.py, _legacy_save), which is how
+    storages pickle, with the key "0" where PyTorch puts an address."""
+    sizes = {"short": 2, "int": 4, "long": 4}
+    system = {"protocol_version": LEGACY_VERSION, "little_endian": True, "type_sizes": sizes}
+    reference = ("storage", Global("torch", "FloatStorage"), "0", "cpu", values.numel(), None)
+    pickles = (LEGACY_VERSION, system, Persistent(reference), ["0"])
+    numbers = struct.pack("<q", values.numel()) + values.view(torch.uint8).numpy().tobytes()
+    return LEGACY_MAGIC + b"".join(dumps(value, protocol=2) for value in pickles) + numbers

@@ -1,0 +1,91 @@
+"""The columns of a grouped linear, whose GEMMs are its experts: in which order they stand, and how Megatron cuts them.
+
+Transformer Engine has had two orders (pytorch/module/grouped_linear.py, `_offsets`). Up to 2.2 all GEMMs' columns of a
+role stood together, `[input 0, input 1, ..., weight 0, ...]`: here `role`. Since 2.3 it is a GEMM after the other,
+`[input 0, weight 0, output 0, input 1, ...]`: here `gemm`. Megatron's `torch_dist` checkpoints hold a payload for each
+expert, cut and joined as if the order still were `role` (TEGroupedLinear, `_split_extra_state`): column r of expert i
+of N is column r * N + i of the linear, whatever that is.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
+
+Order = Literal["role", "gemm"]
+
+
+class Columns(NamedTuple):
+    """What TE keeps for one direction: FP32 `[columns]` and `[history, columns]`."""
+
+    scale: Tensor
+    history: Tensor
+
+
+Directions = tuple[Columns, Columns]
+"""Forward and backward."""
+
+
+def by_gemm(directions: Directions, gemms: int, order: Order) -> Fp8State:
+    """A grouped linear's state, `[gemms]`."""
+    forward, backward = directions
+    return Fp8State({**_by_role(forward, FORWARD, gemms, order), **_by_role(backward, BACKWARD, gemms, order)})
+
+
+def _by_role(columns: Columns, roles: tuple[Role, ...], gemms: int, order: Order) -> dict[Role, RoleState]:
+    places = _places(len(roles), gemms, order)
+    return {
+        role: RoleState(columns.scale[at].clone(), columns.history[:, at].t().contiguous())
+        for role, at in zip(roles, places, strict=True)
+    }
+
+
+def _places(roles: int, gemms: int, order: Order) -> Tensor:
+    """The column of each role and GEMM, `[roles, gemms]`."""
+    columns = torch.arange(roles * gemms)
+    return columns.view(roles, gemms) if order == "role" else columns.view(gemms, roles).t()
+
+
+def in_columns(state: Fp8State, order: Order) -> Directions:
+    """The inverse of `by_gemm`; a state of one GEMM has the same columns in either order."""
+    found = []
+    for roles in (FORWARD, BACKWARD):
+        scale = torch.stack([state.roles[role].scale.reshape(-1) for role in roles])
+        histories = [state.roles[role].amax_history for role in roles]
+        history = torch.stack([each.reshape(-1, each.shape[-1]) for each in histories])  # [roles, gemms, history]
+        if order == "gemm":
+            scale, history = scale.t(), history.transpose(0, 1)
+        found.append(Columns(scale.flatten(), history.flatten(0, 1).t().contiguous()))
+    return found[0], found[1]
+
+
+def order_of(directions: Directions, gemms: int) -> Order | None:
+    """The order that the numbers tell: a grouped linear records no output and no grad_input, in no version.
+
+    None where both orders fit, or neither does.
+    """
+    fitting = [order for order in ("role", "gemm") if _unused_are_fresh(by_gemm(directions, gemms, order))]
+    if len(fitting) == 2 and not any(part.recorded for part in by_gemm(directions, gemms, "gemm").roles.values()):
+        return "gemm"  # nothing is recorded, so that it is the same
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _unused_are_fresh(state: Fp8State) -> bool:
+    return not state.roles["output"].recorded and not state.roles["grad_input"].recorded
+
+
+def cut(directions: Directions, experts: int) -> list[Directions]:
+    """The columns of each expert's payload, as Megatron cuts a linear's."""
+    return [tuple(Columns(c.scale[i::experts], c.history[:, i::experts]) for c in directions) for i in range(experts)]  # type: ignore[misc]
+
+
+def joined(parts: list[Directions]) -> Directions:
+    """The inverse of `cut`."""
+    found = []
+    for columns in zip(*parts, strict=True):
+        scale = torch.stack([each.scale for each in columns], 1).flatten()
+        history = torch.stack([each.history for each in columns], 2).flatten(1)
+        found.append(Columns(scale, history))
+    return found[0], found[1]

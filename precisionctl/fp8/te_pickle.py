@@ -1,0 +1,123 @@
+"""What Transformer Engine's extra state is made of, unpickled into inert records: nothing of it runs, nothing is TE's.
+
+Tensors stay records, too, until `tensor` has checked that they lie within their storage.
+"""
+
+import io
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precisionctl import safe_archive, safe_pickle
+from precisionctl.errors import DamagedCheckpoint
+
+RECIPES = "transformer_engine.common.recipe"
+LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch/serialization.py, MAGIC_NUMBER, pickled
+LEGACY_VERSION = 1001
+
+
+class Record:
+    """Stands in for a TE class that pickles as its plain `__dict__`."""
+
+    fields: Mapping[str, Any] = {}
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            self.fields = state
+
+
+class Delayed(Record):
+    """Stands in for DelayedScaling and Megatron's subclass of it."""
+
+
+class _FormatHelper(NamedTuple):
+    max_fwd: float
+    max_bwd: float
+
+
+class _Format(NamedTuple):
+    value: _FormatHelper
+
+
+class _Saved(NamedTuple):
+    """Stands in for `torch.storage._load_from_bytes`, which is an unrestricted `torch.load`."""
+
+    data: bytes
+
+
+class StoredTensor(NamedTuple):
+    """Stands in for `torch._utils._rebuild_tensor_v2`: a view of a storage, which is a flat tensor in an archive."""
+
+    storage: _Saved | Tensor
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+    hooks: Mapping[str, object]
+
+
+_ALLOWED: safe_pickle.Allowed = {
+    (RECIPES, "DelayedScaling"): Delayed,
+    ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"): Delayed,
+    ("megatron.core.transformer.custom_layers.transformer_engine", "TEDelayedScaling"): Delayed,
+    (RECIPES, "Float8CurrentScaling"): Record,
+    (RECIPES, "Float8BlockScaling"): Record,
+    (RECIPES, "MXFP8BlockScaling"): Record,
+    (RECIPES, "NVFP4BlockScaling"): Record,
+    (RECIPES, "MMParams"): Record,
+    (RECIPES, "QParams"): Record,
+    (RECIPES, "Format"): _Format,
+    (RECIPES, "_FormatHelper"): _FormatHelper,
+    ("torch._utils", "_rebuild_tensor_v2"): StoredTensor,
+    ("torch.storage", "_load_from_bytes"): _Saved,
+    ("collections", "OrderedDict"): safe_pickle.ordered_dict,
+}
+_IN_ARCHIVE: safe_pickle.Allowed = {**_ALLOWED, **safe_pickle.STORAGES}
+
+
+def load(data: bytes, where: object) -> Any:
+    """What a payload holds: of a pickle, or of an archive of torch.save, as TE wrote from 0.12 to 1.13.
+
+    Raises UnsafePickle for one that asks for more than TE's classes, and DamagedCheckpoint.
+    """
+    if data.startswith(safe_archive.MAGIC):
+        return safe_archive.loads(data, _IN_ARCHIVE, where)
+    return safe_pickle.loads(data, _ALLOWED, where)
+
+
+def tensor(stored: object, where: object) -> Tensor:
+    """The tensor that a record describes. Raises DamagedCheckpoint for what is none, or not within its storage."""
+    if not isinstance(stored, StoredTensor):
+        raise DamagedCheckpoint("FP8 state lacks a tensor", where=where)
+    values = storage(stored, where)
+    try:
+        return safe_pickle.strided(values, stored.offset, stored.size, stored.stride)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DamagedCheckpoint(f"a tensor reaches beyond its storage: {error}", where=where) from error
+
+
+def storage(stored: StoredTensor, where: object) -> Tensor:
+    """All of a tensor's storage, as `[elements]`.
+
+    Pickled by itself it is a file of torch.save's legacy format. It is taken apart here, because torch.load makes
+    whatever such a file asks it for.
+    """
+    if isinstance(stored.storage, Tensor):
+        return stored.storage
+    saved = stored.storage.data if isinstance(stored.storage, _Saved) else None
+    if not isinstance(saved, bytes) or not saved.startswith(LEGACY_MAGIC):
+        raise DamagedCheckpoint("a tensor's storage is not one that PyTorch wrote", where=where)
+    file = io.BytesIO(saved[len(LEGACY_MAGIC) :])
+    _version, _system, *reference = (
+        safe_pickle.load(file, safe_pickle.STORAGES, f"{where}, its storage", safe_pickle.itself) for _ in range(4)
+    )
+    match reference:
+        case [("storage", torch.dtype() as dtype, str(key), _, int(elements), None), [str(only)]] if key == only:
+            count, numbers = file.read(8), file.read()
+        case _:
+            raise DamagedCheckpoint("a tensor's storage is not one that PyTorch wrote", where=where)
+    if not 0 < int.from_bytes(count, "little") == elements == len(numbers) / dtype.itemsize:
+        raise DamagedCheckpoint("a tensor's storage is shorter or longer than it says", where=where)
+    return torch.frombuffer(bytearray(numbers), dtype=dtype)
