@@ -23,8 +23,11 @@ RECIPES = {
 }
 """Payloads of one GEMM."""
 
-OTHERS = ["layernorm_mlp", "attention", "operation", "te_1"]
-"""Sound ones of something else."""
+OTHERS = ["layernorm_mlp", "attention"]
+"""Sound ones of something else: of two GEMMs, and of attention with numbers in columns that it does not use."""
+
+OTHER_FORMS = ["operation", "te_1"]
+"""Of one GEMM, in another form; the operation has no output and no grad_input."""
 
 EMPTY = ["none", "empty_dict", "current_scaling", "block_scaling", "mxfp8", "nvfp4"]
 """Ones without state."""

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from te_pickles import unpickled
-from te_states import EMPTY, OTHERS, PAYLOADS, RECIPES, same, trained
+from te_states import EMPTY, OTHER_FORMS, OTHERS, PAYLOADS, RECIPES, same, trained
 
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionctlError, PrecisionError
-from precisionctl.fp8.extra_state import decode_payload, encode_payload
+from precisionctl.fp8.extra_state import decode_payload
+from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import ATTENTION_BACKWARD, ATTENTION_FORWARD, ROLES, DelayedScaling, Fp8State, RoleState
 
 
@@ -20,7 +21,7 @@ def golden(name):
 
 
 def test_every_golden_payload_is_tested():
-    assert {path.stem for path in PAYLOADS.iterdir()} == {*RECIPES, *OTHERS, *EMPTY}
+    assert {path.stem for path in PAYLOADS.iterdir()} == {*RECIPES, *OTHER_FORMS, *OTHERS, *EMPTY}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -33,6 +34,16 @@ def test_a_payload_that_te_wrote_gives_its_recipe_and_every_number(name):
 @pytest.mark.parametrize("name", EMPTY)
 def test_a_payload_without_state_is_none(name):
     assert decode_payload(golden(name), name) is None
+
+
+@pytest.mark.parametrize("name", OTHER_FORMS)
+def test_other_forms_of_a_payload_give_every_number_of_a_gemm(name):
+    recipe, state = decode_payload(golden(name), name)
+    expected = trained(4)
+    if name == "operation":
+        expected = Fp8State({**expected.roles, "output": RoleState.fresh(4), "grad_input": RoleState.fresh(4)})
+    assert recipe == DelayedScaling(amax_history_len=4)
+    assert same(state, expected)
 
 
 def test_no_bytes_at_all_are_no_state():
@@ -126,7 +137,7 @@ def test_an_amax_that_cannot_be_one_is_damage(number):
         decode_payload(altered("input", amax_history=torch.tensor([0.0, 1.0, number, 1.0])), "layer 3")
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *OTHERS])
+@pytest.mark.parametrize("name", [*RECIPES, *OTHER_FORMS, *OTHERS])
 def test_a_payload_cut_off_anywhere_is_one_error(name):
     data = golden(name)
     for length in range(1, len(data), 7):
@@ -143,21 +154,6 @@ def test_a_payload_with_any_byte_changed_reads_or_is_one_error(position, byte):
         decode_payload(bytes(data), "layer 3")
     except PrecisionctlError as error:
         assert "layer 3" in str(error)
-
-
-def test_a_grouped_linear_has_the_columns_of_each_role_side_by_side():
-    """GroupedLinear's order (module/base.py and grouped_linear.py): column kind * num_gemms + gemm."""
-    recipe = DelayedScaling(amax_history_len=3)
-    numbers = torch.arange(5 * 2 * 4, dtype=torch.float32).reshape(5, 2, 4) + 1  # role, expert, (scale, history)
-    state = Fp8State({role: RoleState(part[:, 0], part[:, 1:]) for role, part in zip(ROLES, numbers, strict=True)})
-    data = encode_payload(state, recipe)
-    decoded = decode_payload(data, "here", grouped=True)
-    assert decoded is not None and decoded[0] == recipe
-    for role in ROLES:
-        assert torch.equal(decoded[1].roles[role].scale, state.roles[role].scale)
-        assert torch.equal(decoded[1].roles[role].amax_history, state.roles[role].amax_history)
-    with pytest.raises(NotUnderstood):
-        decode_payload(data, "here")
 
 
 def attention(roles, history=4):

@@ -14,7 +14,8 @@ from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.extra_state import decode_payload, encode_payload
+from precisionctl.fp8.extra_state import decode_payload
+from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import Parallelism
 from precisionctl.work import execute

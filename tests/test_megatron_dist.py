@@ -425,7 +425,7 @@ def test_the_fp8_state_of_experts_comes_back_as_one(tmp_path, layers_by_key):
     module = "decoder.layers.1.mlp.experts.linear_fc1"
     states = Fp8States(recipe, {module: Fp8State(dict.fromkeys(ROLES, role))}, producer="somebody", iteration=5)
     wanted = write_experts(tmp_path / "names")
-    args = {"linear_attention_freq": [1, 1]} if layers_by_key else {}
+    args = {"moe_grouped_gemm": True} | ({"linear_attention_freq": [1, 1]} if layers_by_key else {})
     writer = TorchDistWriter(tmp_path / "made", MODEL, wanted, args=args)
     writer.lay_out()
     writer.finish(states)

@@ -16,7 +16,7 @@ from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import Chunk, Companions, Container
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.megatron_buckets import is_bucket, unpack
-from precisionctl.checkpoints.megatron_extra_state import as_states, bytes_of, decode
+from precisionctl.checkpoints.megatron_extra_state import Experts, Saved, as_states, bytes_of, decode
 from precisionctl.checkpoints.megatron_keys import (
     COMMON,
     COMMON_OBJECT,
@@ -34,6 +34,7 @@ from precisionctl.checkpoints.megatron_provider import described_args
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
@@ -74,6 +75,8 @@ class TorchDistReader:
     encodings: Mapping[str, Encoding] = {}
     family: str | None = None
     """Which family to take the model for, where no config.json says it."""
+    grouped_columns: Order | None = None
+    """In which order a grouped linear's FP8 state stands, where the payloads do not tell."""
 
     def __init__(
         self,
@@ -181,18 +184,19 @@ class TorchDistReader:
 
     @cached_property
     def fp8(self) -> Fp8States | None:
-        """The delayed-scaling state in `_extra_state`, else the one in the sidecar."""
-        return self._extra_states() or sidecar.find(self.path)
+        """The delayed-scaling state in `_extra_state`, else the one in the sidecar. Raises what `decode` raises."""
+        grouped = self.args.get("moe_grouped_gemm") is True
+        ranks = self.args.get("expert_model_parallel_size")
+        known = ranks if grouped and type(ranks) is int and ranks > 0 else None
+        found = decode(self._payloads(), self.path, Experts(known, self.grouped_columns))
+        return as_states(found, self.common, self.iteration, sidecar.find(self.path))
 
-    def _extra_states(self) -> Fp8States | None:
-        return as_states(decode(dict(self._payloads()), self.path), self.common, self.iteration)
-
-    def _payloads(self) -> Iterator[tuple[str, bytes]]:
-        """Logical name and bytes of each `_extra_state` that is not empty."""
+    def _payloads(self) -> Iterator[Saved]:
+        """Each `_extra_state` that is not empty."""
         for key in self._index.objects:
             name = object_name(key.removeprefix(self._prefix)) or ""
             if EXTRA_STATE in name and (data := bytes_of(self.read_object(key), key)):
-                yield name, data
+                yield Saved(name, data, str(self.path))
 
 
 def _chunk(name: str, spec: TensorSpec, part: Part) -> Chunk:

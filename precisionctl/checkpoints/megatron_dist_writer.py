@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron_arguments import fp8_args, run_args
-from precisionctl.checkpoints.megatron_extra_state import demanded, payloads_of
+from precisionctl.checkpoints.megatron_extra_state_writer import beside_payloads, demanded, payloads_of
 from precisionctl.checkpoints.megatron_keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
 from precisionctl.checkpoints.megatron_logical import MASTER, OPTIMIZER, STATE
 from precisionctl.checkpoints.megatron_placement import layers_differ, place, stored_tensors
 from precisionctl.checkpoints.megatron_provider import write_run_config
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
@@ -38,9 +38,9 @@ class TorchDistWriter:
 
     `specs` may hold `optimizer.state.<kind>.<parameter>` beside the model, laid out as by Megatron's plain optimizer
     or, `distributed_optimizer`, as `fully_reshardable`. `fp8_in` says where FP8 state goes: into `_extra_state`,
-    where a run in FP8 takes it up, or into the sidecar alone. `common` is added to `common.pt`, `args` to the
-    arguments in it, and `objects` (by whole key, e.g. `rng_state/shard_0.0_1.1`) are pickled beside the tensors, or
-    copied from another checkpoint.
+    where a run in FP8 takes it up, in the form of TE 1.x or 2.x (`te`), or into the sidecar alone. `common` is added
+    to `common.pt`, `args` to the arguments in it, and `objects` (by whole key, e.g. `rng_state/shard_0.0_1.1`) are
+    pickled beside the tensors, or copied from another checkpoint.
 
     `parallelism` decides how tensors are cut, and into which files they go; any other run can load them.
     File sizes and offsets follow from the arguments alone; equal input gives equal bytes.
@@ -56,13 +56,14 @@ class TorchDistWriter:
         iteration: int | None = None,
         companions: Companions | None = None,
         fp8_in: Literal["extra_state", "sidecar"] = "extra_state",
+        te: TeVersion = 2,
         common: Mapping[str, object] | None = None,
         objects: Mapping[str, object] | None = None,
         args: Mapping[str, object] | None = None,
         distributed_optimizer: bool = False,
     ) -> None:
         self.directory, self.model, self.specs = directory, model, specs
-        self._parallelism, self._iteration, self._fp8_in = parallelism, iteration, fp8_in
+        self._parallelism, self._iteration, self._fp8_in, self._te = parallelism, iteration, fp8_in, te
         self._companions, self._common, self._objects = companions or Companions(), common or {}, objects or {}
         self._distributed = distributed_optimizer
         weights_only = {"no_save_optim": True, "no_save_rng": True}
@@ -107,8 +108,9 @@ class TorchDistWriter:
             write_run_config(self.directory, self._args)
         (self.directory / COMMON).write_bytes(torch_zip_writer.dump(self._common_data(payloads)))
         write_companions(self.directory / COMPANIONS, self._companions)
-        if fp8 is not None and payloads is None:
-            sidecar.write(self.directory / sidecar.RELATIVE, fp8)
+        beside = fp8 if payloads is None else beside_payloads(payloads)
+        if beside is not None:
+            sidecar.write(self.directory / sidecar.RELATIVE, beside)
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         marker = backend | {"common_backend": "torch", "common_backend_version": 1}
         (self.directory / MARKER).write_text(json.dumps(marker))
@@ -117,7 +119,7 @@ class TorchDistWriter:
         model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
         experts = max((expert + 1 for name in model if (expert := expert_of(name)) is not None), default=1)
         empty = {name: torch.empty(0, dtype=torch.uint8) for name in demanded(model)}
-        payloads: dict[str, Tensor] = empty | (payloads_of(fp8) if fp8 else {})
+        payloads = {**empty, **(payloads_of(fp8, self._te, self._parallelism.expert) if fp8 else {})}
         states = {
             object_key(name, self.model.num_layers, experts, self._by_layer): data for name, data in payloads.items()
         }

@@ -268,15 +268,15 @@ def as_states(
         ours.get("fp8_iteration", iteration),
         notes=tuple(decoded.notes),
     )
-    return _with_caches(states, aside) if aside else states
+    return _with_aside(states, aside) if aside else states
 
 
-def _with_caches(states: Fp8States, aside: Fp8States) -> Fp8States:
-    """With the keys and values of a cache, for which payloads have no place."""
+def _with_aside(states: Fp8States, aside: Fp8States) -> Fp8States:
+    """With what payloads have no place for: the keys and values of a cache, and statistics."""
     modules = dict(states.modules)
     for name, state in aside.modules.items():
         cache = Fp8State({role: part for role, part in state.roles.items() if role in CACHE})
         if cache.roles:
             known = modules[name].roles if name in modules else {}
             modules[name] = Fp8State({**known, **change_recipe(cache, aside.recipe, states.recipe).roles})
-    return replace(states, modules=modules)
+    return replace(states, modules=modules, statistics=aside.statistics)

@@ -2,7 +2,8 @@
 
 import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -65,13 +66,14 @@ def grouped_payloads(states: Fp8States, te: TeVersion, first: int, count: int) -
 
 
 def beside_payloads(states: Fp8States) -> Fp8States | None:
-    """What a checkpoint with payloads keeps in a sidecar: the keys and values of a cache. None where there are none."""
+    """What a checkpoint with payloads keeps in a sidecar, as they have no place for it: the keys and values of a cache,
+    and statistics. None where there are none."""
     caches = {
         module: Fp8State({role: part for role, part in state.roles.items() if role in CACHE})
         for module, state in states.modules.items()
     }
     kept = {module: state for module, state in caches.items() if state.roles}
-    return Fp8States(states.recipe, kept, {}, states.producer, states.iteration) if kept else None
+    return replace(states, modules=kept, raw={}) if kept or states.statistics else None
 
 
 def _with_payload(states: Fp8States) -> Iterable[tuple[str, Fp8State]]:
@@ -84,8 +86,7 @@ def _of_experts(state: Fp8State) -> bool:
 
 def _held(state: Fp8State, first: int, count: int) -> Fp8State:
     held = slice(first, first + count)
-    roles: Mapping = state.roles
-    return Fp8State({role: RoleState(p.scale[held], p.amax_history[held]) for role, p in roles.items()})
+    return Fp8State({role: RoleState(p.scale[held], p.amax_history[held]) for role, p in state.roles.items()})
 
 
 def _payload(data: bytes) -> Tensor:

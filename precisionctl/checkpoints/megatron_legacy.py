@@ -16,7 +16,7 @@ import torch
 
 from precisionctl.checkpoints.base import Box, Chunk, Companions, Container, shard_boxes
 from precisionctl.checkpoints.companions import read_companions
-from precisionctl.checkpoints.megatron_extra_state import as_states, bytes_of, decode, split_experts
+from precisionctl.checkpoints.megatron_extra_state import Experts, Saved, as_states, bytes_of, decode
 from precisionctl.checkpoints.megatron_keys import COMPANIONS, EXTRA_STATE, find_iteration
 from precisionctl.checkpoints.megatron_legacy_buckets import FILE as BUCKETS
 from precisionctl.checkpoints.megatron_legacy_buckets import bucket_tensors
@@ -38,6 +38,7 @@ from precisionctl.checkpoints.torch_zip import Inert, Located, read_located
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import REPLICATED, ROWS, Layout, Parallel, TensorSpec
@@ -63,6 +64,8 @@ class LegacyReader:
     encodings: Mapping[str, Encoding] = {}
     family: str | None = None
     """Which family to take the model for, where no config.json says it."""
+    grouped_columns: Order | None = None
+    """In which order a grouped linear's FP8 state stands, where the payloads do not tell."""
 
     def __init__(self, path: Path, iteration: int | None = None) -> None:
         self.path: Path = find_iteration(path, iteration, complete=is_legacy)
@@ -244,26 +247,18 @@ class LegacyReader:
 
     @cached_property
     def fp8(self) -> Fp8States | None:
-        """The delayed-scaling state in `_extra_state`, else the one in the sidecar. The ranks of a module keep the
-        same: their amaxes are reduced over all of them."""
-        states = as_states(decode(dict(self._payloads()), self.path), self.common, self.iteration)
-        return states or sidecar.find(self.path)
+        """The delayed-scaling state in `_extra_state`, else the one in the sidecar. Raises what `decode` raises."""
+        found = decode(self._payloads(), self.path, Experts(order=self.grouped_columns))
+        return as_states(found, self.common, self.iteration, sidecar.find(self.path))
 
-    def _payloads(self) -> Iterator[tuple[str, bytes]]:
-        """Logical name and bytes of each `_extra_state` that is not empty, of the first rank that has it."""
-        seen: set[tuple[str, int]] = set()
+    def _payloads(self) -> Iterator[Saved]:
+        """Each `_extra_state` that is not empty, of every rank: each has its own where amaxes are not reduced."""
         for rank, entries in self._stages:
             for name, value in entries.items():
-                grouped = name.endswith(_GROUPED)
-                if EXTRA_STATE not in name or (name, rank.expert * grouped) in seen:
+                if EXTRA_STATE not in name:
                     continue
-                seen.add((name, rank.expert * grouped))
-                saved = read_located(rank.path, value) if isinstance(value, Located) else value
-                data = bytes_of(saved, f"{rank.path}: {name}")
-                if data and grouped:
-                    yield from split_experts(name, data, rank.expert, str(rank.path))
-                elif data:
-                    yield name, data
+                if data := bytes_of(_read(value, rank.path), f"{rank.path}: {name}"):
+                    yield Saved(name, data, str(rank.path), rank.expert if name.endswith(_GROUPED) else None)
 
 
 def _join_tied(shards: dict[str, dict[int, list[Shard]]], copy: str, of: str) -> None:

@@ -22,7 +22,7 @@ _GROUPED = re.compile(r".+\.mlp\.experts\.weight[12]")
 def flattened(state: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Entries of nested tables under names joined by dots: models before Megatron-Core saved such."""
     for key, value in state.items():
-        if isinstance(value, dict) and depth < 8:
+        if isinstance(value, dict) and depth < 8 and not str(key).endswith("_extra_state"):
             yield from flattened(value, f"{prefix}{key}.", depth + 1)
         else:
             yield f"{prefix}{key}", value

@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.base import Box, Chunk, Companions, shard_boxes, whole
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron_arguments import fp8_args, run_args
-from precisionctl.checkpoints.megatron_extra_state import demanded, grouped_payloads
+from precisionctl.checkpoints.megatron_extra_state_writer import (
+    Object,
+    beside_payloads,
+    demanded,
+    grouped_payloads,
+)
 from precisionctl.checkpoints.megatron_keys import COMPANIONS, OURS, expert_of, layer_of
 from precisionctl.checkpoints.megatron_legacy_names import grouped_name, renumbered
 from precisionctl.checkpoints.megatron_legacy_optimizer import optimizer_state
@@ -32,6 +36,7 @@ from precisionctl.checkpoints.megatron_order import Modules, ordered
 from precisionctl.checkpoints.torch_zip_writer import Archive, Blank
 from precisionctl.errors import ShapeMismatch
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
@@ -58,7 +63,8 @@ class LegacyWriter:
 
     `specs` may hold `optimizer.state.<kind>.<parameter>` beside the model, laid out as by Megatron's plain optimizer,
     whatever the run had: a distributed one reads files of its own.
-    `fp8_in` says where FP8 state goes: into `_extra_state`, where a run in FP8 takes it up, or into the sidecar alone.
+    `fp8_in` says where FP8 state goes: into `_extra_state`, where a run in FP8 takes it up, in the form of TE 1.x
+    or 2.x (`te`), or into the sidecar alone.
     `common` is added to what every rank holds, and `args` to the arguments there.
 
     File sizes and offsets follow from the arguments alone; equal input gives equal bytes. A plan has checked that
@@ -75,11 +81,12 @@ class LegacyWriter:
         iteration: int | None = None,
         companions: Companions | None = None,
         fp8_in: Literal["extra_state", "sidecar"] = "extra_state",
+        te: TeVersion = 2,
         common: Mapping[str, object] | None = None,
         args: Mapping[str, object] | None = None,
     ) -> None:
         self.directory, self.model, self.specs = directory, model, specs
-        self._sizes, self._iteration, self._fp8_in = parallelism, iteration, fp8_in
+        self._sizes, self._iteration, self._fp8_in, self._te = parallelism, iteration, fp8_in, te
         self._companions, self._common = companions or Companions(), common or {}
         weights_only = {"no_save_optim": True, "no_save_rng": True}
         of_run = run_args(model, specs, parallelism, iteration, "torch") | {"use_distributed_optimizer": False}
@@ -156,8 +163,9 @@ class LegacyWriter:
         payloads = fp8 if self._fp8_in == "extra_state" else None
         self._write_around(payloads)
         write_companions(self.directory / COMPANIONS, self._companions)
-        if fp8 is not None and payloads is None:
-            sidecar.write(self.directory / sidecar.RELATIVE, fp8)
+        beside = fp8 if payloads is None else beside_payloads(payloads)
+        if beside is not None:
+            sidecar.write(self.directory / sidecar.RELATIVE, beside)
 
     def _write_around(self, fp8: Fp8States | None) -> None:
         """Write each rank's file but for the bytes of tensors."""
@@ -172,7 +180,7 @@ class LegacyWriter:
             finally:
                 os.close(file)
 
-    def _archive(self, rank: _Rank, payloads: Mapping[tuple[int, str], Tensor], fp8: Fp8States | None) -> Archive:
+    def _archive(self, rank: _Rank, payloads: Mapping[tuple[int, str], Object], fp8: Fp8States | None) -> Archive:
         """A rank's file: tensors first, so that FP8 state, whatever its size, moves none of them."""
         stages: list[dict[str, object]] = [{**stage} for stage in rank.stages]
         for (stage, local), payload in payloads.items():
@@ -193,13 +201,15 @@ class LegacyWriter:
         names = ["model"] if len(stages) == 1 else [f"model{index}" for index in range(len(stages))]
         return torch_zip_writer.lay_out(content | dict(zip(names, stages, strict=True)))
 
-    def _extra_states(self, fp8: Fp8States | None) -> dict[Path, dict[tuple[int, str], Tensor]]:
+    def _extra_states(self, fp8: Fp8States | None) -> dict[Path, dict[tuple[int, str], Object]]:
         """By rank, stage and name there, the payload of each module that a run asks for one: empty without state."""
         model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
         of_rank = self._experts // self._sizes.expert
-        states = [grouped_payloads(fp8, e * of_rank, of_rank) if fp8 else {} for e in range(self._sizes.expert)]
+        states = [
+            grouped_payloads(fp8, self._te, e * of_rank, of_rank) if fp8 else {} for e in range(self._sizes.expert)
+        ]
         empty = torch.empty(0, dtype=torch.uint8)
-        found: dict[Path, dict[tuple[int, str], Tensor]] = {rank.path: {} for rank in self._ranks}
+        found: dict[Path, dict[tuple[int, str], Object]] = {rank.path: {} for rank in self._ranks}
         for name in dict.fromkeys([*map(grouped_name, demanded(model)), *states[0]]):
             for rank, stage, local in self._holders(name):
                 found[rank.path][stage, local] = states[rank.expert].get(name, empty)

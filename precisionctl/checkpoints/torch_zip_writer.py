@@ -111,6 +111,8 @@ def _as_opcodes(value: Any, blanks: Mapping[Blank, str], tensors: dict[str, torc
         return _tensor(value, name)
     if isinstance(value, torch.dtype):
         return Global("torch", str(value).removeprefix("torch."))
+    if isinstance(value, io.BytesIO):
+        return Made(Global("_io", "BytesIO"), (), new=True, fields=(value.getvalue(), 0, None))
     if isinstance(value, argparse.Namespace):
         fields = {name: _as_opcodes(item, blanks, tensors) for name, item in vars(value).items()}
         return Made(Global("argparse", "Namespace"), (), new=True, fields=fields)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, RecipeError
 from precisionctl.fp8 import grouped

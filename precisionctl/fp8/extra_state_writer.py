@@ -50,9 +50,7 @@ def columns_of(state: Fp8State, recipe: DelayedScaling, te: TeVersion) -> Direct
     found = []
     for roles in SOFTMAX if kept <= {"s", "d_p"} else ATTENTION:
         parts = [state.roles.get(role, fresh) if role else fresh for role in roles]
-        found.append(
-            Columns(torch.stack([p.scale for p in parts]), torch.stack([p.amax_history for p in parts], 1))
-        )
+        found.append(Columns(torch.stack([p.scale for p in parts]), torch.stack([p.amax_history for p in parts], 1)))
     return found[0], found[1]
 
 

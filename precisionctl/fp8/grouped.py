@@ -66,7 +66,8 @@ def order_of(directions: Directions, gemms: int) -> Order | None:
 
     None where both orders fit, or neither does.
     """
-    fitting = [order for order in ("role", "gemm") if _unused_are_fresh(by_gemm(directions, gemms, order))]
+    orders: tuple[Order, ...] = ("role", "gemm")
+    fitting = [order for order in orders if _unused_are_fresh(by_gemm(directions, gemms, order))]
     if len(fitting) == 2 and not any(part.recorded for part in by_gemm(directions, gemms, "gemm").roles.values()):
         return "gemm"  # nothing is recorded, so that it is the same
     return fitting[0] if len(fitting) == 1 else None

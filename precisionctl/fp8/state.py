@@ -170,7 +170,8 @@ class Fp8States:
 
     `modules` is keyed by Megatron module name (`decoder.layers.0.mlp.linear_fc1`). `raw` keeps, byte for
     byte, payloads that were not understood. `iteration` is the step at which the state was recorded. `statistics`,
-    by module and role, is what was measured besides, if anything; TE's payloads have no place for it.
+    by module and role, is what was measured besides, if anything; TE's payloads have no place for it. `notes` say
+    what was assumed, merged or decided when it was read; they are not stored.
     """
 
     recipe: DelayedScaling
@@ -179,6 +180,7 @@ class Fp8States:
     producer: str = ""
     iteration: int | None = None
     statistics: Mapping[str, Mapping[Role, Statistics]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def without(self, modules: Container[str]) -> "Fp8States":
         """What is kept of the other modules."""

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
-from precisionctl.fp8.extra_state import decode_payload, encode_payload
+from precisionctl.fp8.extra_state import decode_payload
+from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
 from precisionctl.model_shape import MLA, ModelShape, MoE
 from precisionctl.precision import PRESETS, Precision

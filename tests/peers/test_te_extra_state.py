@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from precisionctl.errors import NotUnderstood
-from precisionctl.fp8.extra_state import decode_payload, encode_payload
+from precisionctl.fp8.extra_state import decode_payload
+from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import BACKWARD, FORWARD, ROLES, DelayedScaling, Fp8State, RoleState
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -22,7 +22,7 @@ with atheris.instrument_imports(include=["pickle", "precisionctl"]):
     from precisionctl.checkpoints import dcp, safetensors_file
     from precisionctl.checkpoints.torch_zip import Span
     from precisionctl.errors import PrecisionctlError
-    from precisionctl.fp8 import extra_state
+    from precisionctl.fp8 import extra_state, extra_state_writer
     from precisionctl.fp8.opcodes import Global, Made, dumps
     from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, RoleState
     from precisionctl.param import TensorSpec
@@ -38,7 +38,7 @@ def payload(data: bytes) -> None:
     read = extra_state.decode_payload(data, "a payload")
     if read is not None:  # what is understood can be written and read again
         recipe, state = read
-        again = extra_state.decode_payload(extra_state.encode_payload(state, recipe), "our own")
+        again = extra_state.decode_payload(extra_state_writer.encode_payload(state, recipe), "our own")
         assert again is not None and again[0] == recipe, (recipe, again)
 
 
@@ -47,7 +47,7 @@ def payload_seeds() -> Iterator[bytes]:
     for length, most in ((1, "most_recent"), (3, "max")):
         recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=most)
         roles = (*FORWARD, *BACKWARD)
-        yield extra_state.encode_payload(
+        yield extra_state_writer.encode_payload(
             Fp8State({role: RoleState(torch.ones(()), torch.ones(length)) for role in roles}), recipe
         )
 
