@@ -8,7 +8,7 @@ import click
 from precisionctl import __version__
 from precisionctl.cli.group import Commands
 from precisionctl.cli.looking import compare, evaluate, inspect, verify
-from precisionctl.cli.training import demo, resume
+from precisionctl.cli.training import calibrate, demo, resume
 from precisionctl.cli.writing import convert, export_inference
 
 
@@ -22,5 +22,6 @@ def main(debug: bool) -> None:
     """
 
 
-for command in (inspect, convert, resume, export_inference, verify, compare, evaluate, demo):  # as on a first day
+FIRST_DAY = (inspect, convert, calibrate, resume, export_inference, verify, compare, evaluate, demo)
+for command in FIRST_DAY:
     main.add_command(command)

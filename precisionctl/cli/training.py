@@ -5,7 +5,15 @@ from typing import Any
 
 import click
 
-from precisionctl.cli.options import CHECKPOINT, NEW_PATH
+from precisionctl.cli.options import CHECKPOINT, NEW_PATH, POSITIVE, iteration_option
+
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(["auto", "te", "emulated"]),
+    default="auto",
+    show_default=True,
+    help="Transformer Engine, or FP8 emulated in PyTorch.",
+)
 
 
 @click.command()
@@ -16,13 +24,7 @@ from precisionctl.cli.options import CHECKPOINT, NEW_PATH
 @click.option("--recipe", help="A bundled name or a TOML file; else the plain recipe of the precision.")
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key of the recipe.")
 @click.option("--load", type=click.Choice(["full", "weights"]), help="Else full where there is an optimizer.")
-@click.option(
-    "--backend",
-    type=click.Choice(["auto", "te", "emulated"]),
-    default="auto",
-    show_default=True,
-    help="Transformer Engine, or FP8 emulated in PyTorch.",
-)
+@backend_option
 @click.option("--cold-start", is_flag=True, help="Begin FP8 at scale 1 with empty histories, whatever is carried.")
 def resume(**what: Any) -> None:
     """Go on training CHECKPOINT, in BF16 or FP8, pretraining or SFT.
@@ -43,6 +45,35 @@ def resume(**what: Any) -> None:
         finished = trainer.resume(trainer.Settings(**what), on_start, view.step)
     console.show_lines(report.ending(finished))
     raise click.exceptions.Exit(1 if finished.signal else 0)
+
+
+@click.command()
+@click.argument("checkpoint", type=CHECKPOINT)
+@click.option("--data", type=CHECKPOINT, required=True, help="Text, a folder of text, or JSONL, as resume takes it.")
+@click.option("--out", type=NEW_PATH, required=True, help="A new file, for --fp8-state of resume and others.")
+@click.option("--recipe", help="A bundled name or a TOML file: the one of the run to come; else fp8-delayed.")
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key of the recipe.")
+@click.option("--passes", type=POSITIVE, default=64, show_default=True, help="Each is a row of the histories.")
+@click.option("--sequence-length", type=POSITIVE, help="Tokens of a row: the recipe's data.sequence_length.")
+@click.option("--batch-size", type=POSITIVE, help="Rows of a pass: the recipe's train.micro_batch_size.")
+@backend_option
+@iteration_option
+def calibrate(overrides: tuple[str, ...], sequence_length: int | None, batch_size: int | None, **what: Any) -> None:
+    """Record the FP8 state that CHECKPOINT lacks, in BF16 passes over data, into a file.
+
+    Nothing is trained, and CHECKPOINT stays as it is. Killed, the same command goes on.
+    """
+    from precisionctl import console
+    from precisionctl.calibrate import Calibration
+    from precisionctl.calibrate import calibrate as record
+    from precisionctl.reports import run as report
+
+    sizes = {"data.sequence_length": sequence_length, "train.micro_batch_size": batch_size}
+    given = tuple(f"{key}={size}" for key, size in sizes.items() if size is not None)
+    with console.rows_progress("calibrating") as on_pass:
+        made = record(Calibration(overrides=(*overrides, *given), **what), on_pass)
+    console.show_lines(report.calibrated(made))
+    raise click.exceptions.Exit(1 if made.signal else 0)
 
 
 @click.command()

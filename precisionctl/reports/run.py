@@ -1,7 +1,9 @@
 """What a run says of itself before its first step and after its last."""
 
+from collections import Counter
 from collections.abc import Mapping
 
+from precisionctl.calibrate import Calibrated
 from precisionctl.fp8.state import Role
 from precisionctl.trainer.resume import Finished, Started
 from precisionctl.trainer.start import Source
@@ -40,4 +42,19 @@ def ending(finished: Finished) -> list[str]:
     return [
         f"Stopped by {finished.signal.name} at step {finished.step}; {finished.checkpoint} holds it.",
         "The same command goes on from there.",
+    ]
+
+
+def calibrated(made: Calibrated) -> list[str]:
+    """What was recorded, by role, and what to do with it."""
+    if made.signal:
+        return [f"Stopped by {made.signal.name}.", "The same command goes on from there."]
+    recorded = Counter(
+        role for state in made.states.modules.values() for role, part in state.roles.items() if part.recorded
+    )
+    counts = ", ".join(f"{role} {count}" for role, count in recorded.items())
+    return [
+        f"Wrote {made.out}: {made.passes} passes of {made.rows} rows; recorded {counts}.",
+        *made.notes,
+        f"Give it to resume, convert or export-inference: --fp8-state {made.out}",
     ]

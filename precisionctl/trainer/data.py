@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from precisionctl.errors import DataError
 from precisionctl.param import GEMM_ALIGNMENT
+from precisionctl.recipe import Train
 from precisionctl.trainer.chat import ChatRow, chat_rows
 
 IGNORED = -100
@@ -116,6 +117,32 @@ class Order:
             self._permutation = torch.randperm(self._rows, generator=generator).tolist()
             self._epoch = epoch
         return self._permutation[index]
+
+
+class Feed:
+    """Rows in the order and the batches in which a recipe's training takes them."""
+
+    def __init__(self, rows: Rows, train: Train, device: torch.device) -> None:
+        self.rows, self._train, self._device = rows, train, device
+        self._order = Order(len(rows), train.seed)
+
+    def batches(self, position: int) -> list[Batch]:
+        """The micro-batches of the update that takes its rows from `position` on."""
+        numbers = self._order.take(position, self._train.batch_size)
+        return list(in_batches(self.rows, numbers, self._train.micro_batch_size, self._device))
+
+    def coming(self, position: int) -> Iterator[tuple[Batch, int]]:
+        """The micro-batches of that update and all later ones, each with the targets of its update."""
+        for start in count(position, self._train.batch_size):
+            batches = self.batches(start)
+            targets = sum(batch.targets for batch in batches)
+            yield from ((batch, targets) for batch in batches)
+
+
+def in_batches(rows: Rows, numbers: Iterable[int], size: int, device: torch.device) -> Iterator[Batch]:
+    listed = list(numbers)
+    for start in range(0, len(listed), size):
+        yield rows.batch(listed[start : start + size]).to(device)
 
 
 def load_rows(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> Rows:

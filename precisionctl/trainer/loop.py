@@ -7,7 +7,7 @@ to go on exactly where it was.
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from precisionctl.errors import PrecisionError
 from precisionctl.recipe import Recipe
-from precisionctl.trainer.data import IGNORED, Batch, Order, Rows
+from precisionctl.trainer.data import IGNORED, Batch, Feed, Rows, in_batches
 from precisionctl.trainer.metrics import MetricsLog, StepMetrics
 from precisionctl.trainer.model import GPT, loss
 from precisionctl.trainer.optim import MasterAdamW, learning_rate
@@ -36,20 +36,14 @@ class Run:
     held_out: Rows | None = None
     step: int = 0
     position: int = 0
-    order: Order = field(init=False)
+    feed: Feed = field(init=False)
 
     def __post_init__(self) -> None:
-        self.order = Order(len(self.rows), self.recipe.train.seed)
+        self.feed = Feed(self.rows, self.recipe.train, self.device)
 
     @property
     def device(self) -> torch.device:
         return self.model.output_weight.device
-
-    def batches(self, position: int) -> list[Batch]:
-        """The micro-batches of the update that takes its rows from `position` on."""
-        train = self.recipe.train
-        numbers = self.order.take(position, train.batch_size)
-        return list(_in_batches(self.rows, numbers, train.micro_batch_size, self.device))
 
 
 def train(run: Run, log: MetricsLog, save: Callable[[], None], on_step: OnStep) -> signal.Signals | None:
@@ -58,7 +52,7 @@ def train(run: Run, log: MetricsLog, save: Callable[[], None], on_step: OnStep) 
     Raises PrecisionError, with nothing saved, where the loss or the gradients stop being numbers.
     """
     last = run.recipe.train.steps
-    with _stop_signals() as received:
+    with stop_signals() as received:
         while run.step < last:
             metrics = _measured_step(run, log.tokens)
             log.write(metrics)
@@ -73,7 +67,7 @@ def train(run: Run, log: MetricsLog, save: Callable[[], None], on_step: OnStep) 
 
 def update(run: Run) -> tuple[float, float, int]:
     """One optimizer step. Returns its loss (the mean over its targets), the gradients' norm and its targets."""
-    batches = run.batches(run.position)
+    batches = run.feed.batches(run.position)
     targets = sum(batch.targets for batch in batches)
     total = torch.zeros((), device=run.device)
     for batch in batches:
@@ -101,7 +95,7 @@ def backward(model: GPT, batch: Batch, targets: int) -> Tensor:
 
 def held_out_loss(model: GPT, rows: Rows, micro_batch_size: int) -> float:
     """Mean loss over all targets of `rows`, in the precision that the model trains in; no FP8 state changes."""
-    batches = _in_batches(rows, range(len(rows)), micro_batch_size, model.output_weight.device)
+    batches = in_batches(rows, range(len(rows)), micro_batch_size, model.output_weight.device)
     total, targets = 0.0, 0
     with torch.no_grad():
         for batch in batches:
@@ -137,14 +131,8 @@ def _summed_loss(model: GPT, batch: Batch) -> Tensor:
     return total
 
 
-def _in_batches(rows: Rows, numbers: Iterable[int], size: int, device: torch.device) -> Iterator[Batch]:
-    listed = list(numbers)
-    for start in range(0, len(listed), size):
-        yield rows.batch(listed[start : start + size]).to(device)
-
-
 @contextmanager
-def _stop_signals() -> Iterator[list[signal.Signals]]:
+def stop_signals() -> Iterator[list[signal.Signals]]:
     """The first SIGTERM or SIGINT lands in the list; a second one does what it always does."""
     received: list[signal.Signals] = []
     before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}

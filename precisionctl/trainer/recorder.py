@@ -33,7 +33,7 @@ class Recorder:
     `measuring`, statistics are taken too, of a weight once."""
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
-        self.precision = precision
+        self.precision, self.device = precision, device
         recipe = precision.delayed
         self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device)
         self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device)

@@ -81,7 +81,9 @@ def resume(settings: Settings, on_start: Callable[[Started], None], on_step: OnS
     with _locked(out, settings.checkpoint):
         source = open_checkpoint(settings.checkpoint)
         load = settings.load or ("full" if state.has_optimizer(source) else "weights")
-        rows, held_out = _read_data(source, recipe)
+        length, beside = recipe.data.sequence_length, recipe.data.held_out
+        rows = read_rows(source, recipe.data.path, length)
+        held_out = read_rows(source, beside, length) if beside else None
         wanted = state.identity(source, rows.fingerprint, recipe, load=load, cold_start=settings.cold_start)
         here = state.newest(out)
         backend = choose_backend(settings.backend)
@@ -132,22 +134,24 @@ def _locked(out: Path, checkpoint: Path) -> Iterator[None]:
         yield
 
 
-def _read_data(source: Reader, recipe: Recipe) -> tuple[Rows, Rows | None]:
-    tokenizer = load_tokenizer(source.companions)
+def read_rows(source: Reader, path: str, length: int) -> Rows:
+    """Rows of a file in the tokens of a checkpoint's model. Raises DataError."""
+    rows = load_rows(Path(path), load_tokenizer(source.companions), length)
+    rows.require_vocabulary(source.model.vocab_size)
+    return rows
 
-    def read(path: str) -> Rows:
-        rows = load_rows(Path(path), tokenizer, recipe.data.sequence_length)
-        rows.require_vocabulary(source.model.vocab_size)
-        return rows
 
-    return read(recipe.data.path), read(recipe.data.held_out) if recipe.data.held_out else None
+def check_length(recipe: Recipe, model: ModelShape) -> None:
+    """Raise RecipeError for rows that the model has no positions for."""
+    if recipe.data.sequence_length > model.max_position_embeddings:
+        raise RecipeError(
+            f"data.sequence_length {recipe.data.sequence_length} is beyond the model's {model.max_position_embeddings}",
+            do=f"Give --set data.sequence_length={model.max_position_embeddings}.",
+        )
 
 
 def _build(recipe: Recipe, model: ModelShape, backend: BackendName, rows: Rows, held_out: Rows | None) -> Run:
-    if recipe.data.sequence_length > model.max_position_embeddings:
-        raise RecipeError(
-            f"data.sequence_length {recipe.data.sequence_length} is beyond the model's {model.max_position_embeddings}"
-        )
+    check_length(recipe, model)
     torch.manual_seed(recipe.train.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gpt = GPT(model, recipe.precision, backend, torch.bfloat16, device)

@@ -6,20 +6,22 @@ without an update and without consuming them, a history row each.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from typing import Literal
 
 from precisionctl.cast import StateChange, fp8_state
 from precisionctl.fp8.numerics import amax
 from precisionctl.fp8.state import Fp8State, Fp8States, Role
 from precisionctl.trainer.backend import Fp8Linear, fp8_linears
-from precisionctl.trainer.data import Batch
 from precisionctl.trainer.loop import Run, backward
 from precisionctl.trainer.recorder import Recorder
 
 Source = Literal["carried", "from the weights", "warm-up", "never recorded"]
+
+CALIBRATED = "precisionctl calibrate"
+"""The producer of a state that calibration made."""
 
 IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
 """The roles that a linear casts; TE keeps `output` and `grad_input` beside them and never records them."""
@@ -98,18 +100,10 @@ def _complete(name: str, linear: Fp8Linear, change: StateChange, recorded: Fp8St
 def _warm_up(run: Run) -> Mapping[str, Fp8State]:
     recorder = Recorder(run.recipe.precision, run.device)
     with run.model.recorded_by(recorder):
-        for batch, targets in islice(_coming(run), run.recipe.train.warmup_passes):
+        for batch, targets in islice(run.feed.coming(run.position), run.recipe.train.warmup_passes):
             backward(run.model, batch, targets)
             run.model.zero_grad()
     return recorder.states()
-
-
-def _coming(run: Run) -> Iterator[tuple[Batch, int]]:
-    """The micro-batches that training will see next, each with the targets of its update."""
-    for step in count():
-        batches = run.batches(run.position + step * run.recipe.train.batch_size)
-        targets = sum(batch.targets for batch in batches)
-        yield from ((batch, targets) for batch in batches)
 
 
 def _counts(sources: Mapping[str, Mapping[Role, Source]]) -> Mapping[Source, Mapping[Role, int]]:

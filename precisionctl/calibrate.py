@@ -1,0 +1,232 @@
+"""calibrate: the FP8 state of a checkpoint that has none, from passes forward and backward over data, in BF16.
+
+Nothing is trained. The passes are those that `resume` would make first with the same recipe and data: the same rows in
+the same batches and gradients of the same loss, so that a run that starts from the result starts as one that warms up
+would. Each pass is a row of the histories. State and statistics become one file, in the sidecar's format.
+"""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from signal import Signals
+from typing import Any, Literal
+
+import torch
+
+from precisionctl import convert
+from precisionctl.checkpoints.base import Output, Reader, disk_problems, sync
+from precisionctl.checkpoints.module import LiveModel
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import DamagedCheckpoint, OutputError, PrecisionError, RecipeError
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import Fp8States
+from precisionctl.plan import make_plan
+from precisionctl.recipe import Recipe, load_recipe
+from precisionctl.trainer import state
+from precisionctl.trainer.backend import BackendName, choose_backend
+from precisionctl.trainer.data import Feed, Rows
+from precisionctl.trainer.loop import backward, stop_signals
+from precisionctl.trainer.model import GPT
+from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.resume import check_length, read_rows
+from precisionctl.trainer.start import CALIBRATED
+
+PASSES = 64
+
+SAVE_EVERY = 8
+"""Passes that a kill can cost."""
+
+MEASURE_EVERY = 8
+"""Statistics are taken in each eighth pass and in the last: measuring costs about as much as a pass."""
+
+OnPass = Callable[[int, int], None]
+"""Hears of passes made, and of all passes."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the command line says. `out` is a file, which must not be there yet."""
+
+    checkpoint: Path
+    data: Path
+    out: Path
+    recipe: str | None = None
+    overrides: tuple[str, ...] = ()
+    passes: int = PASSES
+    backend: Literal["auto", "te", "emulated"] = "auto"
+    iteration: int | None = None
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What was made: `passes` of `rows` rows each. Stopped by a `signal`, the same call goes on from there."""
+
+    out: Path
+    states: Fp8States
+    passes: int
+    rows: int
+    notes: tuple[str, ...]
+    signal: Signals | None = None
+
+
+def calibrate(asked: Calibration, on_pass: OnPass = lambda done, total: None) -> Calibrated:
+    """Record, and write the file. After a kill the same call goes on; the bytes are those of a run in one piece.
+
+    Raises RecipeError, DataError, DestinationExists, OutputError (another calibration is under way to this file),
+    PrecisionError (a loss that is no number), and what opening a checkpoint raises.
+    """
+    recipe, backend = _recipe(asked), choose_backend(asked.backend)
+    output = _output(asked)
+    source = open_checkpoint(asked.checkpoint, asked.iteration)
+    check_length(recipe, source.model)
+    rows = read_rows(source, str(asked.data), recipe.data.sequence_length)
+    passes, notes = _passes(asked.passes, len(rows), recipe.train.micro_batch_size)
+    wanted = state.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend)
+    with disk_problems(output), _locked(output), stop_signals() as received:
+        recorder = Recorder(recipe.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        before = _go_on(recorder, output, wanted)
+        model = _model(source, recipe, backend, recorder.device)
+        stopped = None
+        for done in _record(model, recorder, rows, recipe, range(before, passes)):
+            on_pass(done, passes)
+            stopped = received[0] if received and done < passes else None
+            if stopped or (done < passes and done % SAVE_EVERY == 0):
+                _save(output, done, _states(recorder, source))
+            if stopped:
+                break
+        states = _states(recorder, source)
+        if not stopped:
+            _finish(output, states)
+    return Calibrated(asked.out, states, passes, recipe.train.micro_batch_size, (*rows.notes, *notes), stopped)
+
+
+def _recipe(asked: Calibration) -> Recipe:
+    recipe = load_recipe(asked.recipe or "fp8-delayed", asked.overrides)
+    if recipe.precision.scaling != "delayed":
+        raise RecipeError(
+            "current scaling keeps no state to calibrate", do="Choose a recipe with precision.scaling=delayed."
+        )
+    return replace(recipe, precision=replace(recipe.precision, fp8=True))
+
+
+def _output(asked: Calibration) -> Output:
+    """Raises DestinationExists, and OutputError where the file would be in the checkpoint."""
+    output, source = Output(asked.out), asked.checkpoint.resolve()
+    output.check_free()
+    if source in (asked.out.resolve(), *asked.out.resolve().parents):
+        raise OutputError(
+            "--out is in the checkpoint, and a source is never written to",
+            where=asked.out,
+            do="Choose a place outside it. `convert --fp8-state` makes a checkpoint that has the state in it.",
+        )
+    return output
+
+
+def _passes(asked: int, rows: int, at_once: int) -> tuple[int, tuple[str, ...]]:
+    """No more than the data has rows for: seen again, a row records what it recorded."""
+    passes = min(asked, max(1, rows // at_once))
+    if passes == asked:
+        return passes, ()
+    return passes, (f"{passes} passes instead of {asked}: the data has {rows} rows, {at_once} for a pass",)
+
+
+def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.device) -> GPT:
+    """In BF16; its weights take no gradients, which saves a third of the work and changes no other number."""
+    plan = make_plan(source, "megatron", dtype=torch.bfloat16)
+    model = GPT(plan.model, recipe.precision, backend, torch.bfloat16, device)
+    convert.run(plan, source, LiveModel(plan.model, dict(model.named_parameters())))
+    return model.requires_grad_(False)
+
+
+def _record(model: GPT, recorder: Recorder, rows: Rows, recipe: Recipe, numbers: range) -> Iterator[int]:
+    """Make the passes of these numbers. Yields how many are made in all, after each."""
+    feed = Feed(rows, recipe.train, recorder.device)
+    with model.recorded_by(recorder):
+        for number, (batch, targets) in zip(numbers, islice(feed.coming(0), numbers.start, None), strict=False):
+            recorder.measuring = (number + 1) % MEASURE_EVERY == 0 or number + 1 == numbers.stop
+            if not math.isfinite(float(backward(model, batch, targets))):
+                raise PrecisionError(
+                    f"the loss of pass {number + 1} is no number",
+                    do="Is the checkpoint sound? `precisionctl eval` says what it makes of a text.",
+                )
+            yield number + 1
+
+
+def _states(recorder: Recorder, source: Reader) -> Fp8States:
+    return Fp8States(
+        recorder.precision.delayed,
+        recorder.states(),
+        producer=CALIBRATED,
+        iteration=source.iteration,
+        statistics=recorder.statistics,
+    )
+
+
+# What is done: OUT.partial has the identity of the calibration, and after some passes the states that they left.
+
+_IDENTITY = "calibration.json"
+
+
+@contextmanager
+def _locked(output: Output) -> Iterator[None]:
+    output.partial.mkdir(parents=True, exist_ok=True)
+    with open(output.partial / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise OutputError("another process is calibrating to this file", where=output.path) from None
+        yield
+
+
+def _go_on(recorder: Recorder, output: Output, wanted: Mapping[str, Any]) -> int:
+    """Take up what an earlier call left. Returns how many passes that is."""
+    identity, saved = output.partial / _IDENTITY, _saved(output)
+    if not identity.is_file():
+        ours = ("lock", f"{_IDENTITY}.new")
+        if others := [path.name for path in output.partial.iterdir() if path.name not in ours]:
+            raise OutputError(f"{others[0]} is there, and no calibration left it", where=output.partial)
+        _write(identity, lambda path: path.write_text(json.dumps(wanted, indent=1)))
+        return 0
+    try:
+        found = json.loads(identity.read_bytes())
+    except ValueError as error:
+        raise DamagedCheckpoint(f"not what a calibration writes: {error}", where=identity) from None
+    state.check_same(state.Saved(0, 0, found), wanted, output.partial)
+    if not saved:
+        return 0
+    states = sidecar.read(saved[max(saved)])
+    recorder.load(states.modules)
+    recorder.statistics = {module: dict(roles) for module, roles in states.statistics.items()}
+    return max(saved)
+
+
+def _saved(output: Output) -> dict[int, Path]:
+    return {int(path.stem): path for path in output.partial.glob("*.safetensors")}
+
+
+def _save(output: Output, done: int, states: Fp8States) -> None:
+    older = _saved(output).values()
+    _write(output.partial / f"{done:08}.safetensors", lambda path: sidecar.write(path, states))
+    for path in older:
+        path.unlink()
+
+
+def _finish(output: Output, states: Fp8States) -> None:
+    _write(output.path, lambda path: sidecar.write(path, states), beside=output.partial)
+    shutil.rmtree(output.partial)
+
+
+def _write(path: Path, write: Callable[[Path], object], beside: Path | None = None) -> None:
+    """Whole or not at all."""
+    new = (beside or path.parent) / f"{path.name}.new"
+    write(new)
+    sync(new)
+    os.rename(new, path)
+    sync(path.parent)

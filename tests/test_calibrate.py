@@ -1,0 +1,213 @@
+"""`calibrate`: what is recorded, that a kill changes nothing of it, and how it compares with what FP8 training does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import SMALL, make_source, make_text
+
+from precisionctl.calibrate import Calibrated, Calibration, calibrate
+from precisionctl.errors import DestinationExists, OutputError, PrecisionError, RecipeError
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import Role
+from precisionctl.trainer.start import CALIBRATED
+
+HISTORY = 32
+IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
+GEMMS = [
+    f"decoder.layers.{layer}.{module}"
+    for layer in (0, 1)
+    for module in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+]
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from precisionctl import calibrate as module
+from test_calibrate import asked
+
+place, out, *moments = sys.argv[1:]
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def child(out, moment):
+    kind, _, number = moment.partition(" ")
+    rename = os.rename
+    if kind == "before":
+        os.rename = lambda old, new: die() if Path(new).name.startswith(number) else rename(old, new)
+    last = int(number) if kind == "pass" else None
+    module.calibrate(asked(Path(place), Path(out)), lambda done, total: die() if done == last else None)
+    os._exit(0)
+
+for out, moment in [(out + ".whole", ""), *((out, moment) for moment in moments), (out, "")]:
+    pid = os.fork()
+    if pid == 0:
+        child(out, moment)
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert ended == (-signal.SIGKILL if moment else 0), (moment, ended)
+"""
+
+
+def asked(place: Path, out: Path, **changes: Any) -> Calibration:
+    """Of the recipe of `training`, with a history for all passes."""
+    keys = SMALL | {"precision.delayed.amax_history_len": HISTORY} | changes.pop("keys", {})
+    overrides = tuple(f"{key}={value}" for key, value in keys.items())
+    fields = {"passes": 20, "backend": "emulated", **changes}
+    return Calibration(place / "source", place / "text.txt", out, overrides=overrides, **fields)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source and a text; nothing in a test changes them."""
+    folder = tmp_path_factory.mktemp("calibrate")
+    make_source(folder / "source")
+    make_text(folder / "text.txt", words=3000)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calibrated(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
+    return calibrate(asked(place, tmp_path_factory.mktemp("made") / "state.safetensors"))
+
+
+def test_every_gemm_has_a_row_for_each_pass_and_keys_and_values_too(calibrated: Calibrated) -> None:
+    states = sidecar.read(calibrated.out)
+    caches = [f"decoder.layers.{layer}.self_attention.core_attention" for layer in (0, 1)]
+    assert sorted(states.modules) == sorted([*GEMMS, *caches])
+    assert (states.producer, states.recipe.amax_history_len) == (CALIBRATED, HISTORY)
+    for name, state in states.modules.items():
+        for role in IN_USE if name in GEMMS else ("k", "v"):
+            assert state.roles[role].amax_history.count_nonzero() == 20, (name, role)  # type: ignore[index]
+            assert state.roles[role].amax_history[: HISTORY - 20].count_nonzero() == 0  # type: ignore[index]
+    # every eighth pass and the last: of two rows of 32 tokens each
+    assert states.statistics[GEMMS[0]]["input"].elements == 3 * 2 * 32 * 64
+    assert states.statistics[GEMMS[0]]["weight"].elements == 64 * 128
+    assert set(states.statistics[caches[0]]) == {"k", "v"}
+    assert not calibrated.out.with_name("state.safetensors.partial").exists()
+
+
+def test_a_calibration_killed_at_any_moment_ends_as_one_that_never_was(
+    place: Path, calibrated: Calibrated, tmp_path: Path
+) -> None:
+    moments = ["before calibration.json", "pass 3", "before 00000008", "pass 9", "pass 16", "before state"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    out = tmp_path / "state.safetensors"
+    command = [sys.executable, "-c", KILLED, place, out, *moments]
+    subprocess.run([str(word) for word in command], check=True, env=environment)
+    assert out.read_bytes() == (tmp_path / "state.safetensors.whole").read_bytes() == calibrated.out.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state.safetensors", "state.safetensors.whole"]
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves_and_the_same_call_goes_on(
+    place: Path, calibrated: Calibrated, tmp_path: Path, kind: signal.Signals
+) -> None:
+    out, made = tmp_path / "state.safetensors", []
+
+    def stop(done: int, total: int) -> None:
+        made.append(done)
+        if done == 3:
+            os.kill(os.getpid(), kind)
+
+    assert calibrate(asked(place, out), stop).signal == kind
+    assert not out.exists()
+    assert calibrate(asked(place, out), stop).signal is None
+    assert made == list(range(1, 21))
+    assert out.read_bytes() == calibrated.out.read_bytes()
+
+
+def test_what_is_there_is_never_written_over_nor_the_source_written_to(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "state"
+    out.write_text("mine")
+    with pytest.raises(DestinationExists):
+        calibrate(asked(place, out))
+    assert out.read_text() == "mine"
+    for inside in (place / "source", place / "source/state", place / "source/precisionctl/fp8_state.safetensors"):
+        with pytest.raises((OutputError, DestinationExists)):
+            calibrate(asked(place, inside))
+    (tmp_path / "other.partial").mkdir()
+    (tmp_path / "other.partial/mine").write_text("mine")
+    with pytest.raises(OutputError, match="mine is there, and no calibration left it"):
+        calibrate(asked(place, tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"passes": 21}, "passes"),
+        ({"keys": {"data.sequence_length": 16}}, "data, data.sequence_length"),
+        ({"keys": {"precision.delayed.margin": 1}}, "precision.delayed.margin"),
+    ],
+)
+def test_another_calibration_under_way_to_the_file_is_refused_by_what_differs(
+    place: Path, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    out = tmp_path / "state"
+    calibrate(asked(place, out), lambda done, total: os.kill(os.getpid(), signal.SIGTERM) if done == 1 else None)
+    with pytest.raises(OutputError, match=f"it differs in {named} "):
+        calibrate(asked(place, out, **changes))
+
+
+def test_a_recipe_without_state_and_rows_without_positions_are_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="keeps no state to calibrate"):
+        calibrate(asked(place, tmp_path / "a", recipe="fp8-current"))
+    with pytest.raises(RecipeError, match="beyond the model's 128"):
+        calibrate(asked(place, tmp_path / "b", keys={"data.sequence_length": 256}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_that_is_no_number_is_no_state(place: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    make_source(tmp_path / "source")
+    file = tmp_path / "source/model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    (tmp_path / "text.txt").write_bytes((place / "text.txt").read_bytes())
+    with pytest.raises(PrecisionError, match="the loss of pass 1 is no number"):
+        calibrate(asked(tmp_path, tmp_path / "state"))
+    assert not (tmp_path / "state").exists()
+
+
+def test_less_data_than_passes_is_said_and_seen_once(place: Path, tmp_path: Path) -> None:
+    make_text(tmp_path / "short.txt", words=400)
+    short = replace(asked(place, tmp_path / "state"), data=tmp_path / "short.txt")
+    made = calibrate(short)
+    assert made.passes == 400 // 32 // 2
+    assert any(note.startswith("6 passes instead of 20: the data has 12 rows") for note in made.notes)
+
+
+def test_conversations_are_recorded_without_their_padding(place: Path, tmp_path: Path) -> None:
+    """A micro-batch of two conversations of different lengths has the largest amaxes of both by themselves."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "w1"},
+                {"role": "assistant", "content": " ".join(f"w{n}" for n in words)},
+            ]
+        }
+        for words in (range(3, 6), range(7, 40))
+    ]
+    made = {}
+    for name, some, size in (("both", rows, 2), ("first", rows[:1], 1), ("second", rows[1:], 1)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, some)))
+        sizes = {"train.batch_size": size, "train.micro_batch_size": size, "data.sequence_length": 64}
+        one = replace(asked(place, tmp_path / name, passes=1, keys=sizes), data=tmp_path / f"{name}.jsonl")
+        calibrate(one)
+        made[name] = sidecar.read(tmp_path / name)
+    for name, state in made["both"].modules.items():
+        for role in ("input", "k", "v"):
+            if role in state.roles:
+                both, *alone = (float(made[each].modules[name].roles[role].amax_history.max()) for each in made)  # type: ignore[index]
+                assert both == pytest.approx(max(alone), rel=2**-6), (name, role)
+    real = made["both"].statistics[GEMMS[0]]["input"].elements // 64
+    assert real == sum(made[name].statistics[GEMMS[0]]["input"].elements // 64 for name in ("first", "second"))
