@@ -18,7 +18,7 @@ from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import DamagedCheckpoint, MappingError, PrecisionError, RecipeError
 from precisionctl.export import make_export
 from precisionctl.fp8.state import Fp8States
-from precisionctl.notes import left_behind, of_family, of_stages, of_state
+from precisionctl.notes import left_behind, of_family, of_padding, of_stages, of_state
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.plan import Plan, check_fp8_gemm, make_plan
 from precisionctl.precision import PRESETS, Precision
@@ -132,6 +132,8 @@ def plan_conversion(conversion: Conversion) -> Work:
         )
     told = conversion.architecture is not None
     notes = [*of_family(reader, conversion.to, told=told), *left_behind(reader, carried=trained is not None)]
+    if of_megatron(reader):
+        notes += of_padding(reader.model, plan.model)
     notes += of_stages(plan.parallelism, plan.model.num_layers)
     if run.left:
         notes.append(f"Stays behind, as it belongs to ranks or to Megatron's own classes: {', '.join(run.left)}.")

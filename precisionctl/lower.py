@@ -4,7 +4,7 @@ The row's own `merge` or `split` is run on row numbers instead of values, and wh
 coalesced into segments: so many rows, from here in one tensor to there in another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,36 +27,47 @@ class Segment:
 
 
 def lower(
-    row: Row, model: ModelShape, source: Layout, target: Layout, reads: Sequence[str], writes: Sequence[str]
+    row: Row, model: ModelShape, source: Layout, target: Layout, reads: Mapping[str, int], writes: Sequence[str]
 ) -> list[Segment]:
     """The segments of a row's job, for a row that moves or a job that stays in its layout and spelling.
 
-    `reads` empty means that all of `writes` is zeros; what `writes` holds beyond the row's tensors are copies of its
-    first.
+    `reads` has the rows of each tensor; empty, all of `writes` is zeros. What `writes` holds beyond the row's tensors
+    are copies of its first. `model` is the target's: from Megatron to Megatron its vocabulary may be padded to more or
+    fewer rows.
     """
-    sizes = _rows(row.source, model, source)
-    copies = writes[len(_rows(row, model, target)) :]
+    written = _rows(row, model, target)
+    copies = writes[len(written) :]
     if source == target and row.source.move == row.move:
-        pairs = [*zip(reads, writes, sizes, strict=False), *((reads[0], copy, sizes[0]) for copy in copies)]
-        return [Segment(read, 0, write, 0, rows) for read, write, rows in pairs]
+        pairs = [
+            *zip(reads, writes, written, strict=False),
+            *((next(iter(reads)), copy, written[0]) for copy in copies),
+        ]
+        return [segment for read, write, rows in pairs for segment in _resized(read, reads[read], write, rows)]
     if not reads:
-        return [Segment(None, 0, write, 0, rows) for write, rows in zip(writes, _rows(row, model, target), strict=True)]
-    numbers, starts = _number(sizes)
+        return [Segment(None, 0, write, 0, rows) for write, rows in zip(writes, written, strict=True)]
+    numbers, starts = _number(reads.values())
     whole = numbers[0] if source == "megatron" else row.source.merge(numbers, model)
     outputs = (whole,) if target == "megatron" else row.split(whole, model)
     outputs += outputs[:1] * len(copies)
     return [
         segment
         for write, output in zip(writes, outputs, strict=False)
-        for segment in _coalesce(output.flatten(), write, reads, starts)
+        for segment in _coalesce(output.flatten(), write, list(reads), starts)
     ]
+
+
+def _resized(read: str, stored: int, write: str, rows: int) -> list[Segment]:
+    """The first of `stored` rows as `rows`, the others zeros."""
+    kept = min(stored, rows)
+    zeros = [Segment(None, 0, write, kept, rows - kept)] if kept < rows else []
+    return [Segment(read, 0, write, 0, kept), *zeros]
 
 
 def _rows(row: Row, model: ModelShape, layout: Layout) -> list[int]:
     return [shape[0] for shape in row.shapes(model, layout)]
 
 
-def _number(sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+def _number(sizes: Iterable[int]) -> tuple[list[Tensor], list[int]]:
     """Numbers `[rows, 1]` for each part's rows. 0 is left for rows of zeros, and a gap between parts."""
     numbers, starts, start = [], [], 1
     for rows in sizes:

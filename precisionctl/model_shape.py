@@ -16,9 +16,6 @@ LARGEST = 1 << 30
 MOST_LAYERS = 1 << 12
 """Some fields have an entry for each layer, whatever number a stranger's file claims."""
 
-MAKE_VOCAB_SIZE_DIVISIBLE_BY = 128
-"""Megatron's default for `--make-vocab-size-divisible-by` (times the tensor parallel size)."""
-
 
 @dataclass(frozen=True)
 class MoE:
@@ -110,6 +107,7 @@ class ModelShape:
     vocab_size: int
     padded_vocab_size: int
     max_position_embeddings: int
+    make_vocab_size_divisible_by: int = 128
     norm_epsilon: float = 1e-5
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     zero_centered_gamma: bool = False
@@ -258,15 +256,19 @@ class ModelShape:
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layer_freq[layer]
 
-    def padded(self, divisible_by: int) -> "ModelShape":
-        """The same model with its vocabulary rounded up to a multiple of `divisible_by`."""
-        size = -(-self.vocab_size // divisible_by) * divisible_by
-        return dataclasses.replace(self, padded_vocab_size=size)
+    def padded(self, tensor_parallel: int) -> "ModelShape":
+        """The same model with its vocabulary padded as a run of this tensor-parallel size pads it
+        (megatron/core/tokenizers/utils/build_tokenizer.py, vocab_size_with_padding).
+
+        Where only the padded size is known, it is taken for the size: a multiple of more ranks comes out the same.
+        """
+        multiple = self.make_vocab_size_divisible_by * tensor_parallel
+        return dataclasses.replace(self, padded_vocab_size=-(-self.vocab_size // multiple) * multiple)
 
 
 _SIZES = (
     *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("vocab_size", "padded_vocab_size", "max_position_embeddings"),
+    *("vocab_size", "padded_vocab_size", "max_position_embeddings", "make_vocab_size_divisible_by"),
 )
 _REALS = (
     *("norm_epsilon", "rotary_base", "rotary_base_local", "rotary_percent", "activation_clamp"),

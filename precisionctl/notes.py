@@ -8,6 +8,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_run import of_megatron
 from precisionctl.fp8 import sidecar
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, Parallelism
 
 
@@ -38,6 +39,15 @@ def left_behind(reader: Reader, *, carried: bool = False) -> Iterator[str]:
     older = sidecar.find(reader.path)
     if older and reader.fp8 and (names := older.modules.keys() - reader.fp8.modules.keys()):
         yield f"Older FP8 state of {len(names)} modules, which the run kept in BF16, stays behind."
+
+
+def of_padding(before: ModelShape, after: ModelShape) -> Iterator[str]:
+    """Whether the vocabulary of a Megatron source is padded to another size for a Megatron target."""
+    if before.padded_vocab_size != after.padded_vocab_size:
+        yield (
+            f"The vocabulary is padded to {after.padded_vocab_size} rows, as Megatron pads it for this --tp; "
+            f"the source has {before.padded_vocab_size}."
+        )
 
 
 def of_stages(sizes: Parallelism, layers: int) -> Iterator[str]:

@@ -22,7 +22,7 @@ from precisionctl.architectures.find import architecture_of
 from precisionctl.architectures.param_map import Alias, Architecture, Row, filled, names
 from precisionctl.cast import Encode
 from precisionctl.errors import MappingError, MissingTensor, PrecisionError, UnmappedTensor
-from precisionctl.model_shape import MAKE_VOCAB_SIZE_DIVISIBLE_BY, ModelShape
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import GEMM_ALIGNMENT, ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
 
 
@@ -136,7 +136,8 @@ def make_plan(
             do="It can be read, exported and verified as a Hugging Face directory.",
         )
     rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled)
-    model = _padded(_with_mtp(source, rows), source.layout, target, parallelism.tensor)
+    found = _with_mtp(source, rows)
+    model = found.padded(parallelism.tensor) if target == "megatron" else found
     parallelism = fits.dealt(model.num_layers, parallelism)
     fits.check_ranks(model, parallelism)
     derived = _derived(architecture, source)
@@ -147,7 +148,7 @@ def make_plan(
     for row, wanted in by_row.items():
         if not wanted:
             continue
-        read, written = row.source.shapes(model, source.layout), row.shapes(model, target)
+        read, written = row.source.shapes(found, source.layout), row.shapes(model, target)
         for job in wanted:
             targets |= _targets(job, written, target, source.specs, dtype)
             stored = {name: source.specs[name] for name in (*job.reads, *job.copies)}
@@ -157,15 +158,11 @@ def make_plan(
     if optimizer:
         carried = _optimizer_jobs(jobs, source, target)
         jobs += carried
-        targets |= {job.name: replace(_optimizer(source)[job.name], parallel=job.row.parallel) for job in carried}
+        for job in carried:
+            stored = {job.name: _optimizer(source)[job.name]}
+            fits.check_shapes(stored, [job.row.shape(found)], model.architecture)
+            targets[job.name] = TensorSpec(job.row.shape(model), stored[job.name].dtype, job.row.parallel)
     return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
-
-
-def _padded(model: ModelShape, source: Layout, target: Layout, tensor_parallel: int) -> ModelShape:
-    """Megatron pads the vocabulary; a Megatron source keeps its padding, for a Megatron target too."""
-    if source == "megatron" or target == "hf":
-        return model
-    return model.padded(MAKE_VOCAB_SIZE_DIVISIBLE_BY * tensor_parallel)
 
 
 def _with_mtp(source: Source, rows: Iterable[Row]) -> ModelShape:

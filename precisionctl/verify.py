@@ -141,7 +141,8 @@ class _HfTensors:
             if plan.source != plan.target and not job.row.moves(plan.model):
                 self._computed |= dict.fromkeys(job.writes, job)
                 continue
-            for segment in lower(job.row, plan.model, plan.source, plan.target, job.reads, job.writes):
+            reads = {read: reader.specs[read].rows for read in job.reads}
+            for segment in lower(job.row, plan.model, plan.source, plan.target, reads, job.writes):
                 self._segments[segment.write].append(segment)
 
     def nonzero_extras(self) -> Iterator[str]:

@@ -74,7 +74,8 @@ class Worker:
             return None
         if job.reads and self._plan.source != self._plan.target and not job.row.moves(self._plan.model):
             return self._compute(job)
-        segments = lower(job.row, self._plan.model, self._plan.source, self._plan.target, job.reads, job.writes)
+        reads = {name: self._reader.specs[name].rows for name in job.reads}
+        segments = lower(job.row, self._plan.model, self._plan.source, self._plan.target, reads, job.writes)
         if job.encode:
             return self._do_encode(job, job.encode, segments)
         seen: list[Tensor] | None = [] if self._needs_amax(job) else None

@@ -34,7 +34,7 @@ RUN = {"params_dtype": torch.bfloat16, "bf16": True, "fp16": False}
 
 
 def args_of(family: str) -> dict[str, Any]:
-    return to_megatron_args(from_hf_config(make(family).config.to_dict()).padded(128)) | RUN
+    return to_megatron_args(from_hf_config(make(family).config.to_dict()).padded(1)) | RUN
 
 
 @pytest.mark.parametrize("family", FAMILIES)

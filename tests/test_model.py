@@ -142,7 +142,7 @@ def test_one_update_reaches_every_parameter_that_is_trained(family: str, tmp_pat
 def test_a_padded_vocabulary_changes_neither_logits_nor_loss() -> None:
     theirs = transformers_model("llama-2")
     shape = from_hf_config(theirs.config.to_dict())
-    padded = GPT(shape.padded(128), BF16, dtype=torch.float32)
+    padded = GPT(shape.padded(1), BF16, dtype=torch.float32)
     weights = megatron_weights(theirs.state_dict(), shape)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         weights[name] = torch.cat([weights[name], torch.full((6, 64), 3.0)])

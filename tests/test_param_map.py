@@ -89,7 +89,7 @@ def apply(
     """Do the segments by hand, on targets that start as NaN: a row that no segment covers would show."""
     layouts = ("hf", "megatron") if to_megatron else ("megatron", "hf")
     targets = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
-    for segment in lower(row, model, *layouts, list(sources), list(targets)):
+    for segment in lower(row, model, *layouts, {name: len(s) for name, s in sources.items()}, list(targets)):
         rows = (
             0.0 if segment.read is None else sources[segment.read][segment.read_row : segment.read_row + segment.rows]
         )

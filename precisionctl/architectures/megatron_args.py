@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import MAKE_VOCAB_SIZE_DIVISIBLE_BY, MLA, MOST_LAYERS, ModelShape, MoE, check_size
+from precisionctl.model_shape import MLA, MOST_LAYERS, ModelShape, MoE, check_size
 
 # Megatron's defaults differ from these, or older versions ask for them
 _USUAL: Mapping[str, Any] = {
@@ -17,7 +17,6 @@ _USUAL: Mapping[str, Any] = {
     "add_position_embedding": True,
     "use_rotary_position_embeddings": False,  # the older word for position_embedding_type
     "apply_query_key_layer_scaling": False,
-    "make_vocab_size_divisible_by": MAKE_VOCAB_SIZE_DIVISIBLE_BY,
 }
 # what no table here has, and a model with it would be another one
 _WITHOUT = (
@@ -28,6 +27,7 @@ _WITHOUT = (
 _SAME_NAME = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings"),
     *("kv_channels", "normalization", "qk_layernorm", "rotary_interleaved", "add_bias_linear", "add_qkv_bias"),
+    "make_vocab_size_divisible_by",
 )
 # megatron/core/models/common/embeddings/rotary_pos_embedding.py, _apply_scaling: only the factor is an argument
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -51,7 +51,9 @@ _MOE = {  # argument, field of MoE
     "moe_router_num_groups": "num_groups",
     "moe_router_group_topk": "group_topk",
 }
-MEGATRON_ONLY = ("padded_vocab_size", "add_bias_linear", "add_qkv_bias", "zero_centered_gamma")
+MEGATRON_ONLY = (
+    *("padded_vocab_size", "make_vocab_size_divisible_by", "add_bias_linear", "add_qkv_bias", "zero_centered_gamma"),
+)
 """Fields of ModelShape that no config.json says: padding, which biases are there, how norms are stored."""
 
 
@@ -179,6 +181,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         kv_channels=mla.v_head_dim if mla else args.get("kv_channels") or hidden // heads,
         vocab_size=args.get("vocab_size") or padded_vocab_size,
         padded_vocab_size=padded_vocab_size,
+        make_vocab_size_divisible_by=args.get("make_vocab_size_divisible_by", 128),  # Megatron's default
         max_position_embeddings=_need(args, "max_position_embeddings", where),
         norm_epsilon=epsilon,
         normalization=_one_of(args, "normalization", ("RMSNorm", "LayerNorm"), "LayerNorm", where),

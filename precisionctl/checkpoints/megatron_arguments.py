@@ -30,24 +30,28 @@ def run_args(
     } | ({"expert_tensor_parallel_size": sizes.expert_tensor} if sizes.expert_tensor else {})
 
 
+STAGES = (
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+"""All that Megatron has to say how layers are dealt out to stages: of the run that saved a source, no longer true."""
+
+
 def _stage_args(model: ModelShape, sizes: Parallelism) -> dict[str, Any]:
-    """How layers are dealt out to stages, in all the words that Megatron has for it: a run that saved the source may
-    have used others.
+    """How layers are dealt out to stages, where there is something to say.
 
     `--use-mp-args-from-checkpoint-args` takes `num_layers_per_virtual_pipeline_stage` alone of them
-    (megatron/training/checkpointing.py, load_args_from_checkpoint); where stages differ it must not be there
-    (arguments.py, validate_args).
+    (megatron/training/checkpointing.py, load_args_from_checkpoint), without which a run has no virtual stages; where
+    stages differ it must not be there (arguments.py, validate_args).
     """
     stages = sizes.layers_of_stages(model.num_layers)
-    return {
+    args = {
         "decoder_first_pipeline_num_layers": sizes.first_layers,
         "decoder_last_pipeline_num_layers": sizes.last_layers,
         "num_layers_per_virtual_pipeline_stage": stages[0] if sizes.virtual > 1 and len(set(stages)) == 1 else None,
-        "num_virtual_stages_per_pipeline_rank": None,
-        "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
-        "pipeline_model_parallel_layout": None,
     }
+    return {name: value for name, value in args.items() if value is not None}
 
 
 def fp8_args(recipe: DelayedScaling) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Companions, Reader
+from precisionctl.checkpoints.megatron_arguments import STAGES
 from precisionctl.checkpoints.megatron_keys import OURS
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.fp8.encoding import Encoding
@@ -93,7 +94,7 @@ def carried(reader: MegatronReader, parallelism: Parallelism) -> Carried:
     left = [key for key in reader.common if key not in _WRITTEN and key not in common]
     if optimizers:
         common["optimizer"] = _for_experts(optimizers, parallelism.expert > 1)
-    args = {key: value for key, value in reader.args.items() if _is_plain(value)}
+    args = {key: value for key, value in reader.args.items() if key not in STAGES and _is_plain(value)}
     sizes = (args.get("tensor_model_parallel_size"), args.get("pipeline_model_parallel_size"))
     objects = {key: reader.checked_object(key) for key in reader.objects if key.startswith("rng_state/")}
     if objects and sizes != (parallelism.tensor, parallelism.pipeline):

@@ -1,0 +1,152 @@
+"""The rows that Megatron adds to a vocabulary: from Megatron to Megatron as many as the target's run wants."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pico
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from in_memory import InMemory, to_megatron
+from torch import Tensor
+
+from precisionctl.checkpoints.base import read_tensor, write_rows
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
+from precisionctl.checkpoints.megatron_keys import write_tracker
+from precisionctl.checkpoints.megatron_run import MegatronReader
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.errors import ShapeMismatch
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import Parallelism, TensorSpec
+from precisionctl.plan import make_plan
+from precisionctl.work import execute
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+KINDS = ("exp_avg", "exp_avg_sq", "param")
+
+
+@given(st.integers(1, 300_000), st.sampled_from([1, 8, 64, 100, 128]), st.sampled_from([1, 2, 3, 8, 64]))
+def test_the_size_is_the_one_that_megatron_computes(size: int, divisible_by: int, ranks: int) -> None:
+    model = ModelShape("llama", 1, 2, 4, 1, 1, 2, size, size, 8, divisible_by)
+    multiple = divisible_by * ranks
+    assert model.padded(ranks).padded_vocab_size == int(math.ceil(size / multiple) * multiple)
+
+
+@given(st.integers(1, 300_000), st.sampled_from([1, 2, 3, 5]), st.sampled_from([1, 2, 4, 8]))
+def test_a_padded_size_padded_for_more_ranks_is_the_size_padded_for_them(size: int, ranks: int, more: int) -> None:
+    padded = ModelShape("llama", 1, 2, 4, 1, 1, 2, size, size, 8).padded(ranks).padded_vocab_size
+    of_padded = ModelShape("llama", 1, 2, 4, 1, 1, 2, padded, padded, 8).padded(ranks * more)
+    expected = int(math.ceil(size / (128 * ranks * more)) * 128 * ranks * more)
+    assert of_padded.padded_vocab_size == expected
+
+
+def trained(tmp_path: Path) -> tuple[InMemory, dict[str, Tensor]]:
+    """A model with an optimizer, saved by a run at TP 1: 250 tokens and 6 rows of padding that hold something."""
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
+    source = to_megatron(HuggingFaceReader(tmp_path / "hf"))
+    torch.manual_seed(0)
+    for name in VOCABULARY:
+        source.tensors[name][250:] = 0.5
+    optimizer = {
+        f"optimizer.state.{kind}.{name}": values.float() if kind == "param" else torch.rand(values.shape)
+        for name, values in source.tensors.items()
+        for kind in KINDS
+    }
+    plan = make_plan(source, "megatron")
+    specs = {
+        f"optimizer.state.{kind}.{name}": TensorSpec(spec.shape, torch.float32, spec.parallel)
+        for name, spec in plan.targets.items()
+        for kind in KINDS
+    }
+    common = {"optimizer": {"optimizer": {"state": {"common_step": 3}, "param_groups": [{"lr": 0.1, "params": []}]}}}
+    writer = TorchDistWriter(
+        tmp_path / "run" / "iter_0000003",
+        plan.model,
+        {**plan.targets, **specs},
+        iteration=3,
+        companions=source.companions,
+        common=common,
+    )
+    writer.lay_out()
+    for name, values in {**source.tensors, **optimizer}.items():
+        write_rows(writer, name, 0, values)
+    writer.finish(None)
+    write_tracker(tmp_path / "run", 3)
+    return source, {**source.tensors, **optimizer}
+
+
+def convert(
+    source: Path, destination: Path, container: str, **sizes: int
+) -> tuple[MegatronReader, dict[str, Tensor], list[str]]:
+    """What is there afterwards, and what was told."""
+    asked = Conversion(source, destination, "megatron", container=container, parallelism=Parallelism(**sizes))
+    work = plan_conversion(asked)
+    execute(work, verify=True)
+    reader: Any = open_checkpoint(destination)
+    specs = {**reader.specs, **reader.optimizer_specs}
+    both = SimpleNamespace(specs=specs, chunks=reader.chunks)
+    return reader, {name: read_tensor(both, name) for name in specs}, work.notes
+
+
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+def test_more_ranks_get_more_rows_of_zeros_and_fewer_get_the_first(tmp_path: Path, container: str) -> None:
+    _, before = trained(tmp_path)
+    reader, wide, told = convert(tmp_path / "run", tmp_path / "wide", container, tensor=4)
+    assert reader.args["padded_vocab_size"] == 512
+    assert "The vocabulary is padded to 512 rows, as Megatron pads it for this --tp; the source has 256." in told
+    for name, values in before.items():
+        if name.endswith(VOCABULARY):
+            assert wide[name].shape == (512, *values.shape[1:])
+            assert torch.equal(wide[name][:256], values) and not wide[name][256:].any(), name
+        else:
+            assert torch.equal(wide[name], values), name
+    reader, again, told = convert(tmp_path / "wide", tmp_path / "again", "torch_dist")
+    assert reader.args["padded_vocab_size"] == 256
+    assert again.keys() == before.keys()
+    for name, values in before.items():
+        assert torch.equal(again[name], values), name
+    _, _, told = convert(tmp_path / "again", tmp_path / "same", container)
+    assert not any("padded" in note for note in told)
+
+
+def test_the_runs_own_divisor_stays(tmp_path: Path) -> None:
+    trained(tmp_path)
+    common = tmp_path / "run" / "iter_0000003" / "common.pt"
+    content = torch.load(common, weights_only=False)
+    content["args"].make_vocab_size_divisible_by = 50
+    torch.save(content, common)
+    reader, tensors, _ = convert(tmp_path / "run", tmp_path / "out", "torch", tensor=4)
+    assert reader.args["make_vocab_size_divisible_by"] == 50
+    assert {len(tensors[name]) for name in VOCABULARY} == {400}
+
+
+def test_rows_are_not_cut_where_nobody_says_how_many_tokens_there_are(tmp_path: Path) -> None:
+    _, before = trained(tmp_path)
+    convert(tmp_path / "run", tmp_path / "wide", "torch", tensor=4)
+    for file in (tmp_path / "wide").rglob("model_optim_rng.pt"):
+        content = torch.load(file, weights_only=False)
+        content["args"].vocab_size = None  # as Megatron has it, unless told
+        torch.save(content, file)
+    for companion in (tmp_path / "wide").rglob("config.json"):
+        companion.unlink()
+    reader, tensors, _ = convert(tmp_path / "wide", tmp_path / "out", "torch_dist")
+    assert {len(tensors[name]) for name in VOCABULARY} == {512}
+    assert all(torch.equal(tensors[name][:256], before[name]) for name in VOCABULARY)
+
+
+def test_optimizer_states_of_another_shape_than_their_parameter_are_refused(tmp_path: Path) -> None:
+    source, _ = trained(tmp_path)
+    name = f"optimizer.state.exp_avg.{VOCABULARY[0]}"
+    wrong = SimpleNamespace(
+        layout="megatron",
+        model=source.model,
+        specs=source.specs,
+        optimizer_specs={name: TensorSpec((250, 64), torch.float32)},
+    )
+    with pytest.raises(ShapeMismatch, match="exp_avg.*the model's sizes say"):
+        make_plan(wrong, "megatron", optimizer=True)
