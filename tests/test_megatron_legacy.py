@@ -47,9 +47,9 @@ EXPERTS = [
 ]
 
 
-def model(tmp_path: Path, family: str) -> InMemory:
+def model(tmp_path: Path, family: str, tensor: int = 1) -> InMemory:
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, num_hidden_layers=4, num_key_value_heads=4)
-    return to_megatron(HuggingFaceReader(tmp_path / "hf"))
+    return to_megatron(HuggingFaceReader(tmp_path / "hf"), parallelism=Parallelism(tensor))
 
 
 def write(source: Reader, directory: Path, sizes: Parallelism, fp8: Fp8States | None = None, **settings: Any) -> None:
@@ -92,7 +92,7 @@ def test_every_family_is_cut_and_put_together_again(tmp_path: Path, family: str)
 
 @pytest.mark.parametrize("sizes", EXPERTS, ids=str)
 def test_experts_are_dealt_out_and_found_again(tmp_path: Path, sizes: Parallelism) -> None:
-    source = model(tmp_path, "qwen3-moe")
+    source = model(tmp_path, "qwen3-moe", sizes.tensor)
     write(source, tmp_path / "release", sizes)
     reader = LegacyReader(tmp_path / "release")
     same(reader, source)
