@@ -24,6 +24,8 @@ Each error says *what* is wrong, *where*, and what to *do* about it.
 """
 
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _LONGEST = 2000
 
@@ -142,3 +144,14 @@ class _Short(reprlib.Repr):
 
 shown = _Short().repr
 """`repr` for what a stranger's file holds: short, whatever shares its parts with itself 2**60 times."""
+
+
+@contextmanager
+def damage(what: str, where: object, do: str = "Is the copy whole?") -> Iterator[None]:
+    """Whatever goes wrong inside is damage: what a stranger's file holds can be of any type wherever it is."""
+    try:
+        yield
+    except PrecisionctlError:
+        raise
+    except Exception as error:
+        raise DamagedCheckpoint(f"{what}: {type(error).__name__}: {error}", where=where, do=do) from error

@@ -6,17 +6,17 @@ An archive is a ZIP file of stored entries: `data.pkl` pickles the object and na
 
 import io
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from precisionctl import safe_pickle
-from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, shown
+from precisionctl.errors import damage, shown
+from precisionctl.safe_pickle import finite
 
 MAGIC = b"PK\3\4"
+WHAT = "not what torch.save writes"
 
 
 def loads(data: bytes, allowed: safe_pickle.Allowed, where: object) -> Any:
@@ -24,9 +24,8 @@ def loads(data: bytes, allowed: safe_pickle.Allowed, where: object) -> Any:
 
     Raises UnsafePickle and DamagedCheckpoint, as safe_pickle.loads; no more is read than there are bytes.
     """
-    with damage(where):
-        archive = zipfile.ZipFile(io.BytesIO(data))
-        root = archive.namelist()[0].split("/")[0]
+    with damage(WHAT, where):
+        archive, root = directory(io.BytesIO(data))
         storages: dict[str, Tensor] = {}
         left = len(data)
 
@@ -41,7 +40,8 @@ def loads(data: bytes, allowed: safe_pickle.Allowed, where: object) -> Any:
                 storages[key] = elements(archive.read(entry), dtype)
             return storages[key]
 
-        return safe_pickle.loads(archive.read(stored(archive, f"{root}/data.pkl")), allowed, where, storage)
+        pickled = archive.read(stored(archive, f"{root}/data.pkl"))
+        return finite(safe_pickle.loads(pickled, allowed, where, storage))
 
 
 def reference_of(identifier: Any) -> tuple[torch.dtype, str]:
@@ -65,12 +65,16 @@ def stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
     return entry
 
 
-@contextmanager
-def damage(where: object) -> Iterator[None]:
-    """Whatever a damaged archive makes Python raise, as DamagedCheckpoint."""
-    try:
-        yield
-    except PrecisionctlError:
-        raise
-    except Exception as error:
-        raise DamagedCheckpoint(f"not what torch.save writes: {error}", where=where, do="Is the copy whole?") from error
+def directory(file: IO[bytes] | io.RawIOBase) -> tuple[zipfile.ZipFile, str]:
+    """An archive's directory, and the folder that torch.save put all its entries in.
+
+    Raises ValueError where there is more than one way to read it: readers of ZIP files differ in which of two
+    directories, or of two entries of one name, they believe.
+    """
+    archive = zipfile.ZipFile(file)
+    names = archive.namelist()
+    if len(set(names)) < len(names):
+        raise ValueError("two entries have one name")
+    if archive.comment or min(entry.header_offset for entry in archive.infolist()) != 0:
+        raise ValueError("something stands before or behind the archive")
+    return archive, names[0].split("/")[0]

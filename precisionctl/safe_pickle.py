@@ -10,7 +10,7 @@ import argparse
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, ClassVar
 
 import torch
@@ -94,6 +94,42 @@ def sizes(values: Any) -> tuple[int, ...]:
     if not plain or not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
         raise ValueError(f"{shown(values)} as sizes")
     return tuple(values)
+
+
+_MOST_PARTS = 1 << 21
+_DEEPEST = 100
+
+
+def finite(value: Any) -> Any:
+    """The value itself, where walking through it ends. Raises ValueError where `parts` does."""
+    for _ in parts(value):
+        pass
+    return value
+
+
+def parts(value: Any) -> Iterator[Any]:
+    """What is in lists, tuples, tables and Namespaces in one another, each as often as there are ways to it.
+
+    Raises ValueError where these are more than 2**21, or deeper than 100: lists of lists that are one and the same
+    are small to say and endless to walk.
+    """
+    left, count = [(value, 0)], 1
+    while left:
+        one, depth = left.pop()
+        if isinstance(one, argparse.Namespace):
+            one = vars(one)
+        inner: Any = ()
+        if isinstance(one, Mapping):
+            inner = (item for pair in one.items() for item in pair)
+            count += 2 * len(one)
+        elif type(one) in (list, tuple):
+            inner = one
+            count += len(one)
+        else:
+            yield one
+        if count > _MOST_PARTS or depth > _DEEPEST:
+            raise ValueError("containers in one another without end")
+        left += ((item, depth + 1) for item in inner)
 
 
 _SCALARS = (str, bytes, int, float, bool, type(None))

@@ -158,7 +158,7 @@ def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: o
             raise UnknownArchitecture(f"no family known here has Megatron's {name}={shown(args[name])}", where=where)
     try:
         return _read(args, padded_vocab_size, where)
-    except (TypeError, ValueError, ArithmeticError, IndexError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
         raise DamagedCheckpoint(f"arguments that describe no model: {shown(str(error))}", where=where) from error
 
 

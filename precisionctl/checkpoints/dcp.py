@@ -15,7 +15,7 @@ import torch
 from precisionctl import safe_pickle
 from precisionctl.checkpoints.companions import check_link
 from precisionctl.checkpoints.torch_zip import Span
-from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, shown
+from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.fp8.opcodes import Global, Made, dumps
 from precisionctl.safe_pickle import itself, sizes
 
@@ -114,13 +114,8 @@ def read_index(directory: Path) -> Index:
     """
     path = directory / FILE
     root = safe_pickle.loads(path.read_bytes(), _ALLOWED, path)
-    try:
+    with damage("not what PyTorch writes", path):
         return _index(root, _Files(directory))
-    except PrecisionctlError:
-        raise
-    except Exception as error:  # a damaged pickle can hold anything anywhere
-        what = f"not what PyTorch writes: {type(error).__name__}: {error}"
-        raise DamagedCheckpoint(what, where=path, do="Is the copy whole?") from error
 
 
 def _index(root: Any, files: "_Files") -> Index:

@@ -25,6 +25,7 @@ from precisionctl.checkpoints.megatron_keys import (
     MARKER,
     find_iteration,
     has_marker,
+    iteration_in,
     object_name,
 )
 from precisionctl.checkpoints.megatron_logical import Logical, Part, logical_tensors, model_prefix, of_optimizer
@@ -171,8 +172,7 @@ class TorchDistReader:
     @property
     def iteration(self) -> int | None:
         """None for a `release`: weights that belong to no run."""
-        iteration = self.common.get("iteration")
-        return iteration if isinstance(iteration, int) and self.path.name != "release" else None
+        return None if self.path.name == "release" else iteration_in(self.common)
 
     @cached_property
     def companions(self) -> Companions:

@@ -260,12 +260,13 @@ def as_states(
         return aside
     recorded = common.get(OURS)  # what a payload has no place for
     ours = recorded if isinstance(recorded, dict) else {}
+    producer, dated = ours.get("fp8_producer"), ours.get("fp8_iteration", iteration)
     states = Fp8States(
         decoded.recipe or DelayedScaling(),
         decoded.modules,
         decoded.raw,
-        ours.get("fp8_producer", "transformer_engine"),
-        ours.get("fp8_iteration", iteration),
+        producer if type(producer) is str else "transformer_engine",
+        dated if type(dated) is int else None,
         notes=tuple(decoded.notes),
     )
     return _with_aside(states, aside) if aside else states

@@ -2,8 +2,9 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -102,6 +103,12 @@ def object_name(key: str) -> str | None:
 def directory_name(iteration: int | None) -> str:
     """The directory of an iteration; of a `release`, weights that belong to no run, for None."""
     return "release" if iteration is None else f"iter_{iteration:07d}"
+
+
+def iteration_in(common: Mapping[str, Any]) -> int | None:
+    """The iteration that a checkpoint's common data names."""
+    iteration = common.get("iteration")
+    return iteration if type(iteration) is int and 0 <= iteration < 1 << 63 else None
 
 
 def write_tracker(top: Path, iteration: int | None) -> None:

@@ -17,7 +17,7 @@ import torch
 from precisionctl.checkpoints.base import Box, Chunk, Companions, Container, shard_boxes
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.megatron_extra_state import Experts, Saved, as_states, bytes_of, decode
-from precisionctl.checkpoints.megatron_keys import COMPANIONS, EXTRA_STATE, find_iteration
+from precisionctl.checkpoints.megatron_keys import COMPANIONS, EXTRA_STATE, find_iteration, iteration_in
 from precisionctl.checkpoints.megatron_legacy_buckets import FILE as BUCKETS
 from precisionctl.checkpoints.megatron_legacy_buckets import bucket_tensors
 from precisionctl.checkpoints.megatron_legacy_names import (
@@ -29,13 +29,19 @@ from precisionctl.checkpoints.megatron_legacy_names import (
     parallel_of,
     renumbered,
 )
-from precisionctl.checkpoints.megatron_legacy_optimizer import NO_PARAMETERS, common_optimizer, optimizer_tensors
+from precisionctl.checkpoints.megatron_legacy_optimizer import (
+    DROP,
+    NO_OPTIMIZER,
+    NO_PARAMETERS,
+    common_optimizer,
+    optimizer_tensors,
+)
 from precisionctl.checkpoints.megatron_legacy_ranks import Rank, arguments, is_legacy, read_ranks
 from precisionctl.checkpoints.megatron_legacy_shards import SMALL, Logical, Shard, assembled, check_replicas, gathered
 from precisionctl.checkpoints.megatron_logical import EMBEDDING, STATE
 from precisionctl.checkpoints.megatron_model import model_of
 from precisionctl.checkpoints.torch_zip import Inert, Located, read_located
-from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.grouped import Order
@@ -90,8 +96,7 @@ class LegacyReader:
     @property
     def iteration(self) -> int | None:
         """None for a `release`: weights that belong to no run."""
-        iteration = self._first.get("iteration")
-        return iteration if type(iteration) is int and self.path.name != "release" else None
+        return None if self.path.name == "release" else iteration_in(self._first)
 
     @cached_property
     def companions(self) -> Companions:
@@ -171,7 +176,9 @@ class LegacyReader:
             stages[rank.path].append({name: v for name, v in parameters.items() if not name.endswith(NO_PARAMETERS)})
         for rank in self._ranks:
             beside = rank.path.with_name(BUCKETS)
-            for name, tensor in optimizer_tensors(rank.content, stages[rank.path], rank.path):
+            with damage(NO_OPTIMIZER, rank.path, DROP):
+                states = list(optimizer_tensors(rank.content, stages[rank.path], rank.path))
+            for name, tensor in states:
                 yield rank, name, tensor
             for name, tensor in bucket_tensors(beside, stages[rank.path]) if beside.is_file() else ():
                 yield Rank(rank.tensor, rank.pipeline, rank.expert, beside, {}), name, tensor
@@ -233,7 +240,8 @@ class LegacyReader:
         models = {key for key in rank.content if re.fullmatch(r"model\d*", key)}
         kept = {key: value for key, value in rank.content.items() if key not in {*models, "optimizer", "rng_state"}}
         common: dict[str, Any] = _read(kept, rank.path)
-        optimizer = common_optimizer(rank.content, rank.path)
+        with damage(NO_OPTIMIZER, rank.path, DROP):
+            optimizer = common_optimizer(rank.content, rank.path)
         common |= {"optimizer": optimizer} if optimizer else {}
         return common | ({"rng_state": Inert()} if "rng_state" in rank.content else {})
 

@@ -5,6 +5,7 @@ FP32 masters stand in the groups' order (megatron/core/optimizer/optimizer.py). 
 group in the order of the module tree, which is that of the state dict (`_get_param_groups`).
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from precisionctl.checkpoints.torch_zip import Located, read_located
 from precisionctl.checkpoints.torch_zip_writer import Blank
 from precisionctl.errors import DamagedCheckpoint
 
+NO_OPTIMIZER = "its optimizer is not what PyTorch saves"
+DROP = "--drop-optimizer leaves the optimizer behind."
 NO_PARAMETERS = ("expert_bias", "_extra_state")
 """Ends of names in a state dict that no optimizer has: a rule changes a router's expert bias."""
 _ENDS = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
@@ -27,9 +30,9 @@ def common_optimizer(content: Mapping[str, Any], path: Path) -> Mapping[str, Any
     """The part of the optimizer that is no tensor of a parameter, as `torch_dist` has it in its common data."""
     for inner, _ in _optimizers(content, path):
         step = next((state.get("step") for state in inner.get("state", {}).values() if isinstance(state, dict)), None)
-        if isinstance(step, Located):
+        if isinstance(step, Located) and math.prod(step.shape) == 1:
             step = int(read_located(path, step))
-        common = {} if step is None else {"common_step": step}
+        common = {"common_step": step} if isinstance(step, int | float) and abs(step) < 1 << 63 else {}
         return {"optimizer": {"state": common, "param_groups": inner["param_groups"]}}
     return {}
 
@@ -54,7 +57,7 @@ def optimizer_tensors(
         numbers = group.get("params", [])
         if len(names) != len(numbers) or (masters is not None and len(masters) != len(names)):
             what = f"an optimizer's group of {len(numbers)} parameters, where the model has {len(names)} such"
-            raise DamagedCheckpoint(what, where=path, do="--drop-optimizer leaves the optimizer behind.")
+            raise DamagedCheckpoint(what, where=path, do=DROP)
         for index, (name, number) in enumerate(zip(names, numbers, strict=True)):
             state = inner["state"].get(number, {})
             found = {kind: value for kind, value in state.items() if kind != "step"}

@@ -3,7 +3,6 @@
 Arguments, counters, schedule, the optimizer's settings by group of parameters, and the states of random generators.
 """
 
-import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from precisionctl.checkpoints.megatron_keys import OURS
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import Parallelism, TensorSpec
+from precisionctl.safe_pickle import parts
 
 _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_0\.(\w+)/shard_0_1")
 _OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
@@ -141,27 +141,11 @@ def _of_experts(dense: dict[str, Any]) -> dict[str, Any]:
 
 
 _SCALARS = (str, bytes, int, float, bool, type(None), torch.dtype, Tensor)
-_MOST_VALUES = 1 << 20
-_DEEPEST = 50
 
 
 def _is_plain(value: object) -> bool:
-    """Whether this can be written as it was read: nothing in it stands for an object of a class that is not here.
-
-    Nor is it one of those that are small to say and endless to walk.
-    """
-    left, count = [(value, 0)], 0
-    while left:
-        one, depth = left.pop()
-        count += 1
-        if count > _MOST_VALUES or depth > _DEEPEST:
-            return False
-        if isinstance(one, argparse.Namespace):
-            one = vars(one)
-        if isinstance(one, Mapping):
-            left += ((item, depth + 1) for pair in one.items() for item in pair)
-        elif isinstance(one, (list, tuple)):
-            left += ((item, depth + 1) for item in one)
-        elif not isinstance(one, _SCALARS):
-            return False
-    return True
+    """Whether this can be written as it was read: nothing in it stands for an object of a class that is not here."""
+    try:
+        return all(isinstance(part, _SCALARS) for part in parts(value))
+    except ValueError:  # YAML can hold what archives may not
+        return False

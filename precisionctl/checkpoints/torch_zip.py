@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from precisionctl import safe_archive, safe_pickle
-from precisionctl.errors import DamagedCheckpoint, shown
-from precisionctl.safe_archive import damage, elements, reference_of, stored
-from precisionctl.safe_pickle import itself, sizes
+from precisionctl.errors import DamagedCheckpoint, damage, shown
+from precisionctl.safe_archive import MAGIC, WHAT, directory, elements, reference_of, stored
+from precisionctl.safe_pickle import finite, itself, sizes
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,8 @@ def read_located(path: Path, tensor: Located) -> torch.Tensor:
 
 
 def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
-    with damage(span), open(span.path, "rb") as file:
-        archive = zipfile.ZipFile(_Window(file, span.offset, span.length))
-        root = archive.namelist()[0].split("/")[0]
+    with damage(WHAT, span), open(span.path, "rb") as file:
+        archive, root = directory(_Window(file, span.offset, span.length))
 
         @functools.cache
         def start(key: str) -> tuple[int, int]:
@@ -98,7 +97,8 @@ def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
             dtype, key = reference_of(reference)
             return _Storage(dtype, *start(key))
 
-        return safe_pickle.loads(archive.read(stored(archive, f"{root}/data.pkl")), allowed, span, storage)
+        pickled = archive.read(stored(archive, f"{root}/data.pkl"))
+        return finite(safe_pickle.loads(pickled, allowed, span, storage))
 
 
 class Inert:
@@ -212,7 +212,7 @@ def _start_of_data(file: Any, entry: zipfile.ZipInfo) -> int:
     """Where an entry's bytes start: its local header's lengths may differ from the directory's (torch pads there)."""
     file.seek(entry.header_offset)
     signature, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    if signature != b"PK\3\4":
+    if signature != MAGIC or file.read(name) != entry.orig_filename.encode():
         raise ValueError(f"no local header for {entry.filename}")
     return int(entry.header_offset + _LOCAL_HEADER.size + name + extra)
 

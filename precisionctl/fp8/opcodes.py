@@ -48,13 +48,15 @@ def _opcodes(value: object) -> bytes:
             return pickle.BININT + struct.pack("<i", value)
         case int():
             number = pickle.encode_long(value)
-            return pickle.LONG1 + bytes([len(number)]) + number
+            long = pickle.LONG1 + bytes([len(number)]) if len(number) < 256 else pickle.LONG4 + _length(number)
+            return long + number
         case float():
             return pickle.BINFLOAT + struct.pack(">d", value)
         case str():
-            return pickle.BINUNICODE + struct.pack("<I", len(value.encode())) + value.encode()
+            text = value.encode(errors="surrogatepass")  # as pickle itself does
+            return pickle.BINUNICODE + _length(text) + text
         case bytes():
-            return pickle.BINBYTES + struct.pack("<I", len(value)) + value
+            return pickle.BINBYTES + _length(value) + value
         case Global(module, name):
             return pickle.GLOBAL + f"{module}\n{name}\n".encode()
         case Made(make, arguments, new, fields):
@@ -70,6 +72,10 @@ def _opcodes(value: object) -> bytes:
             items = b"".join(_sequence(item) for item in value.items())
             return pickle.EMPTY_DICT + pickle.MARK + items + pickle.SETITEMS
     raise TypeError(f"{type(value).__name__} has no opcodes here")
+
+
+def _length(data: bytes) -> bytes:
+    return struct.pack("<I", len(data))
 
 
 def _sequence(values: Iterable[object]) -> bytes:
