@@ -153,10 +153,11 @@ def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: o
     Raises UnknownArchitecture for arguments of models that no table here has, and DamagedCheckpoint where one is
     missing or not of its kind.
     """
-    for name in _WITHOUT:
-        if args.get(name):
-            raise UnknownArchitecture(f"no family known here has Megatron's {name}={shown(args[name])}", where=where)
     try:
+        for name in _WITHOUT:
+            if args.get(name):
+                what = f"no family known here has Megatron's {name}={shown(args[name])}"
+                raise UnknownArchitecture(what, where=where)
         return _read(args, padded_vocab_size, where)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
         raise DamagedCheckpoint(f"arguments that describe no model: {shown(str(error))}", where=where) from error
