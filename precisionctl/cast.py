@@ -2,15 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from precisionctl.fp8.numerics import after_one_update, change_recipe, recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
-
-Granularity = Literal["tensor", "channel"]
 
 STALE = 2.0
 """A carried weight amax further than this factor from the weights' own is not of these weights."""
@@ -18,23 +15,22 @@ STALE = 2.0
 
 @dataclass(frozen=True)
 class Encode:
-    """Encode a job's tensors in E4M3.
+    """Encode tensors of a job, each in its target's dtype.
 
-    Granularity `tensor`: one scale for all tensors of the job, from their joint amax (engines fuse q/k/v and
-    gate/up, and requantize where their scales differ). `channel`: one per output row. `weight_scales` names the
-    tensor that receives each written tensor's `scale_inv`; `input_scales` gives tensors and their values.
+    `blocks` says how many rows and columns of each share a scale; what it leaves out stays values. `shared`: all have
+    the one scale that their joint amax gives (engines fuse q/k/v and gate/up, and requantize where their scales
+    differ). `weight_scales` names the tensor that receives each one's `scale_inv`; `input_scales` gives tensors and
+    their values.
     """
 
-    granularity: Granularity
+    blocks: Mapping[str, tuple[int, int]]
     weight_scales: Mapping[str, str]
     input_scales: Mapping[str, float]
+    shared: bool = False
+    power_of_2: bool = False
 
     def describe(self) -> dict[str, object]:
-        return {
-            "granularity": self.granularity,
-            "weight_scales": dict(self.weight_scales),
-            "input_scales": dict(self.input_scales),
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True)

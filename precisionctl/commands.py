@@ -11,6 +11,7 @@ import torch
 from precisionctl import __version__
 from precisionctl.cast import fp8_state
 from precisionctl.checkpoints.base import Reader, Writer
+from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
 from precisionctl.checkpoints.megatron_run import Carried, MegatronReader, carried, of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
@@ -18,15 +19,23 @@ from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import DamagedCheckpoint, MappingError, PrecisionError, RecipeError
 from precisionctl.export import make_export
 from precisionctl.fp8.state import Fp8States
-from precisionctl.notes import left_behind, of_family, of_padding, of_stages, of_state
+from precisionctl.notes import left_behind, of_codes, of_family, of_padding, of_stages, of_state, of_way_back
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.plan import Plan, check_fp8_gemm, make_plan
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import Scheme, quant_methods
+from precisionctl.reencode import check_model, coded_before, make_reencoding, seeded
 from precisionctl.targets import CONTAINERS, hf_writer, megatron_writer
 from precisionctl.work import Finish, Work, open_output
 
-PrecisionChoice = Literal["keep", "bf16", "fp8"]
+PrecisionChoice = Literal["keep", "bf16", "fp32", "fp8"]
+_VALUES: Mapping[PrecisionChoice, torch.dtype | None] = {
+    "keep": None,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp8": torch.bfloat16,
+}
+"""Dtype of the values of a result; None: as stored, FP8 codes decoded to BF16."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Conversion:
     def fills_extra_state(self) -> bool:
         """Whether FP8 state goes where a run takes it up: delayed scaling keeps some, other recipes none."""
         delayed = self.recipe is None or self.recipe.scaling == "delayed"
-        return self.to == "megatron" and self.precision != "bf16" and delayed
+        return self.to == "megatron" and self.precision in ("keep", "fp8") and delayed
 
     def in_fp8(self, module: str) -> bool:
         return self.recipe is None or self.recipe.in_fp8(module)
@@ -95,21 +104,26 @@ class InferenceExport:
 def plan_conversion(conversion: Conversion) -> Work:
     """Plan `convert`. Raises what opening and planning raise, and DestinationExists.
 
-    FP8 weights in a Hugging Face directory are an export: there is one way to make them.
+    FP8 weights in a Hugging Face directory are the codes that they were, where that is known; else an export.
     """
-    if conversion.to == "hf" and conversion.precision == "fp8":
-        return plan_export(_as_export(conversion))
     reader = _open_as_told(conversion)
-    dtype = None if conversion.precision == "keep" else torch.bfloat16
+    coded = None if conversion.drop_fp8_state else coded_before(reader)
+    if conversion.to == "hf" and conversion.precision == "fp8":
+        if coded and coded.quantization and conversion.recipe is None:
+            return _plan_way_back(conversion, reader, coded)
+        return plan_export(_as_export(conversion))
     trained = _trained(reader) if conversion.to == "megatron" and not conversion.drop_optimizer else None
     plan = make_plan(
         reader,
         conversion.to,
-        dtype=dtype,
+        dtype=_VALUES[conversion.precision],
         parallelism=conversion.parallelism,
         optimizer=trained is not None,
     )
     state = None if conversion.drop_fp8_state else reader.fp8
+    seeds = seeded(reader, coded, plan) if state is None else None
+    if conversion.precision == "fp8":
+        state = state or seeds
     for job in plan.jobs:
         if conversion.precision == "fp8" and job.row.gemm and conversion.in_fp8(job.module):
             check_fp8_gemm(job, plan.model)
@@ -126,7 +140,9 @@ def plan_conversion(conversion: Conversion) -> Work:
             max_shard_size=conversion.max_shard_size,
         )
     else:
-        fp8_in: Literal["extra_state", "sidecar"] = "extra_state" if conversion.fills_extra_state else "sidecar"
+        unasked = state is None and seeds is not None  # what nobody has trained with waits in the sidecar
+        live = conversion.fills_extra_state and not unasked
+        fp8_in: Literal["extra_state", "sidecar"] = "extra_state" if live else "sidecar"
         writer = megatron_writer(
             output, plan, reader.companions, container=conversion.container, run=run, fp8_in=fp8_in
         )
@@ -138,8 +154,32 @@ def plan_conversion(conversion: Conversion) -> Work:
     if run.left:
         notes.append(f"Stays behind, as it belongs to ranks or to Megatron's own classes: {', '.join(run.left)}.")
     makes = conversion.fills_extra_state and (conversion.precision == "fp8" or state is not None)
-    finish = _make_state(state, conversion, notes) if makes else lambda amax: state
-    return Work(reader, plan, writer, output, finish, makes, _digest(plan, conversion), notes, trained)
+    finish = _make_state(state, conversion, notes) if makes else lambda found: state or seeds
+    if reader.encodings and coded:
+        notes += of_codes(coded)
+    return Work(reader, plan, writer, output, finish, makes, _digest(plan, conversion, coded), notes, trained, coded)
+
+
+def _plan_way_back(conversion: Conversion, reader: Reader, coded: Coded) -> Work:
+    """The FP8 that the weights were once, or are."""
+    made = make_reencoding(reader, coded)
+    output = open_output(conversion.destination, conversion.source, conversion.reference)
+    writer = hf_writer(
+        output,
+        made.plan,
+        reader.companions,
+        container=conversion.container,
+        export=made,
+        max_shard_size=conversion.max_shard_size,
+    )
+    notes = [*left_behind(reader)]
+
+    def finish(changed: Mapping[str, float]) -> Fp8States | None:
+        notes.extend(of_way_back(coded, changed))
+        return reader.fp8
+
+    digest = _digest(made.plan, conversion, coded)
+    return Work(reader, made.plan, writer, output, finish, False, digest, notes, None, coded)
 
 
 def _open_as_told(conversion: Conversion) -> Reader:
@@ -189,10 +229,18 @@ def plan_export(export: InferenceExport) -> Work:
     made = make_export(reader, method, export.scheme, export.recipe or PRESETS["fp8-delayed"])
     output = open_output(export.destination, export.source)
     writer = hf_writer(output, made.plan, reader.companions, export=made, max_shard_size=export.max_shard_size)
+    coded = coded_before(reader)
+    if coded:
+        check_model(coded, made.plan)
     notes = [*left_behind(reader), f"Serve it with: {engine.command.format(path=export.destination)}"]
     if export.scheme == "static":
         notes.insert(0, f"Input scales are those recorded by iteration {made.recorded_at}, without calibration data.")
-    return Work(reader, made.plan, writer, output, lambda amax: None, False, _digest(made.plan, export), notes)
+
+    def finish(changed: Mapping[str, float]) -> None:
+        notes.extend(of_way_back(coded, changed) if coded else ())
+
+    digest = _digest(made.plan, export, coded)
+    return Work(reader, made.plan, writer, output, finish, False, digest, notes, None, coded)
 
 
 def engine_named(name: str) -> Engine:
@@ -227,5 +275,7 @@ def _make_state(carried: Fp8States | None, conversion: Conversion, notes: list[s
     return make
 
 
-def _digest(plan: Plan, command: Conversion | InferenceExport) -> str:
-    return hashlib.sha256(f"{__version__} {plan.digest} {command}".encode()).hexdigest()
+def _digest(plan: Plan, command: Conversion | InferenceExport, coded: Coded | None = None) -> str:
+    status = coded.path.stat() if coded and coded.path and coded.path.is_file() else None
+    about = f"{status.st_size} {status.st_mtime_ns}" if status else ""
+    return hashlib.sha256(f"{__version__} {plan.digest} {command} {about}".encode()).hexdigest()

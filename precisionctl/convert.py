@@ -9,18 +9,20 @@ import os
 import signal
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import torch
 
 from precisionctl.checkpoints.base import Chunk, Chunked, forget, sync
 from precisionctl.errors import OutputError
+from precisionctl.fp8.encoding import Encoding
 from precisionctl.journal import Journal
 from precisionctl.plan import Job, Plan
 from precisionctl.ranks import ALONE, Ranks
@@ -32,8 +34,8 @@ disk writes while the workers copy."""
 
 OnBytes = Callable[[int], None]
 T = TypeVar("T")
-Result = tuple[Job, float | None]
-"""A job that is done, and the amax of its weight where it was asked for or needed."""
+Result = tuple[Job, Mapping[str, float]]
+"""A job that is done, and what it found out, by name (`Worker.do`)."""
 
 
 class Target(Chunked, Protocol):
@@ -49,6 +51,7 @@ def run(
     *,
     journal: Journal | None = None,
     weight_amax: bool = False,
+    carried: Mapping[str, Encoding] = MappingProxyType({}),
     workers: int = 1,
     ranks: Ranks = ALONE,
     on_bytes: OnBytes = lambda count: None,
@@ -56,9 +59,10 @@ def run(
     """Write this rank's share of `plan`'s targets but what its journal says is done; `finish` and commit are the
     caller's.
 
-    Returns the largest magnitude of each FP8 GEMM's weight, by module, if `weight_amax` asks for it. `on_bytes`
-    hears of bytes written; first of those that were written before. More than one of `workers` need files on both
-    sides.
+    Returns what jobs found out: the largest magnitude of each FP8 GEMM's weight, by module, if `weight_amax` asks for
+    it, and by name of each tensor that was coded as `carried` says and could not keep its scales, how many codes have
+    changed. `on_bytes` hears of bytes written; first of those that were written before. More than one of `workers`
+    need files on both sides.
     """
     done = journal.done if journal and all(file.is_file() for file in _files(plan.targets, writer)) else set()
     ranks.gather("checked", {})  # before the first rank makes anew what another one has lost
@@ -70,13 +74,12 @@ def run(
     jobs = [job for job in plan.jobs if _is_mine(job, share, ranks)]
     on_bytes(sum(nbytes(job, plan) for job in jobs if job.name in done))
     todo = [job for job in jobs if job.name not in done]
-    found: dict[str, float] = dict(journal.amax) if journal else {}
-    results = _done(Worker(plan, reader, share, weight_amax).do, todo, plan, workers)
+    found: dict[str, float] = dict(journal.found) if journal else {}
+    results = _done(Worker(plan, reader, share, weight_amax, carried).do, todo, plan, workers)
     with _one_torch_thread(), closing(results), _Recorder(plan, share, journal) as recorder:
-        for job, amax in results:
-            if amax is not None:
-                found[job.module] = amax
-            recorder.add((job, amax))
+        for job, new in results:
+            found |= new
+            recorder.add((job, new))
             on_bytes(nbytes(job, plan))
     return found
 
@@ -92,6 +95,7 @@ def check(
     reader: Source,
     writer: Chunked,
     *,
+    carried: Mapping[str, Encoding] = MappingProxyType({}),
     workers: int = 1,
     ranks: Ranks = ALONE,
     on_bytes: OnBytes = lambda count: None,
@@ -105,7 +109,7 @@ def check(
     shares = deal([nbytes(job, plan) for job in plan.jobs], ranks.count)
     jobs = [plan.jobs[number] for number in shares[ranks.rank]] if ranks.rank < len(shares) else []
     checksums: dict[str, str] = {}
-    results = _done(Checker(plan, reader, writer).check, jobs, plan, workers)
+    results = _done(Checker(plan, reader, writer, carried=carried).check, jobs, plan, workers)
     with _one_torch_thread(), closing(results):
         for job, found in results:
             checksums |= found
@@ -168,8 +172,8 @@ class _Recorder:
             return
         for file in _files((name for job, _ in batch for name in written(job)), self._writer):
             sync(file)
-        amax = {job.module: value for job, value in batch if value is not None}
-        self._journal.record([job.name for job, _ in batch], amax)
+        found = {name: value for _, new in batch for name, value in new.items()}
+        self._journal.record([job.name for job, _ in batch], found)
 
     def __enter__(self) -> "_Recorder":
         return self

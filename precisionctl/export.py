@@ -115,7 +115,8 @@ def _input_scales(source: StatefulSource, jobs: list[Job]) -> dict[str, float]:
 def _encode(job: Job, plan: Plan, method: QuantMethod, scheme: Scheme, input_scale: float | None) -> Encode:
     scales = {name: method.scales(name, plan.targets[name], scheme) for name in job.writes}
     return Encode(
-        granularity="tensor" if scheme == "static" else "channel",
+        blocks={name: tensors.block for name, tensors in scales.items()},
         weight_scales={name: tensors.weight for name, tensors in scales.items()},
         input_scales={t.input: input_scale for t in scales.values() if t.input is not None and input_scale is not None},
+        shared=scheme == "static",
     )

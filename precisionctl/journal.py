@@ -25,18 +25,18 @@ PATIENCE = 3.0
 
 @dataclass
 class Journal:
-    """`done` are the names of finished jobs; `amax` the largest magnitude of each weight that was looked at."""
+    """`done` are the names of finished jobs; `found` what jobs found out, by name."""
 
     file: IO[str]
     done: set[str] = field(default_factory=set)
-    amax: dict[str, float] = field(default_factory=dict)
+    found: dict[str, float] = field(default_factory=dict)
 
-    def record(self, names: Iterable[str], amax: Mapping[str, float]) -> None:
+    def record(self, names: Iterable[str], found: Mapping[str, float]) -> None:
         """Append finished jobs, and wait until that is on the disk."""
         names = sorted(names)
         self.done.update(names)
-        self.amax.update(amax)
-        self._append({"done": names, "amax": dict(amax)})
+        self.found.update(found)
+        self._append({"done": names, "found": dict(found)})
 
     def _append(self, line: Mapping[str, object]) -> None:
         self.file.write(json.dumps(line) + "\n")
@@ -48,7 +48,7 @@ class Journal:
         self.file.truncate(length)
         for line in lines:
             self.done.update(line["done"])
-            self.amax.update(line["amax"])
+            self.found.update(line["found"])
 
 
 @contextmanager

@@ -1,10 +1,11 @@
 """What a command tells beside its result: what stays behind, what was guessed, what was made anew."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from precisionctl.architectures.find import architecture_of, models_of_megatron_args
 from precisionctl.cast import StateChange
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_run import of_megatron
 from precisionctl.fp8 import sidecar
@@ -72,4 +73,26 @@ def of_state(change: StateChange) -> Iterator[str]:
         yield (
             f"Weight scales of {len(change.from_weights)} modules come from the weights; their activations and "
             "gradients have no history yet. `resume` fills them in warm-up passes before its first FP8 step."
+        )
+
+
+def of_codes(coded: Coded) -> Iterator[str]:
+    """That codes have become values, and what is kept of them."""
+    yield (
+        f"{len(coded.weights)} weights were FP8 codes, and are what they decode to. How they were coded is kept beside "
+        "them: `convert --to hf --precision fp8` gives the same codes again."
+    )
+
+
+def of_way_back(coded: Coded, changed: Mapping[str, float]) -> Iterator[str]:
+    """What became of codes; `changed` has, for each weight that could not keep its scales, how many are others."""
+    kept = len(coded.weights) - len(changed)
+    yield f"{kept} of {len(coded.weights)} weights are the codes that they were, scale by scale."
+    if changed:
+        total = sum(coded.weights[name].rows * coded.weights[name].columns for name in changed)
+        number = sum(changed.values())
+        worst = max(changed, key=lambda name: changed[name])
+        yield (
+            f"{len(changed)} have blocks with new scales, as their values have changed since or their rows were put "
+            f"apart: {number:,.0f} of {total:,} codes are others than under the old scales, most of them in {worst}."
         )

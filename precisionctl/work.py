@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Output, Reader, Writer, disk_problems
+from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_keys import write_tracker
 from precisionctl.checkpoints.megatron_masters import prove_masters
@@ -21,13 +23,15 @@ from precisionctl.ranks import ALONE, Ranks
 from precisionctl.worker import Source
 
 Finish = Callable[[Mapping[str, float]], Fp8States | None]
-"""From the amax of each FP8 GEMM's weight to the state that the result holds."""
+"""From what the jobs found out (the amax of each FP8 GEMM's weight, codes that changed) to the state that the result
+holds."""
 
 
 @dataclass(frozen=True)
 class Work:
     """A planned command: everything that could be checked is, and nothing is written yet. `trained` is the reader
-    where its optimizer goes along."""
+    where its optimizer goes along. `coded` is how weights were coded: it goes along beside values, and codes are made
+    by it."""
 
     reader: Reader
     plan: Plan
@@ -38,6 +42,7 @@ class Work:
     digest: str
     notes: list[str]
     trained: MegatronReader | None = None
+    coded: Coded | None = None
 
     @property
     def source(self) -> Source:
@@ -81,23 +86,33 @@ def execute(
     with disk_problems(work.output), _journal(work, restart, ranks) as journal:
         if ranks.first and isinstance(work.trained, TorchDistReader) and work.trained.in_buckets:
             work.notes.extend(filter(None, [prove_masters(work.trained)]))
-        amax = run(
+        carried = work.coded.encodings if work.coded else {}
+        found = run(
             work.plan,
             work.source,
             work.writer,
             journal=journal,
             weight_amax=work.wants_amax,
+            carried=carried,
             workers=workers,
             ranks=ranks,
             on_bytes=on_bytes,
         )
-        amax |= ranks.gather("amax", amax)
+        found |= ranks.gather("found", found)
         checksums: dict[str, str] = {}
         if verify:
-            checksums = check(work.plan, work.source, work.writer, workers=workers, ranks=ranks, on_bytes=on_bytes)
+            checksums = check(
+                work.plan,
+                work.source,
+                work.writer,
+                carried=carried,
+                workers=workers,
+                ranks=ranks,
+                on_bytes=on_bytes,
+            )
             checksums |= ranks.gather("checksums", checksums)
         if ranks.first:
-            _finish(work, amax, checksums)
+            _finish(work, found, checksums)
 
 
 @contextmanager
@@ -124,8 +139,10 @@ def _journal(work: Work, restart: bool, ranks: Ranks) -> Iterator[Journal]:
         yield journal
 
 
-def _finish(work: Work, amax: Mapping[str, float], checksums: Mapping[str, str]) -> None:
-    work.writer.finish(work.finish(amax))
+def _finish(work: Work, found: Mapping[str, float], checksums: Mapping[str, str]) -> None:
+    work.writer.finish(work.finish(found))
+    if work.coded and not any(job.encode for job in work.plan.jobs):
+        encodings_file.write(work.writer.directory, work.coded)
     write_manifest(work.writer.directory, work.reader, work.plan.digest, checksums)
     if work.plan.target == "megatron":
         write_tracker(work.output.partial, work.iteration)

@@ -4,8 +4,9 @@ A job is lowered to segments, so memory does not grow with the model. Where sour
 bytes are copied and no number is looked at. Otherwise each piece is decoded, rounded or encoded on its way.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from precisionctl.cast import Encode
 from precisionctl.checkpoints.base import Chunked, check_rows, read_rows, write_rows
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.fp8 import numerics
+from precisionctl.fp8.blocks import Fit, share
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.lower import Segment, lower
 from precisionctl.plan import Job, Plan
@@ -22,6 +24,10 @@ from precisionctl.plan import Job, Plan
 BUFFER = 4 << 20
 """Bytes moved at a time. With 1 MiB an export took a tenth longer, for the Python around each piece; larger ones gain
 nothing more and leave a core's own cache."""
+
+
+Piece = tuple[str, int, Tensor]
+"""The tensor to write, its first row, and values `[rows, columns]` in a buffer that the next piece uses again."""
 
 
 class Source(Chunked, Protocol):
@@ -37,8 +43,9 @@ def written(job: Job) -> Sequence[str]:
 
 
 def held_bytes(plan: Plan) -> int:
-    """The most memory that a worker holds for this plan: its buffers, or a row of a tensor that is longer; and a row
-    of the table that does more than move, as read and as made, in FP32 at worst."""
+    """The most memory that a worker holds for this plan: its buffers, or a row of a tensor that is longer; a row
+    of the table that does more than move, as read and as made, in FP32 at worst; and where it encodes or decodes, what
+    a piece becomes on the way there and back."""
     rows = [spec.columns * max(4, spec.dtype.itemsize) for spec in plan.targets.values()]
     computed = (
         [0]
@@ -49,15 +56,25 @@ def held_bytes(plan: Plan) -> int:
             if not job.row.moves(plan.model)
         ]
     )
-    return 2 * max(BUFFER, *rows) + 4 * numerics.PIECE + max(computed, default=0)
+    recoded = 6 * BUFFER if any(job.encode for job in plan.jobs) else 0
+    return 2 * max(BUFFER, *rows) + 4 * numerics.PIECE + max(computed, default=0) + recoded
 
 
 class Worker:
     """Does jobs of a plan, one after the other, with memory for one piece: bytes as read, bytes to be written, and
     FP32 numbers under way."""
 
-    def __init__(self, plan: Plan, reader: Source, writer: Chunked, weight_amax: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        reader: Source,
+        writer: Chunked,
+        weight_amax: bool = False,
+        carried: Mapping[str, Encoding] = MappingProxyType({}),
+    ) -> None:
+        """`carried` is how values that are to be encoded were coded before, by the target's names."""
         self._plan = plan
+        self._carried = carried
         self._reader = reader
         self._writer = writer
         self._weight_amax = weight_amax
@@ -65,63 +82,58 @@ class Worker:
         self._write_buffer = torch.empty(BUFFER, dtype=torch.uint8)
         self._scratch = torch.empty(numerics.PIECE)
 
-    def do(self, job: Job) -> float | None:
-        """Returns the amax of the job's weight where it was asked for or needed."""
+    def do(self, job: Job) -> dict[str, float]:
+        """Returns what was found out: the amax of the job's weight by module, where it was asked for; and of each
+        tensor that could not keep the scales it had, how many codes are other ones now."""
         for copy in job.copies:
             self._check_equal(job.reads[0], copy)
         if not job.writes:
             self._check_zero(job)
-            return None
+            return {}
         if job.reads and self._plan.source != self._plan.target and not job.row.moves(self._plan.model):
             return self._compute(job)
         reads = {name: self._reader.specs[name].rows for name in job.reads}
         segments = lower(job.row, self._plan.model, self._plan.source, self._plan.target, reads, job.writes)
         if job.encode:
-            return self._do_encode(job, job.encode, segments)
-        seen: list[Tensor] | None = [] if self._needs_amax(job) else None
+            return self._encode(job.encode, lambda: (piece for segment in segments for piece in self._moved(segment)))
+        seen: list[Tensor] = []
         for segment in segments:
-            if segment.read is None:
-                self._zero(segment)
-            else:
-                self._move(segment, segment.read, seen)
-        return float(torch.stack(seen).amax()) if seen else None
+            for name, row, values in self._moved(segment):
+                if self._wants_amax(job):
+                    seen.append(numerics.amax(values))  # while it is at hand
+                self._put_values(name, row, values)
+        return self._found(job, seen)
 
-    def _do_encode(self, job: Job, encode: Encode, segments: list[Segment]) -> float | None:
-        amax = self._amax(job.reads) if self._needs_amax(job) else None
-        for segment in segments:
-            if segment.read is None:
-                self._zero(segment)
-            else:
-                self._encode(segment, segment.read, encode, amax)
-        self._write_scales(encode, amax)
-        return None if amax is None else float(amax)
-
-    def _compute(self, job: Job) -> float | None:
+    def _compute(self, job: Job) -> dict[str, float]:
         """A row that does more than move: its tensors whole, in the wider dtype of the two sides."""
         model, wanted = self._plan.model, self._writer.specs[job.writes[0]].dtype
         parts = [self._whole(name, torch.float32 if job.encode else wanted) for name in job.reads]
         made = (job.row.merge(parts, model),) if self._plan.target == "megatron" else job.row.split(parts[0], model)
-        amax = torch.stack([numerics.amax(part) for part in made]).amax() if self._needs_amax(job) else None
-        for name, tensor in zip(job.writes, made, strict=True):
-            rows = tensor.reshape(self._writer.specs[name].rows, -1)
-            if job.encode:
-                self._encode_rows(name, 0, rows, job.encode, amax)
-            else:
-                self._put(name, 0, rows.to(wanted))
+        rows = [
+            (name, 0, tensor.reshape(self._writer.specs[name].rows, -1))
+            for name, tensor in zip(job.writes, made, strict=True)
+        ]
         if job.encode:
-            self._write_scales(job.encode, amax)
-        return None if amax is None else float(amax)
+            return self._encode(job.encode, lambda: rows)
+        for name, row, values in rows:
+            self._put_values(name, row, values)
+        return (
+            {job.module: float(torch.stack([numerics.amax(part) for part in made]).amax())}
+            if self._wants_amax(job)
+            else {}
+        )
+
+    def _found(self, job: Job, amaxes: list[Tensor]) -> dict[str, float]:
+        return {job.module: float(torch.stack(amaxes).amax())} if amaxes else {}
+
+    def _wants_amax(self, job: Job) -> bool:
+        return self._weight_amax and job.row.gemm
 
     def _whole(self, name: str, wanted: torch.dtype) -> Tensor:
         spec, encoding = self._reader.specs[name], self._reader.encodings.get(name)
         stored = read_rows(self._reader, name, 0, spec.rows)
         values = stored if encoding is None else encoding.decode_rows(stored, 0, torch.float32)
         return values.to(torch.promote_types(values.dtype, wanted)).reshape(spec.shape)
-
-    def _needs_amax(self, job: Job) -> bool:
-        if job.encode:
-            return job.encode.granularity == "tensor"
-        return self._weight_amax and job.row.gemm
 
     def _put(self, name: str, row: int, values: Tensor) -> None:
         write_rows(self._writer, name, row, values)
@@ -140,47 +152,67 @@ class Worker:
         for start in range(0, rows, step):
             yield start, self._values(name, row + start, min(step, rows - start))
 
-    def _amax(self, names: tuple[str, ...]) -> Tensor:
-        pieces = (values for name in names for _, values in self._pieces(name, 0, self._reader.specs[name].rows))
-        return torch.stack([numerics.amax(values) for values in pieces]).amax()
-
-    def _move(self, segment: Segment, read: str, seen: list[Tensor] | None) -> None:
-        """`seen` takes the amax of each piece, while it is at hand."""
-        dtype = self._writer.specs[segment.write].dtype
-        for start, values in self._pieces(read, segment.read_row, segment.rows):
-            if seen is not None:
-                seen.append(numerics.amax(values))
-            if values.dtype != dtype:
-                values = _view(self._write_buffer, dtype, *values.shape).copy_(values)
-            self._put(segment.write, segment.write_row + start, values)
-
-    def _zero(self, segment: Segment) -> None:
+    def _moved(self, segment: Segment) -> Iterator[Piece]:
+        """What a segment writes, piece by piece."""
+        if segment.read is not None:
+            for start, values in self._pieces(segment.read, segment.read_row, segment.rows):
+                yield segment.write, segment.write_row + start, values
+            return
         spec = self._writer.specs[segment.write]
-        step = max(1, BUFFER // (spec.columns * spec.dtype.itemsize))
+        step = max(1, BUFFER // (spec.columns * 4))
         for start in range(0, segment.rows, step):
-            zeros = _view(self._write_buffer, spec.dtype, min(step, segment.rows - start), spec.columns).zero_()
-            self._put(segment.write, segment.write_row + start, zeros)
+            zeros = _view(self._read_buffer, torch.float32, min(step, segment.rows - start), spec.columns).zero_()
+            yield segment.write, segment.write_row + start, zeros
 
-    def _encode(self, segment: Segment, read: str, encode: Encode, amax: Tensor | None) -> None:
-        for start, values in self._pieces(read, segment.read_row, segment.rows):
-            self._encode_rows(segment.write, segment.write_row + start, values, encode, amax)
-
-    def _encode_rows(self, name: str, row: int, values: Tensor, encode: Encode, amax: Tensor | None) -> None:
+    def _put_values(self, name: str, row: int, values: Tensor) -> None:
         dtype = self._writer.specs[name].dtype
-        scale_inv = numerics.scale_inv(numerics.row_amax(values) if amax is None else amax, dtype)
-        codes = _view(self._write_buffer, dtype, *values.shape)
-        numerics.encode_by_scale_inv(values, scale_inv, codes, self._scratch)
-        self._put(name, row, codes)
-        if amax is None:
-            self._put(encode.weight_scales[name], row, scale_inv)
+        if values.dtype != dtype:
+            values = _view(self._write_buffer, dtype, *values.shape).copy_(values)
+        self._put(name, row, values)
 
-    def _write_scales(self, encode: Encode, amax: Tensor | None) -> None:
-        if amax is not None:
-            for weight, name in encode.weight_scales.items():
-                scale_inv = numerics.scale_inv(amax, self._writer.specs[weight].dtype)
-                self._put(name, 0, scale_inv.reshape(1, 1))
+    def _encode(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> dict[str, float]:
+        """Two passes: what scales there must be, then the codes. One is enough where each row has its own scale, and
+        none is carried."""
+        fits = {
+            name: Fit(spec.rows, spec.columns, block, spec.dtype, self._carried.get(name))
+            for name, block in encode.blocks.items()
+            if (spec := self._writer.specs[name]) and (name in self._carried or block != (1, spec.columns))
+        }
+        for name, row, values in pieces() if fits else ():
+            if name in fits:
+                fits[name].see(values, row)
+        if encode.shared:
+            share(list(fits.values()))
+        changed = dict.fromkeys((name for name, fit in fits.items() if fit.carried and not fit.fits.all()), 0.0)
+        made = {name: self._made(fit, encode.weight_scales[name], encode.power_of_2) for name, fit in fits.items()}
+        for name, row, values in pieces():
+            if name not in encode.blocks:
+                self._put_values(name, row, values)
+                continue
+            encoding = made.get(name) or self._by_row(name, row, values, encode)
+            codes = _view(self._write_buffer, encoding.dtype, *values.shape)
+            encoding.encode_rows(values, row if name in made else 0, codes, self._scratch)
+            if name in changed:
+                changed[name] += fits[name].changed(values, codes, row)
+            self._put(name, row, codes)
         for name, value in encode.input_scales.items():
-            self._put(name, 0, torch.tensor([[value]]))
+            self._put(name, 0, torch.tensor([[value]]).to(self._writer.specs[name].dtype))
+        return changed
+
+    def _made(self, fit: Fit, scales: str, power_of_2: bool) -> Encoding:
+        """How to encode, after one pass; the scales are written."""
+        spec = self._writer.specs[scales]
+        exponents = spec.dtype == torch.uint8
+        encoding = fit.encoding(torch.float8_e8m0fnu if exponents else spec.dtype, power_of_2=power_of_2)
+        self._put(scales, 0, encoding.scale_inv.view(spec.dtype).reshape(spec.rows, spec.columns))
+        return encoding
+
+    def _by_row(self, name: str, row: int, values: Tensor, encode: Encode) -> Encoding:
+        """How to encode rows that each have the scale of their own amax, which is written."""
+        dtype = self._writer.specs[name].dtype
+        scale_inv = numerics.scale_inv(numerics.row_amax(values), dtype)
+        self._put(encode.weight_scales[name], row, scale_inv)
+        return Encoding(dtype, scale_inv, (1, values.shape[1]))
 
     def _check_equal(self, name: str, copy: str) -> None:
         for start, values in self._pieces(name, 0, self._reader.specs[name].rows):

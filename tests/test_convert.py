@@ -459,7 +459,7 @@ def test_a_torn_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
     with open(output.journal, "a") as file:
         file.write('{"done": ["c"], "am')
     with open_journal(output, "plan", []) as kept:
-        assert kept.done == {"a", "b"} and kept.amax == {"a": 1.5}
+        assert kept.done == {"a", "b"} and kept.found == {"a": 1.5}
         kept.record(["c"], {})
     with open_journal(output, "plan", []) as kept:
         assert kept.done == {"a", "b", "c"}

@@ -1,25 +1,49 @@
-"""How a checkpoint's FP8 codes decode, read from its scale tensors when it is asked for."""
+"""How a checkpoint's weights were coded: from the scale tensors of an FP8 directory, or kept beside its values.
 
-from collections.abc import Iterator, Mapping
+`precisionctl/encodings.safetensors` holds those scale tensors as they were, under their own names, shapes and dtypes;
+in its metadata the `quantization_config` that they belong to, and what each weight was. So a checkpoint of values can
+become FP8 again as it was FP8 before.
+"""
 
-from precisionctl.checkpoints.base import Chunked, read_tensor
-from precisionctl.fp8.encoding import Encoding
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precisionctl.checkpoints.base import Chunk, Chunked, read_tensor, sync, whole
+from precisionctl.checkpoints.companions import parse_json
+from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, Stored, make_header, read_described
+from precisionctl.errors import DamagedCheckpoint, UnknownFormat
+from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
+from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales, encoding
+
+QUANT_CONFIG = "hf_quant_config.json"
+"""What ModelOpt writes beside config.json, or used to write in place of its `quantization_config`."""
+
+RELATIVE = Path("precisionctl/encodings.safetensors")
+FORMAT_VERSION = 1
+_KEY = "precisionctl"
 
 
 class StoredEncodings(Mapping[str, Encoding]):
-    """The encodings of weights by name, from tensors in files. The grids of a large model are gigabytes with all its
-    channels, so none is kept but the last: whoever decodes asks for one weight's many times over."""
+    """The encodings of weights by name, from tensors in files. The grids of a large model are gigabytes where channels
+    have scales, so none is kept but the last: whoever decodes asks for one weight's many times over."""
 
-    def __init__(self, stored: Chunked, scales: Mapping[str, Scales], where: object) -> None:
-        self._stored, self._scales, self._where = stored, scales, where
+    def __init__(
+        self, stored: Chunked, weights: Mapping[str, TensorSpec], scales: Mapping[str, Scales], where: object
+    ) -> None:
+        self._stored, self._weights, self._scales, self._where = stored, weights, scales, where
         self._last: tuple[str, Encoding] | None = None
 
     def __getitem__(self, name: str) -> Encoding:
         if self._last is None or self._last[0] != name:
             scales = self._scales[name]
             scale = read_tensor(self._stored, scales.weight)
-            self._last = name, encoding(scale, scales, self._stored.specs[name], self._where)
+            self._last = name, encoding(scale, scales, self._weights[name], self._where)
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -30,3 +54,116 @@ class StoredEncodings(Mapping[str, Encoding]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._scales
+
+
+@dataclass(frozen=True)
+class Coded:
+    """How the weights of a model were coded, by Hugging Face name: shape and dtype of the codes, and where their
+    scales are in `stored`, which holds others too: those of a KV cache.
+
+    `quantization` is the `quantization_config` of the directory that they come from, and `files` what else it said of
+    them, by file name; empty where codes come from elsewhere.
+    """
+
+    weights: Mapping[str, TensorSpec]
+    scales: Mapping[str, Scales]
+    stored: Chunked
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    path: Path | None = None
+
+    @property
+    def encodings(self) -> Mapping[str, Encoding]:
+        return StoredEncodings(self.stored, self.weights, self.scales, self.path)
+
+    def input_scale(self, name: str) -> float | None:
+        """The fixed scale_inv of a weight's input; None where there is none."""
+        given = self.scales[name].input
+        return None if given is None else float(read_tensor(self.stored, given).float().reshape(()))
+
+
+class Within:
+    """Tensors of one safetensors file, or of several."""
+
+    def __init__(self, places: Mapping[str, tuple[Path, Stored]]) -> None:
+        self.places = places
+        self.specs: Mapping[str, TensorSpec] = {name: stored.spec for name, (_, stored) in places.items()}
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        file, stored = self.places[name]
+        return [Chunk(whole(stored.spec), file, stored.offset)]
+
+
+def write(directory: Path, coded: Coded) -> None:
+    """Write and sync the file of a checkpoint's directory. Equal encodings give equal bytes; one tensor is in memory
+    at a time."""
+    path = directory / RELATIVE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {
+        "format_version": FORMAT_VERSION,
+        "quantization_config": coded.quantization,
+        "files": {name: data.decode() for name, data in coded.files.items()},
+        "weights": {
+            name: {
+                "codes": NAMES[spec.dtype],
+                "shape": spec.shape,
+                "block": coded.scales[name].block,
+                "scale_inv": coded.scales[name].weight,
+                "input_scale_inv": coded.scales[name].input,
+            }
+            for name, spec in coded.weights.items()
+        },
+    }
+    specs = dict(sorted(coded.stored.specs.items()))
+    header, offsets = make_header(specs, {_KEY: json.dumps(metadata, sort_keys=True)})
+    with open(path, "wb") as file:
+        file.write(header)
+        for name in specs:
+            file.seek(offsets[name])
+            file.write(read_tensor(coded.stored, name).reshape(-1).view(torch.uint8).numpy().tobytes())
+    sync(path)
+
+
+def find(checkpoint: Path) -> Coded | None:
+    """What the file in a checkpoint's directory says, if it has one.
+
+    Raises UnknownFormat for the version of another release, DamagedCheckpoint for a file that contradicts itself.
+    """
+    path = checkpoint / RELATIVE
+    if not path.is_file():
+        return None
+    tensors, metadata = read_described(path)
+    stored = Within({name: (path, tensor) for name, tensor in tensors.items()})
+    said = parse_json(metadata.get(_KEY, "").encode(), path)
+    if said.get("format_version") != FORMAT_VERSION:
+        raise UnknownFormat(
+            "encodings of another format version", where=path, do="Read them with the release that wrote them."
+        )
+    try:
+        weights = {name: _weight(fields) for name, fields in said["weights"].items()}
+        scales = {name: _scales(name, fields, weights[name], stored.specs) for name, fields in said["weights"].items()}
+        files = {name: text.encode() for name, text in said["files"].items() if name == QUANT_CONFIG}
+        quantization = dict(said["quantization_config"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedCheckpoint(f"the encodings make no sense: {error!r:.100}", where=path) from error
+    return Coded(weights, scales, stored, quantization, files, path)
+
+
+def _weight(fields: Mapping[str, Any]) -> TensorSpec:
+    shape, dtype = fields["shape"], DTYPES[fields["codes"]]
+    if dtype not in CODES or not all(type(size) is int and 0 < size < 1 << 40 for size in shape):
+        raise ValueError("a weight of no codes, or of no size")
+    return TensorSpec(tuple(shape), dtype)
+
+
+def _scales(name: str, fields: Mapping[str, Any], weight: TensorSpec, stored: Mapping[str, TensorSpec]) -> Scales:
+    high, wide = fields["block"]
+    if not all(type(size) is int and 0 < size < 1 << 40 for size in (high, wide)):
+        raise ValueError(f"{name} has a block of no size")
+    found = Scales(fields["scale_inv"], fields["input_scale_inv"], (high, wide))
+    spec, counts = stored[found.weight], grid_shape(weight.rows, weight.columns, found.block)
+    if spec.rows * spec.columns != counts[0] * counts[1]:
+        raise ValueError(f"{name} has as many scales as {spec.shape}")
+    if found.input is not None and stored[found.input].rows * stored[found.input].columns != 1:
+        raise ValueError(f"{name} has several input scales")
+    return found

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from precisionctl.architectures.find import from_hf_config
+from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions
-from precisionctl.checkpoints.encodings_file import StoredEncodings
+from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, Coded, StoredEncodings, Within
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, Spelling, index_of, read_stored, spelling_of
 from precisionctl.checkpoints.safetensors_file import Stored, split_shards
@@ -49,7 +50,7 @@ class HuggingFaceReader:
         self.companions = read_companions(path, links=True)
         self.config = _with_quantization(_load_json(path / "config.json"), path)
         self.model: ModelShape = from_hf_config(self.config, path / "config.json")
-        self.stored = _Stored(self._places())
+        self.stored = Within(self._places())
         self._scales: Mapping[str, Scales] = stored_scales(self.config, self.stored.specs, path / "config.json")
         hidden = {name for scales in self._scales.values() for name in scales.names}
         hidden |= cache_scales(self.config, self.stored.specs).keys()
@@ -72,7 +73,20 @@ class HuggingFaceReader:
 
     @cached_property
     def encodings(self) -> Mapping[str, Encoding]:
-        return StoredEncodings(self.stored, self._scales, self.path)
+        return StoredEncodings(self.stored, self.specs, self._scales, self.path)
+
+    @property
+    def coded(self) -> Coded | None:
+        """How the weights are coded, or were."""
+        if not self._scales:
+            return encodings_file.find(self.path)
+        names = {name for scales in self._scales.values() for name in scales.names}
+        names |= cache_scales(self.config, self.stored.specs).keys()
+        stored = Within({name: self.stored.places[name] for name in sorted(names)})
+        weights = {name: self.specs[name] for name in self._scales}
+        beside = self.path / QUANT_CONFIG
+        files = {QUANT_CONFIG: beside.read_bytes()} if beside.is_file() else {}
+        return Coded(weights, self._scales, stored, self.config["quantization_config"], files, self.path)
 
     @cached_property
     def input_scales(self) -> Mapping[str, float]:
@@ -94,18 +108,6 @@ class HuggingFaceReader:
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self.stored.chunks(name)
-
-
-class _Stored:
-    """All stored tensors, scales included, as `read_tensor` takes them."""
-
-    def __init__(self, places: Mapping[str, tuple[Path, Stored]]) -> None:
-        self.places = places
-        self.specs = {name: stored.spec for name, (_, stored) in places.items()}
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        file, stored = self.places[name]
-        return [Chunk(whole(stored.spec), file, stored.offset)]
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
 
 def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """config.json, with what older ModelOpts wrote in a file of its own."""
-    beside = path / "hf_quant_config.json"
+    beside = path / QUANT_CONFIG
     if config.get("quantization_config") or not beside.is_file():
         return config
     quantization = _load_json(beside).get("quantization")

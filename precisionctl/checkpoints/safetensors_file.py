@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # the library's own limit
 _MOST_VALUES = 8_000_000
 """Commas and brackets in a header: of half a million tensors. 100 MB of `[],` would be gigabytes once they are read."""
@@ -51,23 +52,28 @@ class Stored:
 
 def read_header(path: Path) -> dict[str, Stored]:
     """Every tensor of a file. Raises DamagedCheckpoint; no tensor data is read."""
+    return read_described(path)[0]
+
+
+def read_described(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """As `read_header`, and the file's metadata."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LONGEST_HEADER):
                 raise DamagedCheckpoint("truncated, or no safetensors file", where=path, do="Copy it again.")
-            header = _parse(file.read(length))
+            header, metadata = _parse(file.read(length))
         tensors = {name: _stored(entry, 8 + length) for name, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         what = f"the header makes no sense: {type(error).__name__}: {error}"
         raise DamagedCheckpoint(what, where=path, do="Copy it again.") from error
     _check_tiling(tensors, 8 + length, size, path)
-    return tensors
+    return tensors, metadata
 
 
-def _parse(text: bytes) -> dict[str, Any]:
-    """The entries of a header. As strict as the library, and about what is there twice stricter."""
+def _parse(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """The entries of a header, and its metadata. As strict as the library, and about what is there twice stricter."""
     if not text.startswith(b"{") or sum(map(text.count, (b",", b"[", b"{"))) > _MOST_VALUES:
         raise ValueError("no JSON object of a file's tensors")
     header: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=_once, parse_int=_natural)
@@ -76,7 +82,7 @@ def _parse(text: bytes) -> dict[str, Any]:
         raise ValueError("`__metadata__` is not made of strings")
     for word in (*header, *metadata, *metadata.values()):
         word.encode()  # half of a pair of surrogates can be written in JSON, and nowhere else
-    return header
+    return header, metadata
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -119,7 +125,9 @@ def _check_tiling(tensors: Mapping[str, Stored], start: int, size: int, path: Pa
         )
 
 
-def make_header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
+def make_header(
+    specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] = MappingProxyType({"format": "pt"})
+) -> tuple[bytes, dict[str, int]]:
     """The bytes before the data (length and JSON), and each tensor's offset in the file.
 
     Widest dtypes first, as the library orders them, so that every tensor is aligned to its element.
@@ -130,11 +138,11 @@ def make_header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]
     for name in ordered:
         begins[name] = position
         position += specs[name].nbytes
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     for name in ordered:
         spec = specs[name]
         span = [begins[name], begins[name] + spec.nbytes]
-        header[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
+        header[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 @click.option("--to", type=click.Choice(["hf", "megatron"]), required=True, help="Layout of the result.")
 @click.option(
     "--precision",
-    type=click.Choice(["keep", "bf16", "fp8"]),
+    type=click.Choice(["keep", "bf16", "fp32", "fp8"]),
     default="keep",
     show_default=True,
-    help="What the result is made of; FP8 state is carried by all three.",
+    help="What the result is made of; FP8 state is carried by all.",
 )
 @click.option("--container", help="safetensors or bin; torch_dist or torch. Else the first of its layout.")
 @click.option("--recipe", help="Recipe of the FP8 state: a bundled name or a TOML file; else the carried one, or TE's.")
@@ -49,7 +49,8 @@ def convert(recipe: str | None, how: Writing, **what: Any) -> None:
     """Convert SOURCE between Hugging Face and Megatron, any container to any, FP8 state included.
 
     DESTINATION appears only when it is complete; the same command run again goes on where one was stopped.
-    `--to hf --precision fp8` is `export-inference --target vllm`, and rounds the weights.
+    `--to hf --precision fp8` gives weights that were FP8 before the codes that they had; others it rounds, as
+    `export-inference --target vllm` does.
     """
     from precisionctl.commands import Conversion, plan_conversion
 

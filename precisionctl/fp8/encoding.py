@@ -44,6 +44,56 @@ class Encoding:
         """Values of `codes` `[n, columns]`, which are rows `[row, row + n)` of the tensor."""
         return numerics.decode(codes, self.scales(row, *codes.shape), dtype)
 
+    def encode_rows(
+        self, values: Tensor, row: int, into: Tensor | None = None, scratch: Tensor | None = None
+    ) -> Tensor:
+        """Codes of `values` `[n, columns]`, which are rows `[row, row + n)` of the tensor; `scratch` as
+        `encode_by_scale_inv` takes it."""
+        codes = torch.empty(values.shape, dtype=self.dtype) if into is None else into
+        work = torch.empty(numerics.PIECE) if scratch is None else scratch
+        numerics.encode_by_scale_inv(values, self.scales(row, *values.shape), codes, work)
+        return codes
+
+    def in_blocks(self, rows: int, columns: int, block: tuple[int, int]) -> Tensor:
+        """The FP32 scale_inv of each block of another size, of a tensor `[rows, columns]`; NaN where one block would
+        have several."""
+        high, wide = grid_shape(rows, columns, block)
+        by_block = _regrouped(self.scale_inv.float(), self.block[0], block[0], high)
+        return _regrouped(by_block.t(), self.block[1], block[1], wide).t()
+
+
+def _regrouped(grid: Tensor, here: int, there: int, count: int) -> Tensor:
+    """Rows that each stand for `here` rows of a tensor, as `count` ones that stand for `there`; NaN where they differ,
+    and where the one is no multiple of the other."""
+    if here == there and len(grid) == count:
+        return grid
+    if len(grid) == 1:
+        return grid.expand(count, -1)
+    if here % there == 0:
+        return grid.repeat_interleave(here // there, 0)[:count]
+    if there % here and count > 1:
+        return torch.full((count, grid.shape[1]), torch.nan)
+    each = len(grid) if count == 1 else there // here
+    parts = grid[torch.arange(count * each).clamp(max=len(grid) - 1)].view(count, each, -1)
+    return torch.where(parts.amin(1) == parts.amax(1), parts.amax(1), torch.nan)
+
+
+def by_rows(encoding: Encoding, rows: int) -> Tensor:
+    """FP32 scale_inv of each row of a tensor, `[rows, columns / block[1]]`: to be moved as its rows are."""
+    grid = encoding.scale_inv.float()
+    return grid[torch.arange(rows) // encoding.block[0]] if len(grid) > 1 else grid.expand(rows, -1)
+
+
+def of_rows(dtype: torch.dtype, grid: Tensor, like: Encoding, columns: int) -> Encoding:
+    """The inverse of `by_rows`, after rows have moved: one scale for a tensor, else blocks of `like`'s size, else
+    of one row each, where rows of several blocks have come into one."""
+    rows, wide = len(grid), columns if grid.shape[1] == 1 else like.block[1]
+    for high in (rows, like.block[0], 1):
+        made = _regrouped(grid, 1, high, -(-rows // high))
+        if not bool(made.isnan().any()):
+            return Encoding(dtype, made.to(like.scale_inv.dtype), (high, wide))
+    raise AssertionError("a row of its own has one scale")
+
 
 def _bits(dtype: torch.dtype) -> torch.dtype:
     """What torch can index where it cannot index E8M0."""

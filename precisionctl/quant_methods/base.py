@@ -113,8 +113,8 @@ class QuantMethod:
         """The scales of a weight in an export."""
         name, given = sibling(weight, self.weight_scales[0]), sibling(weight, self.input_scales[0])
         if scheme == "static":
-            return Scales(name, given, _sized(TENSOR, spec))
-        return Scales(name, None, _sized(CHANNEL, spec))
+            return Scales(name, given, sized(TENSOR, spec))
+        return Scales(name, None, sized(CHANNEL, spec))
 
 
 _SLICE = re.compile(r"(.+)(\[\d+\])")
@@ -176,10 +176,10 @@ def _found(weight: str, method: QuantMethod, said: Said, specs: Mapping[str, Ten
     if given is not None and specs[given].rows * specs[given].columns != 1:
         raise DamagedCheckpoint(f"{given} has shape {list(specs[given].shape)}, not one scale", where=where)
     for block in said.blocks:
-        sized = _sized(block, specs[weight])
-        grid = grid_shape(specs[weight].rows, specs[weight].columns, sized)
+        size = sized(block, specs[weight])
+        grid = grid_shape(specs[weight].rows, specs[weight].columns, size)
         if _without_ones(specs[scale].shape) == _without_ones(grid):
-            return Scales(scale, given, sized)
+            return Scales(scale, given, size)
     kinds = " or ".join(_KINDS.get(block, f"one per block of {shown(block)}") for block in said.blocks)
     raise DamagedCheckpoint(
         f"{scale} has shape {list(specs[scale].shape)} for a weight of {list(specs[weight].shape)}; "
@@ -196,7 +196,8 @@ def _present(weight: str, kinds: Sequence[str], specs: Mapping[str, TensorSpec],
     raise DamagedCheckpoint(f"no {' or '.join(names)} for its FP8 codes", where=where, do="Is every shard there?")
 
 
-def _sized(block: Block, spec: TensorSpec) -> tuple[int, int]:
+def sized(block: Block, spec: TensorSpec) -> tuple[int, int]:
+    """A block in numbers, of a tensor."""
     return max(1, spec.rows if block[0] is None else block[0]), max(1, spec.columns if block[1] is None else block[1])
 
 

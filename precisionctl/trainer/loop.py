@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -21,14 +21,13 @@ from precisionctl.trainer.data import IGNORED, Batch, Feed, Rows, in_batches
 from precisionctl.trainer.metrics import MetricsLog, StepMetrics
 from precisionctl.trainer.model import GPT, loss
 from precisionctl.trainer.optim import MasterAdamW, learning_rate
-from precisionctl.trainer.recorder import Recorder
 
 OnStep = Callable[[StepMetrics], None]
 
 
 @dataclass
 class Run:
-    """A run in memory. A BF16 run may have a recorder, to which its passes are shown."""
+    """A run in memory."""
 
     recipe: Recipe
     model: GPT
@@ -37,15 +36,10 @@ class Run:
     held_out: Rows | None = None
     step: int = 0
     position: int = 0
-    recorder: Recorder | None = None
     feed: Feed = field(init=False)
 
     def __post_init__(self) -> None:
         self.feed = Feed(self.rows, self.recipe.train, self.device)
-
-    def shown(self) -> AbstractContextManager[None]:
-        """Around passes that are shown to the recorder, if there is one."""
-        return self.model.recorded_by(self.recorder) if self.recorder else nullcontext()
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +52,7 @@ def train(run: Run, log: MetricsLog, save: Callable[[], None], on_step: OnStep) 
     Raises PrecisionError, with nothing saved, where the loss or the gradients stop being numbers.
     """
     last = run.recipe.train.steps
-    with run.shown(), stop_signals() as received:
+    with stop_signals() as received:
         while run.step < last:
             metrics = _measured_step(run, log.tokens)
             log.write(metrics)

@@ -1,0 +1,94 @@
+"""Fit: what one pass over a tensor tells of the scales of its blocks, so that a second one can encode it.
+
+A carried scale is kept where it gives back every value of its block: then the values are codes of old, and are the
+same codes again. Elsewhere they have changed since, and the block gets the scale that its amax asks for.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from precisionctl.fp8 import numerics
+from precisionctl.fp8.encoding import Encoding, grid_shape
+
+
+class Fit:
+    """Of a tensor `[rows, columns]` in blocks of a size, for codes of a dtype.
+
+    `carried` is how its values were coded before, in blocks of any size; None where that is not known.
+    """
+
+    def __init__(
+        self, rows: int, columns: int, block: tuple[int, int], dtype: torch.dtype, carried: Encoding | None
+    ) -> None:
+        self.block, self.dtype, self.carried = block, dtype, carried
+        self.amax = torch.zeros(grid_shape(rows, columns, block))
+        self.candidate = carried.in_blocks(rows, columns, block) if carried else torch.zeros_like(self.amax)
+        self.fits = torch.isfinite(self.candidate) & (self.candidate > 0)
+
+    def see(self, values: Tensor, row: int) -> None:
+        """`values` `[n, columns]` are rows `[row, row + n)`, in the dtype that they are stored in."""
+        if self.amax.numel() == 1:
+            self.amax = torch.maximum(self.amax, numerics.amax(values))
+        else:
+            self._reduce(self.amax, values.abs().float(), row)
+        if self.carried is None:
+            return
+        misfit = torch.zeros_like(self.amax)
+        self._reduce(misfit, self._differs(values, self._encoding(self.candidate), row), row)
+        self.fits &= misfit == 0
+
+    def _differs(self, values: Tensor, encoding: Encoding, row: int) -> Tensor:
+        """1 where a value is no code's under an encoding, FP32. A value that has been BF16 once is one that is a
+        code's in BF16, whatever it is stored in now."""
+        back = encoding.decode_rows(encoding.encode_rows(values, row), row, torch.float32)
+        same = (back.to(values.dtype) == values) | (back.bfloat16() == values) | (back.isnan() & values.isnan())
+        return (~same).float()
+
+    def changed(self, values: Tensor, codes: Tensor, row: int) -> int:
+        """How many of the codes that were made are other than under the scales that were carried."""
+        assert self.carried is not None
+        before = self.carried.encode_rows(values, row)
+        return int((before.view(torch.uint8) != codes.view(torch.uint8)).sum())
+
+    def _reduce(self, into: Tensor, values: Tensor, row: int) -> None:
+        """Maximum by block, of non-negative numbers; NaN is passed over."""
+        high, wide = self.block
+        columns = values.shape[1]
+        padded = torch.nn.functional.pad(values.nan_to_num(nan=0.0, posinf=math.inf), (0, -columns % wide))
+        by_row = padded.view(len(values), -1, wide).amax(2)
+        if high == 1:
+            into[row : row + len(values)] = by_row
+            return
+        for block in range(row // high, -(-(row + len(values)) // high)):
+            first, last = max(block * high - row, 0), (block + 1) * high - row
+            into[block] = torch.maximum(into[block], by_row[first:last].amax(0))
+
+    def _encoding(self, grid: Tensor) -> Encoding:
+        return Encoding(self.dtype, torch.where(grid.isfinite() & (grid > 0), grid, 1.0), self.block)
+
+    def encoding(self, dtype: torch.dtype, *, power_of_2: bool = False) -> Encoding:
+        """The scales to encode with, stored in `dtype`: those that fit, and new ones, powers of two if asked for."""
+        new = numerics.scale_inv(self.amax, self.dtype)
+        if power_of_2 or dtype.itemsize == 1:
+            new = _power_of_2_above(new)
+        grid = torch.where(self.fits, self.candidate, new.to(dtype).float())
+        return Encoding(self.dtype, grid.to(dtype), self.block)
+
+
+def share(fits: Sequence[Fit]) -> None:
+    """Make one scale of those of several tensors, each a block of its own: the carried one where it fits all."""
+    amax = torch.stack([fit.amax for fit in fits]).amax(0)
+    same = all(torch.equal(fit.candidate, fits[0].candidate) for fit in fits)
+    all_fit = torch.stack([fit.fits for fit in fits]).all(0) & same
+    for fit in fits:
+        fit.amax, fit.fits = amax, all_fit
+
+
+def _power_of_2_above(scales: Tensor) -> Tensor:
+    """The smallest power of two that is not less, within E8M0's range."""
+    mantissa, exponent = torch.frexp(scales)  # mantissas from 1/2 on
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    return torch.ldexp(torch.ones_like(scales), exponent.clamp(-127, 127))

@@ -1,0 +1,195 @@
+"""The way back to FP8: a checkpoint whose weights were codes once becomes the directory of codes that it was.
+
+How they were coded travels beside the values, by Hugging Face name, so that what a conversion does to rows in between
+need not be done to scales. Only where the codes that are read have other names (Megatron's, or those of experts stored
+as one tensor) are scales moved as their rows are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from precisionctl.cast import Encode
+from precisionctl.checkpoints import encodings_file
+from precisionctl.checkpoints.base import Chunk, Reader, read_tensor, whole
+from precisionctl.checkpoints.encodings_file import Coded
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.errors import MappingError, PrecisionError
+from precisionctl.export import Export
+from precisionctl.fp8.encoding import Encoding, by_rows, grid_shape, of_rows
+from precisionctl.fp8.numerics import FP8_MAX, after_one_update, recorded_amax
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
+from precisionctl.param import TensorSpec
+from precisionctl.plan import Job, Plan, make_plan
+from precisionctl.quant_methods.base import CODES, Said, Scales, recognise, sibling, sized
+
+
+def coded_before(reader: Reader) -> Coded | None:
+    """How a checkpoint's weights are coded, or were: by the names that a Hugging Face directory has for them when it
+    is written. None where nothing is known of that."""
+    if isinstance(reader, HuggingFaceReader):
+        coded = reader.coded
+    else:
+        coded = encodings_file.find(reader.path) if reader.path and not reader.encodings else None
+    renamed = reader.layout == "megatron" or any(name.endswith("]") for name in reader.encodings)
+    return _moved(reader, coded) if reader.encodings and renamed else coded
+
+
+def _moved(reader: Reader, coded: Coded | None) -> Coded:
+    """The encodings of codes under other names: scales in memory, moved as their rows are."""
+    method = recognise({"quantization_config": coded.quantization}) if coded else None
+    kinds = (method.weight_scales[0], method.input_scales[0]) if method else ("weight_scale", "input_scale")
+    weights: dict[str, TensorSpec] = {}
+    scales: dict[str, Scales] = {}
+    tensors: dict[str, Tensor] = {}
+    plan = make_plan(reader, "hf", respelled=True)
+    for job in plan.jobs:
+        if not any(name in reader.encodings for name in job.reads):
+            continue
+        if not all(name in reader.encodings for name in job.reads) or not job.row.moves(plan.model):
+            continue  # there is no row of the result of which it could be said how it was coded
+        given = [coded.input_scale(name) for name in job.reads] if coded else [None]
+        for name, encoding in zip(job.writes, _encodings(reader, job, plan), strict=False):
+            shape = plan.targets[name].shape
+            weights[name] = TensorSpec(shape, encoding.dtype)
+            scales[name] = Scales(
+                sibling(name, kinds[0]), sibling(name, kinds[1]) if given[0] is not None else None, encoding.block
+            )
+            tensors[scales[name].weight] = encoding.scale_inv.contiguous()
+            if (fixed := scales[name].input) is not None:
+                tensors[fixed] = torch.tensor(max(value for value in given if value is not None))
+    quantization, files = (coded.quantization, coded.files) if coded else ({}, {})
+    return Coded(weights, scales, _InMemory(tensors), quantization, files)
+
+
+def _encodings(reader: Reader, job: Job, plan: Plan) -> list[Encoding]:
+    """Of each tensor that a job writes."""
+    read = [reader.encodings[name] for name in job.reads]
+    parts = [by_rows(encoding, reader.specs[name].rows) for name, encoding in zip(job.reads, read, strict=True)]
+    whole_grid = parts[0] if plan.source == "megatron" else job.row.source.merge(parts, plan.model)
+    grids = job.row.split(whole_grid, plan.model)
+    columns = [plan.targets[name].columns for name in job.writes]
+    return [of_rows(read[0].dtype, grid, read[0], wide) for grid, wide in zip(grids, columns, strict=False)]
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return [Chunk(whole(self.specs[name]), self.tensors[name])]
+
+
+def make_reencoding(source: Reader, coded: Coded) -> Export:
+    """Plan the directory that `coded` was read from, of the values that are here now.
+
+    A weight that is what it was gets the codes that it had; blocks that have changed get new scales, and keep their
+    size. Everything that was no code is in BF16. Raises MappingError where `coded` is of another model.
+    """
+    plan = make_plan(source, "hf", dtype=torch.bfloat16, respelled=True)
+    method = recognise({"quantization_config": coded.quantization})
+    assert method is not None, "codes of a Hugging Face directory have a method"
+    said = method.says(coded.quantization)
+    check_model(coded, plan)
+    jobs = [replace(job, encode=_encode(job, coded, said, source.fp8)) for job in plan.jobs]
+    _add_constants(jobs, coded)
+    targets: dict[str, TensorSpec] = {}
+    for name, spec in plan.targets.items():
+        targets[name] = replace(spec, dtype=coded.weights[name].dtype) if name in coded.weights else spec
+        if name in coded.weights:
+            targets[coded.scales[name].weight] = _scale_spec(name, coded, said)
+    for job in jobs:
+        targets |= {name: coded.stored.specs[name] for name in (job.encode.input_scales if job.encode else ())}
+    made = replace(plan, jobs=tuple(jobs), targets=targets, quantization=coded.quantization)
+    return Export(made, coded.quantization, coded.files, source.fp8.iteration if source.fp8 else None)
+
+
+def check_model(coded: Coded, plan: Plan) -> None:
+    """Raises MappingError where encodings are of another model than a plan's Hugging Face tensors."""
+    for name, spec in coded.weights.items():
+        if name not in plan.targets or plan.targets[name].shape != spec.shape:
+            raise MappingError(
+                f"the encodings are of a `{name}` of {list(spec.shape)}, which this model does not have",
+                where=coded.path,
+                do="Are they of another model? Then remove the file; it is no part of the model.",
+            )
+
+
+def _encode(job: Job, coded: Coded, said: Said, states: Fp8States | None) -> Encode | None:
+    names = [name for name in job.writes if name in coded.weights]
+    if not names:
+        return None
+    return Encode(
+        blocks={name: _block(name, coded, said) for name in names},
+        weight_scales={name: coded.scales[name].weight for name in names},
+        input_scales=_input_scales(names, coded, states, job.module),
+        power_of_2=coded.quantization.get("scale_fmt") == "ue8m0",
+    )
+
+
+def _block(name: str, coded: Coded, said: Said) -> tuple[int, int]:
+    """The size that a weight's blocks had, if it is one that the method can say."""
+    blocks = [sized(block, coded.weights[name]) for block in said.blocks]
+    return coded.scales[name].block if coded.scales[name].block in blocks else blocks[0]
+
+
+def _scale_spec(name: str, coded: Coded, said: Said) -> TensorSpec:
+    weight, scales = coded.weights[name], coded.scales[name]
+    stored = coded.stored.specs[scales.weight]
+    block = _block(name, coded, said)
+    return stored if block == scales.block else replace(stored, shape=grid_shape(weight.rows, weight.columns, block))
+
+
+def _input_scales(names: Sequence[str], coded: Coded, states: Fp8States | None, module: str) -> dict[str, float]:
+    """The fixed scales that the inputs had, or where the module has recorded another amax since, that one's."""
+    found = {given: coded.input_scale(name) for name in names if (given := coded.scales[name].input) is not None}
+    carried = {name: value for name, value in found.items() if value is not None}
+    state = states.modules.get(module) if states else None
+    if states is None or state is None or not carried or not state.roles["input"].recorded:
+        return carried
+    recorded = float(recorded_amax(state.roles["input"], "input", states.recipe))
+    if recorded == float(amax_of(max(carried.values()))):
+        return carried
+    return dict.fromkeys(carried, recorded / FP8_MAX[CODES])
+
+
+def amax_of(scale_inv: float) -> Tensor:
+    """The amax that a fixed scale stands for, FP32 `[]`."""
+    return torch.tensor(scale_inv) * FP8_MAX[CODES]
+
+
+def _add_constants(jobs: list[Job], coded: Coded) -> None:
+    """Scales of no weight, those of a KV cache, are written with the first that has one."""
+    known = {name for scales in coded.scales.values() for name in scales.names}
+    rest = {name: spec for name, spec in coded.stored.specs.items() if name not in known}
+    for name, spec in rest.items():
+        if spec.rows * spec.columns != 1:
+            raise PrecisionError(f"`{name}` is {list(spec.shape)}: only one scale for a whole cache is carried back")
+    values = {name: float(read_tensor(coded.stored, name).float().reshape(())) for name in rest}
+    for number, job in enumerate(jobs):
+        if job.encode and values:
+            encode = replace(job.encode, input_scales={**job.encode.input_scales, **values})
+            jobs[number] = replace(job, encode=encode)
+            return
+
+
+def seeded(reader: Reader, coded: Coded | None, plan: Plan) -> Fp8States | None:
+    """FP8 state out of the fixed input scales of an FP8 directory: somebody has calibrated them, and an amax is an
+    amax. None where there are none. Of a fused group the largest."""
+    if coded is None or reader.layout != "hf" or not reader.encodings:
+        return None
+    recipe, modules = DelayedScaling(), {}
+    for job in plan.jobs:
+        given = [coded.input_scale(name) for name in job.reads if name in coded.scales] if job.row.gemm else []
+        if known := [value for value in given if value]:
+            fresh = Fp8State.fresh(recipe.amax_history_len)
+            state = after_one_update(amax_of(max(known)), "input", recipe)
+            modules[job.module] = Fp8State({**fresh.roles, "input": state})
+    method = coded.quantization.get("quant_method")
+    return Fp8States(recipe, modules, producer=f"input scales of {method}") if modules else None

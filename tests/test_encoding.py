@@ -1,0 +1,158 @@
+"""Codes that come back: through BF16 and FP32, under scales for tensors, rows and blocks of any size."""
+
+import fp8_directories
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from precisionctl.fp8 import numerics
+from precisionctl.fp8.blocks import Fit, share
+from precisionctl.fp8.encoding import Encoding, by_rows, grid_shape, of_rows
+
+FORMATS = pytest.mark.parametrize("dtype", fp8_directories.LAYOUTS)
+
+
+def all_codes(dtype: torch.dtype) -> torch.Tensor:
+    numbers = [code for code in range(256) if code not in fp8_directories.LAYOUTS[dtype][3]]
+    return torch.tensor(numbers, dtype=torch.uint8).view(dtype)
+
+
+def some_scales(count: int, low: float, high: float) -> torch.Tensor:
+    """FP32 with random mantissas, and those next to powers of two."""
+    generator = torch.Generator().manual_seed(0)
+    scales = (low + (high - low) * torch.rand(count, generator=generator)).exp2()
+    powers = torch.arange(int(low), int(high)).float().exp2()
+    return torch.cat([scales, powers, powers.nextafter(torch.tensor(0.0)), powers.nextafter(torch.tensor(1e30))])
+
+
+@FORMATS
+@pytest.mark.parametrize("through", [torch.bfloat16, torch.float32])
+def test_every_code_comes_back_under_its_own_scale(dtype: torch.dtype, through: torch.dtype) -> None:
+    """All codes of all formats, one row for each of 20,000 scales and more, 2^-90 to 2^90."""
+    codes, scales = all_codes(dtype), some_scales(20_000, -90, 90).unsqueeze(1)
+    rows = codes.view(torch.uint8).expand(len(scales), -1).contiguous().view(dtype)
+    values = numerics.decode(rows, scales, through)
+    again = torch.empty_like(rows)
+    numerics.encode_by_scale_inv(values, scales, again, torch.empty(numerics.PIECE))
+    assert torch.equal(again.view(torch.uint8), rows.view(torch.uint8))
+
+
+Sample = tuple[int, int, tuple[int, int], torch.Tensor]
+"""Rows, columns, block and grid."""
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> Sample:
+    rows, columns = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    block = draw(st.sampled_from([1, 3, 8, 16, rows])), draw(st.sampled_from([4, 8, 16, columns]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    grid = fp8_directories.random_scales(grid_shape(rows, columns, block), generator, torch.float32)
+    return rows, columns, block, grid
+
+
+@settings(deadline=None)
+@given(grids())
+def test_a_carried_grid_gives_the_same_codes_and_is_kept(
+    sample: Sample,
+) -> None:
+    rows, columns, block, grid = sample
+    codes = fp8_directories.random_codes((rows, columns), torch.Generator().manual_seed(1), torch.float8_e4m3fn)
+    carried = Encoding(torch.float8_e4m3fn, grid, block)
+    values = carried.decode_rows(codes, 0, torch.bfloat16)
+    expected = fp8_directories.slowly_decoded(codes, grid.numpy(), block)
+    assert torch.equal(values, torch.from_numpy(expected).bfloat16())
+    fit = Fit(rows, columns, block, codes.dtype, carried)
+    for row in range(0, rows, 7):
+        fit.see(values[row : row + 7], row)
+    kept = fit.encoding(torch.float32)
+    assert bool(fit.fits.all()) and torch.equal(kept.scale_inv, grid)
+    for row in range(0, rows, 5):
+        again = kept.encode_rows(values[row : row + 5], row)
+        assert torch.equal(again.view(torch.uint8), codes[row : row + 5].view(torch.uint8))
+
+
+@settings(deadline=None)
+@given(grids(), st.data())
+def test_a_block_that_has_changed_and_no_other_gets_a_new_scale(sample: Sample, data: st.DataObject) -> None:
+    rows, columns, block, grid = sample
+    codes = fp8_directories.random_codes((rows, columns), torch.Generator().manual_seed(1), torch.float8_e4m3fn)
+    carried = Encoding(torch.float8_e4m3fn, grid, block)
+    values = carried.decode_rows(codes, 0, torch.bfloat16)
+    row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+    place = (row // block[0], column // block[1])
+    values[row, column] = grid[place] * 1000  # beyond the largest code
+    fit = Fit(rows, columns, block, codes.dtype, carried)
+    fit.see(values, 0)
+    expected = torch.ones_like(fit.fits)
+    expected[place] = False
+    assert torch.equal(fit.fits, expected)
+    inside = values[place[0] * block[0] :][: block[0], place[1] * block[1] :][:, : block[1]]
+    made = fit.encoding(torch.float32).scale_inv
+    assert made[place] == inside.abs().max().float() / 448
+    assert torch.equal(made[expected], grid[expected])
+
+
+def test_a_value_between_two_codes_is_a_change_too() -> None:
+    carried = Encoding(torch.float8_e4m3fn, torch.tensor([[0.5]]), (2, 2))
+    fit = Fit(2, 2, (2, 2), torch.float8_e4m3fn, carried)
+    fit.see(torch.tensor([[8.0, 0.5], [8.25, 0.0]], dtype=torch.bfloat16), 0)  # 16.5 is between 16 and 18
+    assert not fit.fits.any()
+
+
+@pytest.mark.parametrize("amax, expected", [(448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (0.0, 1.0), (1e-30, None)])
+def test_new_powers_of_two_are_the_smallest_under_which_nothing_saturates(amax: float, expected: float | None) -> None:
+    fit = Fit(1, 2, (1, 2), torch.float8_e4m3fn, None)
+    fit.see(torch.tensor([[amax, -amax / 2]]), 0)
+    for made in (fit.encoding(torch.float8_e8m0fnu), fit.encoding(torch.float32, power_of_2=True)):
+        scale = float(made.scale_inv.float())
+        assert expected in (None, scale)
+        assert amax <= 448 * scale and (amax == 0 or 448 * scale < 2 * amax)
+
+
+def test_tensors_that_share_a_scale_keep_the_carried_one_only_together() -> None:
+    def fits(*scales: float) -> list[Fit]:
+        found = [
+            Fit(1, 1, (1, 1), torch.float8_e4m3fn, Encoding(torch.float8_e4m3fn, torch.tensor([[s]]), (1, 1)))
+            for s in scales
+        ]
+        for fit, scale in zip(found, scales, strict=True):
+            fit.see(torch.tensor([[448 * scale]]), 0)
+        share(found)
+        return found
+
+    assert [float(fit.encoding(torch.float32).scale_inv) for fit in fits(0.25, 0.25)] == [0.25, 0.25]
+    assert [float(fit.encoding(torch.float32).scale_inv) for fit in fits(0.25, 0.5)] == [0.5, 0.5]
+    assert not any(bool(fit.fits.any()) for fit in fits(0.25, 0.5))
+
+
+@settings(deadline=None)
+@given(grids(), st.integers(0, 99))
+def test_scales_move_with_their_rows(sample: Sample, seed: int) -> None:
+    rows, columns, block, grid = sample
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    encoding = Encoding(torch.float8_e4m3fn, grid, block)
+    moved = of_rows(encoding.dtype, by_rows(encoding, rows)[order], encoding, columns)
+    dense = encoding.scales(0, rows, columns).expand(rows, columns)
+    assert torch.equal(moved.scales(0, rows, columns).expand(rows, columns), dense[order])
+    still = of_rows(encoding.dtype, by_rows(encoding, rows), encoding, columns)
+    assert still.scale_inv.numel() <= grid.numel()
+
+
+@settings(deadline=None)
+@given(grids(), st.sampled_from([(1, 40), (8, 8), (16, 4), (40, 40), (5, 7)]))
+def test_other_blocks_have_a_scale_where_all_of_theirs_are_one(sample: Sample, other: tuple[int, int]) -> None:
+    rows, columns, block, grid = sample
+    grid = grid.round(decimals=2)  # so that neighbours are equal now and then
+    encoding = Encoding(torch.float8_e4m3fn, grid, block)
+    found = encoding.in_blocks(rows, columns, other)
+    dense = encoding.scales(0, rows, columns).expand(rows, columns)
+    assert found.shape == grid_shape(rows, columns, other)
+    for i in range(found.shape[0]):
+        for j in range(found.shape[1]):
+            inside = dense[i * other[0] :][: other[0], j * other[1] :][:, : other[1]]
+            one = bool((inside == inside[0, 0]).all())
+            if not found[i, j].isnan():
+                assert one and found[i, j] == inside[0, 0]
+            elif one:  # told of nothing, rather than looked for element by element
+                assert block[0] % other[0] or block[1] % other[1]

@@ -1,0 +1,328 @@
+"""The way back: what was FP8 becomes the same codes again, whatever it has been in between."""
+
+import json
+from pathlib import Path
+
+import fp8_directories
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from precisionctl.checkpoints import encodings_file
+from precisionctl.checkpoints.base import read_tensor, write_rows
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands import Conversion, InferenceExport, plan_conversion, plan_export
+from precisionctl.errors import DamagedCheckpoint, MappingError, PrecisionError
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.numerics import recorded_amax
+from precisionctl.param import Parallelism
+from precisionctl.work import Work, execute
+
+EACH = pytest.mark.parametrize("spelling", fp8_directories.SPELLINGS)
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def run(source: Path, destination: Path, to: str, workers: int = 1, **options: object) -> Work:
+    work = plan_conversion(Conversion(source, destination, to, **options))  # type: ignore[arg-type]
+    execute(work, workers=workers, verify=True)
+    return work
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype
+        and a[name].shape == b[name].shape
+        and torch.equal(a[name].reshape(-1).view(torch.uint8), b[name].reshape(-1).view(torch.uint8))
+        for name in a
+    )
+
+
+def quantization(directory: Path) -> object:
+    return json.loads((directory / "config.json").read_text())["quantization_config"]
+
+
+@EACH
+def test_by_way_of_megatron_every_code_and_scale_comes_back(tmp_path: Path, spelling: str) -> None:
+    """Random scales that no amax would give, ragged blocks, gate and up cut for two ranks: codes, scales of weights and
+    inputs, names, shapes, dtypes and config are those of the source."""
+    fp8_directories.make(tmp_path / "fp8", spelling, **fp8_directories.RAGGED)
+    run(tmp_path / "fp8", tmp_path / "megatron", "megatron", parallelism=Parallelism(2))
+    work = run(tmp_path / "megatron", tmp_path / "back", "hf", precision="fp8")
+    assert same(stored(tmp_path / "back"), stored(tmp_path / "fp8"))
+    assert quantization(tmp_path / "back") == quantization(tmp_path / "fp8")
+    assert any("14 of 14 weights are the codes that they were" in note for note in work.notes)
+
+
+@pytest.mark.parametrize("spelling", ["fp8-block", "compressed-tensor", "modelopt-channel"])
+def test_by_way_of_hugging_face_in_bf16_and_in_fp32(tmp_path: Path, spelling: str) -> None:
+    """And of BF16 that was made FP32 then."""
+    fp8_directories.make(tmp_path / "fp8", spelling, **fp8_directories.RAGGED)
+    run(tmp_path / "fp8", tmp_path / "between", "hf")
+    run(tmp_path / "between", tmp_path / "wider", "hf", precision="fp32")
+    run(tmp_path / "wider", tmp_path / "wider-back", "hf", precision="fp8")
+    assert same(stored(tmp_path / "wider-back"), stored(tmp_path / "fp8"))
+    for precision in ("bf16", "fp32"):
+        run(tmp_path / "fp8", tmp_path / precision, "hf", precision=precision)
+        run(tmp_path / precision, tmp_path / f"{precision}-back", "hf", precision="fp8")
+        assert same(stored(tmp_path / f"{precision}-back"), stored(tmp_path / "fp8"))
+    assert stored(tmp_path / "fp32")[UP].dtype == torch.float32
+
+
+def test_fp8_to_fp8_is_the_same_directory(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "fp8-ue8m0", **fp8_directories.RAGGED)
+    run(tmp_path / "fp8", tmp_path / "again", "hf", precision="fp8")
+    assert same(stored(tmp_path / "again"), stored(tmp_path / "fp8"))
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "mixtral", "qwen3-moe", "gpt2", "phi3"])
+def test_other_families_come_back_too(tmp_path: Path, family: str) -> None:
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64} if family == "deepseek-v3" else {}
+    fp8_directories.make(tmp_path / "fp8", "fp8-block", family, **sizes)
+    run(tmp_path / "fp8", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "hf", precision="fp8")
+    assert same(stored(tmp_path / "back"), stored(tmp_path / "fp8"))
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "compressed-block", **fp8_directories.RAGGED)
+    for workers in (1, 2):
+        run(tmp_path / "fp8", tmp_path / f"megatron{workers}", "megatron", workers=workers)
+        run(tmp_path / "megatron1", tmp_path / f"back{workers}", "hf", workers=workers, precision="fp8")
+    kept = [(tmp_path / f"megatron{w}" / "release" / encodings_file.RELATIVE).read_bytes() for w in (1, 2)]
+    made = [(tmp_path / f"back{w}" / "model.safetensors").read_bytes() for w in (1, 2)]
+    assert kept[0] == kept[1] and made[0] == made[1]
+
+
+@pytest.mark.parametrize(
+    "spelling", ["fp8-block", "fp8-ue8m0", "compressed-channel", "modelopt-tensor", "compressed-mxfp8"]
+)
+def test_a_block_that_was_trained_gets_a_new_scale_and_the_others_keep_theirs(tmp_path: Path, spelling: str) -> None:
+    made = fp8_directories.make(tmp_path / "fp8", spelling, **fp8_directories.RAGGED)[UP]
+    run(tmp_path / "fp8", tmp_path / "bf16", "hf")
+    values = stored(tmp_path / "bf16")
+    values[UP][130, 5] = 100.0  # row 130 is in the second row of blocks of 128
+    save_file(values, tmp_path / "bf16" / "model.safetensors", metadata={"format": "pt"})
+    work = run(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
+    before, after = stored(tmp_path / "fp8"), stored(tmp_path / "back")
+    reader = HuggingFaceReader(tmp_path / "back")
+    old, new = HuggingFaceReader(tmp_path / "fp8").encodings[UP], reader.encodings[UP]
+    high, wide = made.block
+    place = (130 // high, 5 // wide)
+    others = torch.ones(new.scale_inv.shape, dtype=torch.bool)
+    others[place] = False
+    assert torch.equal(new.scale_inv.float()[others], old.scale_inv.float()[others])
+    inside = values[UP][place[0] * high :][:high, place[1] * wide :][:, :wide].float()
+    scale = float(new.scale_inv.float()[place])
+    assert 100 / 448 * (1 - 2**-8) <= scale <= 2 * 100 / 448
+    codes = (inside / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    found = after[UP].view(torch.uint8)[place[0] * high :][:high, place[1] * wide :][:, :wide]
+    assert torch.equal(found, codes.view(torch.uint8))
+    changed = int((after[UP].view(torch.uint8) != before[UP].view(torch.uint8)).sum())
+    (note,) = [note for note in work.notes if "codes are others" in note]
+    # The changed value itself had no code under the old scale but the largest.
+    assert abs(int(note.partition(": ")[2].split(" of ")[0].replace(",", "")) - changed) <= 1
+    assert same({k: v for k, v in before.items() if UP not in k}, {k: v for k, v in after.items() if UP not in k})
+
+
+def test_fused_experts_come_back_under_the_names_of_their_class(tmp_path: Path) -> None:
+    """Gate and up of 48 rows have one block in the fused tensor, and one each when they are apart: 0 codes change."""
+    fp8_directories.make(tmp_path / "fp8", "fp8-block", "qwen3-moe")
+    file = tmp_path / "fp8" / "model.safetensors"
+    tensors, experts = load_file(file), "model.layers.1.mlp.experts"
+    fused: list[torch.Tensor] = []
+    down: list[torch.Tensor] = []
+    for expert in range(8):
+        parts = {
+            part: tensors.pop(f"{experts}.{expert}.{part}_proj.weight").view(torch.uint8)
+            for part in ("gate", "up", "down")
+        }
+        fused.append(torch.cat([parts["gate"], parts["up"]]))
+        down.append(parts["down"])
+        for part in ("gate", "up", "down"):
+            del tensors[f"{experts}.{expert}.{part}_proj.weight_scale_inv"]
+    generator = torch.Generator().manual_seed(3)
+    for part, found in {"gate_up_proj": fused, "down_proj": down}.items():
+        tensors[f"{experts}.{part}"] = torch.stack(found).view(torch.float8_e4m3fn)
+        tensors[f"{experts}.{part}_scale_inv"] = fp8_directories.random_scales((8, 1, 1), generator, torch.float32)
+    save_file(tensors, file, metadata={"format": "pt"})
+    run(tmp_path / "fp8", tmp_path / "megatron", "megatron")
+    work = run(tmp_path / "megatron", tmp_path / "back", "hf", precision="fp8")
+    assert not any("codes are others" in note for note in work.notes)
+    back = stored(tmp_path / "back")
+    for expert in range(8):
+        for number, part in enumerate(("gate", "up")):
+            codes = back[f"{experts}.{expert}.{part}_proj.weight"].view(torch.uint8)
+            assert torch.equal(codes, fused[expert][48 * number : 48 * (number + 1)])
+            scale = back[f"{experts}.{expert}.{part}_proj.weight_scale_inv"]
+            assert torch.equal(scale, tensors[f"{experts}.gate_up_proj_scale_inv"][expert])
+
+
+def test_the_encodings_travel_through_any_number_of_conversions(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "fp8-block-bf16")
+    run(tmp_path / "fp8", tmp_path / "1", "megatron", parallelism=Parallelism(2))
+    run(tmp_path / "1", tmp_path / "2", "megatron", container="torch", precision="bf16")
+    run(tmp_path / "2", tmp_path / "3", "hf")
+    run(tmp_path / "3", tmp_path / "4", "hf", precision="fp8")
+    assert same(stored(tmp_path / "4"), stored(tmp_path / "fp8"))
+
+
+def test_dropping_the_fp8_state_drops_the_encodings(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "fp8-block")
+    run(tmp_path / "fp8", tmp_path / "hf", "hf", drop_fp8_state=True)
+    assert not (tmp_path / "hf" / encodings_file.RELATIVE).exists()
+
+
+def test_calibrated_input_scales_become_state_that_waits_in_the_sidecar(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "modelopt-tensor")
+    tensors = stored(tmp_path / "fp8")
+    run(tmp_path / "fp8", tmp_path / "kept", "megatron")
+    reader = open_checkpoint(tmp_path / "kept")
+    states = sidecar.find(tmp_path / "kept" / "release")
+    assert states is not None and reader.fp8 is not None and states.producer == "input scales of modelopt"
+    parts = [tensors[f"model.layers.1.self_attn.{part}_proj.input_scale"] for part in "qkv"]
+    state = states.modules["decoder.layers.1.self_attention.linear_qkv"]
+    assert recorded_amax(state.roles["input"], "input", states.recipe) == torch.stack(parts).max() * 448
+    assert not state.roles["weight"].recorded and not state.roles["grad_output"].recorded
+    run(tmp_path / "fp8", tmp_path / "live", "megatron", precision="fp8")
+    assert sidecar.find(tmp_path / "live" / "release") is None
+    live = open_checkpoint(tmp_path / "live").fp8
+    assert live is not None
+    assert live.modules["decoder.layers.1.self_attention.linear_qkv"].roles["weight"].recorded
+
+
+def test_an_input_that_was_recorded_since_gets_its_own_scale(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "modelopt-tensor")
+    run(tmp_path / "fp8", tmp_path / "bf16", "hf")
+    path = tmp_path / "bf16" / sidecar.RELATIVE
+    states = sidecar.read(path)
+    state = states.modules["decoder.layers.0.mlp.linear_fc2"].roles["input"]
+    state.amax_history[-1] = 7.0
+    sidecar.write(path, states)
+    run(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
+    before, after = stored(tmp_path / "fp8"), stored(tmp_path / "back")
+    name = "model.layers.0.mlp.down_proj.input_scale"
+    assert after.pop(name) == 7.0 / 448
+    del before[name]
+    assert same(after, before)
+
+
+def test_scales_of_a_kv_cache_come_back(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "compressed-tensor")
+    tensors = stored(tmp_path / "fp8")
+    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor([0.25], dtype=torch.bfloat16)
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
+    run(tmp_path / "fp8", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "hf", precision="fp8")
+    assert same(stored(tmp_path / "back"), tensors)
+
+
+def test_an_export_keeps_codes_where_its_scales_can_be_the_old_ones(tmp_path: Path) -> None:
+    """Per channel to per channel, in another spelling: the codes are the same."""
+    fp8_directories.make(tmp_path / "fp8", "modelopt-channel")
+    run(tmp_path / "fp8", tmp_path / "bf16", "hf")
+    execute(plan_export(InferenceExport(tmp_path / "bf16", tmp_path / "out", "vllm", "dynamic")))
+    before, after = stored(tmp_path / "fp8"), stored(tmp_path / "out")
+    codes = [name for name, values in before.items() if values.dtype == torch.float8_e4m3fn]
+    assert len(codes) == 14
+    for name in codes:
+        assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8))
+        assert torch.equal(before[f"{name}_scale"], after[f"{name}_scale"].flatten())
+
+
+def test_codes_themselves_are_not_exported_to_an_engine(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "fp8-block")
+    with pytest.raises(PrecisionError, match="round them twice"):
+        plan_export(InferenceExport(tmp_path / "fp8", tmp_path / "out", "vllm", "dynamic"))
+
+
+def test_encodings_of_another_model_are_refused(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "fp8-block")
+    run(tmp_path / "fp8", tmp_path / "one", "hf")
+    fp8_directories.make(tmp_path / "other-fp8", "fp8-block", intermediate_size=64)
+    run(tmp_path / "other-fp8", tmp_path / "two", "hf")
+    (tmp_path / "two" / encodings_file.RELATIVE).write_bytes((tmp_path / "one" / encodings_file.RELATIVE).read_bytes())
+    with pytest.raises(MappingError, match="which this model does not have"):
+        plan_conversion(Conversion(tmp_path / "two", tmp_path / "back", "hf", precision="fp8"))
+
+
+def edited(path: Path, **fields: object) -> None:
+    """Rewrite the metadata of a file of encodings, as somebody with bad intentions could."""
+    coded = encodings_file.find(path)
+    assert coded is not None
+    tensors = {name: read_tensor(coded.stored, name) for name in coded.stored.specs}
+    text = encodings_file.read_described(path / encodings_file.RELATIVE)[1]["precisionctl"]
+    said = json.loads(text)
+    said |= fields
+    save_file(tensors, path / encodings_file.RELATIVE, metadata={"precisionctl": json.dumps(said)})
+
+
+WEIGHT = {
+    "codes": "F8_E4M3",
+    "shape": [96, 64],
+    "block": [128, 128],
+    "scale_inv": f"{UP}_scale_inv",
+    "input_scale_inv": None,
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"format_version": 9},
+        {"weights": 3},
+        {"weights": {UP: {**WEIGHT, "codes": "I64"}}},
+        {"weights": {UP: {**WEIGHT, "block": [0, 1]}}},
+        {"weights": {UP: {**WEIGHT, "scale_inv": "x"}}},
+        {"weights": {UP: {**WEIGHT, "input_scale_inv": 3}}},
+        {
+            "weights": {
+                UP: {
+                    "codes": "F8_E4M3",
+                    "shape": [96, 64],
+                    "block": [1, 1],
+                    "scale_inv": f"{UP}_scale_inv",
+                    "input_scale_inv": None,
+                }
+            }
+        },
+        {"quantization_config": 7},
+        {"files": {"config.json": 3}},
+    ],
+)
+def test_encodings_that_contradict_themselves_are_one_error(tmp_path: Path, fields: dict[str, object]) -> None:
+    fp8_directories.make(tmp_path / "fp8", "fp8-block")
+    run(tmp_path / "fp8", tmp_path / "hf", "hf")
+    edited(tmp_path / "hf", **fields)
+    if fields == {"files": {"config.json": 3}}:
+        coded = encodings_file.find(tmp_path / "hf")
+        assert coded is not None and not coded.files  # no file but the one that it may be
+        return
+    with pytest.raises(Exception, match="encodings") as found:
+        encodings_file.find(tmp_path / "hf")
+    assert type(found.value).__name__ in ("DamagedCheckpoint", "UnknownFormat")
+
+
+def test_encodings_cut_short_are_damage(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "fp8-block")
+    run(tmp_path / "fp8", tmp_path / "hf", "hf")
+    path = tmp_path / "hf" / encodings_file.RELATIVE
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(DamagedCheckpoint):
+        plan_conversion(Conversion(tmp_path / "hf", tmp_path / "back", "hf", precision="fp8"))
+
+
+def test_one_code_that_was_changed_on_the_way_is_counted(tmp_path: Path) -> None:
+    """A value between two codes: the tensor's one scale is made anew, and what that changes is told."""
+    fp8_directories.make(tmp_path / "fp8", "modelopt-tensor")
+    run(tmp_path / "fp8", tmp_path / "bf16", "hf")
+    reader = HuggingFaceReader(tmp_path / "bf16")
+    values = read_tensor(reader, UP)
+    values[3, 3] *= 1.03125
+    write_rows(reader, UP, 0, values)
+    work = run(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
+    assert any("13 of 14 weights are the codes that they were" in note for note in work.notes)
