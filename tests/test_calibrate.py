@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from training import SMALL, make_source, make_text
+from test_resume import scales
+from training import SMALL, make_source, make_text, run, settings
 
 from precisionctl.calibrate import Calibrated, Calibration, calibrate
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DestinationExists, OutputError, PrecisionError, RecipeError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Role
 from precisionctl.trainer.start import CALIBRATED
+from precisionctl.trainer.state import COLLECTED
 
 HISTORY = 32
 IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
@@ -211,3 +215,59 @@ def test_conversations_are_recorded_without_their_padding(place: Path, tmp_path:
                 assert both == pytest.approx(max(alone), rel=2**-6), (name, role)
     real = made["both"].statistics[GEMMS[0]]["input"].elements // 64
     assert real == sum(made[name].statistics[GEMMS[0]]["input"].elements // 64 for name in ("first", "second"))
+
+
+def test_a_bf16_run_collects_what_calibration_records_and_trains_as_it_would_without(
+    place: Path, calibrated: Calibrated, tmp_path: Path
+) -> None:
+    """At a rate that moves no weight, to the last bit; at any rate weights and losses are those of a plain run."""
+    history = {"precision__delayed__amax_history_len": HISTORY, "train__save_every": 10}
+    for rate in (1e-30, 1e-2):
+        made = {}
+        for collect in (True, False):
+            plain = settings(
+                place / "source",
+                place / "text.txt",
+                tmp_path / f"{rate} {collect}",
+                collect_amax=collect,
+                train__steps=10,
+                optimizer__lr=rate,
+                optimizer__weight_decay=0.0,
+                **history,
+            )
+            made[collect] = run(plain)
+        assert made[True][2] == made[False][2]
+        (started, finished, _), (_, other, _) = made[True], made[False]
+        assert any(note.startswith("amaxes are collected") for note in started.notes)
+        assert sidecar.find(other.checkpoint) is None
+        collecting, plainly = (open_checkpoint(each.checkpoint) for each in (finished, other))
+        for name in plainly.specs:
+            assert torch.equal(read_tensor(collecting, name), read_tensor(plainly, name)), name
+        states = sidecar.find(finished.checkpoint)
+        assert states is not None and (states.producer, states.iteration) == (COLLECTED, 10)
+        same = scales(states) == scales(calibrated.states)
+        assert same == (rate == 1e-30)
+
+
+def test_collected_histories_go_on_from_those_that_the_checkpoint_had(place: Path, tmp_path: Path) -> None:
+    def collect(source: Path, out: Path, steps: int) -> Path:
+        made = settings(source, place / "text.txt", out, collect_amax=True, load="weights", train__steps=steps)
+        return run(made)[1].checkpoint
+
+    first = collect(place / "source", tmp_path / "first", 1)
+    second = collect(first, tmp_path / "second", 1)
+    before, after = (sidecar.read(each / sidecar.RELATIVE).modules for each in (first, second))
+    for name, state in after.items():
+        for role, part in state.roles.items():
+            if part.recorded:  # two passes more, in a history of four rows
+                assert torch.equal(part.amax_history[1:2], before[name].roles[role].amax_history[3:]), (name, role)
+
+
+def test_an_fp8_run_collects_by_itself_and_a_model_that_no_fp8_run_takes_is_told_before(
+    place: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match="an FP8 run records amaxes by itself"):
+        run(settings(place / "source", place / "text.txt", tmp_path / "a", "fp8", collect_amax=True))
+    make_source(tmp_path / "odd", intermediate_size=100)
+    with pytest.raises(PrecisionError, match="FP8 GEMMs need multiples of 16"):
+        run(settings(tmp_path / "odd", place / "text.txt", tmp_path / "b", collect_amax=True))

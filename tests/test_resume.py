@@ -51,7 +51,7 @@ source, data, held_out, out, precision, *moments = sys.argv[1:]
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
-def child(out, moment):
+def child(out, moment, precision):
     kind, _, step = moment.partition(" ")
     if kind == "commit":
         Output.commit = die
@@ -59,14 +59,17 @@ def child(out, moment):
         state.write_tracker = die
     if kind == "drop":
         state._prune = die
-    made = settings(Path(source), Path(data), Path(out), precision, data__held_out=held_out)
+    precision, _, collect = precision.partition(" ")
+    made = settings(
+        Path(source), Path(data), Path(out), precision, data__held_out=held_out, collect_amax=bool(collect)
+    )
     resume(made, lambda started: None, lambda metrics: die() if kind == "step" and metrics.step == int(step) else None)
     os._exit(0)
 
 for out, moment in [(out + "-whole", ""), *((out, moment) for moment in moments), (out, "")]:
     pid = os.fork()
     if pid == 0:
-        child(out, moment)
+        child(out, moment, precision)
     ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert ended == (-signal.SIGKILL if moment else 0), (moment, ended)
 """
@@ -128,7 +131,7 @@ def same_state(a: Fp8States | None, b: Fp8States) -> bool:
     return a is not None and (scales(a), a.iteration, a.recipe) == (scales(b), b.iteration, b.recipe)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16 --collect-amax", "fp8"])
 def test_a_run_killed_at_any_step_ends_as_one_that_never_was(place: Path, tmp_path: Path, precision: str) -> None:
     out = tmp_path / "run"
     where = [place / "source", place / "text.txt", place / "held_out.txt", out, precision]

@@ -26,6 +26,7 @@ backend_option = click.option(
 @click.option("--load", type=click.Choice(["full", "weights"]), help="Else full where there is an optimizer.")
 @backend_option
 @click.option("--cold-start", is_flag=True, help="Begin FP8 at scale 1 with empty histories, whatever is carried.")
+@click.option("--collect-amax", is_flag=True, help="In BF16, record what an FP8 run to come starts from.")
 def resume(**what: Any) -> None:
     """Go on training CHECKPOINT, in BF16 or FP8, pretraining or SFT.
 

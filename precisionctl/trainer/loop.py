@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -21,13 +21,14 @@ from precisionctl.trainer.data import IGNORED, Batch, Feed, Rows, in_batches
 from precisionctl.trainer.metrics import MetricsLog, StepMetrics
 from precisionctl.trainer.model import GPT, loss
 from precisionctl.trainer.optim import MasterAdamW, learning_rate
+from precisionctl.trainer.recorder import Recorder
 
 OnStep = Callable[[StepMetrics], None]
 
 
 @dataclass
 class Run:
-    """A run in memory."""
+    """A run in memory. A BF16 run may have a recorder, to which its passes are shown."""
 
     recipe: Recipe
     model: GPT
@@ -36,10 +37,15 @@ class Run:
     held_out: Rows | None = None
     step: int = 0
     position: int = 0
+    recorder: Recorder | None = None
     feed: Feed = field(init=False)
 
     def __post_init__(self) -> None:
         self.feed = Feed(self.rows, self.recipe.train, self.device)
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Around passes that are shown to the recorder, if there is one."""
+        return self.model.recorded_by(self.recorder) if self.recorder else nullcontext()
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +58,7 @@ def train(run: Run, log: MetricsLog, save: Callable[[], None], on_step: OnStep) 
     Raises PrecisionError, with nothing saved, where the loss or the gradients stop being numbers.
     """
     last = run.recipe.train.steps
-    with stop_signals() as received:
+    with run.shown(), stop_signals() as received:
         while run.step < last:
             metrics = _measured_step(run, log.tokens)
             log.write(metrics)

@@ -19,7 +19,7 @@ from precisionctl.errors import CheckpointError, OutputError, RecipeError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Role
 from precisionctl.model_shape import ModelShape
-from precisionctl.plan import make_plan
+from precisionctl.plan import Plan, check_fp8_gemm, make_plan
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.trainer import state
 from precisionctl.trainer.backend import BackendName, choose_backend
@@ -28,7 +28,7 @@ from precisionctl.trainer.loop import OnStep, Run, train
 from precisionctl.trainer.metrics import MetricsLog
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.optim import MasterAdamW
-from precisionctl.trainer.start import Fp8Start, Source, go_on_fp8, start_fp8
+from precisionctl.trainer.start import Fp8Start, Source, go_on_fp8, start_collecting, start_fp8
 from precisionctl.trainer.tokenizer import load_tokenizer
 
 Load = Literal["full", "weights"]
@@ -47,6 +47,12 @@ class Settings:
     load: Load | None = None
     backend: Literal["auto", "te", "emulated"] = "auto"
     cold_start: bool = False
+    collect_amax: bool = False
+
+    @property
+    def start(self) -> Mapping[str, object]:
+        """What of it makes a run another one, beside checkpoint, data and recipe."""
+        return {"cold_start": self.cold_start} | ({"collect_amax": True} if self.collect_amax else {})
 
 
 @dataclass(frozen=True)
@@ -84,14 +90,17 @@ def resume(settings: Settings, on_start: Callable[[Started], None], on_step: OnS
         length, beside = recipe.data.sequence_length, recipe.data.held_out
         rows = read_rows(source, recipe.data.path, length)
         held_out = read_rows(source, beside, length) if beside else None
-        wanted = state.identity(source, rows.fingerprint, recipe, load=load, cold_start=settings.cold_start)
+        wanted = state.identity(source, rows.fingerprint, recipe, load=load, **settings.start)
         here = state.newest(out)
         backend = choose_backend(settings.backend)
-        run = _build(recipe, make_plan(source, "megatron").model, backend, rows, held_out)
+        plan = make_plan(source, "megatron")
+        if settings.collect_amax:
+            _check_gemms(plan, recipe)
+        run = _build(recipe, plan.model, backend, rows, held_out)
         if here:
-            fp8 = _go_on(run, here, wanted, out)
+            fp8 = _go_on(run, here, wanted, out, settings)
         else:
-            fp8 = _start(run, source, load, settings.cold_start)
+            fp8 = _start(run, source, load, settings)
         with closing(MetricsLog(out, run.step)) as log:
             notes = (*_notes(source, load, run), *rows.notes, *log.notes, *fp8.notes)
             on_start(Started(recipe, out, run.step, load, backend, fp8.counts, notes))
@@ -109,6 +118,8 @@ def read_recipe(settings: Settings) -> Recipe:
             "--cold-start empties the state of delayed scaling, and this run keeps none",
             do="Leave it out, or train in FP8 with precision.scaling=delayed.",
         )
+    if settings.collect_amax and recipe.precision.fp8:
+        raise RecipeError("an FP8 run records amaxes by itself", do="Leave --collect-amax out.")
     if settings.data:
         recipe = replace(recipe, data=replace(recipe.data, path=str(settings.data)))
     if not recipe.data.path:
@@ -150,6 +161,13 @@ def check_length(recipe: Recipe, model: ModelShape) -> None:
         )
 
 
+def _check_gemms(plan: Plan, recipe: Recipe) -> None:
+    """Raise PrecisionError for a GEMM that no FP8 run to come could take."""
+    for job in plan.jobs:
+        if job.row.gemm and replace(recipe.precision, fp8=True).in_fp8(job.module):
+            check_fp8_gemm(job, plan.model)
+
+
 def _build(recipe: Recipe, model: ModelShape, backend: BackendName, rows: Rows, held_out: Rows | None) -> Run:
     check_length(recipe, model)
     torch.manual_seed(recipe.train.seed)
@@ -158,7 +176,7 @@ def _build(recipe: Recipe, model: ModelShape, backend: BackendName, rows: Rows, 
     return Run(recipe, gpt, MasterAdamW(gpt, recipe.optimizer), rows, held_out)
 
 
-def _go_on(run: Run, here: TorchDistReader, wanted: Mapping[str, Any], out: Path) -> Fp8Start:
+def _go_on(run: Run, here: TorchDistReader, wanted: Mapping[str, Any], out: Path, settings: Settings) -> Fp8Start:
     """Exactly where the run was."""
     saved = state.read_saved(here)
     assert saved is not None, "the newest iteration is ours"
@@ -166,10 +184,11 @@ def _go_on(run: Run, here: TorchDistReader, wanted: Mapping[str, Any], out: Path
     state.load_optimizer(here, run)
     state.load_rng(here)
     run.step, run.position = saved.step, saved.position
-    return go_on_fp8(run, here.fp8, sidecar.find(here.path))
+    beside = sidecar.find(here.path)
+    return start_collecting(run, beside) if settings.collect_amax else go_on_fp8(run, here.fp8, beside)
 
 
-def _start(run: Run, source: Reader, load: Load, cold: bool) -> Fp8Start:
+def _start(run: Run, source: Reader, load: Load, settings: Settings) -> Fp8Start:
     state.load_weights(source, run)
     if load == "full":
         if not isinstance(source, TorchDistReader) or not state.has_optimizer(source):
@@ -185,14 +204,18 @@ def _start(run: Run, source: Reader, load: Load, cold: bool) -> Fp8Start:
                 f"the checkpoint is at step {run.step}, and train.steps is {run.recipe.train.steps}",
                 do="Steps count on from the checkpoint's: raise train.steps, or use --load weights.",
             )
-    return start_fp8(run, source.fp8, sidecar.find(source.path) if source.path else None, cold=cold)
+    if settings.collect_amax:
+        return start_collecting(run, source.fp8)
+    aside = sidecar.find(source.path) if source.path else None
+    return start_fp8(run, source.fp8, aside, cold=settings.cold_start)
 
 
 def _notes(source: Reader, load: Load, run: Run) -> Iterator[str]:
     if load == "weights" and isinstance(source, TorchDistReader) and source.optimizer_specs:
         yield "the checkpoint's optimizer state is left behind"
     if source.fp8 is not None and not run.recipe.precision.fp8:
-        yield "the checkpoint's FP8 state is carried along in the sidecar, unused"
+        how = "goes on with what is collected" if run.recorder else "is carried along in the sidecar, unused"
+        yield f"the checkpoint's FP8 state {how}"
     if source.model.moe and run.recipe.precision.fp8:
         yield "the GEMMs of routed experts stay in BF16"
     if run.model.model.mtp_num_layers:

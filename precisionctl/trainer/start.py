@@ -7,12 +7,12 @@ without an update and without consuming them, a history row each.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
 from precisionctl.cast import StateChange, fp8_state
-from precisionctl.fp8.numerics import amax
+from precisionctl.fp8.numerics import amax, change_recipe
 from precisionctl.fp8.state import Fp8State, Fp8States, Role
 from precisionctl.trainer.backend import Fp8Linear, fp8_linears
 from precisionctl.trainer.loop import Run, backward
@@ -57,6 +57,16 @@ def start_fp8(run: Run, found: Fp8States | None, aside: Fp8States | None, *, col
     fresh = Fp8State.fresh(recipe.amax_history_len)
     sources = {name: _complete(name, linear, change, warm.get(name, fresh)) for name, linear in linears.items()}
     return Fp8Start(_counts(sources), carried, (*left, *_notes(change, sources)))
+
+
+def start_collecting(run: Run, found: Fp8States | None) -> Fp8Start:
+    """Let a BF16 run record what an FP8 run would; histories that were found go on, under the recipe of the run."""
+    recipe = run.recipe.precision.delayed
+    run.recorder = Recorder(replace(run.recipe.precision, fp8=True), run.device)
+    if found:
+        run.recorder.load({name: change_recipe(state, found.recipe, recipe) for name, state in found.modules.items()})
+    notes = ("amaxes are collected: each pass is a row of the histories in the checkpoints' sidecar",)
+    return Fp8Start({}, found, notes)
 
 
 def go_on_fp8(run: Run, saved: Fp8States | None, carried: Fp8States | None) -> Fp8Start:

@@ -34,6 +34,9 @@ from precisionctl.trainer.loop import Run
 
 RUN_FILE = Path("precisionctl/run.json")
 PRODUCER = "precisionctl"
+COLLECTED = "collected in BF16 training"
+"""The producer of a state that a BF16 run recorded."""
+
 RNG = "precisionctl_rng/shard_0_1"
 """Not Megatron's `rng_state`, which holds what no run of ours draws from."""
 
@@ -206,8 +209,8 @@ def load_rng(source: TorchDistReader) -> None:
 def save(run: Run, out: Path, wanted: Mapping[str, Any], companions: Companions, carried: Fp8States | None) -> None:
     """Commit the run as it stands as a new iteration of `out`, then drop those beyond `train.keep`.
 
-    The state of modules that compute in FP8 goes into `_extra_state`; what is carried beside it, with its own date,
-    into the sidecar. Raises DiskProblem; what is under an iteration's name is complete all the same.
+    The state of modules that compute in FP8 goes into `_extra_state`; what is collected, or carried beside it with its
+    own date, into the sidecar. Raises DiskProblem; what is under an iteration's name is complete all the same.
     """
     plan = _plan(run)
     output = Output(out / directory_name(run.step))
@@ -225,8 +228,8 @@ def save(run: Run, out: Path, wanted: Mapping[str, Any], companions: Companions,
         _sign(output.partial, Saved(run.step, run.position, wanted))
         convert(plan, LiveModel(plan.model, _parameters(run) | _optimizer_tensors(run)), writer)
         writer.finish(_live(run))
-        if carried:
-            sidecar.write(output.partial / sidecar.RELATIVE, carried)
+        if beside := _beside(run, carried):
+            sidecar.write(output.partial / sidecar.RELATIVE, beside)
         output.commit()
         write_tracker(out, run.step)
         _prune(out, run.step, run.recipe.train.keep)
@@ -253,6 +256,14 @@ def _live(run: Run) -> Fp8States | None:
     """State of the modules that compute in FP8."""
     live = {name: state for name, linear in fp8_linears(run.model).items() if (state := linear.fp8_state())}
     return Fp8States(run.recipe.precision.delayed, live, producer=PRODUCER, iteration=run.step) if live else None
+
+
+def _beside(run: Run, carried: Fp8States | None) -> Fp8States | None:
+    """What is collected, which has grown out of what was carried; else that."""
+    if run.recorder is None:
+        return carried
+    raw = carried.raw if carried else {}
+    return Fp8States(run.recipe.precision.delayed, run.recorder.states(), raw, COLLECTED, run.step)
 
 
 def _common(run: Run) -> dict[str, object]:
