@@ -43,8 +43,8 @@ PASSES = 64
 SAVE_EVERY = 8
 """Passes that a kill can cost."""
 
-MEASURE_EVERY = 8
-"""Statistics are taken in each eighth pass and in the last: measuring costs about as much as a pass."""
+MEASURE_EVERY = 16
+"""Statistics are taken in each such pass and in the last: measuring one costs as much as four passes."""
 
 OnPass = Callable[[int, int], None]
 """Hears of passes made, and of all passes."""
