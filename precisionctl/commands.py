@@ -18,8 +18,19 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import DamagedCheckpoint, MappingError, PrecisionError, RecipeError
 from precisionctl.export import make_export
+from precisionctl.fp8.extra_state_writer import TeVersion
+from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
-from precisionctl.notes import left_behind, of_codes, of_family, of_padding, of_stages, of_state, of_way_back
+from precisionctl.notes import (
+    left_behind,
+    of_codes,
+    of_family,
+    of_padding,
+    of_payloads,
+    of_stages,
+    of_state,
+    of_way_back,
+)
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.plan import Plan, check_fp8_gemm, make_plan
 from precisionctl.precision import PRESETS, Precision
@@ -43,7 +54,8 @@ class Conversion:
     """What to convert, and to what. `recipe` None keeps the recipe of a carried state, or takes TE's defaults.
 
     A plain Megatron checkpoint names no family, tokenizer or true vocabulary: `architecture` names the family, and
-    `reference` is a Hugging Face directory of the same model, whose config.json and tokenizer are taken.
+    `reference` is a Hugging Face directory of the same model, whose config.json and tokenizer are taken. `te_version`
+    is that of the FP8 payloads written; `grouped_columns` the order of those read of experts that do not tell it.
     """
 
     source: Path
@@ -59,6 +71,8 @@ class Conversion:
     drop_optimizer: bool = False
     architecture: str | None = None
     reference: Path | None = None
+    te_version: TeVersion = 2
+    grouped_columns: Order | None = None
 
     def __post_init__(self) -> None:
         """Raises RecipeError for options that contradict one another."""
@@ -76,6 +90,10 @@ class Conversion:
                 "the input scales of FP8 weights come from the FP8 state",
                 do="Leave --drop-fp8-state out, or use `export-inference --scheme dynamic`.",
             )
+        if self.te_version != 2 and not self.fills_extra_state:
+            raise RecipeError("the result holds no payloads of Transformer Engine", do="Leave --te-version out.")
+        if self.grouped_columns and self.to == "hf" and self.precision == "fp8":
+            raise RecipeError("an export takes FP8 state as it is read", do="Convert with --grouped-columns first.")
 
     @property
     def fills_extra_state(self) -> bool:
@@ -144,7 +162,13 @@ def plan_conversion(conversion: Conversion) -> Work:
         live = conversion.fills_extra_state and not unasked
         fp8_in: Literal["extra_state", "sidecar"] = "extra_state" if live else "sidecar"
         writer = megatron_writer(
-            output, plan, reader.companions, container=conversion.container, run=run, fp8_in=fp8_in
+            output,
+            plan,
+            reader.companions,
+            container=conversion.container,
+            run=run,
+            fp8_in=fp8_in,
+            te=conversion.te_version,
         )
     told = conversion.architecture is not None
     notes = [*of_family(reader, conversion.to, told=told), *left_behind(reader, carried=trained is not None)]
@@ -153,7 +177,11 @@ def plan_conversion(conversion: Conversion) -> Work:
     notes += of_stages(plan.parallelism, plan.model.num_layers)
     if run.left:
         notes.append(f"Stays behind, as it belongs to ranks or to Megatron's own classes: {', '.join(run.left)}.")
+    notes += state.notes if state else ()
     makes = conversion.fills_extra_state and (conversion.precision == "fp8" or state is not None)
+    if makes:
+        cut = plan.model.moe is not None and conversion.container != "torch"
+        notes += of_payloads(conversion.te_version, conversion.parallelism.expert if cut else None)
     finish = _make_state(state, conversion, notes) if makes else lambda found: state or seeds
     if reader.encodings and coded:
         notes += of_codes(coded)
@@ -186,6 +214,10 @@ def _open_as_told(conversion: Conversion) -> Reader:
     """The source, of the family and with the companions that the command names. Raises RecipeError where it says both
     by itself."""
     reader = open_checkpoint(conversion.source, conversion.iteration)
+    if conversion.grouped_columns is not None:
+        if not of_megatron(reader):
+            raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
+        reader.grouped_columns = conversion.grouped_columns
     if conversion.architecture is None and conversion.reference is None:
         return reader
     if not of_megatron(reader) or reader.companions.files:

@@ -9,6 +9,7 @@ from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_run import of_megatron
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, Parallelism
 
@@ -63,6 +64,30 @@ def of_stages(sizes: Parallelism, layers: int) -> Iterator[str]:
     }
     words = " ".join(f"--{flag} {value}" for flag, value in flags.items() if value is not None)
     yield f"Pipeline ranks have {', '.join(map(str, counts))} layers: start Megatron with {words}."
+
+
+GATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+"""Without it set to 1, Transformer Engine 2.16.1, 2.17.1 and from 2.18 on refuses delayed-scaling state."""
+
+
+def of_payloads(te: TeVersion, expert_ranks: int | None) -> Iterator[str]:
+    """What Transformer Engine needs to take payloads up; nothing of it concerns `resume`. `expert_ranks`: for how many
+    those of experts are cut apart."""
+    if te == 1:
+        yield (
+            "The FP8 payloads are for Transformer Engine 0.6 to 1.14, and hold no recipe: start the run with the FP8 "
+            "flags that are among the checkpoint's arguments."
+        )
+    else:
+        yield (
+            f"Transformer Engine 2.16.1, 2.17.1 and from 2.18 on loads FP8 payloads with {GATE}=1 alone; "
+            "`resume` does not need it."
+        )
+    if te == 2 and expert_ranks:
+        yield (
+            f"The experts' FP8 state is cut as Megatron cuts that of {expert_ranks} expert rank(s): a run with another "
+            "--expert-model-parallel-size mixes it up. Convert with its --ep."
+        )
 
 
 def of_state(change: StateChange) -> Iterator[str]:

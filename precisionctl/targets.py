@@ -12,6 +12,7 @@ from precisionctl.checkpoints.megatron_keys import directory_name
 from precisionctl.checkpoints.megatron_legacy_writer import LegacyWriter
 from precisionctl.checkpoints.megatron_run import Carried
 from precisionctl.export import Export
+from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.param import Layout
 from precisionctl.plan import Plan
 
@@ -49,6 +50,7 @@ def megatron_writer(
     container: str | None = None,
     run: Carried,
     fp8_in: Literal["extra_state", "sidecar"],
+    te: TeVersion = 2,
 ) -> Writer:
     """Writes a plan's Megatron directory: an iteration of a `run` that goes along, else a release."""
     directory = output.partial / directory_name(run.iteration)
@@ -61,6 +63,7 @@ def megatron_writer(
             iteration=run.iteration,
             companions=companions,
             fp8_in=fp8_in,
+            te=te,
             common=run.common,
             args=run.args,
         )
@@ -72,6 +75,7 @@ def megatron_writer(
         iteration=run.iteration,
         companions=companions,
         fp8_in=fp8_in,
+        te=te,
         common=run.common,
         objects=run.objects,
         args=run.args,

@@ -17,11 +17,13 @@ import pico
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from te_pickles import pickled, recipe_object
 
 from precisionctl import convert, journal, worker
 from precisionctl.architectures.moves import Grouped
 from precisionctl.checkpoints.base import Output, Reader, read_tensor
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import (
@@ -38,6 +40,9 @@ from precisionctl.errors import (
     UnknownArchitecture,
     UnmappedTensor,
 )
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.extra_state import read_payload
+from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.journal import open_journal
@@ -210,6 +215,65 @@ def test_fp8_to_hugging_face_and_back_loses_no_state(tmp_path: Path) -> None:
             assert torch.equal(part.amax_history, last.modules[module].roles[role].amax_history)
 
 
+@pytest.mark.parametrize(("te_version", "said"), [(1, "Transformer Engine 0.6 to 1.14"), (2, "EXTRA_STATE=1 alone")])
+def test_payloads_are_written_for_either_generation_and_what_loads_them_is_said(
+    tmp_path: Path, te_version: TeVersion, said: str
+) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    work = run(tmp_path / "hf", tmp_path / "fp8", "megatron", precision="fp8", te_version=te_version)
+    assert any(said in note for note in work.notes)
+    reader = open_checkpoint(tmp_path / "fp8")
+    assert isinstance(reader, TorchDistReader)
+    payload = read_payload(
+        reader.read_object(next(key for key in reader.objects if "linear_fc1" in key)).numpy().tobytes(), ""
+    )
+    assert payload is not None and payload.assumed == (te_version == 1)
+    again = run(tmp_path / "fp8", tmp_path / "bf16", "megatron", precision="bf16")
+    assert any("has no recipe" in note for note in again.notes) == (te_version == 1)
+    assert not any(said in note for note in again.notes)
+
+
+def test_bf16_writes_no_payload_and_keeps_the_state_aside(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "fp8", "megatron", precision="fp8")
+    for container in ("torch_dist", "torch"):
+        made = tmp_path / container
+        run(tmp_path / "fp8", made, "megatron", precision="bf16", container=container)
+        reader = open_checkpoint(made)
+        if isinstance(reader, TorchDistReader):
+            values = [reader.read_object(key) for key in reader.objects if "_extra_state" in key]
+        else:
+            saved = torch.load(made / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)["model"]
+            values = [value for name, value in saved.items() if "_extra_state" in name]
+        assert values and all(value.numel() == 0 for value in values)
+        aside, carried = sidecar.find(made / "release"), open_checkpoint(tmp_path / "fp8").fp8
+        assert aside is not None and carried is not None
+        assert aside.modules.keys() == carried.modules.keys()
+
+
+def test_state_in_which_experts_columns_are_unclear_is_refused_until_told(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "mixtral", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "plain", "megatron", container="torch")
+    file = tmp_path / "plain" / "release" / "mp_rank_00" / "model_optim_rng.pt"
+    saved = torch.load(file, weights_only=False)
+    recipe = recipe_object(DelayedScaling(amax_history_len=2), (2, 3))
+    tensors = {"scale_fwd": torch.arange(1.0, 13), "scale_bwd": torch.arange(1.0, 9)}
+    tensors |= {"amax_history_fwd": torch.ones(2, 12), "amax_history_bwd": torch.ones(2, 8)}
+    payload = pickled({"recipe": recipe, **tensors, "extra_fp8_variables": {"num_gemms": 4}})
+    name = "decoder.layers.0.mlp.experts.linear_fc1._extra_state"
+    assert name in saved["model"]
+    saved["model"][name] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    torch.save(saved, file)
+    with pytest.raises(PrecisionError, match="--grouped-columns gemm"):
+        run(tmp_path / "plain", tmp_path / "out", "megatron", precision="bf16")
+    work = run(tmp_path / "plain", tmp_path / "out", "megatron", precision="bf16", grouped_columns="gemm")
+    assert any("expert by expert, as TE since 2.3, as told" in note for note in work.notes)
+    found = open_checkpoint(tmp_path / "out").fp8
+    assert found is not None
+    weight = found.modules["decoder.layers.0.mlp.experts.linear_fc1"].roles["weight"]
+    assert weight.scale.tolist() == [2.0, 5.0, 8.0, 11.0]
+
+
 @pytest.mark.parametrize("recipe", ["fp8-current", "some-kept"])
 def test_a_recipe_says_which_modules_get_state(tmp_path: Path, recipe: str) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
@@ -221,6 +285,8 @@ def test_a_recipe_says_which_modules_get_state(tmp_path: Path, recipe: str) -> N
 
 
 CONTRADICTORY: dict[str, dict[str, Any]] = {
+    "no payloads of Transformer Engine": {"to": "hf", "te_version": 1},
+    "an export takes FP8 state as it is read": {"to": "hf", "precision": "fp8", "grouped_columns": "role"},
     "not cut for ranks": {"to": "hf", "parallelism": Parallelism(2)},
     "a recipe says how FP8 is made": {"to": "megatron", "recipe": PRESETS["fp8-delayed"]},
     "input scales of FP8 weights come from": {"to": "hf", "precision": "fp8", "drop_fp8_state": True},

@@ -18,6 +18,7 @@ from precisionctl.checkpoints.megatron_arguments import STAGES
 from precisionctl.checkpoints.megatron_keys import OURS
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.grouped import Order
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.safe_pickle import parts
 
@@ -45,6 +46,7 @@ class MegatronReader(Reader, Protocol):
     """A Reader of a Megatron container, whose checkpoints often do not say of which family they are."""
 
     family: str | None
+    grouped_columns: Order | None
     companions: Companions
 
     @property

@@ -38,6 +38,19 @@ if TYPE_CHECKING:
 @click.option("--container", help="safetensors or bin; torch_dist or torch. Else the first of its layout.")
 @click.option("--recipe", help="Recipe of the FP8 state: a bundled name or a TOML file; else the carried one, or TE's.")
 @parallelism_options
+@click.option(
+    "--te-version",
+    type=click.Choice(["2", "1"]),
+    default="2",
+    show_default=True,
+    callback=lambda _context, _option, value: int(value),
+    help="Transformer Engine that will load the FP8 payloads: 2.x, or 1.x (and 0.6 on).",
+)
+@click.option(
+    "--grouped-columns",
+    type=click.Choice(["gemm", "role"]),
+    help="Who wrote the FP8 state of experts that does not tell it: TE 2.3 and newer (gemm), 1.9 to 2.2 (role).",
+)
 @click.option("--drop-fp8-state", is_flag=True, help="Leave the FP8 state behind.")
 @click.option("--drop-optimizer", is_flag=True, help="Leave a Megatron checkpoint's optimizer and schedule behind.")
 @click.option("--architecture", metavar="MODEL_TYPE", help="Family of a Megatron checkpoint that does not say it.")

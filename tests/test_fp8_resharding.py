@@ -1,0 +1,290 @@
+"""FP8 state through every parallel size and container, and what ranks and experts of a run had of it."""
+
+import shutil
+from pathlib import Path
+
+import pico
+import pytest
+import torch
+from in_memory import InMemory, recorded, to_megatron
+from te_pickles import pickled, recipe_object, unpickled
+from te_states import same
+
+from precisionctl import convert
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
+from precisionctl.checkpoints.megatron_extra_state import Experts, Saved, decode
+from precisionctl.checkpoints.megatron_extra_state_writer import grouped_payloads, payloads_of
+from precisionctl.checkpoints.megatron_legacy import LegacyReader
+from precisionctl.checkpoints.megatron_legacy_writer import LegacyWriter
+from precisionctl.errors import DamagedCheckpoint, PrecisionError
+from precisionctl.fp8.extra_state_writer import encode_payload
+from precisionctl.fp8.state import ATTENTION, BACKWARD, FORWARD, ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.param import Parallelism
+from precisionctl.plan import make_plan
+
+LINEAR = "decoder.layers.1.mlp.experts.linear_fc1"
+RECIPE = DelayedScaling(amax_history_len=3)
+
+
+def of_experts(count, seed=0, unused=False):
+    """A state of `[count]` experts, each with numbers of its own; output and grad_input as they are in a run."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = {role: torch.rand(count, 4, generator=generator) + 0.5 for role in ROLES}
+    roles = {role: RoleState(part[:, 0], part[:, 1:]) for role, part in numbers.items()}
+    fresh = RoleState(torch.ones(count), torch.zeros(count, 3))
+    return Fp8State(roles if unused else {**roles, "output": fresh, "grad_input": fresh})
+
+
+def as_te_stacks(state, order):
+    """A grouped linear's tensors, column by column as the two generations of TE number them: gemm * 3 + role and
+    gemm * 2 + role since 2.3, role * gemms + gemm before (grouped_linear.py, `_offsets`)."""
+    found = {}
+    for direction, roles in (("fwd", FORWARD), ("bwd", BACKWARD)):
+        gemms = len(state.roles["weight"].scale)
+        pairs = [(role, gemm) for gemm in range(gemms) for role in roles]
+        if order == "role":
+            pairs = [(role, gemm) for role in roles for gemm in range(gemms)]
+        found[f"scale_{direction}"] = torch.stack([state.roles[role].scale[gemm] for role, gemm in pairs])
+        histories = [state.roles[role].amax_history[gemm] for role, gemm in pairs]
+        found[f"amax_history_{direction}"] = torch.stack(histories, 1).contiguous()
+    return found
+
+
+def payload_of(tensors, version, gemms):
+    recipe = {"recipe": recipe_object(RECIPE, version)} if version >= (2, 0) else {}
+    return recipe | tensors | {"extra_fp8_variables": {"num_gemms": gemms, "fp8_max_fwd": 448, "fp8_max_bwd": 57344}}
+
+
+def as_megatron_splits(payload, gemms):
+    """TEGroupedLinear._split_extra_state: views, which pickle with all that they are views of."""
+    rows = len(payload["amax_history_fwd"])
+    parts = []
+    for i in range(gemms):
+        part = {key: payload[key] for key in ("recipe",) if key in payload}
+        part["extra_fp8_variables"] = payload["extra_fp8_variables"] | {"num_gemms": 1}
+        for direction, each in (("fwd", 3), ("bwd", 2)):
+            part[f"scale_{direction}"] = payload[f"scale_{direction}"].view(each, -1)[:, i]
+            part[f"amax_history_{direction}"] = payload[f"amax_history_{direction}"].view(rows, each, -1)[:, :, i]
+        parts.append(part)
+    return parts
+
+
+def as_megatron_merges(parts):
+    """TEGroupedLinear.merge_extra_states."""
+    found = {}
+    for direction in ("fwd", "bwd"):
+        scales = [part[f"scale_{direction}"].view(-1, 1) for part in parts]
+        histories = [part[f"amax_history_{direction}"].reshape(-1, 1) for part in parts]
+        found[f"scale_{direction}"] = torch.cat(scales, 1).view(-1)
+        rows = len(parts[0][f"amax_history_{direction}"])
+        found[f"amax_history_{direction}"] = torch.cat(histories, 1).view(rows, -1)
+    return found
+
+
+BEFORE, SINCE = [(1, 9), (1, 14), (2, 0), (2, 2)], [(2, 3), (2, 15), (2, 20)]
+ORDERS = {**dict.fromkeys(BEFORE, "role"), **dict.fromkeys(SINCE, "gemm")}
+
+
+@pytest.mark.parametrize("version", ORDERS, ids=str)
+@pytest.mark.parametrize("unused", [False, True], ids=["as a run leaves it", "with outputs recorded"])
+def test_a_grouped_linear_is_read_in_the_order_of_its_version(version, unused):
+    state = of_experts(4, unused=unused)
+    data = pickled(payload_of(as_te_stacks(state, ORDERS[version]), version, 4))
+    saved = [Saved(f"{LINEAR}._extra_state", data, "here", 0)]
+    if unused and version in ((2, 2), (2, 3)):  # neither the recipe's fields nor the numbers tell
+        with pytest.raises(PrecisionError, match="--grouped-columns gemm"):
+            decode(saved, Path("here"))
+        told = decode(saved, Path("here"), Experts(order=ORDERS[version]))
+        assert same(told.modules[LINEAR], state)
+        assert any("as told" in note for note in told.notes)
+        return
+    found = decode(saved, Path("here"))
+    assert same(found.modules[LINEAR], state)
+    assert any({"role": "role by role", "gemm": "expert by expert"}[ORDERS[version]] in note for note in found.notes)
+
+
+@pytest.mark.parametrize("version", [(1, 14), (2, 2), (2, 3), (2, 20)], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_experts_that_megatron_cut_apart_are_put_right(version, ranks):
+    """Megatron cuts by role whatever the order is: what it stores of TE 2.3 and after mixes roles and experts."""
+    state, each = of_experts(8), 8 // ranks
+    saved = []
+    for rank in range(ranks):
+        of_rank = Fp8State(
+            {
+                role: RoleState(p.scale[rank * each :][:each], p.amax_history[rank * each :][:each])
+                for role, p in state.roles.items()
+            }
+        )
+        parts = as_megatron_splits(payload_of(as_te_stacks(of_rank, ORDERS[version]), version, each), each)
+        saved += [
+            Saved(f"{LINEAR}._extra_state{rank * each + i}", pickled(part), "here") for i, part in enumerate(parts)
+        ]
+    assert same(decode(saved, Path("here"), Experts(ranks=ranks)).modules[LINEAR], state)
+
+
+@pytest.mark.parametrize("te", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_what_is_written_for_expert_ranks_is_what_megatron_makes_te_s_columns_of(te, ranks):
+    state, each = of_experts(8, unused=True), 8 // ranks
+    written = payloads_of(Fp8States(RECIPE, {LINEAR: state}), te, ranks)
+    for rank in range(ranks):
+        names = [f"{LINEAR}._extra_state{rank * each + i}" for i in range(each)]
+        merged = as_megatron_merges([unpickled(written[name].numpy().tobytes()) for name in names])
+        held = slice(rank * each, (rank + 1) * each)
+        part = Fp8State({role: RoleState(p.scale[held], p.amax_history[held]) for role, p in state.roles.items()})
+        expected = as_te_stacks(part, {1: "role", 2: "gemm"}[te])
+        assert all(torch.equal(merged[key], expected[key]) for key in expected)
+    saved = [Saved(name, data.numpy().tobytes(), "here") for name, data in written.items()]
+    assert same(decode(saved, Path("here"), Experts(ranks=ranks)).modules[LINEAR], state)
+
+
+def test_experts_that_were_linears_by_themselves_are_taken_as_they_are():
+    state = of_experts(4, unused=True)
+    saved = []
+    for expert in range(4):
+        alone = {role: RoleState(p.scale[[expert]], p.amax_history[[expert]]) for role, p in state.roles.items()}
+        data = pickled(payload_of(as_te_stacks(Fp8State(alone), "gemm"), (2, 20), 1))
+        saved.append(Saved(f"{LINEAR}._extra_state{expert}", data, "here"))
+    assert same(decode(saved, Path("here"), Experts(ranks=None)).modules[LINEAR], state)
+
+
+def test_an_expert_without_a_payload_is_damage():
+    written = payloads_of(Fp8States(RECIPE, {LINEAR: of_experts(4)}), 2, 1)
+    saved = [Saved(name, data.numpy().tobytes(), "here") for name, data in written.items()]
+    with pytest.raises(DamagedCheckpoint, match="only some experts"):
+        decode(saved[:2] + saved[3:], Path("here"), Experts(ranks=1))
+
+
+def test_ranks_that_kept_amaxes_for_themselves_give_the_largest_and_the_smallest_scale():
+    """Fp8State.merge, expert by expert: what one rank never recorded says nothing."""
+    a, b = of_experts(2, seed=1), of_experts(2, seed=2)
+    never = RoleState(torch.tensor([1.0, 7.0]), torch.tensor([[0.0, 0.0, 0.0], [0.0, 1.0, 2.0]]))
+    b = Fp8State({**b.roles, "input": never})
+    saved = []
+    for state in (a, b, a):
+        data = pickled(payload_of(as_te_stacks(state, "gemm"), (2, 20), 2))
+        saved.append(Saved(f"{LINEAR}._extra_state", data, "here", 0))
+    found = decode(saved, Path("here"))
+    merged = found.modules[LINEAR].roles
+    assert torch.equal(merged["weight"].scale, torch.minimum(a.roles["weight"].scale, b.roles["weight"].scale))
+    histories = [state.roles["weight"].amax_history for state in (a, b)]
+    assert torch.equal(merged["weight"].amax_history, torch.maximum(*histories))
+    first, second = a.roles["input"].scale.tolist()
+    assert merged["input"].scale.tolist() == [first, min(7.0, second)]
+    assert not merged["output"].recorded
+    assert any("1 modules differs between ranks" in note for note in found.notes)
+
+
+def model(tmp_path: Path, family: str) -> InMemory:
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, num_hidden_layers=4, num_key_value_heads=4)
+    return to_megatron(HuggingFaceReader(tmp_path / "hf"))
+
+
+def states_of(source: Reader) -> Fp8States:
+    """Every GEMM's state, every attention's with its cache, and experts' where there are some."""
+    states = recorded(source)
+    length = states.recipe.amax_history_len
+    generator = torch.Generator().manual_seed(2)
+    modules = dict(states.modules)
+    for layer in range(4):
+        numbers = torch.rand(len(ATTENTION), length + 1, generator=generator) + 0.5
+        parts = {role: RoleState(part[0], part[1:]) for role, part in zip(ATTENTION, numbers, strict=True)}
+        modules[f"decoder.layers.{layer}.self_attention.core_attention"] = Fp8State(parts)
+    if source.model.moe:
+        for layer in (1, 2, 3):
+            for linear in ("linear_fc1", "linear_fc2"):
+                numbers = torch.rand(len(ROLES), 8, length + 1, generator=generator) + 0.5
+                parts = {role: RoleState(p[:, 0], p[:, 1:]) for role, p in zip(ROLES, numbers, strict=True)}
+                modules[f"decoder.layers.{layer}.mlp.experts.{linear}"] = Fp8State(parts)
+    return Fp8States(states.recipe, modules, iteration=7)
+
+
+def written(
+    source: Reader, directory: Path, container: str, sizes: Parallelism, fp8: Fp8States | None, te: int
+) -> Reader:
+    directory.mkdir()
+    plan = make_plan(source, "megatron", parallelism=sizes)
+    kind = LegacyWriter if container == "torch" else TorchDistWriter
+    writer = kind(directory / "release", plan.model, plan.targets, parallelism=sizes, te=te)
+    convert.run(plan, source, writer)
+    writer.finish(fp8)
+    return (LegacyReader if container == "torch" else TorchDistReader)(directory / "release")
+
+
+DENSE = [
+    ("torch", Parallelism(tensor=2, pipeline=2, virtual=2)),
+    ("torch_dist", Parallelism(tensor=4)),
+    ("torch", Parallelism(pipeline=4)),
+    ("torch_dist", Parallelism(tensor=2, pipeline=2)),
+    ("torch", Parallelism()),
+]
+MOE = [
+    ("torch", Parallelism(tensor=2, pipeline=2, expert=2)),
+    ("torch_dist", Parallelism(expert=4)),
+    ("torch", Parallelism(tensor=2, expert=4, expert_tensor=1)),
+    ("torch_dist", Parallelism(pipeline=2, expert=2)),
+    ("torch_dist", Parallelism()),
+    ("torch", Parallelism(expert=8)),
+]
+
+
+@pytest.mark.parametrize("te", [1, 2])
+@pytest.mark.parametrize(("family", "way"), [("llama-3", DENSE), ("qwen3-moe", MOE)], ids=["dense", "experts"])
+def test_state_goes_through_every_size_and_container_bit_for_bit(tmp_path, family, way, te):
+    source: Reader = model(tmp_path, family)
+    states = states_of(source)
+    carried: Fp8States | None = states
+    for step, (container, sizes) in enumerate(way):
+        source = written(source, tmp_path / str(step), container, sizes, carried, te)
+        carried = source.fp8
+        assert carried is not None and not carried.raw
+        assert (carried.recipe, carried.iteration) == (states.recipe, 7)
+        assert carried.modules.keys() == states.modules.keys()
+        for name, state in states.modules.items():
+            assert same(carried.modules[name], state), name
+
+
+def test_a_torch_checkpoint_whose_ranks_differ_is_merged(tmp_path):
+    source = model(tmp_path, "llama-3")
+    sizes = Parallelism(tensor=2)
+    a, b = recorded(source, seed=1), recorded(source, seed=2)
+    written(source, tmp_path / "a", "torch", sizes, a, 2)
+    written(source, tmp_path / "b", "torch", sizes, b, 2)
+    shutil.copy(*(tmp_path / each / "release" / "mp_rank_01" / "model_optim_rng.pt" for each in ("b", "a")))
+    found = LegacyReader(tmp_path / "a" / "release").fp8
+    assert found is not None
+    for name, state in found.modules.items():
+        assert same(state, Fp8State.merge([a.modules[name], b.modules[name]]))
+    assert any(f"{len(a.modules)} modules differs between ranks" in note for note in found.notes)
+
+
+def test_a_rank_s_payload_is_of_its_own_experts(tmp_path):
+    state = of_experts(8, unused=True)
+    whole = grouped_payloads(Fp8States(RECIPE, {LINEAR: state}), 2, 2, 3)[f"{LINEAR}._extra_state"]
+    seen = unpickled(whole.numpy().tobytes())
+    assert seen["extra_fp8_variables"]["num_gemms"] == 3
+    held = Fp8State({role: RoleState(p.scale[2:5], p.amax_history[2:5]) for role, p in state.roles.items()})
+    assert seen["scale_fwd"].tolist() == as_te_stacks(held, "gemm")["scale_fwd"].tolist()
+
+
+def test_two_recipes_in_one_checkpoint_are_damage_and_one_of_attention_is_kept():
+    linear = {f"decoder.layers.{n}.mlp.linear_fc2": Fp8State.fresh(n + 2) for n in (0, 1)}
+    saved = [
+        Saved(f"{name}._extra_state", payload, "here")
+        for name, payload in (
+            (name, encode_payload(state, DelayedScaling(amax_history_len=n + 2)))
+            for n, (name, state) in enumerate(linear.items())
+        )
+    ]
+    with pytest.raises(DamagedCheckpoint, match="is not the other modules'"):
+        decode(saved, Path("here"))
+    attention = "decoder.layers.0.self_attention.core_attention"
+    parts = dict.fromkeys(ATTENTION, RoleState(torch.tensor(2.0), torch.ones(3)))
+    theirs = encode_payload(Fp8State(parts), RECIPE)
+    found = decode([Saved(f"{attention}._extra_state", theirs, "here"), saved[0]], Path("here"))
+    assert found.raw[attention].numpy().tobytes() == theirs
+    assert any("recipe of its own" in note for note in found.notes)
