@@ -5,11 +5,14 @@ libFuzzer finds, so that the next run goes on from there. A run ends with the fi
 does anything but return or raise a PrecisionctlError, or takes too much time or memory.
 """
 
+import io
 import os
 import resource
+import struct
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,9 +25,18 @@ with atheris.instrument_imports(include=["pickle", "precisionctl"]):
     from precisionctl.checkpoints import dcp, safetensors_file
     from precisionctl.checkpoints.torch_zip import Span
     from precisionctl.errors import PrecisionctlError
-    from precisionctl.fp8 import extra_state, extra_state_writer
-    from precisionctl.fp8.opcodes import Global, Made, dumps
-    from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, RoleState
+    from precisionctl.fp8 import extra_state, te_pickle
+    from precisionctl.fp8.extra_state_writer import encode_payload
+    from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
+    from precisionctl.fp8.state import (
+        ATTENTION_BACKWARD,
+        ATTENTION_FORWARD,
+        BACKWARD,
+        FORWARD,
+        DelayedScaling,
+        Fp8State,
+        RoleState,
+    )
     from precisionctl.param import TensorSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "te"
@@ -35,21 +47,60 @@ MEGABYTES = 64
 
 
 def payload(data: bytes) -> None:
-    read = extra_state.decode_payload(data, "a payload")
-    if read is not None:  # what is understood can be written and read again
-        recipe, state = read
-        again = extra_state.decode_payload(extra_state_writer.encode_payload(state, recipe), "our own")
-        assert again is not None and again[0] == recipe, (recipe, again)
+    read = extra_state.read_payload(data, "a payload")
+    for order in ("role", "gemm") if read else ():
+        try:
+            state = read.state("a payload") if read.gemms in (1, 3) else read.group(order, "a payload")
+        except PrecisionctlError:
+            continue
+        again = extra_state.decode_payload(
+            encode_payload(state, read.recipe), "our own", of_group=read.gemms not in (1, 3)
+        )
+        assert again is not None and again[0] == read.recipe, "what is understood can be written and read again"
+
+
+def archived(data: bytes) -> None:
+    """A payload of TE 1.x: an archive of torch.save with this pickle in it. What is damaged as an archive would not get
+    past its checksums."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+        for number in range(2):
+            archive.writestr(f"archive/data/{number}", struct.pack("<6f", *[1.0] * 6))
+    payload(buffer.getvalue())
 
 
 def payload_seeds() -> Iterator[bytes]:
     yield from (path.read_bytes() for path in sorted(GOLDEN.iterdir()))
     for length, most in ((1, "most_recent"), (3, "max")):
         recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=most)
-        roles = (*FORWARD, *BACKWARD)
-        yield extra_state_writer.encode_payload(
-            Fp8State({role: RoleState(torch.ones(()), torch.ones(length)) for role in roles}), recipe
-        )
+        one = RoleState(torch.ones(()), torch.ones(length))
+        group = RoleState(torch.ones(2), torch.ones(2, length))
+        for te in (1, 2):
+            yield encode_payload(Fp8State({role: one for role in FORWARD + BACKWARD}), recipe, te)
+            yield encode_payload(Fp8State({role: group for role in FORWARD + BACKWARD}), recipe, te)
+            yield encode_payload(Fp8State({role: one for role in ATTENTION_FORWARD + ATTENTION_BACKWARD}), recipe, te)
+
+
+def archived_seeds() -> Iterator[bytes]:
+    """Payloads of TE 1.x and 0.x: tables and lists of tensors that are views of two storages."""
+    hooks = Made(Global("collections", "OrderedDict"), ())
+
+    def tensor(key: str, size: tuple[int, ...], stride: tuple[int, ...]) -> Made:
+        storage = Persistent(("storage", Global("torch", "FloatStorage"), key, "cpu", 6))
+        return Made(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, size, stride, False, hooks))
+
+    columns = {
+        "scale_fwd": tensor("0", (3,), (1,)),
+        "scale_bwd": tensor("1", (2,), (1,)),
+        "amax_history_fwd": tensor("0", (2, 3), (3, 1)),
+        "amax_history_bwd": tensor("1", (2, 2), (2, 1)),
+    }
+    extra = {"extra_fp8_variables": {"num_gemms": 1, "fp8_max_fwd": 448.0, "fp8_max_bwd": 57344.0}}
+    yield dumps(columns | extra, 2)
+    yield dumps(columns, 2)
+    yield dumps({"forward": columns, "backward": columns}, 2)
+    yield dumps([*columns.values(), *range(6)], 2)
 
 
 class Index:
@@ -121,6 +172,7 @@ def rewrite(file: int, data: bytes) -> None:
 
 TARGETS: dict[str, tuple[Callable[[], Callable[[bytes], None]], Callable[[], Iterator[bytes]]]] = {
     "payload": (lambda: payload, payload_seeds),
+    "archived": (lambda: archived, archived_seeds),
     "metadata": (Index, index_seeds),
     "safetensors": (Safetensors, safetensors_seeds),
 }
@@ -132,7 +184,7 @@ def words(target: str) -> Iterator[bytes]:
         yield from (b'"%s"' % word.encode() for word in (*safetensors_file.DTYPES, "dtype", "shape", "data_offsets"))
         yield from (b'"__metadata__"', b"[0,0]", b"[]", b"{}", b"18446744073709551616", b"-1", b"1e9", b"true", b"null")
         return
-    allowed = extra_state._ALLOWED if target == "payload" else dcp._ALLOWED
+    allowed = dcp._ALLOWED if target == "metadata" else te_pickle._IN_ARCHIVE
     for name in [*allowed, ("os", "system"), ("builtins", "getattr")]:
         yield dumps(Global(*name))[2:-1]
         yield dumps(Made(Global(*name), ()))[2:-1]
