@@ -124,7 +124,7 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     file = find_recipe(name)
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise RecipeError(f"not TOML: {error}", where=file) from None
     for override in overrides:
         _override(table, override)
@@ -168,7 +168,7 @@ def _toml_value(text: str) -> Any:
     """The TOML value `text` spells; a word that spells none is a string, as on any command line."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return parsed["value"] if len(parsed) == 1 else text
 
@@ -193,7 +193,7 @@ def _value(hint: Any, value: Any, key: str, where: Path) -> Any:
         return tuple(value)
     if get_origin(hint) is Literal and value in get_args(hint):
         return value
-    if hint is float and type(value) is int:
+    if hint is float and type(value) is int and abs(value) < 1 << 63:
         return float(value)
     if type(value) is hint:  # not isinstance: true is no integer here
         return value

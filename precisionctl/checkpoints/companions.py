@@ -24,6 +24,10 @@ _COMPANIONS = (
 )
 
 
+LARGEST = 256 << 20
+"""Bytes of a file that is read whole; tokenizers have up to 40 MB."""
+
+
 def read_companions(directory: Path, *, links: bool) -> Companions:
     """The companion files in a directory; none where there is no directory, and never one named as weights are.
 
@@ -32,9 +36,21 @@ def read_companions(directory: Path, *, links: bool) -> Companions:
     """
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
     found = [path for path in paths if _is_companion(path, links)]
-    for path in found:
-        check_link(path, directory)
-    return Companions({path.name: path.read_bytes() for path in found})
+    return Companions({path.name: read_file(path, directory) for path in found})
+
+
+def read_file(path: Path, directory: Path, most: int = LARGEST) -> bytes:
+    """All of a file that belongs to a directory.
+
+    Raises DamagedCheckpoint for what is no file (opening a pipe would wait for ever), lies elsewhere, or has more than
+    `most` bytes: holes cost nothing on a disk, and everything in memory.
+    """
+    check_link(path, directory)
+    if not path.is_file():
+        raise DamagedCheckpoint("not a file", where=path, do="Copy the checkpoint again.")
+    if path.stat().st_size > most:
+        raise DamagedCheckpoint(f"larger than {most >> 20} MB, as no such file is", where=path, do="Is the copy whole?")
+    return path.read_bytes()
 
 
 def check_link(path: Path, directory: Path) -> None:

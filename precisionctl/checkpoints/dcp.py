@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from precisionctl import safe_pickle
-from precisionctl.checkpoints.companions import check_link
+from precisionctl.checkpoints.companions import check_link, read_file
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.fp8.opcodes import Global, Made, dumps
 from precisionctl.safe_pickle import itself, sizes
 
 FILE = ".metadata"
+_LARGEST = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def read_index(directory: Path) -> Index:
     Raises DamagedCheckpoint and UnsafePickle. Tensor data is not touched.
     """
     path = directory / FILE
-    root = safe_pickle.loads(path.read_bytes(), _ALLOWED, path)
+    root = safe_pickle.loads(read_file(path, directory, _LARGEST), _ALLOWED, path)
     with damage("not what PyTorch writes", path):
         return _index(root, _Files(directory))
 

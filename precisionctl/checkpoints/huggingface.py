@@ -13,7 +13,7 @@ import torch
 from precisionctl.architectures.find import from_hf_config
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
-from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.checkpoints.companions import parse_json, read_companions, read_file
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, Coded, StoredEncodings, Within
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, Spelling, index_of, read_stored, spelling_of
@@ -216,7 +216,7 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _load_json(path: Path) -> dict[str, Any]:
     try:
-        data = path.read_bytes()
+        data = read_file(path, path.parent)
     except OSError as error:
         raise DamagedCheckpoint(f"not readable: {error.strerror}", where=path) from error
     return parse_json(data, path)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
-from precisionctl.checkpoints.companions import check_link, parse_json
+from precisionctl.checkpoints.companions import check_link, parse_json, read_file
 from precisionctl.checkpoints.safetensors_file import Stored, make_header, read_header
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
@@ -93,6 +93,8 @@ def read_stored(directory: Path, spelling: Spelling) -> dict[Path, dict[str, Sto
     found: dict[Path, dict[str, Stored]] = {}
     for file in sorted(set(weight_map.values())) or _unindexed(directory, spelling):
         check_link(file, directory)
+        if not file.is_file():
+            raise DamagedCheckpoint("not a file", where=file, do="Download it again.")
         found[file] = spelling.read(file)
     for name, file in weight_map.items():
         if name not in found[file]:
@@ -111,7 +113,7 @@ def _weight_map(directory: Path, spelling: Spelling) -> dict[str, Path]:
     index = directory / spelling.index
     if not index.is_file():
         return {}
-    weight_map = parse_json(index.read_bytes(), index).get("weight_map")
+    weight_map = parse_json(read_file(index, directory), index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DamagedCheckpoint("no `weight_map`", where=index)
     for file in weight_map.values():

@@ -14,13 +14,12 @@ from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import Chunk, Companions, Container
-from precisionctl.checkpoints.companions import read_companions
+from precisionctl.checkpoints.companions import read_file
 from precisionctl.checkpoints.megatron_buckets import is_bucket, unpack
 from precisionctl.checkpoints.megatron_extra_state import Experts, Saved, as_states, bytes_of, decode
 from precisionctl.checkpoints.megatron_keys import (
     COMMON,
     COMMON_OBJECT,
-    COMPANIONS,
     EXTRA_STATE,
     MARKER,
     find_iteration,
@@ -29,7 +28,7 @@ from precisionctl.checkpoints.megatron_keys import (
     object_name,
 )
 from precisionctl.checkpoints.megatron_logical import Logical, Part, logical_tensors, model_prefix, of_optimizer
-from precisionctl.checkpoints.megatron_model import model_of
+from precisionctl.checkpoints.megatron_model import companions_of, model_of
 from precisionctl.checkpoints.megatron_order import EVERY_KIND, Modules
 from precisionctl.checkpoints.megatron_provider import described_args
 from precisionctl.errors import DamagedCheckpoint
@@ -53,8 +52,8 @@ def recognise(path: Path) -> bool:
 
 def _is_torch_dist(marker: Path) -> bool:
     try:
-        content = json.loads(marker.read_bytes())
-    except OSError:
+        content = json.loads(read_file(marker, marker.parent))
+    except (OSError, DamagedCheckpoint):
         return False
     except (ValueError, RecursionError):
         if not (marker.parent / dcp.FILE).is_file():
@@ -128,7 +127,7 @@ class TorchDistReader:
         """All that is no tensor and belongs to no rank: `args`, `iteration`, the optimizer's settings, ..."""
         path = self.path / COMMON
         if path.is_file():
-            value = torch_zip.load(path.read_bytes(), path)
+            value = torch_zip.load(read_file(path, self.path), path)
         elif COMMON_OBJECT in self._index.objects:
             value = self.read_object(COMMON_OBJECT)
         else:  # each has a key of its own in PyTorch's checkpoints
@@ -176,7 +175,7 @@ class TorchDistReader:
 
     @cached_property
     def companions(self) -> Companions:
-        return read_companions(self.path / COMPANIONS, links=False)
+        return companions_of(self.path)
 
     @cached_property
     def model(self) -> ModelShape:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from precisionctl.checkpoints import torch_zip
+from precisionctl.checkpoints.companions import read_file
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -144,7 +145,8 @@ def _tracked(path: Path, advice: str) -> int | None:
         if (path / BRIDGE_TRACKER).is_file():
             return _tracked_by_bridge(path / BRIDGE_TRACKER)
         raise CheckpointError(f"no {TRACKER} says which iteration is meant", where=path, do=advice)
-    text = (path / TRACKER).read_text(errors="replace").strip()
+    with open(path / TRACKER, errors="replace") as tracker:
+        text = tracker.read(100).strip()
     if text != "release" and not re.fullmatch("[0-9]{1,15}", text):
         raise DamagedCheckpoint(f"{TRACKER} says {text[:40]!r}, not an iteration or `release`", where=path, do=advice)
     return None if text == "release" else int(text)
@@ -152,7 +154,7 @@ def _tracked(path: Path, advice: str) -> int | None:
 
 def _tracked_by_bridge(tracker: Path) -> int:
     """Its training state, as tensors of one element."""
-    state = torch_zip.load(tracker.read_bytes(), tracker)
+    state = torch_zip.load(read_file(tracker, tracker.parent), tracker)
     step = state.get("step") if isinstance(state, dict) else None
     if not isinstance(step, Tensor) or step.numel() != 1 or step.is_floating_point() or step < 0:
         raise DamagedCheckpoint("it names no step", where=tracker)

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from precisionctl.checkpoints.base import Box, Chunk, Companions, Container, shard_boxes
-from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.megatron_extra_state import Experts, Saved, as_states, bytes_of, decode
-from precisionctl.checkpoints.megatron_keys import COMPANIONS, EXTRA_STATE, find_iteration, iteration_in
+from precisionctl.checkpoints.megatron_keys import EXTRA_STATE, find_iteration, iteration_in
 from precisionctl.checkpoints.megatron_legacy_buckets import FILE as BUCKETS
 from precisionctl.checkpoints.megatron_legacy_buckets import bucket_tensors
 from precisionctl.checkpoints.megatron_legacy_names import (
@@ -39,7 +38,7 @@ from precisionctl.checkpoints.megatron_legacy_optimizer import (
 from precisionctl.checkpoints.megatron_legacy_ranks import Rank, arguments, is_legacy, read_ranks
 from precisionctl.checkpoints.megatron_legacy_shards import SMALL, Logical, Shard, assembled, check_replicas, gathered
 from precisionctl.checkpoints.megatron_logical import EMBEDDING, STATE
-from precisionctl.checkpoints.megatron_model import model_of
+from precisionctl.checkpoints.megatron_model import companions_of, model_of
 from precisionctl.checkpoints.torch_zip import Inert, Located, read_located
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.fp8 import sidecar
@@ -100,7 +99,7 @@ class LegacyReader:
 
     @cached_property
     def companions(self) -> Companions:
-        return read_companions(self.path / COMPANIONS, links=False)
+        return companions_of(self.path)
 
     @cached_property
     def model(self) -> ModelShape:

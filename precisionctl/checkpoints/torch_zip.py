@@ -35,6 +35,9 @@ class Span:
         return f"{self.path} at byte {self.offset}"
 
     def read(self) -> bytes:
+        """All of them. Raises DamagedCheckpoint for more than anything has that is read whole."""
+        if self.length > _LARGEST:
+            raise DamagedCheckpoint(f"an object of {self.length} bytes", where=self, do="Is the copy whole?")
         with open(self.path, "rb") as file:
             file.seek(self.offset)
             return file.read(self.length)
@@ -77,7 +80,10 @@ def skeleton(path: Path) -> Any:
 
 def read_located(path: Path, tensor: Located) -> torch.Tensor:
     """A tensor of a skeleton, small enough to be read whole."""
-    data = Span(path, tensor.offset, math.prod(tensor.shape) * tensor.dtype.itemsize).read()
+    length = math.prod(tensor.shape) * tensor.dtype.itemsize
+    if length > _LONGEST:
+        raise DamagedCheckpoint(f"a tensor of {length} bytes where a small one belongs", where=path)
+    data = Span(path, tensor.offset, length).read()
     return elements(data, tensor.dtype).reshape(tensor.shape)
 
 
@@ -217,6 +223,7 @@ def _start_of_data(file: Any, entry: zipfile.ZipInfo) -> int:
     return int(entry.header_offset + _LOCAL_HEADER.size + name + extra)
 
 
+_LARGEST = 1 << 30
 _LONGEST = 64 << 20
 """Bytes of an archive's directory, and of its pickle: several times what 10^5 tensors take."""
 

@@ -11,15 +11,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from precisionctl.errors import DataError
+from precisionctl.trainer.bounded import bounded
 
 Conversation = Sequence[dict[str, Any]]
+
+SECONDS, MEMORY = 10.0, 1 << 30
+"""What a template may take for one conversation: a stranger's program, and one without an end is easily written."""
 
 _DAY = datetime(2024, 7, 26)
 _FIXED_CLOCK = (
@@ -71,10 +74,11 @@ class _Template:
         options = {**self.special_tokens, "add_generation_prompt": prompt}
         made: Any  # annotated as a string in transformers, and a pair in fact
         try:
-            made = render_jinja_template(
-                [list(messages)], chat_template=source, return_assistant_tokens_mask=self.marks, **options
-            )
-        except (jinja2.TemplateError, AttributeError, TypeError, KeyError) as error:
+            with bounded(SECONDS, MEMORY):
+                made = render_jinja_template(
+                    [list(messages)], chat_template=source, return_assistant_tokens_mask=self.marks, **options
+                )
+        except Exception as error:  # a template is a program, of which the sandbox takes away what would do harm
             raise DataError(f"the chat template refuses {str(messages)[:80]}: {error}", where=self.where) from None
         texts, marks = made
         return texts[0], marks[0] if self.marks else []

@@ -188,7 +188,7 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"line {number} is not JSON: {error}", where=path) from None
         if not isinstance(row, dict):
             raise DataError(f"line {number} is not a JSON object", where=path)

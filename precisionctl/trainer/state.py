@@ -22,7 +22,7 @@ from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import TRACKER, directory_name, write_tracker
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.convert import run as convert
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, OutputError
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
@@ -111,7 +111,7 @@ def read_saved(reader: TorchDistReader) -> Saved | None:
         return None
     try:
         saved = Saved(**json.loads(file.read_bytes()))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None
     if not (type(saved.step) is type(saved.position) is int and isinstance(saved.identity, dict)):
         raise DamagedCheckpoint("not what a run writes: a value of the wrong type", where=file)
@@ -188,22 +188,24 @@ def _optimizer_tensors(run: Run) -> dict[str, Tensor]:
 
 def _updates(source: TorchDistReader) -> int:
     """Adam's count of updates, where Megatron's optimizers keep it in the common data."""
-    found = source.common.get("optimizer", {})
-    inner = found.get("optimizer", found)
-    groups = inner.get("param_groups") or [{}]
-    step = inner.get("state", {}).get("common_step", groups[0].get("step", source.iteration))
-    if step is None:
-        raise CheckpointError("nothing says how many updates the optimizer made", where=source.path)
-    return int(step)
+    with damage("an optimizer that is not Megatron's", source.path):
+        found = source.common.get("optimizer", {})
+        inner = found.get("optimizer", found)
+        groups = inner.get("param_groups") or [{}]
+        step = inner.get("state", {}).get("common_step", groups[0].get("step", source.iteration))
+        if step is None:
+            raise CheckpointError("nothing says how many updates the optimizer made", where=source.path)
+        return int(step)
 
 
 def load_rng(source: TorchDistReader) -> None:
     """Restore the generators, if a run of ours saved them."""
     if RNG in source.objects:
         state = source.read_object(RNG)
-        torch.set_rng_state(state["torch_rng_state"])
-        if torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda_rng_state"])
+        with damage("states of generators that are none", source.path):
+            torch.set_rng_state(state["torch_rng_state"])
+            if torch.cuda.is_available():
+                torch.cuda.set_rng_state(state["cuda_rng_state"])
 
 
 def save(run: Run, out: Path, wanted: Mapping[str, Any], companions: Companions, carried: Fp8States | None) -> None:

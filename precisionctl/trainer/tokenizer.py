@@ -16,7 +16,7 @@ def load_tokenizer(companions: Companions) -> PreTrainedTokenizerBase:
             (Path(folder) / Path(name).name).write_bytes(content)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except Exception as error:  # a damaged file can make the libraries raise nearly anything
             raise DataError(
                 f"the checkpoint's tokenizer does not load: {error}",
                 where=", ".join(companions.files) or "no tokenizer files",
