@@ -43,28 +43,8 @@ def test_a_description_says_which_roles_were_never_recorded_and_when_the_rest_wa
     assert found["modules"][MODULE]["weight"]["recorded"] is False
 
 
-def test_tables_show_every_module_only_when_asked_to(tmp_path: Path) -> None:
-    pico.save(tmp_path)
-    description = describe(open_checkpoint(with_state(tmp_path)))
-    assert len(tables(description, by_layer=False)) == 2
-    by_layer = tables(description, by_layer=True)[2]
-    assert by_layer.columns == ["module", "input amax", "input scale"]
-    assert by_layer.rows == [[MODULE, "2", "224"]]
-
-
-def test_attention_is_told_beside_the_gemms(tmp_path: Path) -> None:
-    pico.save(tmp_path)
-    keys = Fp8State({"k": after_one_update(torch.tensor(4.0), "k", RECIPE)})
-    modules = {"decoder.layers.0.self_attention.core_attention": keys, MODULE: Fp8State.fresh(4)}
-    sidecar.write(tmp_path / sidecar.RELATIVE, Fp8States(RECIPE, modules))
-    description = describe(open_checkpoint(tmp_path))
-    assert description["fp8"]["never_recorded"]["k"] == 0
-    assert tables(description, by_layer=False)[1].rows[-1] == ("k", "1", "0", "4 to 4", "112 to 112")
-    assert [row[1:] for row in tables(description, by_layer=True)[2].rows] == [["", ""], ["4", "112"]]
-
-
 def test_experts_and_latents_are_told(tmp_path: Path) -> None:
     pico.save(tmp_path, "deepseek-v3")
-    summary = dict(tables(describe(open_checkpoint(tmp_path)), by_layer=False)[0].rows)
+    summary = dict(tables(describe(open_checkpoint(tmp_path)))[0].rows)
     assert summary["attention"] == "4 heads of latents of 16"
     assert summary["experts"] == "4 of 8 for a token, MLP 32, and shared ones of 32, in 2 layers"

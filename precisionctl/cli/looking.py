@@ -11,20 +11,44 @@ from precisionctl.cli.options import CHECKPOINT, NEW_PATH, POSITIVE, Percent, it
 
 @click.command()
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--fp8", "by_layer", is_flag=True, help="Show amax and scale of every module.")
+@click.option("--fp8", is_flag=True, help="Judge whether FP8 is safe from here: by layer, role and scaling.")
+@click.option("--fp8-state", type=CHECKPOINT, help="With --fp8: go by this state, as calibrate wrote it.")
+@click.option("--html", type=NEW_PATH, help="With --fp8: write a page with everything, whole in itself.")
 @iteration_option
 @json_option
-def inspect(checkpoint: Path, by_layer: bool, iteration: int | None, json_wanted: bool) -> None:
-    """Say what a checkpoint is, and how healthy its FP8 state is."""
+def inspect(
+    checkpoint: Path, fp8: bool, fp8_state: Path | None, html: Path | None, iteration: int | None, json_wanted: bool
+) -> None:
+    """Say what a checkpoint is, and how healthy its FP8 state is.
+
+    With --fp8 every weight is measured, and with what was recorded of activations and gradients held against
+    published limits: what would underflow or saturate, what to keep in BF16 (docs/switching.md).
+    """
+    if not fp8 and (fp8_state or html):
+        raise click.UsageError("--fp8-state and --html are for --fp8.")
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.reports import inspect as report
 
-    description = report.describe(open_checkpoint(checkpoint, iteration))
-    if json_wanted:
+    reader = open_checkpoint(checkpoint, iteration)
+    description = report.describe(reader)
+    if fp8:
+        from precisionctl.readiness.assess import assess
+        from precisionctl.reports import readiness as judged
+        from precisionctl.reports.readiness_page import write_page
+
+        readiness = assess(reader, fp8_state, lambda total: console.bytes_progress("measuring weights", total))
+        if html:
+            write_page(html, description, readiness)
+        if json_wanted:
+            print_json({**description, "readiness": judged.as_json(readiness)})
+            return
+        console.show_tables([*report.tables(description), *judged.tables(readiness)])
+        console.show_lines(judged.advice(readiness, str(checkpoint)))
+    elif json_wanted:
         print_json(description)
     else:
-        console.show_tables(report.tables(description, by_layer=by_layer))
+        console.show_tables(report.tables(description))
 
 
 @click.command()

@@ -86,17 +86,13 @@ def _plain(values: Tensor) -> Any:
     return values.to(torch.float64).tolist()
 
 
-def tables(description: Description, *, by_layer: bool) -> list[Table]:
-    """The description for people; `by_layer` adds amax and scale of every module."""
-    found = [_summary(description)]
-    if description["fp8"]:
-        found.append(_by_role(description["fp8"]))
-        if by_layer:
-            found.append(_by_layer(description["fp8"]))
-    return found
+def tables(description: Description) -> list[Table]:
+    """The description for people."""
+    return [summary(description)] + ([_by_role(description["fp8"])] if description["fp8"] else [])
 
 
-def _summary(description: Description) -> Table:
+def summary(description: Description) -> Table:
+    """What the checkpoint is."""
     model = description["model"]
     padding = model["padded_vocab_size"] - model["vocab_size"]
     rows = [
@@ -168,20 +164,3 @@ def _by_role(fp8: Description) -> Table:
 def _range(values: Any) -> str:
     flat = [number for value in values for number in (value if isinstance(value, list) else [value])]
     return f"{min(flat):.4g} to {max(flat):.4g}" if flat else "-"
-
-
-def _by_layer(fp8: Description) -> Table:
-    """Amax and scale of each module, for the roles that any module has recorded."""
-    modules = fp8["modules"]
-    roles = [role for role in fp8["never_recorded"] if any(role in m and m[role]["recorded"] for m in modules.values())]
-    columns = ["module", *(f"{role} {what}" for role in roles for what in ("amax", "scale"))]
-    rows = [[name, *(cell for role in roles for cell in _cells(module.get(role)))] for name, module in modules.items()]
-    return Table("FP8 state by module", columns, rows)
-
-
-def _cells(state: Description | None) -> tuple[str, str]:
-    if state is None:
-        return "", ""
-    if not state["recorded"]:
-        return "never", "-"
-    return _range([state["amax"]]).partition(" to ")[0], _range([state["scale"]]).partition(" to ")[0]

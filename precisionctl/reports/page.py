@@ -29,13 +29,13 @@ svg g[id^="patch"] path { stroke: var(--soft) !important }
 """
 
 
-def page(title: str, parts: Sequence[str]) -> str:
-    """A whole page. `parts` are HTML, made by the functions below."""
+def page(title: str, parts: Sequence[str], style: str = "") -> str:
+    """A whole page. `parts` are HTML, made by the functions below; `style` is CSS for what else they have."""
     body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}{style}</style>\n</head>\n"
         f"<body>\n<main>\n<h1>{escape(title)}</h1>\n{body}\n</main>\n</body>\n</html>\n"
     )
 

@@ -1,0 +1,261 @@
+"""The verdict: what was measured and recorded of every role, held against the thresholds."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from precisionctl.fp8.numerics import recorded_amax
+from precisionctl.fp8.state import BACKWARD, ROLES, Fp8States, Role
+from precisionctl.fp8.statistics import SCALINGS, Scaling, Statistics
+from precisionctl.readiness.history import History, read_history
+from precisionctl.readiness.thresholds import FEWEST, GROWTH, KURTOSIS, SATURATION, STALE, UNDERFLOW
+
+Remedy = Literal["bf16", "recalibrate", "margin", "watch"]
+IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
+"""The roles of a GEMM that an ordinary run casts."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong with a role under `scalings`, in words, and what helps. Findings of one `kind` differ in
+    their numbers."""
+
+    remedy: Remedy
+    kind: str
+    scalings: tuple[Scaling, ...]
+    words: str
+
+
+@dataclass(frozen=True)
+class RoleHealth:
+    """One role of one module. `measured` is empty where nothing was, and has one of each expert where those were
+    told apart; shares and kurtosis are then those of the worst."""
+
+    module: str
+    role: Role
+    measured: Sequence[Statistics]
+    history: History | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def amax(self) -> float | None:
+        """The largest that was seen."""
+        seen = [one.amax for one in self.measured] + ([self.history.largest] if self.history else [])
+        return max(seen, default=None)
+
+    @property
+    def kurtosis(self) -> float | None:
+        return max((one.kurtosis for one in self.measured if not math.isnan(one.kurtosis)), default=None)
+
+    def underflow(self, scaling: Scaling) -> float | None:
+        losses = [one.losses[scaling] for one in self.measured if one.losses[scaling].elements]
+        return max((loss.underflow for loss in losses), default=None)
+
+    def saturation(self, scaling: Scaling) -> float | None:
+        losses = [one.losses[scaling] for one in self.measured if one.losses[scaling].elements]
+        return max((loss.saturation for loss in losses), default=None)
+
+    def sqnr(self, scaling: Scaling) -> float | None:
+        losses = [one.losses[scaling] for one in self.measured if one.losses[scaling].elements]
+        return min((loss.sqnr for loss in losses), default=None)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one scaling is judged. `keep_bf16` are patterns for a recipe, standing for `kept` modules; `recalibrate`
+    counts modules whose state is not to be started from, `margin` those that saturate, `unjudged` modules by role of
+    which nothing is known.
+    """
+
+    scaling: Scaling
+    modules: int
+    keep_bf16: tuple[str, ...]
+    kept: int
+    recalibrate: int
+    margin: int
+    unjudged: Mapping[Role, int]
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything is known, and nothing has to be made anew first."""
+        return not self.recalibrate and not self.unjudged
+
+    @property
+    def words(self) -> str:
+        in_bf16 = f"with {self.kept} of {self.modules} modules in BF16" if self.kept else "all modules in FP8"
+        if self.margin:
+            in_bf16 += f"; {self.margin} saturate and want a margin, or current scaling"
+        if self.recalibrate:
+            return f"calibrate first ({self.recalibrate} modules), then {in_bf16}"
+        if self.unjudged:
+            return f"not known yet; as far as it is, {in_bf16}"
+        return f"ready, {in_bf16}"
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """Every role of every module, and a verdict for each scaling."""
+
+    roles: tuple[RoleHealth, ...]
+    verdicts: Mapping[Scaling, Verdict]
+
+    @property
+    def measured(self) -> Mapping[Role, int]:
+        """Modules by role of which there are statistics."""
+        return _count(health.role for health in self.roles if health.measured)
+
+
+def judge(gemms: Sequence[str], weights: Mapping[str, Sequence[Statistics]], states: Fp8States | None) -> Readiness:
+    """Judge the modules whose GEMMs would be FP8, by their weights and by what `states` recorded and measured."""
+    roles = [
+        _judge_role(module, role, weights.get(module, ()), states)
+        for module in (*gemms, *_others(gemms, states))
+        for role in _roles_of(module, states)
+    ]
+    return Readiness(tuple(roles), {scaling: _verdict(scaling, gemms, roles, states) for scaling in SCALINGS})
+
+
+def _others(gemms: Sequence[str], states: Fp8States | None) -> list[str]:
+    """Attention, which has FP8 state and is no GEMM of the plan."""
+    return sorted((states.modules.keys() | states.statistics.keys()) - set(gemms)) if states else []
+
+
+def _roles_of(module: str, states: Fp8States | None) -> list[Role]:
+    """Those in use, and whatever else was recorded."""
+    state = states.modules.get(module) if states else None
+    if state is None or state.of_gemm:
+        recorded = [role for role in ROLES if state and state.roles[role].recorded]
+        measured = states.statistics.get(module, {}) if states else {}
+        return [role for role in ROLES if role in IN_USE or role in recorded or role in measured]
+    return [role for role, part in state.roles.items() if part.recorded]
+
+
+def _judge_role(module: str, role: Role, weights: Sequence[Statistics], states: Fp8States | None) -> RoleHealth:
+    state = states.modules.get(module) if states else None
+    part = state.roles.get(role) if state else None
+    measured_before = states.statistics.get(module, {}).get(role) if states else None
+    measured = weights if role == "weight" else (measured_before,) if measured_before else ()
+    findings = [*_by_statistics(measured, role)]
+    history = None
+    if states and not part and role in IN_USE:
+        findings.append(_NEVER)
+    if states and part:
+        history = read_history(part, role, states.recipe)
+        findings += _by_history(history) if history else [_NEVER]
+        if role == "weight" and history and _is_stale(weights, recorded_amax(part, role, states.recipe)):
+            words = f"the recorded amax is more than {STALE.shown} off the weights' own"
+            findings.append(Finding("recalibrate", "stale", ("delayed",), words))
+    return RoleHealth(module, role, measured, history, tuple(findings))
+
+
+_NEVER = Finding("recalibrate", "never recorded", ("delayed",), "never recorded")
+
+
+def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[Finding]:
+    if not measured:
+        return
+    if all(one.amax == 0 for one in measured):
+        yield Finding("watch", "dead", SCALINGS, "dead: every element is 0")
+    if any(one.nonfinite for one in measured):
+        yield Finding(
+            "bf16", "not finite", SCALINGS, f"{sum(one.nonfinite for one in measured):,} elements are no finite numbers"
+        )
+    losses = {scaling: [one.losses[scaling] for one in measured] for scaling in SCALINGS}
+    zeros = {scaling: max(loss.underflow for loss in each) for scaling, each in losses.items()}
+    if beyond := {scaling: share for scaling, share in zeros.items() if share > UNDERFLOW.value}:
+        listed = ", ".join(f"{NAMES[scaling]} {share:.1%}" for scaling, share in beyond.items())
+        yield Finding("bf16", "zeros", tuple(beyond), f"elements become 0: {listed}")
+    clamped = [loss.saturation for loss in losses["delayed"] if loss.saturated >= FEWEST.value]
+    if (share := max(clamped, default=0.0)) > SATURATION.value:
+        yield Finding("margin", "saturation", ("delayed",), f"elements saturate: {share:.3%}")
+    kurtosis = max((one.kurtosis for one in measured if one.amax > 0), default=0.0)
+    if kurtosis > KURTOSIS.value and role not in BACKWARD:  # gradients are heavy-tailed in health, and E5M2 is for that
+        yield Finding("watch", "outliers", SCALINGS, f"outliers: kurtosis {kurtosis:,.0f}")
+
+
+NAMES: Mapping[Scaling, str] = {"delayed": "delayed", "current": "current", "block": "128-block", "mx": "MX"}
+
+
+def _by_history(history: History) -> Iterator[Finding]:
+    if history.saturates:
+        words = f"the newest amax is {history.used:.3g} times what the scale holds"
+        yield Finding("recalibrate", "beyond the scale", ("delayed",), words)
+    if history.infinite:
+        yield Finding("recalibrate", "infinite", ("delayed",), "an infinite amax, which freezes the scale")
+    if history.growth is not None and history.growth > GROWTH.value:
+        yield Finding(
+            "watch", "growth", SCALINGS, f"amax has grown {history.growth:.3g} times within {history.rows} rows"
+        )
+    if history.silent:
+        yield Finding("watch", "silent", ("delayed",), f"{history.silent} experts recorded nothing")
+
+
+def _is_stale(weights: Sequence[Statistics], recorded: Tensor) -> bool:
+    """Of any expert."""
+    own = torch.tensor([one.amax for one in weights], dtype=torch.float64)
+    if len(own) != recorded.numel():
+        return False
+    ratio = recorded.reshape(-1).double() / own
+    return bool(((ratio > STALE.value) | (ratio < 1 / STALE.value))[own > 0].any())
+
+
+def _verdict(scaling: Scaling, gemms: Sequence[str], roles: Sequence[RoleHealth], states: Fp8States | None) -> Verdict:
+    concerned = [health for health in roles if health.module in set(gemms)]
+    kept = _modules_with("bf16", scaling, concerned)
+    again = _modules_with("recalibrate", scaling, concerned)
+    margin = _modules_with("margin", scaling, concerned) - kept
+    if scaling == "delayed":
+        again |= set(gemms) if not states else set()
+    unjudged = [health.role for health in concerned if health.role in IN_USE and not _known(health, scaling)]
+    return Verdict(scaling, len(gemms), shortened(kept, gemms), len(kept), len(again), len(margin), _count(unjudged))
+
+
+def _known(health: RoleHealth, scaling: Scaling) -> bool:
+    """A history says whether delayed scaling saturates; what underflows, only elements do."""
+    return bool(health.measured) or (scaling == "delayed" and health.history is not None)
+
+
+def _modules_with(remedy: Remedy, scaling: Scaling, roles: Iterable[RoleHealth]) -> set[str]:
+    return {
+        health.module
+        for health in roles
+        if any(finding.remedy == remedy and scaling in finding.scalings for finding in health.findings)
+    }
+
+
+def _count(roles: Iterable[Role]) -> dict[Role, int]:
+    return dict(Counter(roles))
+
+
+_PLACE = re.compile(r"(?P<group>.*?layers)\.(?P<layer>\d+)\.(?P<kind>.+)")
+
+
+def place(module: str) -> tuple[str, int | None, str]:
+    """`decoder.layers.7.mlp.linear_fc1` as group, layer and kind: `decoder.layers`, 7, `mlp.linear_fc1`. A module
+    outside any layer is a kind of its own."""
+    match = _PLACE.fullmatch(module)
+    return (match["group"], int(match["layer"]), match["kind"]) if match else ("", None, module)
+
+
+def shortened(modules: set[str], all_modules: Sequence[str]) -> tuple[str, ...]:
+    """Patterns that match these of all modules and no others: one for a kind in every layer, one for all of a layer."""
+    kinds: dict[str, None] = {}
+    layers: dict[str, None] = {}
+    for module in all_modules:
+        group, layer, kind = place(module)
+        if layer is not None:
+            kinds[f"{group}.*.{kind}"] = layers[f"{group}.{layer}.*"] = None
+    patterns, left = [], dict.fromkeys(module for module in all_modules if module in modules)
+    for pattern in (*kinds, *layers):
+        matched = [module for module in all_modules if fnmatchcase(module, pattern)]
+        if len(matched) > 1 and modules.issuperset(matched) and any(module in left for module in matched):
+            patterns.append(pattern)
+            left = {module: None for module in left if module not in matched}
+    return (*patterns, *left)

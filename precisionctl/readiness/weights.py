@@ -1,0 +1,107 @@
+"""The weights of a checkpoint, measured: every element, in a few buffers, whatever the checkpoint's format.
+
+Blocks are those of Megatron's tensors, in which q, k and v and gate and up stand together, so the reader's tensors are
+mapped on their way as in a conversion.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.base import Chunk, Reader
+from precisionctl.fp8 import numerics
+from precisionctl.fp8.health import BLOCK, measure
+from precisionctl.fp8.state import DelayedScaling, Fp8States
+from precisionctl.fp8.statistics import Statistics
+from precisionctl.param import TensorSpec
+from precisionctl.plan import Job, Plan, make_plan
+from precisionctl.worker import Worker
+
+
+@dataclass(frozen=True)
+class _Nowhere:
+    """A target whose tensors are looked at and not kept."""
+
+    specs: Mapping[str, TensorSpec]
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return ()
+
+
+class _Amax(Worker):
+    """Takes the amax of what a job would write."""
+
+    def amax(self, job: Job) -> Tensor:
+        self._largest = torch.zeros(())
+        self.do(job)
+        return self._largest
+
+    def _put(self, name: str, row: int, values: Tensor) -> None:
+        self._largest = torch.maximum(self._largest, numerics.amax(values))
+
+
+class _Measurer(Worker):
+    """Measures what a job would write: rows arrive in order, and are measured once they fill blocks."""
+
+    def measure(self, job: Job, amax: Tensor, delayed_scale: Tensor | None) -> Statistics:
+        self._amax, self._delayed_scale = amax, delayed_scale
+        self._statistics, self._waiting = Statistics(), torch.empty(0)
+        self.do(job)
+        self._take(len(self._waiting))
+        return self._statistics
+
+    def _put(self, name: str, row: int, values: Tensor) -> None:
+        self._waiting = torch.cat([self._waiting, values]) if len(self._waiting) else values
+        self._take(len(self._waiting) // BLOCK * BLOCK)
+
+    def _take(self, rows: int) -> None:
+        taken, self._waiting = self._waiting[:rows], self._waiting[rows:].clone()
+        found = measure(taken, _CODES, self._delayed_scale, square=True, amax=self._amax)
+        self._statistics = self._statistics.merge(found)
+
+
+_CODES = DelayedScaling().dtype("weight")
+
+
+def plan_gemms(reader: Reader) -> tuple[Plan, tuple[Job, ...]]:
+    """The plan to Megatron, and those of its jobs that make the weight of an FP8 GEMM. Raises as make_plan does."""
+    plan = make_plan(reader, "megatron")
+    return plan, tuple(job for job in plan.jobs if job.row.gemm)
+
+
+def stored_bytes(reader: Reader, jobs: Sequence[Job]) -> int:
+    """What measuring them reads, counted once."""
+    return sum(reader.specs[name].nbytes for job in jobs for name in job.reads)
+
+
+def measure_weights(
+    reader: Reader,
+    plan: Plan,
+    jobs: Sequence[Job],
+    states: Fp8States | None,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> dict[str, list[Statistics]]:
+    """Statistics of each FP8 GEMM's weight, by module: one, or one for each expert.
+
+    Under delayed scaling with the scale of `states`, where that was recorded. `on_bytes` hears of stored bytes that
+    have been measured.
+    """
+    nowhere = _Nowhere(plan.targets)
+    first, second = _Amax(plan, reader, nowhere), _Measurer(plan, reader, nowhere)
+    found: dict[str, list[Statistics]] = {}
+    for job in jobs:
+        measured = found.setdefault(job.module, [])
+        measured.append(second.measure(job, first.amax(job), _scale(states, job.module, len(measured))))
+        on_bytes(stored_bytes(reader, (job,)))
+    return found
+
+
+def _scale(states: Fp8States | None, module: str, expert: int) -> Tensor | None:
+    """The scale of a weight role that was recorded: of a module, or of one of its experts."""
+    state = states.modules.get(module) if states else None
+    part = state.roles.get("weight") if state else None
+    if part is None or not part.recorded:
+        return None
+    return part.scale[expert] if part.scale.dim() else part.scale

@@ -1,0 +1,170 @@
+"""The verdict on FP8 for a terminal, where only what stands out is listed, and as JSON, where everything is."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from precisionctl.fp8.statistics import SCALINGS
+from precisionctl.readiness.history import headroom
+from precisionctl.readiness.judge import IN_USE, NAMES, Readiness, RoleHealth
+from precisionctl.readiness.thresholds import ALL
+from precisionctl.reports.table import Table
+
+SHOWN = 12
+"""Rows of what stands out on a terminal; the page and JSON have all."""
+
+REMEDIES = {"bf16": "keep in BF16", "recalibrate": "calibrate", "margin": "give margin", "watch": "watch"}
+"""What to do, the strongest first."""
+
+
+def as_json(readiness: Readiness) -> dict[str, Any]:
+    """What `inspect --fp8 --json` prints of it. Shares are 0 to 1; what is not known is null."""
+    return {
+        "thresholds": {name: {"value": limit.value, "source": limit.source} for name, limit in ALL.items()},
+        "verdicts": {
+            scaling: {
+                "ready": verdict.ready,
+                "words": verdict.words,
+                "keep_bf16": list(verdict.keep_bf16),
+                "modules_kept": verdict.kept,
+                "modules": verdict.modules,
+                "modules_to_calibrate": verdict.recalibrate,
+                "modules_that_saturate": verdict.margin,
+                "unjudged": dict(verdict.unjudged),
+            }
+            for scaling, verdict in readiness.verdicts.items()
+        },
+        "modules": _modules_json(readiness.roles),
+    }
+
+
+def _modules_json(roles: Iterable[RoleHealth]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for health in roles:
+        history = health.history
+        found.setdefault(health.module, {})[health.role] = {
+            "amax": health.amax,
+            "elements": sum(one.elements for one in health.measured),
+            "kurtosis": health.kurtosis,
+            "underflow": {scaling: health.underflow(scaling) for scaling in SCALINGS},
+            "saturation": {scaling: health.saturation(scaling) for scaling in SCALINGS},
+            "sqnr_db": {scaling: health.sqnr(scaling) for scaling in SCALINGS},
+            "history": asdict(history) | {"headroom_binades": headroom(history)} if history else None,
+            "findings": [
+                {"remedy": each.remedy, "kind": each.kind, "scalings": list(each.scalings), "words": each.words}
+                for each in health.findings
+            ],
+        }
+    return found
+
+
+def tables(readiness: Readiness) -> list[Table]:
+    """For people: a verdict for each scaling, a row for each role, and what stands out."""
+    found = [_verdicts(readiness), _by_role(readiness)]
+    everything = findings(readiness)
+    left = len(everything.rows) - SHOWN
+    title = f"{everything.title}; {left} more rows in --json and --html" if left > 0 else everything.title
+    return found + ([Table(title, everything.columns, everything.rows[:SHOWN])] if everything.rows else [])
+
+
+def _verdicts(readiness: Readiness) -> Table:
+    rows = [(NAMES[scaling], verdict.words) for scaling, verdict in readiness.verdicts.items()]
+    return Table("Ready for FP8?", ("scaling", "verdict"), rows)
+
+
+def _by_role(readiness: Readiness) -> Table:
+    columns = (
+        "role",
+        "measured",
+        "recorded",
+        "amax",
+        *(f"zero, {NAMES[each]}" for each in SCALINGS),
+        "kurtosis",
+        "growth",
+    )
+    rows = []
+    for role in dict.fromkeys((*IN_USE, *(health.role for health in readiness.roles))):
+        each = [health for health in readiness.roles if health.role == role]
+        if each:
+            rows.append(_role_row(role, each))
+    return Table("Worst of each role", columns, rows)
+
+
+def _role_row(role: str, each: Sequence[RoleHealth]) -> tuple[str, ...]:
+    amaxes = [health.amax for health in each if health.amax is not None]
+    growths = [health.history.growth for health in each if health.history and health.history.growth is not None]
+    return (
+        role,
+        str(sum(bool(health.measured) for health in each)),
+        str(sum(health.history is not None for health in each)),
+        f"{min(amaxes):.3g} to {max(amaxes):.3g}" if amaxes else "-",
+        *(_worst((health.underflow(scaling) for health in each), share) for scaling in SCALINGS),
+        _worst((health.kurtosis for health in each), lambda value: f"{value:,.1f}"),
+        f"{max(growths):.3g} x" if growths else "-",
+    )
+
+
+def _worst(values: Iterable[float | None], shown: Callable[[float], str]) -> str:
+    known = [value for value in values if value is not None]
+    return shown(max(known)) if known else "-"
+
+
+def share(value: float) -> str:
+    """A share of elements: `12.3 %`, and `<0.001 %` for what is there but is nothing."""
+    if 0 < value < 1e-5:
+        return "<0.001 %"
+    return f"{100 * value:.2g} %" if value < 0.1 else f"{100 * value:.0f} %"
+
+
+def findings(readiness: Readiness) -> Table:
+    """Everything that was found, what needs most first; a row for each kind of finding in a role, with its worst."""
+    groups: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
+    for health in sorted(readiness.roles, key=_severity, reverse=True):
+        for each in health.findings:
+            groups.setdefault((each.remedy, each.kind, health.role), []).append((health.module, each.words))
+    order = list(REMEDIES)
+    rows = []
+    for (remedy, _, role), found in sorted(groups.items(), key=lambda item: order.index(item[0][0])):
+        module, words = found[0]
+        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        rows.append((REMEDIES[remedy], f"{module}{others}", role, words))
+    return Table("What stands out", ("what to do", "module", "role", "why"), rows)
+
+
+def _severity(health: RoleHealth) -> tuple[float, ...]:
+    zeros = max(health.underflow(scaling) or 0.0 for scaling in SCALINGS)
+    growth = (health.history.growth or 0.0) if health.history else 0.0
+    return zeros, health.saturation("delayed") or 0.0, growth, health.kurtosis or 0.0
+
+
+def advice(readiness: Readiness, checkpoint: str) -> list[str]:
+    """Lines to paste into a recipe, and what to run where something is not known."""
+    lines = [
+        line
+        for names, text in keep_bf16(readiness)
+        for line in (f"# {names} scaling, under [precision] in a recipe", text)
+    ]
+    return lines + unmeasured(readiness, checkpoint)
+
+
+def keep_bf16(readiness: Readiness) -> list[tuple[str, str]]:
+    """For each list that some scalings want: their names, and the list as a recipe has it."""
+    wanted: dict[tuple[str, ...], list[str]] = {}
+    for scaling, verdict in readiness.verdicts.items():
+        wanted.setdefault(verdict.keep_bf16, []).append(NAMES[scaling])
+    return [
+        (", ".join(names), f"keep_bf16 = {json.dumps(list(patterns))}")
+        for patterns, names in wanted.items()
+        if patterns
+    ]
+
+
+def unmeasured(readiness: Readiness, checkpoint: str) -> list[str]:
+    roles = [role for role in IN_USE if not readiness.measured.get(role)]
+    if not roles:
+        return []
+    return [
+        f"Nothing has measured {' and '.join(roles)}: run `precisionctl calibrate {checkpoint} --data FILE "
+        "--out STATE`, then this again with --fp8-state STATE."
+    ]

@@ -1,0 +1,220 @@
+"""The verdict on FP8 as a page: what to do, heat maps of every measure, everything that was found, and the limits."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from precisionctl.fp8.statistics import SCALINGS
+from precisionctl.readiness.history import headroom
+from precisionctl.readiness.judge import NAMES, Readiness, RoleHealth, place
+from precisionctl.readiness.thresholds import ALL, GROWTH, KURTOSIS, SATURATION, UNDERFLOW
+from precisionctl.reports import heat
+from precisionctl.reports.heat import Cell, Column, Scale
+from precisionctl.reports.inspect import Description, summary
+from precisionctl.reports.page import commands, heading, html_table, page, paragraph
+from precisionctl.reports.readiness import REMEDIES, findings, keep_bf16, share, unmeasured
+from precisionctl.reports.table import Table
+
+_CARDS = """
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .8rem; margin: 1.2rem 0 }
+.card { border: 1px solid var(--line); border-left: 5px solid var(--edge); border-radius: 6px; padding: .7rem .9rem }
+.card b { display: block; font-size: 1rem } .card span { font-size: .88rem; color: var(--soft) }
+.good { --edge: #2f8f5b } .some { --edge: var(--w1) } .open { --edge: var(--soft) }
+main { max-width: 92rem }
+details { margin: .5rem 0 } summary { cursor: pointer }
+details pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow-y: auto }
+"""
+
+
+def write_page(path: Path, description: Description, readiness: Readiness) -> None:
+    path.write_text(whole_page(description, readiness), encoding="utf-8")
+
+
+def whole_page(description: Description, readiness: Readiness) -> str:
+    """`description` is what `reports.inspect.describe` says of the checkpoint."""
+    parts = [
+        paragraph(_lead(description)),
+        _cards(readiness),
+        *(_folded(f"For a recipe: {names} scaling", text) for names, text in keep_bf16(readiness)),
+        *(paragraph(line) for line in unmeasured(readiness, str(description["path"]))),
+        heading("By layer and role"),
+        paragraph("Hold the pointer over a cell for its name and number. Of experts, each cell has the worst."),
+        _maps(readiness),
+        *([html_table(findings(readiness))] if any(health.findings for health in readiness.roles) else []),
+        html_table(_limits()),
+        html_table(summary(description)),
+    ]
+    name = Path(str(description["path"])).name
+    return page(f"Is {name} ready for FP8?", parts, style=heat.STYLE + _CARDS)
+
+
+def _lead(description: Description) -> str:
+    model = description["model"]
+    when = "" if description["iteration"] is None else f" at iteration {description['iteration']}"
+    return (
+        f"{description['architecture']}, {model['num_layers']} layers of hidden size {model['hidden_size']}{when}. "
+        "Every element of every weight was measured; of activations and gradients, what was recorded is shown."
+    )
+
+
+def _cards(readiness: Readiness) -> str:
+    """A verdict for each scaling."""
+    cards = []
+    for scaling, verdict in readiness.verdicts.items():
+        colour = "open" if not verdict.ready else "some" if verdict.kept else "good"
+        name = f"{NAMES[scaling][0].upper()}{NAMES[scaling][1:]} scaling"
+        cards.append(f'<div class="card {colour}"><b>{escape(name)}</b><span>{escape(verdict.words)}</span></div>')
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _folded(title: str, text: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{commands([text])}</details>"
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """A heat map: what to show of a role, in how many words, in which colours, and what to say under it."""
+
+    name: str
+    value: Callable[[RoleHealth], float | None]
+    scale: Scale
+    words: Callable[[float], str]
+    note: str
+
+
+_SHARES = Scale((0, 1e-5, 1e-4, 1e-3, UNDERFLOW.value), (0.1, 0.5, 1), share)
+_CLAMPED = Scale((0, 1e-7, 1e-6, SATURATION.value), (1e-4, 1e-3, 1), share)
+
+
+def _plain(value: float) -> str:
+    """Three digits: `0.0123`, `4.5`, `1.2e+05`."""
+    return f"{value:,.0f}" if 100 <= value < 1e5 else f"{value:.2g}"
+
+
+def _times(value: float) -> str:
+    return f"{value:.2g}×"
+
+
+def _underflows() -> list[_Measure]:
+    return [
+        _Measure(
+            f"Zeros: {NAMES[scaling]}",
+            lambda health, scaling=scaling: health.underflow(scaling),  # type: ignore[misc]
+            _SHARES,
+            share,
+            f"Share of elements that become zero under {NAMES[scaling]} scaling. Warm: beyond {UNDERFLOW.shown}.",
+        )
+        for scaling in SCALINGS
+    ]
+
+
+def _measures(readiness: Readiness) -> list[_Measure]:
+    amaxes = [health.amax for health in readiness.roles if health.amax and math.isfinite(health.amax)]
+    return [
+        *_underflows(),
+        _Measure(
+            "Saturation: delayed",
+            lambda health: health.saturation("delayed"),
+            _CLAMPED,
+            share,
+            "Share of elements beyond what the scale of earlier steps holds; no other scaling saturates. Warm: "
+            f"beyond {SATURATION.shown}.",
+        ),
+        _Measure(
+            "Kurtosis",
+            lambda health: health.kurtosis,
+            Scale((3.5, 10, 30, 100, KURTOSIS.value), (1e4, 1e5, 1e6), _plain),
+            _plain,
+            f"3 for a Gaussian; it rises with outliers. Warm: beyond {KURTOSIS.shown}, a limit for activations and "
+            "weights; gradients are heavy-tailed in health.",
+        ),
+        _Measure(
+            "Amax",
+            lambda health: health.amax,
+            Scale(_steps(amaxes), (), _plain),
+            _plain,
+            "The largest magnitude that was seen, in five steps of equal factors.",
+        ),
+        _Measure(
+            "Growth",
+            lambda health: health.history.growth if health.history else None,
+            Scale((1.1, 1.5, 2, GROWTH.value), (8, 32, 128), _times),
+            _times,
+            f"Newest amaxes over oldest ones in the history, medians of a quarter each. Warm: beyond {GROWTH.shown}.",
+        ),
+        _Measure(
+            "Headroom",
+            lambda health: -headroom(health.history) if health.history and health.history.used else None,
+            Scale((-8, -4, -2, -1, 1e-6), (1, 4, 16), lambda value: f"{-value:.3g} binades"),
+            lambda value: f"{-value:.1f}" if abs(value) > 0.05 else "0",
+            "Binades between the newest amax under the delayed scale and the largest code. Below 0 it saturates.",
+        ),
+    ]
+
+
+def _steps(amaxes: list[float]) -> list[float]:
+    """Bounds of equal factors from the smallest to the largest."""
+    low, high = min(amaxes, default=1.0), max(amaxes, default=1.0)
+    return [low * (high / low) ** (number / heat.COOL) for number in range(1, heat.COOL)] + [high]
+
+
+def _maps(readiness: Readiness) -> str:
+    panels = {"What to do": _remedies_panel(readiness)}
+    for measure in _measures(readiness):
+        known = [health for health in readiness.roles if measure.value(health) is not None]
+        if known:
+            panels[measure.name] = _panel(readiness, measure)
+    return heat.tabs("measure", panels)
+
+
+def _panel(readiness: Readiness, measure: _Measure) -> str:
+    def cell(health: RoleHealth) -> Cell:
+        value, name = measure.value(health), f"{health.module}, {health.role}"
+        if value is None or not math.isfinite(value):
+            return Cell("unknown", "?" if value is None else "inf", f"{name}: not known")
+        return Cell(measure.scale.step(value), measure.words(value), f"{name}: {measure.words(value)}")
+
+    return paragraph(measure.note) + measure.scale.legend() + _map(readiness, cell)
+
+
+def _remedies_panel(readiness: Readiness) -> str:
+    steps = {"bf16": "w2", "recalibrate": "w1", "margin": "w0", "watch": "c3"}
+    texts = {"bf16": "BF16", "recalibrate": "cal.", "margin": "margin", "watch": "watch"}
+
+    def cell(health: RoleHealth) -> Cell:
+        name = f"{health.module}, {health.role}"
+        if not health.findings:
+            known = bool(health.measured or health.history)
+            return Cell("c0", "ok", f"{name}: nothing found") if known else Cell("unknown", "?", f"{name}: not known")
+        worst = min((finding.remedy for finding in health.findings), key=list(REMEDIES).index)
+        return Cell(steps[worst], texts[worst], f"{name}: {'; '.join(finding.words for finding in health.findings)}")
+
+    words = "The strongest of what was found under any scaling; the verdicts above tell the scalings apart."
+    items = [(steps[remedy], text) for remedy, text in REMEDIES.items()]
+    return (
+        paragraph(words)
+        + heat.legend([("c0", "nothing found"), *items, ("unknown", "not known")])
+        + _map(readiness, cell)
+    )
+
+
+def _map(readiness: Readiness, cell: Callable[[RoleHealth], Cell]) -> str:
+    rows: dict[str, dict[Column, Cell]] = {}
+    columns: dict[Column, None] = {}
+    for health in readiness.roles:
+        group, layer, kind = place(health.module)
+        kind = kind.removeprefix("transformer_layer.")  # of Megatron's layers of multi-token prediction
+        label = (
+            "" if layer is None else str(layer) if group == "decoder.layers" else f"{group.partition('.')[0]} {layer}"
+        )
+        columns[kind, health.role] = None
+        rows.setdefault(label, {})[kind, health.role] = cell(health)
+    kinds = list(dict.fromkeys(kind for kind, _ in columns))
+    return heat.heat_map(rows, sorted(columns, key=lambda column: kinds.index(column[0])))
+
+
+def _limits() -> Table:
+    rows = [(name.replace("_", " "), limit.shown, limit.source) for name, limit in ALL.items()]
+    return Table("Limits that the verdict rests on", ("limit", "value", "source"), rows)

@@ -1,0 +1,393 @@
+"""Verdicts: weights measured in any format, histories read, and both held against the limits in docs/switching.md."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pico
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from precisionctl import worker
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.health import measure
+from precisionctl.fp8.numerics import after_one_update
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.fp8.statistics import SCALINGS
+from precisionctl.readiness import thresholds
+from precisionctl.readiness.assess import states_of
+from precisionctl.readiness.history import headroom, read_history
+from precisionctl.readiness.judge import judge, place, shortened
+from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
+from precisionctl.work import execute
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RECIPE = DelayedScaling(amax_history_len=17)
+DOCUMENT = Path(__file__).parents[1] / "docs" / "switching.md"
+
+
+def measured(path, states=None):
+    reader = open_checkpoint(path)
+    plan, jobs = plan_gemms(reader)
+    seen = []
+    found = measure_weights(reader, plan, jobs, states, seen.append)
+    assert sum(seen) == stored_bytes(reader, jobs)
+    return found
+
+
+def counts(one):
+    losses = {name: (loss.elements, loss.underflows, loss.saturated) for name, loss in one.losses.items()}
+    return one.elements, one.zeros, one.nonfinite, one.amax, losses
+
+
+def by_group(q, k, v, heads, groups):
+    """Megatron's linear_qkv: for each group of heads their queries, its key, its value."""
+    size = len(q) // heads
+    parts = (q.view(groups, -1, q.shape[1]), k.view(groups, size, -1), v.view(groups, size, -1))
+    return torch.cat(parts, 1).reshape(-1, q.shape[1])
+
+
+@pytest.mark.parametrize("buffer", [worker.BUFFER, 4 * 64 * 50], ids=["in one piece", "50 rows at a time"])
+def test_weights_are_measured_as_the_whole_of_megatron_s_tensors(tmp_path, monkeypatch, buffer):
+    model = pico.save(tmp_path, dtype=torch.bfloat16, hidden_size=128, intermediate_size=352)
+    monkeypatch.setattr(worker, "BUFFER", buffer)
+    layer = model.model.layers[1]
+    attention, mlp = layer.self_attn, layer.mlp
+    expected = {
+        "self_attention.linear_qkv": by_group(
+            attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, heads=4, groups=2
+        ),
+        "self_attention.linear_proj": attention.o_proj.weight,
+        "mlp.linear_fc1": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        "mlp.linear_fc2": mlp.down_proj.weight,
+    }
+    found = measured(tmp_path)
+    assert len(found) == 8
+    for kind, weight in expected.items():
+        (one,) = found[f"decoder.layers.1.{kind}"]
+        whole = measure(weight, E4M3, None, square=True)
+        assert counts(one) == counts(whole), kind
+        assert one.kurtosis == pytest.approx(whole.kurtosis, rel=1e-9)
+        assert one.losses["block"].error == pytest.approx(whole.losses["block"].error, rel=1e-9)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "mixtral"])
+def test_a_model_is_judged_alike_whatever_its_format(tmp_path, family):
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
+    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "megatron", to="megatron")))
+    ours, theirs = measured(tmp_path / "hf"), measured(tmp_path / "megatron")
+    assert ours.keys() == theirs.keys()
+    assert all([counts(one) for one in ours[module]] == [counts(one) for one in theirs[module]] for module in ours)
+
+
+def test_weights_are_measured_under_the_delayed_scale_that_was_recorded(tmp_path):
+    model = pico.save(tmp_path, dtype=torch.bfloat16)
+    module = "decoder.layers.0.self_attention.linear_proj"
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    half = after_one_update(weight.abs().amax().float() / 2, "weight", RECIPE)
+    states = Fp8States(RECIPE, {module: Fp8State({**Fp8State.fresh(17).roles, "weight": half})})
+    found = measured(tmp_path, states)
+    beyond = (weight.abs() > weight.abs().amax() / 2).sum()
+    assert found[module][0].losses["delayed"].saturated == beyond > 0
+    assert found["decoder.layers.0.mlp.linear_fc2"][0].losses["delayed"].elements == 0
+
+
+def recorded(*amaxes, scale=None, role="input"):
+    """A history of 17 rows whose newest ones are these, oldest first; with the scale of the largest, or another."""
+    history = torch.zeros(17)
+    history[17 - len(amaxes) :] = torch.tensor(amaxes)
+    made = 448.0 / max(amaxes) if scale is None else scale
+    return RoleState(torch.tensor(made), history)
+
+
+def test_growth_is_of_medians_so_a_single_batch_does_not_make_it():
+    steady = read_history(recorded(*[2.0] * 15, 40.0), "input", RECIPE)
+    assert steady.growth == 1.0
+    doubling = read_history(recorded(*(2.0**i for i in range(16))), "input", RECIPE)
+    assert doubling.growth == 2.0**12
+    assert (doubling.smallest, doubling.largest, doubling.newest, doubling.rows) == (1.0, 2.0**15, 2.0**15, 16)
+    assert read_history(recorded(1.0, 2.0, 4.0), "input", RECIPE).growth is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(amaxes=st.lists(st.floats(2.0**-66, 2.0**66, width=32), min_size=1, max_size=16), e5m2=st.booleans())
+def test_a_scale_made_of_its_own_history_covers_it(amaxes, e5m2):
+    role = "grad_output" if e5m2 else "input"
+    largest = max(amaxes)
+    scale = after_one_update(torch.tensor(largest), role, RECIPE).scale
+    history = read_history(recorded(*amaxes, scale=float(scale)), role, RECIPE)
+    assert not history.saturates
+    assert headroom(history) == pytest.approx(math.log2(largest / history.newest), abs=1e-4)
+
+
+def test_a_scale_too_large_for_the_newest_amax_saturates():
+    history = read_history(recorded(1.0, 1.0, 7.0, scale=448.0), "input", RECIPE)
+    assert history.saturates and history.used == 7.0
+    assert headroom(history) == pytest.approx(-math.log2(7))
+
+
+def test_a_history_of_one_row_is_read_from_its_scale_and_an_infinite_amax_is_told():
+    short = DelayedScaling(amax_history_len=1)
+    history = read_history(after_one_update(torch.tensor(3.0), "input", short), "input", short)
+    assert history.newest == pytest.approx(3.0) and history.rows == 1 and not history.saturates
+    assert read_history(recorded(1.0, math.inf, 2.0, scale=224.0), "input", RECIPE).infinite
+    assert read_history(RoleState.fresh(17), "input", RECIPE) is None
+
+
+def test_of_experts_the_extremes_are_told_and_how_many_were_silent():
+    parts = [recorded(*[1.0] * 16), recorded(*[0.5] * 8, *[4.0] * 8), RoleState.fresh(17)]
+    together = RoleState(torch.stack([p.scale for p in parts]), torch.stack([p.amax_history for p in parts]))
+    history = read_history(together, "input", RECIPE)
+    assert (history.smallest, history.largest, history.growth, history.silent) == (0.5, 4.0, 8.0, 1)
+
+
+MODULES = [f"decoder.layers.{layer}.mlp.linear_{part}" for layer in range(3) for part in ("fc1", "fc2")]
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_outlier(values):
+    """One channel a million times the rest."""
+    values = values.clone()
+    values[:, 3] = 1e6
+    return values
+
+
+def healthy():
+    """Weights and a state in which everything was recorded and measured, of which nothing is wrong."""
+    values = gaussian(256, 256)
+    scale = {"input": 448.0 / 5, "grad_output": 57344.0 / 5}
+    statistics = {
+        role: measure(values, RECIPE.dtype(role), torch.tensor(scale[role])) for role in ("input", "grad_output")
+    }
+    roles = dict(Fp8State.fresh(17).roles)
+    for role in ("input", "weight", "grad_output"):
+        amax = values.abs().amax()
+        roles[role] = recorded(*[float(amax)] * 16, scale=float(after_one_update(amax, role, RECIPE).scale))
+    weight = measure(values, E4M3, roles["weight"].scale, square=True)
+    states = Fp8States(RECIPE, {m: Fp8State(roles) for m in MODULES}, statistics={m: statistics for m in MODULES})
+    return {m: [weight] for m in MODULES}, states
+
+
+def kinds(readiness, remedy):
+    return {
+        (health.module, health.role, each.kind)
+        for health in readiness.roles
+        for each in health.findings
+        if each.remedy == remedy
+    }
+
+
+def test_where_everything_is_known_and_fine_every_scaling_is_ready():
+    weights, states = healthy()
+    readiness = judge(MODULES, weights, states)
+    for scaling in SCALINGS:
+        verdict = readiness.verdicts[scaling]
+        assert verdict.ready and verdict.keep_bf16 == () and verdict.words == "ready, all modules in FP8"
+    assert not any(health.findings for health in readiness.roles)
+
+
+def test_an_outlier_channel_in_an_activation_keeps_its_module_in_bf16_but_not_under_mx():
+    weights, states = healthy()
+    hurt = with_outlier(gaussian(256, 2048))
+    planted = {"input": measure(hurt, E4M3, None), "grad_output": states.statistics[MODULES[2]]["grad_output"]}
+    readiness = judge(MODULES, weights, replace(states, statistics={**states.statistics, MODULES[2]: planted}))
+    assert readiness.verdicts["current"].keep_bf16 == (MODULES[2],)
+    assert readiness.verdicts["current"].words == "ready, with 1 of 6 modules in BF16"
+    assert readiness.verdicts["block"].kept == 1  # a block of 16 in every row is lost, which is 6 %
+    assert readiness.verdicts["mx"].kept == 1  # and 1.5 % with blocks of 32: still more than the limit
+    mild = hurt.clone()
+    mild[:, 3] = 3e3  # per tensor that costs 0.5 %, under the limit
+    planted = {**planted, "input": measure(mild, E4M3, None)}
+    readiness = judge(MODULES, weights, replace(states, statistics={**states.statistics, MODULES[2]: planted}))
+    assert all(verdict.kept == 0 for verdict in readiness.verdicts.values())
+
+
+def test_an_outlier_row_in_a_weight_is_a_matter_for_scales_per_tensor():
+    weights, states = healthy()
+    values = gaussian(16384, 128)
+    values[7] *= 1e6
+    weights[MODULES[0]] = [measure(values, E4M3, None, square=True)]
+    verdicts = judge(MODULES, weights, None).verdicts
+    assert verdicts["current"].keep_bf16 == (MODULES[0],)
+    assert verdicts["block"].keep_bf16 == verdicts["mx"].keep_bf16 == ()
+
+
+def test_without_any_state_weights_are_judged_and_the_rest_is_said_to_be_unknown():
+    weights, _ = healthy()
+    verdicts = judge(MODULES, weights, None).verdicts
+    assert verdicts["current"].unjudged == {"input": 6, "grad_output": 6}
+    assert not verdicts["current"].ready and not verdicts["delayed"].ready
+    assert verdicts["delayed"].recalibrate == 6
+    assert verdicts["current"].words == "not known yet; as far as it is, all modules in FP8"
+    assert verdicts["delayed"].words == "calibrate first (6 modules), then all modules in FP8"
+
+
+def test_histories_alone_judge_delayed_scaling_and_nothing_else():
+    weights, states = healthy()
+    verdicts = judge(MODULES, weights, replace(states, statistics={})).verdicts
+    assert verdicts["delayed"].ready
+    assert not verdicts["current"].ready and verdicts["current"].unjudged == {"input": 6, "grad_output": 6}
+
+
+PLANTED = {
+    "beyond the scale": recorded(*[5.0] * 16, scale=448.0),
+    "infinite": recorded(*[5.0] * 14, math.inf, 5.0, scale=448.0 / 5),
+    "never recorded": RoleState.fresh(17),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_state_not_to_start_from_is_named_by_role(kind):
+    weights, states = healthy()
+    planted = Fp8State({**states.modules[MODULES[1]].roles, "input": PLANTED[kind]})
+    readiness = judge(MODULES, weights, replace(states, modules={**states.modules, MODULES[1]: planted}))
+    assert kinds(readiness, "recalibrate") == {(MODULES[1], "input", kind)}
+    assert readiness.verdicts["delayed"].recalibrate == 1 and not readiness.verdicts["delayed"].ready
+    assert readiness.verdicts["current"].ready
+
+
+def test_a_module_without_state_among_others_waits_for_calibration():
+    weights, states = healthy()
+    readiness = judge(MODULES, weights, states.without([MODULES[4]]))
+    assert {module for module, _, _ in kinds(readiness, "recalibrate")} == {MODULES[4]}
+
+
+def test_a_weight_amax_of_other_weights_is_stale():
+    weights, states = healthy()
+    roles = states.modules[MODULES[0]].roles
+    for factor, stale in ((1.9, False), (2.1, True), (1 / 2.1, True)):
+        amax = weights[MODULES[0]][0].amax * factor
+        planted = Fp8State({**roles, "weight": recorded(amax, scale=448.0 / amax)})
+        readiness = judge(MODULES, weights, replace(states, modules={**states.modules, MODULES[0]: planted}))
+        assert (kinds(readiness, "recalibrate") == {(MODULES[0], "weight", "stale")}) is stale
+
+
+def test_growth_and_outliers_are_to_be_watched():
+    weights, states = healthy()
+    grown = Fp8State({**states.modules[MODULES[3]].roles, "input": recorded(*(1.5**i for i in range(16)))})
+    spiky = gaussian(256, 256)
+    spiky[0, 0] = 300.0
+    planted = {**states.statistics[MODULES[5]], "input": measure(spiky, E4M3, None)}
+    readiness = judge(
+        MODULES,
+        weights,
+        replace(
+            states,
+            modules={**states.modules, MODULES[3]: grown},
+            statistics={**states.statistics, MODULES[5]: planted},
+        ),
+    )
+    assert kinds(readiness, "watch") == {(MODULES[3], "input", "growth"), (MODULES[5], "input", "outliers")}
+    assert all(verdict.ready for verdict in readiness.verdicts.values())
+
+
+def test_heavy_tails_of_gradients_are_no_outliers():
+    weights, states = healthy()
+    spiky = gaussian(256, 256)
+    spiky[0, 0] = 300.0
+    planted = {**states.statistics[MODULES[5]], "grad_output": measure(spiky, E5M2, None)}
+    readiness = judge(MODULES, weights, replace(states, statistics={**states.statistics, MODULES[5]: planted}))
+    assert not kinds(readiness, "watch")
+
+
+def test_saturation_wants_a_margin_once_it_is_more_than_a_few_elements():
+    weights, states = healthy()
+    values = gaussian(1024, 256)
+    largest = values.abs().flatten().sort(descending=True).values
+    for beyond, wanted in ((5, False), (20, True)):  # of 262,144: 0.0019 % and 0.0076 %, both above the limit
+        scale = 448.0 / float(largest[beyond])
+        planted = {**states.statistics[MODULES[0]], "input": measure(values, E4M3, torch.tensor(scale))}
+        readiness = judge(MODULES, weights, replace(states, statistics={**states.statistics, MODULES[0]: planted}))
+        assert (kinds(readiness, "margin") == {(MODULES[0], "input", "saturation")}) is wanted
+        assert readiness.verdicts["delayed"].margin == wanted
+        assert readiness.verdicts["current"].margin == 0
+
+
+def test_dead_and_not_finite_are_told_apart():
+    weights, states = healthy()
+    dead = {**states.statistics[MODULES[0]], "input": measure(torch.zeros(64, 64), E4M3, None)}
+    broken = gaussian(64, 64)
+    broken[1, 1] = math.nan
+    sick = {**states.statistics[MODULES[1]], "input": measure(broken, E4M3, None)}
+    readiness = judge(
+        MODULES, weights, replace(states, statistics={**states.statistics, MODULES[0]: dead, MODULES[1]: sick})
+    )
+    assert kinds(readiness, "watch") == {(MODULES[0], "input", "dead")}
+    assert kinds(readiness, "bf16") == {(MODULES[1], "input", "not finite")}
+
+
+def test_one_bad_expert_is_enough_for_its_module():
+    weights, states = healthy()
+    bad = measure(with_outlier(gaussian(256, 256)), E4M3, None, square=True)
+    weights[MODULES[0]] = [*weights[MODULES[0]] * 7, bad]
+    roles = judge(MODULES, weights, None).roles
+    health = next(each for each in roles if (each.module, each.role) == (MODULES[0], "weight"))
+    assert health.underflow("current") == bad.losses["current"].underflow > 0.9
+
+
+def test_caches_keys_and_values_are_shown_and_do_not_weigh_on_gemms():
+    weights, states = healthy()
+    attention = "decoder.layers.0.self_attention.core_attention"
+    keys = Fp8State({"k": recorded(3.0), "v": RoleState.fresh(17)})
+    readiness = judge(MODULES, weights, replace(states, modules={**states.modules, attention: keys}))
+    assert [health.role for health in readiness.roles if health.module == attention] == ["k"]
+    assert readiness.verdicts["delayed"].ready
+
+
+@settings(max_examples=100, deadline=None)
+@given(chosen=st.sets(st.sampled_from(MODULES)))
+def test_patterns_match_what_they_stand_for_and_nothing_else(chosen):
+    from precisionctl.precision import Precision
+
+    kept = Precision(fp8=True, keep_bf16=shortened(chosen, MODULES))
+    assert {module for module in MODULES if not kept.in_fp8(module)} == chosen
+
+
+def test_a_kind_in_every_layer_and_all_of_a_layer_become_patterns():
+    assert shortened({m for m in MODULES if m.endswith("fc2")}, MODULES) == ("decoder.layers.*.mlp.linear_fc2",)
+    assert shortened({MODULES[0], MODULES[1]}, MODULES) == ("decoder.layers.0.*",)
+    assert place("mtp.layers.0.transformer_layer.mlp.linear_fc1") == (
+        "mtp.layers",
+        0,
+        "transformer_layer.mlp.linear_fc1",
+    )
+    assert place("output_layer") == ("", None, "output_layer")
+
+
+def test_statistics_beside_a_state_in_extra_state_are_found(tmp_path):
+    pico.save(tmp_path)
+    _, states = healthy()
+    sidecar.write(tmp_path / sidecar.RELATIVE, states)
+    assert states_of(open_checkpoint(tmp_path)).statistics == states.statistics
+
+
+def test_every_limit_is_in_the_document_with_its_value_and_its_source():
+    table = re.findall(r"^\| `([A-Z_]+)` \| ([^|]+) \| ([^|]+) \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    limits = {name: limit for name, limit in vars(thresholds).items() if isinstance(limit, thresholds.Threshold)}
+    assert {name: (value.strip(), source.strip()) for name, value, source in table} == {
+        name: (limit.shown, limit.source) for name, limit in limits.items()
+    }
+    assert {name.lower() for name in limits} == set(thresholds.ALL)
+
+
+def test_what_a_limit_shows_is_its_value():
+    for limit in thresholds.ALL.values():
+        number = float(limit.shown.split()[0].replace(",", ""))
+        assert limit.value == pytest.approx(number / 100 if "%" in limit.shown else number)
+
+
+def test_a_gaussian_loses_as_little_as_the_limit_on_underflow_says():
+    """Underflow begins at half of E4M3's smallest number, 2^-10; amax is cast to 448."""
+    reach = 448 / 2.0**-10
+    lost = math.erf(5 / reach / math.sqrt(2))
+    assert lost == pytest.approx(1e-5, rel=0.2)
+    largest = next(sigmas for sigmas in range(100, 10_000, 10) if math.erf(sigmas / reach / math.sqrt(2)) > 0.01)
+    assert largest == pytest.approx(5_700, rel=0.02)

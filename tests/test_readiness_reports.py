@@ -1,0 +1,193 @@
+"""What `inspect --fp8` shows: JSON of a known form, tables, and a page that is whole in itself."""
+
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pico
+import pytest
+import torch
+from click.testing import CliRunner
+from test_readiness import E4M3, MODULES, gaussian, healthy, recorded, with_outlier
+
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.cli import main
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.health import measure
+from precisionctl.fp8.state import Fp8State
+from precisionctl.readiness.judge import judge
+from precisionctl.reports import readiness as report
+from precisionctl.reports.heat import Scale
+from precisionctl.reports.inspect import describe
+from precisionctl.reports.readiness_page import whole_page
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def with_everything():
+    """One module with an outlier channel, one whose amaxes grow, one that was never recorded, one not measured."""
+    weights, states = healthy()
+    hurt = {**states.statistics[MODULES[0]], "input": measure(with_outlier(gaussian(256, 256)), E4M3, None)}
+    grown = Fp8State({**states.modules[MODULES[1]].roles, "input": recorded(*(2.0**i for i in range(16)))})
+    statistics = {**states.statistics, MODULES[0]: hurt}
+    del statistics[MODULES[3]]
+    states = replace(states, modules={**states.modules, MODULES[1]: grown}, statistics=statistics)
+    return judge(MODULES, weights, states.without([MODULES[2]]))
+
+
+def test_json_has_every_role_of_every_module_and_keeps_its_form():
+    found = json.loads(json.dumps(report.as_json(with_everything())))
+    assert found.keys() == {"thresholds", "verdicts", "modules"}
+    assert found["verdicts"].keys() == {"delayed", "current", "block", "mx"}
+    assert found["verdicts"]["current"] == {
+        "ready": False,
+        "words": "not known yet; as far as it is, with 1 of 6 modules in BF16",
+        "keep_bf16": [MODULES[0]],
+        "modules_kept": 1,
+        "modules": 6,
+        "modules_to_calibrate": 0,
+        "modules_that_saturate": 0,
+        "unjudged": {"input": 2, "grad_output": 2},
+    }
+    assert list(found["modules"]) == MODULES
+    hurt = found["modules"][MODULES[0]]["input"]
+    assert hurt.keys() == {
+        *("amax", "elements", "kurtosis", "underflow", "saturation", "sqnr_db", "history", "findings"),
+    }
+    assert hurt["underflow"]["current"] > 0.9 and hurt["underflow"]["delayed"] is None
+    assert hurt["history"].keys() == {
+        *("rows", "smallest", "largest", "newest", "growth", "used", "infinite", "silent", "headroom_binades"),
+    }
+    assert [(each["remedy"], each["kind"]) for each in hurt["findings"]][0] == ("bf16", "zeros")
+    assert found["modules"][MODULES[3]]["input"]["elements"] == 0
+    assert found["thresholds"]["saturation"] == {"value": 1e-5, "source": "FP8-LM, arXiv 2310.18313, section 2.1"}
+
+
+def test_tables_show_what_needs_most_first_and_many_of_a_kind_in_one_row():
+    weights, states = healthy()
+    readiness = judge(MODULES, weights, states.without(MODULES[:4]))
+    rows = report.findings(readiness).rows
+    assert rows[0][1] == f"{MODULES[0]} and 3 more" and rows[0][3] == "never recorded"
+    remedies = [row[0] for row in report.findings(with_everything()).rows]
+    assert remedies == sorted(remedies, key=list(report.REMEDIES.values()).index)
+    assert remedies[0] == "keep in BF16" and remedies[-1] == "watch"
+
+
+def test_advice_can_be_pasted_into_a_recipe(tmp_path):
+    from precisionctl.recipe import load_recipe
+
+    lines = report.advice(with_everything(), "CKPT")
+    pasted = tmp_path / "mine.toml"
+    pasted.write_text("[precision]\nfp8 = true\n" + "\n".join(lines[:2]))
+    precision = load_recipe(pasted).precision
+    assert [module for module in MODULES if not precision.in_fp8(module)] == [MODULES[0]]
+
+
+class Page(HTMLParser):
+    """What a page asks for, and its text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.asked, self.words, self.titles, self.open = [], [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        named = dict(attributes)
+        self.asked += [named[name] for name in ("src", "href", "srcset", "data", "action") if name in named]
+        self.titles += [named["title"]] if "title" in named else []
+        if tag not in ("input", "meta", "i"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag != "i":
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def page_of(tmp_path, readiness):
+    pico.save(tmp_path)
+    description = dict(describe(open_checkpoint(tmp_path)))
+    return whole_page({**description, "path": "/models/<i>a & b"}, readiness)
+
+
+def test_the_page_asks_for_nothing_and_escapes_names(tmp_path):
+    nasty = '<script>alert("x")</script>'
+    weights, states = healthy()
+    odd = {nasty if module == MODULES[5] else module: found for module, found in weights.items()}
+    text = page_of(tmp_path, judge(list(odd), odd, states))
+    page = Page(text)
+    assert page.asked == [] and "script" not in page.tags and "link" not in page.tags
+    assert "url(" not in text and "@import" not in text and "http" not in text
+    assert nasty not in text and any(nasty in title for title in page.titles)
+    assert "<i>a" not in text.partition("<body>")[2].partition("</h1>")[0]
+    assert "prefers-color-scheme: dark" in text
+    assert page.open == []
+
+
+def test_the_page_has_a_map_of_each_measure_with_a_cell_for_each_role(tmp_path):
+    text = page_of(tmp_path, with_everything())
+    page = Page(text)
+    assert page.tags.count("input") == page.tags.count("section") == 10
+    assert sum(title.startswith(f"{MODULES[0]}, input: ") for title in page.titles) == 10
+    assert f"{MODULES[0]}, input: 97 %" in page.titles
+    assert f"{MODULES[3]}, input: not known" in page.titles
+    assert any("amax has grown" in title for title in page.titles)
+
+
+def test_a_map_is_left_out_where_nothing_is_known_of_its_measure(tmp_path):
+    weights, _ = healthy()
+    unmeasured = {module: [measure(gaussian(128, 128), E4M3, None)] for module in weights}
+    page = Page(page_of(tmp_path, judge(MODULES, unmeasured, None)))
+    assert "Growth" not in page.words and "Zeros: delayed" not in page.words
+    assert "Zeros: current" in page.words
+
+
+@pytest.mark.parametrize(
+    ("value", "step"), [(0, "c0"), (1, "c1"), (1.5, "c2"), (2, "c2"), (3, "w0"), (9, "w1"), (99, "w2")]
+)
+def test_colours_turn_warm_beyond_the_limit(value, step):
+    assert Scale((0, 1, 2), (5, 10, 100), str).step(value) == step
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0, "0 %"), (1e-7, "<0.001 %"), (2.345e-4, "0.023 %"), (0.0123, "1.2 %"), (0.987, "99 %")]
+)
+def test_shares_are_short(value, shown):
+    assert report.share(value) == shown
+
+
+def test_inspect_of_a_bf16_checkpoint_says_what_it_cannot_know(tmp_path):
+    pico.save(tmp_path / "ckpt", dtype=torch.bfloat16)
+    result = run("inspect", tmp_path / "ckpt", "--fp8", "--html", tmp_path / "page.html")
+    assert result.exit_code == 0
+    assert "calibrate first (8 modules)" in result.stdout and "not known yet" in result.stdout
+    assert "Nothing has measured input and grad_output: run `precisionctl calibrate" in result.stdout
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+
+
+def test_inspect_takes_a_state_file_for_the_checkpoint_s_own(tmp_path):
+    pico.save(tmp_path / "ckpt", dtype=torch.bfloat16)
+    _, states = healthy()
+    module = "decoder.layers.0.mlp.linear_fc1"
+    sidecar.write(tmp_path / "state", replace(states, modules={}, statistics={module: states.statistics[MODULES[0]]}))
+    result = run("inspect", tmp_path / "ckpt", "--fp8", "--fp8-state", tmp_path / "state", "--json")
+    assert result.exit_code == 0
+    readiness = json.loads(result.stdout)["readiness"]
+    assert readiness["modules"][module]["input"]["kurtosis"] == pytest.approx(3, abs=0.2)
+    assert readiness["verdicts"]["mx"]["unjudged"] == {"input": 7, "grad_output": 7}
+
+
+@pytest.mark.parametrize("option", ["--html", "--fp8-state"])
+def test_options_of_the_verdict_need_it(tmp_path, option):
+    assert run("inspect", tmp_path, option, tmp_path).exit_code == 2
+
+
+def test_a_family_without_fp8_training_is_one_error(tmp_path):
+    pico.save(tmp_path, "gpt-j")
+    result = run("inspect", tmp_path, "--fp8")
+    assert result.exit_code == 1 and "Megatron-Core does not" in result.stderr
