@@ -31,7 +31,7 @@ from precisionctl.plan import make_plan
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.trainer import state
 from precisionctl.trainer.backend import BackendName, choose_backend
-from precisionctl.trainer.data import Feed, Rows
+from precisionctl.trainer.data import Blend, Feed, Rows
 from precisionctl.trainer.loop import backward, stop_signals
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.recorder import Recorder
@@ -86,7 +86,7 @@ def calibrate(asked: Calibration, on_pass: OnPass = lambda done, total: None) ->
     output = _output(asked)
     source = open_checkpoint(asked.checkpoint, asked.iteration)
     check_length(recipe, source.model)
-    rows = read_rows(source, str(asked.data), recipe.data.sequence_length)
+    rows = read_rows(source, recipe.data)
     passes, notes = _passes(asked.passes, len(rows), recipe.train.micro_batch_size)
     wanted = state.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend)
     with disk_problems(output), _locked(output), stop_signals() as received:
@@ -113,7 +113,8 @@ def _recipe(asked: Calibration) -> Recipe:
         raise RecipeError(
             "current scaling keeps no state to calibrate", do="Choose a recipe with precision.scaling=delayed."
         )
-    return replace(recipe, precision=replace(recipe.precision, fp8=True))
+    data = replace(recipe.data, path=str(asked.data), blend=())
+    return replace(recipe, precision=replace(recipe.precision, fp8=True), data=data)
 
 
 def _output(asked: Calibration) -> Output:
@@ -145,7 +146,7 @@ def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.d
     return model.requires_grad_(False)
 
 
-def _record(model: GPT, recorder: Recorder, rows: Rows, recipe: Recipe, numbers: range) -> Iterator[int]:
+def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, numbers: range) -> Iterator[int]:
     """Make the passes of these numbers. Yields how many are made in all, after each."""
     feed = Feed(rows, recipe.train, recorder.device)
     with model.recorded_by(recorder):

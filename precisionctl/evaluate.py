@@ -7,7 +7,7 @@ is evaluated in FP8 with the scales it would go on with. Everything else is plai
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,7 +24,7 @@ from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import CODES
 from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.data import Rows, load_rows
-from precisionctl.trainer.loop import held_out_loss
+from precisionctl.trainer.loop import summed_loss
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.modules_emulated import Linear, Quantized, Quantizer
 from precisionctl.trainer.tokenizer import load_tokenizer
@@ -75,12 +75,12 @@ def evaluate(
 def _score(model: GPT, rows: Rows, on_rows: OnRows) -> tuple[float, int]:
     total, tokens = 0.0, 0
     for start in range(0, len(rows), ROWS_AT_A_TIME):
-        some = slice(start, start + ROWS_AT_A_TIME)
-        part = replace(rows, starts=rows.starts[some], ends=rows.ends[some])
-        targets = part.batch(range(len(part))).targets
-        total += held_out_loss(model, part, ROWS_AT_A_TIME) * targets
-        tokens += targets
-        on_rows(start + len(part), len(rows))
+        end = min(start + ROWS_AT_A_TIME, len(rows))
+        batch = rows.batch(range(start, end)).to(model.output_weight.device)
+        with torch.no_grad():
+            total += float(summed_loss(model, batch))
+        tokens += batch.targets
+        on_rows(end, len(rows))
     return total / tokens, tokens
 
 

@@ -61,15 +61,32 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Share:
+    """One data set of a blend, and how many rows of it come for how many of the others."""
+
+    path: str
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require("data.blend", self, weight=ABOVE_0)
+
+
+@dataclass(frozen=True)
 class Data:
-    """Training and held-out files (see docs/resume.md), and tokens per sequence."""
+    """Training and held-out files (see docs/data.md): one `path`, or several in a `blend`; tokens per sequence, whether
+    conversations share one (`packing`), and where tokens are kept (`cache`, else the run's own folder)."""
 
     path: str = ""
+    blend: tuple[Share, ...] = ()
     held_out: str = ""
     sequence_length: int = 1024
+    packing: bool = False
+    cache: str = ""
 
     def __post_init__(self) -> None:
         _require("data", self, sequence_length=ABOVE_0)
+        if self.path and self.blend:
+            raise RecipeError("data.path and data.blend are both given", do="Put the path into the blend.")
 
 
 @dataclass(frozen=True)
@@ -191,6 +208,9 @@ def _value(hint: Any, value: Any, key: str, where: Path) -> Any:
         return _make(hint, value, f"{key}.", where)
     if hint == tuple[str, ...] and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return tuple(value)
+    item = _item(hint)
+    if item and isinstance(value, list) and all(isinstance(table, dict) for table in value):
+        return tuple(_make(item, table, f"{key}.", where) for table in value)
     if get_origin(hint) is Literal and value in get_args(hint):
         return value
     if hint is float and type(value) is int and abs(value) < 1 << 63:
@@ -200,17 +220,23 @@ def _value(hint: Any, value: Any, key: str, where: Path) -> Any:
     raise RecipeError(f"{key} = {value!r} is not {_words(hint)}", where=where)
 
 
+def _item(hint: Any) -> type | None:
+    """What a tuple of dataclasses holds; None for another type."""
+    item = get_args(hint)[0] if get_origin(hint) is tuple else None
+    return item if isinstance(item, type) and dataclasses.is_dataclass(item) else None
+
+
 def _words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
     if isinstance(hint, GenericAlias):
-        return "a list of strings"
+        return "a list of tables" if _item(hint) else "a list of strings"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
     return words.get(hint, "a section")
 
 
 def _unknown_key(key: str, where: Path | str) -> RecipeError:
-    known = {name.rpartition(".")[2]: name for name in _known_keys(Recipe)}
+    known = {name.rpartition(".")[2]: name for name in reversed([*_known_keys(Recipe)])}
     near = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
     hint = f"Did you mean {known[near[0]]}?" if near else f"Known keys: {', '.join(known.values())}."
     return RecipeError(f"unknown key {key}", where=where, do=hint)
@@ -219,5 +245,6 @@ def _unknown_key(key: str, where: Path | str) -> RecipeError:
 def _known_keys(kind: type, prefix: str = "") -> Iterable[str]:
     for key, hint in get_type_hints(kind).items():
         yield prefix + key
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            yield from _known_keys(hint, f"{prefix}{key}.")
+        inner = _item(hint) or hint
+        if dataclasses.is_dataclass(inner) and isinstance(inner, type):
+            yield from _known_keys(inner, f"{prefix}{key}.")

@@ -113,11 +113,13 @@ def test_a_template_that_rewrites_earlier_messages_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "line 1 is not JSON"),
-        ("[1]", "line 1 is not a JSON object"),
-        ('{"txt": "a"}', "a row without `text`"),
-        ('{"text": "a b c d e a b c"}\n{"messages": []}', "a row without `text`"),
-        ('{"messages": [{"content": "a"}]}', "a message without a role"),
+        ('{"text": "a"}\n\n{', r"not JSON: .*\(.*rows.jsonl, line 3\)"),
+        ("[1]", r"a row is a JSON object, and not '\[1\]' \(.*line 1\)"),
+        ('{"txt": "a"}', r"a row with none of the known keys: {'txt': 'a'} \(.*line 1\)"),
+        ('{"text": "a b c d e a b c"}\n{"messages": []}', r"text and conversations in one data set.*line 2\)"),
+        ('{"messages": [{"content": "a"}]}', r"a message without a role.*line 1\)"),
+        ('{"messages": "a"}', "not a list of messages"),
+        ('{"text": 3}', "`text` is not a string"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no conversation has a word"),
         ('{"text": "a"}', "2 tokens are less than one row of 4"),
         ("", "0 tokens are less"),

@@ -93,7 +93,8 @@ def test_no_unit_may_import_from_a_row_below_its_own():
 def test_every_other_package_that_is_imported_is_declared_in_pyproject():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    declared = {re.split(r"[^\w-]", each)[0] for each in project["dependencies"] + extras["te"] + extras["tracking"]}
+    needed = [*project["dependencies"], *extras["te"], *extras["tracking"], *extras["parquet"]]
+    declared = {re.split(r"[^\w-]", each)[0] for each in needed}
     known = {"precisionctl", "transformer_engine_torch", *sys.stdlib_module_names, *declared}
     known |= {"yaml"} if "pyyaml" in declared else set()  # a package by another name
     strangers = {(unit_of(file), name) for file in FILES for name in imports(file) if name.split(".")[0] not in known}

@@ -224,10 +224,10 @@ def test_groups_that_a_router_cannot_choose_from_are_refused(changes: dict[str, 
 
 
 def test_a_window_counts_the_query_itself() -> None:
-    mask = sliding_window_mask(torch.arange(5), 2)
+    mask = sliding_window_mask(5, 2, torch.device("cpu"))
     assert mask is not None
     assert mask.sum(1).tolist() == [1, 2, 2, 2, 2]
-    assert sliding_window_mask(torch.arange(5), 5) is None
+    assert sliding_window_mask(5, 5, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("preset", ["bf16", "fp8-delayed", "fp8-current"])

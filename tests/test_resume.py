@@ -30,7 +30,7 @@ from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer import state
 from precisionctl.trainer.backend import fp8_linears
-from precisionctl.trainer.data import Rows
+from precisionctl.trainer.data.rows import EvenCut, Rows
 from precisionctl.trainer.loop import Run
 from precisionctl.trainer.metrics import FILE, StepMetrics, read_metrics
 from precisionctl.trainer.model import GPT
@@ -76,7 +76,7 @@ for out, moment in [(out + "-whole", ""), *((out, moment) for moment in moments)
 MOMENTS = ["step 1", "commit", "step 2", "tracker", "step 3", "drop", "step 5", "step 6"]
 
 
-ROWS = Rows(np.zeros(2, np.int32), np.ones(2, np.bool_), np.zeros(1, np.int64), np.full(1, 2), padding=0)
+ROWS = Rows(np.zeros(2, np.int32), None, EvenCut(1, 1), padding=0, largest=0, digest="")
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def test_a_source_whose_model_or_fp8_state_was_edited_is_another_source(place: P
 def test_a_tokenizer_with_more_words_than_the_model_is_one_clear_error(place: Path, tmp_path: Path) -> None:
     source = make_source(tmp_path / "source")
     save_pico(source, vocab_size=40)
-    message = "makes token 64, and the model's last one is 39"
+    message = "there is a token 64, and the model's last one is 39"
     with pytest.raises(DataError, match=message):
         run(settings(source, place / "text.txt", tmp_path / "run"))
     with pytest.raises(DataError, match=message):

@@ -4,6 +4,7 @@ Shape letters as in `model.py`.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from precisionctl.model_shape import MLA, ModelShape
 from precisionctl.trainer.backend import Backend, norm_of
-from precisionctl.trainer.rope import Positions, rotate, yarn_mscale
+from precisionctl.trainer.rope import Positions, rotate, sliding_window_mask, yarn_mscale
 
 
 class CoreAttention(nn.Module):
@@ -25,17 +26,29 @@ class CoreAttention(nn.Module):
         sinks = torch.zeros(model.num_attention_heads, dtype=backend.dtype, device=backend.device)
         self.softmax_offset = nn.Parameter(sinks) if model.softmax_offset else None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Queries `[B, G * R, S, D]`, keys and values `[B, G, S, D]`; gives `[B, S, G * R * D]`."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
+        """Queries `[B, S, G * R, D]`, keys and values `[B, S, G, D]`; gives `[B, S, G * R * D]`."""
+        if positions.segments is None:
+            return self._attend((query, key, value), positions.window).flatten(2)
+        # each text by itself: a mask over them all would grow with the square of the row, and no flash kernel takes one
+        lengths = list(positions.segments.lengths)
+        laid = (torch.split(tensor.flatten(0, 1)[None], lengths, 1) for tensor in (query, key, value))
+        attended = torch.cat([self._attend(text, positions.window) for text in zip(*laid, strict=True)], 1)
+        return attended.view(*query.shape[:2], -1)
+
+    def _attend(self, heads: Sequence[Tensor], window: int | None) -> Tensor:
+        """Queries, keys and values of texts that are S tokens long; gives `[B, S, G * R, D]`."""
+        query, key, value = (tensor.transpose(1, 2) for tensor in heads)
+        mask = sliding_window_mask(key.shape[2], window, key.device)
         if self.softcap is None and self.softmax_offset is None:
             attended = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
             )
         else:
-            attended = self._attend(query, key, value, mask)
-        return attended.transpose(1, 2).flatten(2)
+            attended = self._plainly(query, key, value, mask)
+        return attended.transpose(1, 2)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _plainly(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         batch, groups, length, head = key.shape
         grouped = query.reshape(batch, groups, -1, length, head)
         scores = (grouped @ key[:, :, None].mT).float() * self.scale  # [B, G, R, S, S]
@@ -77,10 +90,7 @@ class SelfAttention(nn.Module):
         if recorder := self.backend.recorder:
             recorder.cached(self.name, "k", key)
             recorder.cached(self.name, "v", value)
-        attended = self.core_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), positions.mask
-        )
-        out: Tensor = self.linear_proj(attended)
+        out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions))
         return out
 
 
@@ -126,10 +136,7 @@ class MLASelfAttention(nn.Module):
         key = torch.cat([key, placed.expand(*key.shape[:-1], -1)], -1)
         plain, turned = torch.split(query, [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1)
         query = torch.cat([plain, _rotate_neighbours(turned, positions)], -1)
-        attended = self.core_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), positions.mask
-        )
-        out: Tensor = self.linear_proj(attended)
+        out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions))
         return out
 
     def _show_cached(self, latent: Tensor, placed: Tensor) -> None:

@@ -5,10 +5,9 @@ what the template adds when an assistant message joins the conversation is that 
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from precisionctl.errors import DataError
 from precisionctl.trainer.bounded import bounded
-
-Conversation = Sequence[dict[str, Any]]
+from precisionctl.trainer.data.shapes import Conversation, Message
 
 SECONDS, MEMORY = 10.0, 1 << 30
 """What a template may take for one conversation: a stranger's program, and one without an end is easily written."""
@@ -42,36 +40,37 @@ class ChatRow:
     learned: NDArray[np.bool_]
 
 
-def chat_rows(
-    conversations: Iterable[Conversation], tokenizer: PreTrainedTokenizerBase, where: Path
-) -> tuple[list[ChatRow], list[str]]:
-    """One row for each conversation, and notes on how they were made.
-
-    Raises DataError where there is no template, or where it cannot say which words are the assistant's.
-    """
-    try:
-        template = _Template(tokenizer.get_chat_template(), tokenizer.special_tokens_map, where)
-    except ValueError as error:
-        raise DataError(f"the checkpoint's tokenizer has no chat template: {error}", where=where) from None
-    note = "the chat template marks no assistant words itself; they were found by what each message adds to the text"
-    return [_row(messages, template, tokenizer) for messages in conversations], [] if template.marks else [note]
-
-
 @dataclass(frozen=True)
-class _Template:
+class ChatTemplate:
+    """The template of a tokenizer."""
+
     source: str
     special_tokens: Mapping[str, Any]
-    where: Path
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, where: str) -> "ChatTemplate":
+        """Raises DataError where there is none; `where` is what asks for it."""
+        try:
+            return cls(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
+        except ValueError as error:
+            raise DataError(f"the checkpoint's tokenizer has no chat template: {error}", where=where) from None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        how = "they were found by what each message adds to the text"
+        return () if self.marks else (f"the chat template marks no assistant words itself; {how}",)
 
     @property
     def marks(self) -> bool:
         """Whether it marks the assistant's words itself."""
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
 
-    def render(self, messages: Conversation, *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and the characters that the template marks in it."""
+    def render(
+        self, messages: Sequence[Message], chat: Conversation, where: str, *, prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Messages of a conversation as text, and the characters that the template marks in it."""
         source = _FIXED_CLOCK + self.source if "strftime_now" in self.source else self.source
-        options = {**self.special_tokens, "add_generation_prompt": prompt}
+        options = {**self.special_tokens, "add_generation_prompt": prompt, "tools": chat.tools}
         made: Any  # annotated as a string in transformers, and a pair in fact
         try:
             with bounded(SECONDS, MEMORY):
@@ -79,32 +78,52 @@ class _Template:
                     [list(messages)], chat_template=source, return_assistant_tokens_mask=self.marks, **options
                 )
         except Exception as error:  # a template is a program, of which the sandbox takes away what would do harm
-            raise DataError(f"the chat template refuses {str(messages)[:80]}: {error}", where=self.where) from None
+            raise DataError(f"the chat template refuses {str(messages)[:80]}: {error}", where=where) from None
         texts, marks = made
         return texts[0], marks[0] if self.marks else []
 
-    def added(self, messages: Conversation, i: int, text: str) -> tuple[int, int]:
-        """The characters of `text`, all of `messages`, that message `i` added."""
-        before, _ = self.render(messages[:i], prompt=True)
-        after, _ = self.render(messages[: i + 1])
-        if not (text.startswith(after) and after.startswith(before)):
-            raise DataError(
-                "the chat template rewrites earlier messages, so the assistant's words cannot be told apart",
-                where=self.where,
-                do="Mark them in the template with {% generation %} ... {% endgeneration %}.",
-            )
-        return len(before), len(after)
 
-
-def _row(messages: Conversation, template: _Template, tokenizer: PreTrainedTokenizerBase) -> ChatRow:
-    text, spans = template.render(messages)
+def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, where: str) -> ChatRow:
+    """Raises DataError where the template refuses the conversation, or cannot say which words are the assistant's."""
+    text, spans = template.render(chat.messages, chat, where)
     if not template.marks:
-        replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = [template.added(messages, i, text) for i in replies]
+        replies = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant" and i >= chat.prompt]
+        spans = [_added(i, text, chat, template, where) for i in replies]
+    elif chat.prompt:
+        prompt, _ = template.render(chat.messages[: chat.prompt], chat, where)
+        spans = [span for span in spans if span[0] >= len(prompt)]
     # not transformers' own mask: it marks all the rest where a marked piece ends in a space that is no token
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    starts = np.asarray([start for start, _ in made["offset_mapping"]])
+    return _row(made["input_ids"], made["offset_mapping"], spans)
+
+
+def completion_row(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> ChatRow:
+    """Text as it is, with what the tokenizer puts before a text and one end-of-text token, learned, behind it."""
+    made = tokenizer(prompt + completion, return_offsets_mapping=True, verbose=False)
+    ids, places = made["input_ids"], made["offset_mapping"]
+    if ids and ids[-1] == tokenizer.eos_token_id:
+        ids, places = ids[:-1], places[:-1]
+    end = len(prompt + completion)
+    return _row([*ids, tokenizer.eos_token_id], [*places, (end, end)], [(len(prompt), end + 1)])
+
+
+def _row(ids: Sequence[int], places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> ChatRow:
+    """Tokens, of which those are learned that begin in one of the spans of characters."""
+    starts = np.asarray([start for start, _ in places], np.int64)
     learned = np.zeros(len(starts), np.bool_)
     for first, last in spans:
         learned |= (starts >= first) & (starts < last)
-    return ChatRow(np.asarray(made["input_ids"], np.int32), learned)
+    return ChatRow(np.asarray(ids, np.int32), learned)
+
+
+def _added(i: int, text: str, chat: Conversation, template: ChatTemplate, where: str) -> tuple[int, int]:
+    """The characters of `text`, the whole conversation, that message `i` added."""
+    before, _ = template.render(chat.messages[:i], chat, where, prompt=True)
+    after, _ = template.render(chat.messages[: i + 1], chat, where)
+    if not (text.startswith(after) and after.startswith(before)):
+        raise DataError(
+            "the chat template rewrites earlier messages, so the assistant's words cannot be told apart",
+            where=where,
+            do="Mark them in the template with {% generation %} ... {% endgeneration %}.",
+        )
+    return len(before), len(after)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from precisionctl.errors import PrecisionError
 from precisionctl.recipe import Recipe
-from precisionctl.trainer.data import IGNORED, Batch, Feed, Rows, in_batches
+from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows, in_batches
 from precisionctl.trainer.metrics import MetricsLog, StepMetrics
 from precisionctl.trainer.model import GPT, loss
 from precisionctl.trainer.optim import MasterAdamW, learning_rate
@@ -33,8 +33,8 @@ class Run:
     recipe: Recipe
     model: GPT
     optimizer: MasterAdamW
-    rows: Rows
-    held_out: Rows | None = None
+    rows: Rows | Blend
+    held_out: Rows | Blend | None = None
     step: int = 0
     position: int = 0
     recorder: Recorder | None = None
@@ -94,18 +94,18 @@ def update(run: Run) -> tuple[float, float, int]:
 
 def backward(model: GPT, batch: Batch, targets: int) -> Tensor:
     """Forward and backward of a micro-batch of an update with `targets` in all. Returns its summed loss, FP32 `[]`."""
-    total = _summed_loss(model, batch)
+    total = summed_loss(model, batch)
     (total / targets).backward()  # type: ignore[no-untyped-call]
     return total.detach()
 
 
-def held_out_loss(model: GPT, rows: Rows, micro_batch_size: int) -> float:
+def held_out_loss(model: GPT, rows: Rows | Blend, micro_batch_size: int) -> float:
     """Mean loss over all targets of `rows`, in the precision that the model trains in; no FP8 state changes."""
     batches = in_batches(rows, range(len(rows)), micro_batch_size, model.output_weight.device)
     total, targets = 0.0, 0
     with torch.no_grad():
         for batch in batches:
-            total += float(_summed_loss(model, batch))
+            total += float(summed_loss(model, batch))
             targets += batch.targets
     return total / targets
 
@@ -132,8 +132,10 @@ def _learning_rate(run: Run, step: int) -> float:
     return learning_rate(step, run.recipe.train.steps, run.recipe.optimizer.lr, run.recipe.schedule)
 
 
-def _summed_loss(model: GPT, batch: Batch) -> Tensor:
-    total, _ = loss(model(batch.tokens, batch.real), batch.labels, batch.labels != IGNORED, model.model.vocab_size)
+def summed_loss(model: GPT, batch: Batch) -> Tensor:
+    """Cross entropy summed over a batch's targets, FP32 `[]`."""
+    logits = model(batch.tokens, batch.real, batch.segments)
+    total, _ = loss(logits, batch.labels, batch.labels != IGNORED, model.model.vocab_size)
     return total
 
 

@@ -21,7 +21,8 @@ from precisionctl.trainer.attention import MLASelfAttention, SelfAttention
 from precisionctl.trainer.backend import Backend, BackendName, add_post_layernorm, make_backend, norm_of
 from precisionctl.trainer.mlp import MLP, MoELayer
 from precisionctl.trainer.recorder import Recorder
-from precisionctl.trainer.rope import Positions, Rope, has_window, sliding_window_mask
+from precisionctl.trainer.rope import Positions, Rope, has_window
+from precisionctl.trainer.segments import Segments
 
 
 class GPT(nn.Module):
@@ -63,19 +64,21 @@ class GPT(nn.Module):
             self.mtp = MTP(model, make_backend(backend, Precision(fp8=False), dtype, torch.device(device)))
         self._freeze_filled_biases()
 
-    def forward(self, tokens: Tensor, real: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, real: Tensor | None = None, segments: Segments | None = None) -> Tensor:
         """Tokens `[B, S]` int64 to logits `[B, S, V]`. With gradients enabled, each call is one step of
         delayed scaling: forward scales are updated at its end, backward ones at the end of its backward.
 
-        `real`, bool `[B, S]`, is False at padding, which a recorder leaves out."""
+        `real`, bool `[B, S]`, is False at padding, which a recorder leaves out. `segments` are texts that share rows:
+        each is then what it would be alone."""
         recorder = self.backend.recorder
+        place = self._places(tokens, segments)
         with recorder.forward_pass(real) if recorder else self.backend.forward_pass():
-            hidden = self.embedding(tokens)
+            hidden = self.embedding(tokens, place)
             if recorder and torch.is_grad_enabled():
                 hidden.requires_grad_()  # gradients are recorded even where no parameter is to have one
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: (recorder or self.backend).after_backward())  # its gradient is the last
-            hidden = self.decoder(hidden, self._positions(tokens.shape[1]))
+            hidden = self.decoder(hidden, self._positions(place, segments))
         logits = F.linear(hidden, self.output_weight)
         cap = self.model.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -105,14 +108,18 @@ class GPT(nn.Module):
             if kind == "bias" and not present.get(module.rpartition(".")[2], True):
                 parameter.requires_grad_(False)
 
-    def _positions(self, length: int) -> dict[bool, Positions]:
+    def _places(self, tokens: Tensor, segments: Segments | None) -> Tensor:
+        """The place of each token in its text: `[S]`, or `[B, S]` where texts share rows."""
+        if segments is None:
+            return torch.arange(tokens.shape[1], device=self.backend.device)
+        return segments.places(self.backend.device).view(tokens.shape)
+
+    def _positions(self, place: Tensor, segments: Segments | None) -> dict[bool, Positions]:
         """In layers with a window (True) and without."""
-        place = torch.arange(length, device=self.backend.device)
-        made = {}
+        longest, made = segments.longest if segments else len(place), {}
         for in_window, rope in self._ropes.items():
-            cos, sin = rope.at(place) if rope else (None, None)
-            mask = sliding_window_mask(place, self.model.sliding_window if in_window else None)
-            made[in_window] = Positions(cos, sin, mask)
+            cos, sin = rope.at(place, longest) if rope else (None, None)
+            made[in_window] = Positions(cos, sin, self.model.sliding_window if in_window else None, segments)
         return made
 
 
@@ -125,14 +132,13 @@ class Embedding(nn.Module):
         self.position_embeddings = learned
         self.multiplier = model.embedding_multiplier
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """`[B, S]` to `[B, S, E]`."""
+    def forward(self, tokens: Tensor, place: Tensor) -> Tensor:
+        """`[B, S]`, at places `[S]` or `[B, S]`, to `[B, S, E]`."""
         hidden: Tensor = self.word_embeddings(tokens)
         if self.multiplier != 1:
             hidden = hidden * torch.tensor(self.multiplier, dtype=hidden.dtype, device=hidden.device)
         if self.position_embeddings is not None:
             # the padding that fills a batch up to GEMM_ALIGNMENT may lie beyond the last place
-            place = torch.arange(tokens.shape[1], device=tokens.device)
             hidden = hidden + self.position_embeddings(place.clamp(max=self.position_embeddings.num_embeddings - 1))
         return hidden
 

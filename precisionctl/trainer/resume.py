@@ -20,10 +20,10 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Role
 from precisionctl.model_shape import ModelShape
 from precisionctl.plan import Plan, check_fp8_gemm, make_plan
-from precisionctl.recipe import Recipe, load_recipe
+from precisionctl.recipe import Data, Recipe, load_recipe
 from precisionctl.trainer import state
 from precisionctl.trainer.backend import BackendName, choose_backend
-from precisionctl.trainer.data import Rows, load_rows
+from precisionctl.trainer.data import Blend, Rows, load_data
 from precisionctl.trainer.loop import OnStep, Run, train
 from precisionctl.trainer.metrics import MetricsLog
 from precisionctl.trainer.model import GPT
@@ -87,9 +87,9 @@ def resume(settings: Settings, on_start: Callable[[Started], None], on_step: OnS
     with _locked(out, settings.checkpoint):
         source = open_checkpoint(settings.checkpoint)
         load = settings.load or ("full" if state.has_optimizer(source) else "weights")
-        length, beside = recipe.data.sequence_length, recipe.data.held_out
-        rows = read_rows(source, recipe.data.path, length)
-        held_out = read_rows(source, beside, length) if beside else None
+        rows = read_rows(source, recipe.data, out / "tokens")
+        beside = replace(recipe.data, path=recipe.data.held_out, blend=(), packing=False)
+        held_out = read_rows(source, beside, out / "tokens") if beside.path else None
         wanted = state.identity(source, rows.fingerprint, recipe, load=load, **settings.start)
         here = state.newest(out)
         backend = choose_backend(settings.backend)
@@ -121,9 +121,9 @@ def read_recipe(settings: Settings) -> Recipe:
     if settings.collect_amax and recipe.precision.fp8:
         raise RecipeError("an FP8 run records amaxes by itself", do="Leave --collect-amax out.")
     if settings.data:
-        recipe = replace(recipe, data=replace(recipe.data, path=str(settings.data)))
-    if not recipe.data.path:
-        raise RecipeError("no data to train on", do="Give --data FILE, or data.path in the recipe.")
+        recipe = replace(recipe, data=replace(recipe.data, path=str(settings.data), blend=()))
+    if not (recipe.data.path or recipe.data.blend):
+        raise RecipeError("no data to train on", do="Give --data PATH, or data.path or data.blend in the recipe.")
     return recipe
 
 
@@ -145,9 +145,10 @@ def _locked(out: Path, checkpoint: Path) -> Iterator[None]:
         yield
 
 
-def read_rows(source: Reader, path: str, length: int) -> Rows:
-    """Rows of a file in the tokens of a checkpoint's model. Raises DataError."""
-    rows = load_rows(Path(path), load_tokenizer(source.companions), length)
+def read_rows(source: Reader, data: Data, cache: Path | None = None) -> Rows | Blend:
+    """What a recipe says to train on, in the tokens of a checkpoint's model, which are kept in `data.cache` or else in
+    `cache`. Raises DataError."""
+    rows = load_data(data, load_tokenizer(source.companions), Path(data.cache) if data.cache else cache)
     rows.require_vocabulary(source.model.vocab_size)
     return rows
 
@@ -168,7 +169,9 @@ def _check_gemms(plan: Plan, recipe: Recipe) -> None:
             check_fp8_gemm(job, plan.model)
 
 
-def _build(recipe: Recipe, model: ModelShape, backend: BackendName, rows: Rows, held_out: Rows | None) -> Run:
+def _build(
+    recipe: Recipe, model: ModelShape, backend: BackendName, rows: Rows | Blend, held_out: Rows | Blend | None
+) -> Run:
     check_length(recipe, model)
     torch.manual_seed(recipe.train.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model_shape import ModelShape
+from precisionctl.trainer.segments import Segments
 
 Scaling = Mapping[str, Any]
 """The words of config.json's `rope_scaling` (`rope_parameters`): `rope_type`, and the numbers of that type; `base` and
@@ -22,10 +23,13 @@ class Positions(NamedTuple):
     """What attention needs to know about places in the sequence of S tokens."""
 
     cos: Tensor | None
-    """FP32 `[S, P]`, as `sin`: one angle for each of the P pairs that are rotated. None where positions are learned."""
+    """FP32 `[S, P]`, or `[B, S, P]` where rows differ, as `sin`: one angle for each of the P pairs that are rotated.
+    None where positions are learned."""
     sin: Tensor | None
-    mask: Tensor | None
-    """Bool `[S, S]`, True where a query (row) sees a key; None for plain causal attention."""
+    window: int | None
+    """How many keys a query sees, itself and those before it; None for all."""
+    segments: Segments | None
+    """Texts that share the batch's rows: a query sees keys of its own text alone."""
 
 
 def rotate(heads: Tensor, positions: Positions) -> Tensor:
@@ -33,7 +37,7 @@ def rotate(heads: Tensor, positions: Positions) -> Tensor:
     What is beyond the 2 * P rotated dimensions stays as it is."""
     if positions.cos is None or positions.sin is None:
         return heads
-    cos, sin = positions.cos[:, None], positions.sin[:, None]
+    cos, sin = positions.cos[..., None, :], positions.sin[..., None, :]
     pairs = cos.shape[-1]
     first, second = heads[..., :pairs].float(), heads[..., pairs : 2 * pairs].float()
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(heads.dtype)
@@ -64,10 +68,11 @@ class Rope:
         self._within, self._beyond = scaled.within.to(device), scaled.beyond.to(device)
         self._magnitude = scaled.magnitude
 
-    def at(self, place: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of every pair's angle at each of S places, FP32 `[S, size / 2]`."""
-        frequencies = self._beyond if len(place) > self._original else self._within
-        angles = place[:, None] * frequencies
+    def at(self, place: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of every pair's angle at each place `[...]` in texts of at most `length`: FP32
+        `[..., size / 2]`."""
+        frequencies = self._beyond if length > self._original else self._within
+        angles = place[..., None] * frequencies
         return angles.cos() * self._magnitude, angles.sin() * self._magnitude
 
 
@@ -152,9 +157,10 @@ def has_window(model: ModelShape, layer: int) -> bool:
     return model.sliding_window is not None and (model.window_layers is None or model.window_layers[layer])
 
 
-def sliding_window_mask(place: Tensor, window: int | None) -> Tensor | None:
+def sliding_window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
     """Bool `[S, S]`: a query sees itself and the `window - 1` keys before it. None where all earlier keys are seen."""
-    if window is None or window >= len(place):
+    if window is None or window >= length:
         return None
+    place = torch.arange(length, device=device)
     distance = place[:, None] - place
     return (distance >= 0) & (distance < window)

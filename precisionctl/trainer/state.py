@@ -44,8 +44,16 @@ _PARTIAL = ".partial"  # what Output builds
 _REMOVED = ".removed"
 _STATE = "optimizer.state"
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
-_INDIFFERENT = ("train.keep", "train.save_every", "train.eval_every", "data.path", "data.held_out")
-"""Recipe keys that change no number of a run; `data.path` is covered by what is in the file."""
+_INDIFFERENT = (
+    "train.keep",
+    "train.save_every",
+    "train.eval_every",
+    "data.path",
+    "data.blend",
+    "data.held_out",
+    "data.cache",
+)
+"""Recipe keys that change no number of a run; `data.path` and `data.blend` are covered by what is in the files."""
 
 
 @dataclass(frozen=True)

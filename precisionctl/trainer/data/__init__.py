@@ -1,0 +1,15 @@
+"""Training data: files into samples, samples into tokens on a disk, tokens into rows, rows into batches.
+
+formats/   files -> records       store.py     tokens -> memory-mapped files
+shapes.py  records -> samples     rows.py      -> rows, cut or packed (packing.py)
+tokenize.py  samples -> tokens    blend.py     several data sets by weights
+megatron.py  .bin and .idx        order.py     which rows come when, and to which rank
+"""
+
+from precisionctl.trainer.data.batch import IGNORED, Batch
+from precisionctl.trainer.data.blend import Blend, load_data
+from precisionctl.trainer.data.feed import Feed, in_batches
+from precisionctl.trainer.data.order import Order, share_of
+from precisionctl.trainer.data.rows import Rows, load_rows
+
+__all__ = ["IGNORED", "Batch", "Blend", "Feed", "Order", "Rows", "in_batches", "load_data", "load_rows", "share_of"]

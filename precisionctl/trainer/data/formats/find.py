@@ -1,0 +1,40 @@
+"""The records of whatever is at a path: a file, or a directory of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from precisionctl.discover import discover
+from precisionctl.errors import DataError
+from precisionctl.trainer.data import formats
+from precisionctl.trainer.data.formats import text
+from precisionctl.trainer.data.formats.base import Format, Record
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file, or all visible files below a directory in the order of their paths. Raises DataError for a path where
+    none is."""
+    if not path.is_dir():
+        return [path]
+    inside = (file for file in path.rglob("*") if file.is_file())
+    found = sorted(file for file in inside if not any(p.startswith(".") for p in file.relative_to(path).parts))
+    indexed = [file for file in found if file.suffix == ".idx" and file.with_suffix(".bin") in found]
+    if indexed:
+        raise DataError(
+            f"{indexed[0].name} is Megatron's, and such data sets are named one by one",
+            where=path,
+            do="Give the path without .idx; several are a blend, data.blend in a recipe.",
+        )
+    if not found:
+        raise DataError("no files", where=path)
+    return found
+
+
+def records(files: list[Path]) -> Iterator[Record]:
+    """Record after record. Raises DataError for a file that cannot be read or is not what its name says."""
+    known: list[Format] = discover(formats, "FORMAT")
+    for file in files:
+        try:
+            reads = next((each.records for each in known if each.recognises(file)), text.records)
+            yield from reads(file)
+        except OSError as error:
+            raise DataError(f"cannot be read: {error.strerror}", where=file) from None

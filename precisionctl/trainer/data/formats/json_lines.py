@@ -1,0 +1,30 @@
+"""JSON lines (`.jsonl`, `.ndjson`): a JSON object on each line."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from precisionctl.errors import DataError
+from precisionctl.trainer.data.formats.base import Format, Record, a_row
+
+
+def _records(path: Path) -> Iterator[Record]:
+    with open(path, encoding="utf-8", newline="\n") as file:  # JSON strings may hold other ends of lines
+        number = 0
+        try:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    yield a_row(_parsed(line, where), where)
+        except UnicodeDecodeError as error:
+            raise DataError(f"not UTF-8 text: {error}", where=f"{path}, after line {number}") from None
+
+
+def _parsed(line: str, where: str) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not JSON: {error}", where=where, do="Each line is a JSON object of its own.") from None
+
+
+FORMAT = Format(lambda path: path.suffix in (".jsonl", ".ndjson"), _records)

@@ -1,0 +1,81 @@
+"""A `.json` file that is one list of objects, as alpaca and sharegpt data often come. Any other `.json` is text."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from precisionctl.errors import DataError
+from precisionctl.trainer.data.formats.base import Format, Record, a_row, begins_with
+
+_PIECE = 1 << 20
+_SPACE = re.compile(r"\s*")
+
+
+def _recognises(path: Path) -> bool:
+    return path.suffix == ".json" and re.match(rb"(\xef\xbb\xbf)?\s*\[\s*\{", begins_with(path, 4096)) is not None
+
+
+def _records(path: Path) -> Iterator[Record]:
+    """One object after another: the list need not fit into memory."""
+    number, text = 0, _Text(path)
+    try:
+        text.skip("[")
+        while True:
+            number += 1
+            where = f"{path}, entry {number}"
+            yield a_row(text.value(), where)
+            if text.skip(",]") == "]":
+                break
+        text.skip("")
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 text: {error}", where=path) from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not JSON: {error}", where=f"{path}, entry {number}") from None
+
+
+class _Text:
+    """The file's text from where it has been read to."""
+
+    def __init__(self, path: Path) -> None:
+        self._pieces = _pieces(path)
+        self._left = ""
+
+    def skip(self, expected: str) -> str:
+        """Go beyond white space and one of the `expected` characters, and return it; none is the end of the file."""
+        while not (left := self._left.lstrip()) and self._more():
+            pass
+        if (left[:1] not in expected) if left else expected:
+            raise json.JSONDecodeError(f"expected one of {expected!r}" if expected else "text behind the list", left, 0)
+        self._left = left[1:]
+        return left[:1]
+
+    def value(self) -> object:
+        """The next JSON value."""
+        while True:
+            start = _SPACE.match(self._left)
+            try:
+                value, end = json.JSONDecoder().raw_decode(self._left, start.end() if start else 0)
+            except json.JSONDecodeError:
+                if not self._more(at_least=len(self._left)):
+                    raise
+                continue
+            self._left = self._left[end:]
+            return value
+
+    def _more(self, at_least: int = 0) -> bool:
+        """Read on; twice as much each time for one long value, so that reading it anew costs little."""
+        added: list[str] = []
+        while sum(len(piece) for piece in added) <= at_least and (piece := next(self._pieces, "")):
+            added.append(piece)
+        self._left += "".join(added)
+        return bool(added)
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    with open(path, encoding="utf-8-sig") as file:
+        while piece := file.read(_PIECE):
+            yield piece
+
+
+FORMAT = Format(_recognises, _records)

@@ -1,0 +1,123 @@
+"""Megatron's tokenized data sets: `NAME.bin`, token ids, and `NAME.idx`, where each sequence and document ends.
+
+Of `.idx`, little endian (megatron/core/datasets/indexed_dataset.py, _IndexWriter): `MMIDIDX\\0\\0`, version 1 (uint64),
+the ids' type (uint8), the numbers of sequences and of document ends (uint64 each); then the tokens of each sequence
+(int32), the bytes before it (int64), and the sequences before the end of each document, beginning with 0 (int64).
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from precisionctl.errors import DataError
+from precisionctl.trainer.data.store import About, Tokens, kept, key_of
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+ID_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Integers by their code; 6 and 7 are floats, which are no token ids."""
+
+_AT_ONCE = 1 << 20
+
+
+def prefix_of(path: Path) -> Path | None:
+    """What `.bin` and `.idx` are added to, where `path` is one of the two or that itself; None for other data.
+    Raises DataError where one of the two is missing."""
+    if path.suffix in (".bin", ".idx") and _with(path.with_suffix(""), ".idx").is_file():
+        prefix = path.with_suffix("")
+    elif not path.exists() and _with(path, ".idx").is_file():
+        prefix = path
+    elif path.suffix == ".bin":
+        raise DataError("Megatron's data has an .idx beside its .bin, and here is none", where=path)
+    else:
+        return None
+    if not _with(prefix, ".bin").is_file():
+        raise DataError("Megatron's data has a .bin beside its .idx, and here is none", where=prefix)
+    return prefix
+
+
+def load(prefix: Path, tokenizer: PreTrainedTokenizerBase, cache: Path | None) -> Tokens:
+    """The ids as they are in `.bin`: nothing is copied, and nothing is put between documents, as Megatron does it.
+
+    They are read once, to find the largest and a hash, which `cache` keeps. Raises DataError for files that are
+    damaged, of images (which have modes), or of what is no token.
+    """
+    index, data = _with(prefix, ".idx"), _with(prefix, ".bin")
+    try:
+        ids, document_ends = _open(index, data)
+        build = partial(_look_through, ids=ids, ends=document_ends, tokenizer=tokenizer, data=data)
+        with kept(cache, key_of([index, data], tokenizer), build) as (_, about):
+            return Tokens(ids, about)
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=prefix) from None
+
+
+def _open(index: Path, data: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """The ids, memory-mapped, and how many of them there are before each document's end."""
+    size = index.stat().st_size
+    with open(index, "rb") as file:
+        header = file.read(HEADER.size)
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
+        raise DataError("not an index of Megatron's", where=index)
+    _, version, code, sequences, ends = HEADER.unpack(header)
+    if version != 1 or code not in ID_TYPES:
+        raise DataError(f"version {version} with values of type {code}, and not token ids of version 1", where=index)
+    wanted = HEADER.size + sequences * 12 + ends * 8
+    if size == wanted + sequences:
+        raise DataError("its sequences have modes: it is of text and images, which nothing here trains on", where=index)
+    if size != wanted or not sequences or not ends:
+        raise DataError(f"{size} bytes cannot hold {sequences} sequences and {ends} documents", where=index)
+    lengths = np.memmap(index, "<i4", "r", HEADER.size, (sequences,))
+    pointers = np.memmap(index, "<i8", "r", HEADER.size + sequences * 4, (sequences,))
+    documents = np.memmap(index, "<i8", "r", HEADER.size + sequences * 12, (ends,))
+    dtype = np.dtype(ID_TYPES[code])
+    _check(lengths, pointers, dtype.itemsize, data, index)
+    if documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
+        raise DataError("its documents are not in order", where=index)
+    ids = np.memmap(data, dtype, "r")
+    after = np.append(pointers, data.stat().st_size) // dtype.itemsize
+    return ids, after[documents[1:]]
+
+
+def _check(lengths: NDArray[Any], pointers: NDArray[Any], itemsize: int, data: Path, index: Path) -> None:
+    """Raise DataError unless the sequences lie one after another and fill `.bin`."""
+    place = 0
+    for start in range(0, len(lengths), _AT_ONCE):
+        here = slice(start, start + _AT_ONCE)
+        ends = place + np.cumsum(lengths[here], dtype=np.int64) * itemsize
+        if (lengths[here] < 0).any() or pointers[start] != place or (pointers[here][1:] != ends[:-1]).any():
+            raise DataError("its sequences do not follow one another", where=index)
+        place = int(ends[-1])
+    if place == 0 or data.stat().st_size != place:
+        raise DataError(f"{data.stat().st_size} bytes, and its .idx says {place}", where=data)
+
+
+def _look_through(
+    _: Path, *, ids: NDArray[Any], ends: NDArray[np.int64], tokenizer: PreTrainedTokenizerBase, data: Path
+) -> About:
+    digest, largest = hashlib.sha256(f"{ids.dtype.str}".encode()), 0
+    for piece in _pieces(ids):
+        if int(piece.min()) < 0:
+            raise DataError(f"a token {int(piece.min())}", where=data)
+        largest = max(largest, int(piece.max()))
+        digest.update(np.ascontiguousarray(piece).data)
+    last = [end - 1 for end in np.unique(ends[ends > 0])[:_AT_ONCE]]
+    unended = int((ids[last] != tokenizer.eos_token_id).sum())
+    without = f"{unended} documents do not end in the tokenizer's end-of-text token; nothing else divides them"
+    return About(len(ids), None, largest, digest.hexdigest(), [without] if unended else [])
+
+
+def _pieces(ids: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    for start in range(0, len(ids), _AT_ONCE):
+        yield ids[start : start + _AT_ONCE]
+
+
+def _with(prefix: Path, suffix: str) -> Path:
+    return prefix.with_name(prefix.name + suffix)

@@ -1,0 +1,167 @@
+"""What a row is by its keys: a text to go on with, a conversation, or a prompt with its completion."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from precisionctl.errors import DataError
+from precisionctl.trainer.data.formats.base import Record
+
+Message = dict[str, Any]
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document, all of which is learned."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages for the chat template, `role` in each, of which what the assistant says is learned.
+
+    Nothing of the first `prompt` messages is. `tools` are those that the template is told of.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
+    prompt: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Plain text of which the prompt is not learned; no template is around it."""
+
+    prompt: str
+    completion: str
+
+
+Sample = Text | Conversation | Completion
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows with these keys, and what they are made into; raises _NotSo for values of the wrong types."""
+
+    keys: tuple[str, ...]
+    make: Callable[[Row], Sample]
+
+
+class _NotSo(Exception):
+    """What is wrong with a row."""
+
+
+def sample_of(record: Record) -> Sample:
+    """Raises DataError for a row without the keys of any shape, or whose values are not what the keys say."""
+    for shape in SHAPES:
+        if all(record.row.get(key) is not None for key in shape.keys):
+            try:
+                return shape.make(record.row)
+            except _NotSo as problem:
+                raise DataError(str(problem), where=record.where) from None
+    known = "; ".join(" and ".join(f"`{key}`" for key in shape.keys) for shape in SHAPES)
+    raise DataError(f"a row with none of the known keys: {str(dict(record.row))[:80]}", where=record.where, do=known)
+
+
+def _text(row: Row) -> Text:
+    return Text(_string(row, "text"))
+
+
+def _messages(row: Row) -> Conversation:
+    return Conversation(_checked(row["messages"]), _tools(row))
+
+
+def _sharegpt(row: Row) -> Conversation:
+    turns = _list(row, "conversations")
+    return Conversation([*_system(row), *(_turn(turn) for turn in turns)], _tools(row))
+
+
+def _turn(turn: Any) -> Message:
+    if isinstance(turn, dict) and "role" in turn:
+        return turn  # the words of `messages` under the other name
+    if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
+        raise _NotSo(f"a turn without `from` and `value`: {str(turn)[:80]}")
+    if turn["from"] not in SHAREGPT_ROLES:
+        raise _NotSo(f"a turn from {turn['from'][:60]!r}; known are {', '.join(SHAREGPT_ROLES)}")
+    return {"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]}
+
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+
+def _alpaca(row: Row) -> Conversation:
+    """`input` follows `instruction` on a line of its own, as LLaMA-Factory joins them (data/README.md)."""
+    asked = "\n".join(part for part in (_string(row, "instruction"), _string(row, "input", "")) if part)
+    before = [turn for pair in (_list(row, "history") if row.get("history") else []) for turn in _exchange(pair)]
+    return Conversation([*_system(row), *before, _said("user", asked), _said("assistant", _string(row, "output"))])
+
+
+def _exchange(pair: Any) -> list[Message]:
+    if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(said, str) for said in pair)):
+        raise _NotSo(f"`history` is pairs of what was asked and answered, and not {str(pair)[:80]}")
+    return [_said("user", pair[0]), _said("assistant", pair[1])]
+
+
+def _completion(row: Row) -> Conversation | Completion:
+    if isinstance(row["prompt"], list):
+        prompt = _checked(row["prompt"])
+        return Conversation([*prompt, *_checked(row["completion"])], _tools(row), len(prompt))
+    return Completion(_string(row, "prompt"), _string(row, "completion"))
+
+
+SHAPES = (
+    Shape(("messages",), _messages),
+    Shape(("conversations",), _sharegpt),
+    Shape(("instruction", "output"), _alpaca),
+    Shape(("prompt", "completion"), _completion),
+    Shape(("text",), _text),
+)
+"""The first whose keys a row has is what it is: alpaca data often has all of it again as `text`."""
+
+KEYS = frozenset(key for shape in SHAPES for key in shape.keys) | {"input", "history", "system", "tools"}
+"""All keys that any shape looks at."""
+
+
+def _said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _system(row: Row) -> list[Message]:
+    return [_said("system", said)] if (said := _string(row, "system", "")) else []
+
+
+def _checked(messages: Any) -> list[Message]:
+    if not isinstance(messages, list):
+        raise _NotSo(f"not a list of messages: {str(messages)[:80]}")
+    for message in messages:
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+            raise _NotSo(f"a message without a role: {str(message)[:80]}")
+    return messages
+
+
+def _tools(row: Row) -> list[Any] | None:
+    return _list(row, "tools") or None if row.get("tools") is not None else None
+
+
+def _list(row: Row, key: str) -> list[Any]:
+    if not isinstance(row[key], list):
+        raise _NotSo(f"`{key}` is not a list: {str(row[key])[:80]}")
+    return list(row[key])
+
+
+def _string(row: Row, key: str, default: str | None = None) -> str:
+    value = row.get(key)
+    value = default if value is None else value
+    if not isinstance(value, str):
+        raise _NotSo(f"`{key}` is not a string: {str(value)[:80]}")
+    return value

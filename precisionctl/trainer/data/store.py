@@ -1,0 +1,170 @@
+"""Tokens on a disk, memory-mapped: made once from files and a tokenizer, found again by both, never half there."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import transformers
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from precisionctl.errors import DataError, DiskProblem
+from precisionctl.trainer.data.formats.find import files_of, records
+from precisionctl.trainer.data.tokenize import Tokenized, tokenize
+
+VERSION = 1
+"""Of what is in such a folder; another one is made anew."""
+
+ABOUT, TOKENS, LEARNED, ENDS, FIRST = "about.json", "tokens.bin", "learned.bin", "ends.bin", "first_target.bin"
+
+
+@dataclass(frozen=True)
+class About:
+    """What is known of tokens without reading them: how many there are, in how many conversations (None for text), the
+    largest, a hash of all, and what was noticed on the way."""
+
+    tokens: int
+    samples: int | None
+    largest: int
+    digest: str
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Conversation `i` ends before token `ends[i]`, and its `first_target[i]`-th token is the first that is a target,
+    int64; `learned`, bool, has one for each token."""
+
+    learned: NDArray[np.bool_]
+    ends: NDArray[np.int64]
+    first_target: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """All tokens of some data, one after another; where it is no text, the conversations among them."""
+
+    ids: NDArray[np.integer[Any]]
+    about: About
+    samples: Samples | None = None
+
+
+def tokenized(path: Path, tokenizer: PreTrainedTokenizerBase, cache: Path | None) -> Tokens:
+    """The tokens of a file or a directory, from `cache` where they are there. Raises DataError, DiskProblem."""
+    files = files_of(path)
+
+    def build(folder: Path) -> About:
+        return _write(folder, tokenize(records(files), tokenizer))
+
+    with kept(cache, key_of(files, tokenizer), build) as (folder, about):
+        ids = _mapped(folder / TOKENS, np.dtype(np.int32), about.tokens)
+        if about.samples is None:
+            return Tokens(ids, about)
+        learned = _mapped(folder / LEARNED, np.dtype(np.bool_), about.tokens)
+        ends, first = (_mapped(folder / name, np.dtype(np.int64), about.samples) for name in (ENDS, FIRST))
+        return Tokens(ids, about, Samples(learned, ends, first))
+
+
+def key_of(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> str:
+    """A name for what files, by their paths, sizes and times, and a tokenizer make. Raises DataError where one is not
+    there."""
+    digest = hashlib.sha256()
+    try:
+        stats = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=error.filename) from None
+    digest.update(json.dumps([VERSION, transformers.__version__, tokenizers.__version__, stats]).encode())
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+@contextmanager
+def kept(cache: Path | None, key: str, build: Callable[[Path], About]) -> Iterator[tuple[Path, About]]:
+    """The folder `key` in `cache`, made by `build` where it is not there: by one process, while others wait for it.
+
+    It is renamed when whole. Without a cache the folder is a temporary one, gone afterwards: what was mapped stays.
+    """
+    with ExitStack() as stack:
+        place = cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = place / key
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(folder.with_suffix(".lock"), "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.is_dir():
+                _make(folder, build)
+        except OSError as error:
+            raise DiskProblem(
+                f"the tokens cannot be kept: {error.strerror}", where=folder, do="Make room, or choose a data.cache."
+            ) from None
+        yield folder, _read_about(folder)
+
+
+def _make(folder: Path, build: Callable[[Path], About]) -> None:
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # what a kill left
+    partial.mkdir()
+    (partial / ABOUT).write_text(json.dumps(asdict(build(partial)), indent=1))
+    for file in partial.iterdir():
+        with open(file, "rb") as written:
+            os.fsync(written)
+    partial.rename(folder)
+
+
+def _read_about(folder: Path) -> About:
+    try:
+        return About(**json.loads((folder / ABOUT).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise _damaged(folder, str(error)) from None
+
+
+def _write(folder: Path, samples: Iterator[Tokenized]) -> About:
+    """Write tokens as they come. The hash is of everything that decides what is trained on."""
+    names = (TOKENS, LEARNED, ENDS, FIRST)
+    digests = {name: hashlib.sha256() for name in names}
+    count, number, largest, learns_all = 0, 0, 0, True
+    notes: tuple[str, ...] = ()
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(open(folder / name, "wb")) for name in names}
+
+        def put(name: str, values: NDArray[Any]) -> None:
+            files[name].write(values.data)
+            digests[name].update(values.data)
+
+        for sample in samples:
+            put(TOKENS, np.ascontiguousarray(sample.tokens, np.int32))
+            count, number, notes = count + len(sample.tokens), number + 1, sample.notes
+            largest = max(largest, int(sample.tokens.max(initial=0)))
+            if sample.learned is not None:
+                learns_all = False
+                targets = np.flatnonzero(sample.learned[1:])
+                put(LEARNED, np.ascontiguousarray(sample.learned))
+                put(ENDS, np.asarray([count], np.int64))
+                put(FIRST, np.asarray([targets[0] + 1 if len(targets) else len(sample.tokens)], np.int64))
+    for name in names[1:] if learns_all else ():
+        (folder / name).unlink()
+    whole = hashlib.sha256(b"".join(digests[name].digest() for name in names))
+    return About(count, None if learns_all else number, largest, whole.hexdigest(), notes)
+
+
+def _mapped(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    if not (file.is_file() and file.stat().st_size == count * dtype.itemsize):
+        raise _damaged(file, f"not {count} of {dtype}")
+    return np.memmap(file, dtype, "r") if count else np.empty(0, dtype)
+
+
+def _damaged(where: Path, what: str) -> DataError:
+    return DataError(f"damaged: {what}", where=where, do="Remove the folder that it is in; it is made again.")

@@ -1,0 +1,28 @@
+"""Texts that share rows of a batch: how long each is, and so which tokens may see one another."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The lengths of all texts in a batch `[rows, length]`, in the order of its flattened tokens, the padding behind a
+    row's last text being one of its own: they add up to rows * length, and none goes beyond its row."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def cu_seqlens(self, device: torch.device) -> Tensor:
+        """Where each begins among the flattened tokens, and where the last ends: int32 `[texts + 1]`, as FlashAttention
+        and Transformer Engine want it."""
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
+
+    def places(self, device: torch.device) -> Tensor:
+        """The place of each flattened token in its own text, int64 `[rows * length]`."""
+        return torch.cat([torch.arange(length) for length in self.lengths]).to(device)

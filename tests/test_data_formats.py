@@ -1,0 +1,197 @@
+"""Kinds of files and shapes of rows: each gives the samples that its own documentation says, or one clear error."""
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_data import CONVERSATION, MARKING_TEMPLATE, PLAIN_TEMPLATE, read, tokenizer, write_rows
+
+from precisionctl.errors import DataError
+from precisionctl.trainer.data import load_rows
+from precisionctl.trainer.data.formats import json_list
+from precisionctl.trainer.data.formats.base import Record
+from precisionctl.trainer.data.formats.find import files_of, records
+from precisionctl.trainer.data.shapes import Completion, Conversation, Text, sample_of
+
+
+def sample(row: dict[str, Any]) -> Any:
+    return sample_of(Record("rows.jsonl, line 7", row))
+
+
+def says(*words: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in zip(words[::2], words[1::2], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"text": "a", "url": "b"}, Text("a")),
+        ({"messages": CONVERSATION, "prompt": "x", "prompt_id": 1}, Conversation(CONVERSATION)),
+        ({"messages": says("tool", "3"), "tools": [{"name": "f"}]}, Conversation(says("tool", "3"), [{"name": "f"}])),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"},
+            Conversation(says("system", "s", "user", "a", "assistant", "b")),
+        ),
+        (
+            {"conversations": [{"from": "system", "value": "s"}, {"from": "observation", "value": "b"}]},
+            Conversation(says("system", "s", "tool", "b")),
+        ),
+        ({"conversations": says("user", "a", "assistant", "b")}, Conversation(says("user", "a", "assistant", "b"))),
+        (
+            {"instruction": "a", "input": "b", "output": "c", "text": "all of it"},
+            Conversation(says("user", "a\nb", "assistant", "c")),
+        ),
+        ({"instruction": "a", "input": "", "output": "c"}, Conversation(says("user", "a", "assistant", "c"))),
+        (
+            {"instruction": "a", "output": "c", "history": [["x", "y"]], "system": "s"},
+            Conversation(says("system", "s", "user", "x", "assistant", "y", "user", "a", "assistant", "c")),
+        ),
+        ({"prompt": "a", "completion": "b"}, Completion("a", "b")),
+        (
+            {"prompt": says("user", "a"), "completion": says("assistant", "b")},
+            Conversation(says("user", "a", "assistant", "b"), prompt=1),
+        ),
+        ({"text": "a", "messages": None}, Text("a")),
+    ],
+)
+def test_a_rows_keys_say_what_it_is(row: dict[str, Any], expected: object) -> None:
+    assert sample(row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, "none of the known keys"),
+        ({"conversations": [{"from": "human"}]}, "a turn without `from` and `value`"),
+        ({"conversations": [{"from": "cat", "value": "a"}]}, "a turn from 'cat'; known are system, human"),
+        ({"conversations": {"from": "human"}}, "`conversations` is not a list"),
+        ({"instruction": "a", "output": 3}, "`output` is not a string"),
+        ({"instruction": "a", "output": "b", "history": ["xy"]}, "pairs of what was asked and answered"),
+        ({"instruction": "a", "output": "b", "history": 3}, "`history` is not a list"),
+        ({"prompt": "a", "completion": ["b"]}, "`completion` is not a string"),
+        ({"prompt": says("user", "a"), "completion": "b"}, "not a list of messages"),
+        ({"messages": [3]}, "a message without a role"),
+        ({"messages": [], "tools": "f"}, "`tools` is not a list"),
+    ],
+)
+def test_a_row_that_is_not_what_its_keys_say_is_refused_with_its_place(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message) as error:
+        sample(row)
+    assert error.value.where == "rows.jsonl, line 7"
+
+
+def labels(path: Path, template: str | None = None) -> list[str]:
+    rows = load_rows(path, tokenizer(template), 64)
+    return [read(rows.batch([i]).labels[0].tolist()).rstrip(" .") for i in range(len(rows))]
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKING_TEMPLATE])
+def test_every_shape_of_fine_tuning_learns_the_answer_alone(tmp_path: Path, template: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {"messages": says("user", "a b", "assistant", "c d")},
+        {"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c d"}]},
+        {"instruction": "a", "input": "b", "output": "c d"},
+        {"prompt": says("user", "a b"), "completion": says("assistant", "c d")},
+    ]
+    # <user> a b <end> <bot> c d <end>, of which each label is the token that follows
+    assert labels(write_rows(tmp_path / "rows.jsonl", rows), template) == [". . . . c d <end>"] * 4
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKING_TEMPLATE])
+def test_what_the_assistant_says_in_a_prompt_is_not_learned(tmp_path: Path, template: str) -> None:
+    row = {"prompt": CONVERSATION[:3], "completion": CONVERSATION[3:]}
+    (learned,) = labels(write_rows(tmp_path / "rows.jsonl", [row]), template)
+    assert learned == " ".join(["."] * 12) + " a <end>"
+
+
+def test_a_completion_is_learned_with_its_end_and_needs_no_template(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b ", "completion": "c d"}, {"prompt": "a", "completion": " b <eos>"}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    assert labels(path) == [". c d <eos>", "b <eos>"]
+    loaded = load_rows(path, tokenizer(), 64)
+    assert read(loaded.tokens.tolist()) == "a b c d <eos> a b <eos>"
+
+
+def test_tools_reach_the_template(tmp_path: Path) -> None:
+    with_tools = "{% for t in tools or [] %}{{ t.name }} {% endfor %}" + MARKING_TEMPLATE
+    row = {"messages": says("user", "a", "assistant", "b"), "tools": [{"name": "d"}, {"name": "e"}]}
+    rows = load_rows(write_rows(tmp_path / "rows.jsonl", [row]), tokenizer(with_tools), 64)
+    assert read(rows.tokens.tolist()).startswith("d e <user> a")
+
+
+def test_a_directory_holds_files_of_several_kinds(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a b")
+    write_rows(tmp_path / "b.jsonl", [{"text": "c"}, {"text": "d"}])
+    (tmp_path / "c.json").write_text('[{"text": "e"}]')
+    (tmp_path / "d.json").write_text('{"text": "e"}')  # no list: a document that happens to be JSON
+    rows = load_rows(tmp_path, tokenizer(), 4)
+    assert read(rows.tokens.tolist()) == "a b <eos> c <eos> d <eos> e <eos> ? ? <eos>"
+
+
+def test_a_directory_without_files_or_with_megatrons_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no files"):
+        files_of(tmp_path)
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"web{suffix}").write_bytes(b"")
+    with pytest.raises(DataError, match="web.idx is Megatron's"):
+        files_of(tmp_path)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    rows=st.lists(st.dictionaries(st.text(max_size=4), VALUES, max_size=4), min_size=1, max_size=6),
+    indent=st.sampled_from([None, 0, 3]),
+    ascii=st.booleans(),
+    piece=st.integers(1, 40),
+)
+def test_a_json_list_gives_its_objects_however_it_is_written_and_read(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], indent: int | None, ascii: bool, piece: int
+) -> None:
+    path = tmp_path_factory.mktemp("json") / "rows.json"
+    path.write_text(json.dumps(rows, indent=indent, ensure_ascii=ascii) + "\n", encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_list, "_PIECE", piece)
+        found = list(records([path]))
+    assert [record.row for record in found] == rows
+    assert [record.where for record in found] == [f"{path}, entry {i + 1}" for i in range(len(rows))]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"a": 1}, {"a"', r"not JSON.*entry 2\)"),
+        ('[{"a": 1} {"a": 1}]', r"expected one of ',\]'.*entry 1\)"),
+        ('[{"a": 1}, 3]', r"a row is a JSON object, and not '3'.*entry 2\)"),
+        ('[{"a": 1}', "expected one of"),
+        ('[{"a": 1}] and more', "text behind the list"),
+        ('[{"a": 1}, ' + "[" * 200_000, "not JSON"),
+        ('[{"a": ' + "9" * 5000 + "}]", "not JSON"),
+    ],
+)
+def test_a_damaged_json_list_is_one_clear_error(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        list(records([tmp_path / "rows.json"]))
+
+
+def test_reading_rows_needs_no_more_memory_for_more_of_them(tmp_path: Path) -> None:
+    row = {"text": "word " * 200}
+    lines, listed = tmp_path / "rows.jsonl", tmp_path / "rows.json"
+    write_rows(lines, [row] * 20_000)  # 20 MB
+    listed.write_text(json.dumps([row] * 20_000))
+    for path in (lines, listed):
+        tracemalloc.start()
+        assert sum(1 for _ in records([path])) == 20_000
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 8e6, path
