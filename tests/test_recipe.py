@@ -8,7 +8,7 @@ import pytest
 
 from precisionctl.errors import RecipeError
 from precisionctl.precision import PRESETS
-from precisionctl.recipe import Data, Optimizer, Recipe, Schedule, Train, bundled_recipes, load_recipe
+from precisionctl.recipe import Data, Optimizer, Recipe, Schedule, Share, Train, bundled_recipes, load_recipe
 
 
 def test_the_bundled_recipes_are_these_and_each_says_what_its_name_says() -> None:
@@ -114,3 +114,28 @@ def test_a_file_that_is_no_toml_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("[train\n")
     with pytest.raises(RecipeError, match="not TOML"):
         load_recipe(tmp_path / "bad.toml")
+
+
+def test_a_blend_is_a_list_of_paths_and_weights() -> None:
+    made = load_recipe("bf16", ['data.blend=[{path = "a", weight = 3}, {path = "b"}]'])
+    assert made.data.blend == (Share("a", 3.0), Share("b", 1.0))
+
+
+@pytest.mark.parametrize(
+    ("blend", "message"),
+    [
+        ('[{path = "a", wieght = 1}]', "unknown key data.blend.wieght.*Did you mean data.blend.weight?"),
+        ("[{weight = 1}]", r"\[data.blend\] lacks a key it needs"),
+        ('[{path = "a", weight = 0}]', "data.blend.weight = 0.0 must be above 0"),
+        ('["a"]', "data.blend = .* is not a list of tables"),
+        ('{path = "a"}', "data.blend = .* is not a list of tables"),
+    ],
+)
+def test_a_bad_blend_is_refused(blend: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe("bf16", [f"data.blend={blend}"])
+
+
+def test_one_path_and_a_blend_are_not_both_taken() -> None:
+    with pytest.raises(RecipeError, match="data.path and data.blend are both given"):
+        load_recipe("bf16", ["data.path=a", 'data.blend=[{path = "b"}]'])

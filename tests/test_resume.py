@@ -471,3 +471,38 @@ def test_a_run_learns(place: Path, tmp_path: Path) -> None:
         settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", train__steps=40, train__save_every=40)
     )
     assert sum(made[-5:]) / 5 < 0.8 * made[0]
+
+
+def test_a_blend_of_text_and_packed_conversations_stopped_between_updates_goes_on_as_it_would_have(
+    place: Path, tmp_path: Path
+) -> None:
+    """Each update takes rows of both, in two micro-batches; tokens are made once."""
+    words = (place / "text.txt").read_text().split()
+    asked = [{"prompt": " ".join(words[i : i + 5]) + " ", "completion": words[i + 5]} for i in range(0, 600, 6)]
+    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps(row) for row in asked))
+    recipe = tmp_path / "blend.toml"
+    recipe.write_text(f"""
+        [precision]
+        fp8 = false
+        [data]
+        packing = true
+        [[data.blend]]
+        path = "{place / "text.txt"}"
+        weight = 0.75
+        [[data.blend]]
+        path = "{tmp_path / "asked.jsonl"}"
+        weight = 0.25
+        """)
+
+    def going(out: Path, steps: int) -> list[float]:
+        made = settings(place / "source", place, out, train__steps=steps, schedule__kind="constant", recipe=str(recipe))
+        return run(replace(made, data=None))[2]
+
+    whole = going(tmp_path / "whole", 6)
+    parts = going(tmp_path / "parts", 3) + going(tmp_path / "parts", 6)
+    assert parts == whole and len(set(whole)) == 6
+    assert same_files(tmp_path / "parts" / "iter_0000006", tmp_path / "whole" / "iter_0000006")
+    assert len([path for path in (tmp_path / "parts" / "tokens").iterdir() if path.is_dir()]) == 2
+    with pytest.raises(OutputError, match="differs in data$"):
+        recipe.write_text(recipe.read_text().replace("0.75", "0.5"))
+        going(tmp_path / "parts", 9)

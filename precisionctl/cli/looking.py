@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from precisionctl.cli.group import print_json
-from precisionctl.cli.options import CHECKPOINT, NEW_PATH, POSITIVE, Percent, iteration_option, json_option
+from precisionctl.cli.options import CHECKPOINT, DATA, NEW_PATH, POSITIVE, Percent, iteration_option, json_option
 
 
 @click.command()
@@ -136,7 +136,7 @@ def compare(
 
 @click.command("eval")
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--data", type=CHECKPOINT, required=True, help="Text, a folder of text, or JSONL, as resume takes it.")
+@click.option("--data", type=DATA, required=True, help="Text, JSONL, parquet, a folder, as resume takes it.")
 @click.option("--sequence-length", type=POSITIVE, default=1024, show_default=True, help="At most the model's own.")
 @iteration_option
 @json_option

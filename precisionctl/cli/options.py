@@ -11,6 +11,7 @@ import click
 
 CHECKPOINT = click.Path(exists=True, path_type=Path)
 NEW_PATH = click.Path(path_type=Path)
+DATA = click.Path(path_type=Path)  # Megatron's data has a name that no file has
 POSITIVE = click.IntRange(min=1)
 Command = Callable[..., Any]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from precisionctl.cli.options import CHECKPOINT, NEW_PATH, POSITIVE, iteration_option
+from precisionctl.cli.options import CHECKPOINT, DATA, NEW_PATH, POSITIVE, iteration_option
 
 backend_option = click.option(
     "--backend",
@@ -19,7 +19,9 @@ backend_option = click.option(
 @click.command()
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--precision", type=click.Choice(["bf16", "fp8"]), required=True, help="What the GEMMs compute in.")
-@click.option("--data", type=CHECKPOINT, help="Text, a folder of text, or JSONL; rows with `messages` mean SFT.")
+@click.option(
+    "--data", type=DATA, help="Text, JSONL, JSON, parquet, a folder, or Megatron's .bin; `messages` mean SFT."
+)
 @click.option("--out", type=NEW_PATH, help="Folder of the run; a run that is there already goes on.")
 @click.option("--recipe", help="A bundled name or a TOML file; else the plain recipe of the precision.")
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key of the recipe.")
@@ -50,7 +52,7 @@ def resume(**what: Any) -> None:
 
 @click.command()
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--data", type=CHECKPOINT, required=True, help="Text, a folder of text, or JSONL, as resume takes it.")
+@click.option("--data", type=DATA, required=True, help="Text, JSONL, parquet, a folder, as resume takes it.")
 @click.option("--out", type=NEW_PATH, required=True, help="A new file, for --fp8-state of resume and others.")
 @click.option("--recipe", help="A bundled name or a TOML file: the one of the run to come; else fp8-delayed.")
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key of the recipe.")

@@ -3,7 +3,7 @@
 formats/   files -> records       store.py     tokens -> memory-mapped files
 shapes.py  records -> samples     rows.py      -> rows, cut or packed (packing.py)
 tokenize.py  samples -> tokens    blend.py     several data sets by weights
-megatron.py  .bin and .idx        order.py     which rows come when, and to which rank
+megatron.py  .bin and .idx        order.py     which rows come when; feed.py  as batches
 """
 
 from precisionctl.trainer.data.batch import IGNORED, Batch

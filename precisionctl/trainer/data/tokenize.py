@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.chat import ChatTemplate, chat_row, completion_row
+from precisionctl.trainer.data.chat import ChatTemplate, chat_row, completion_row
 from precisionctl.trainer.data.formats.base import Record
 from precisionctl.trainer.data.shapes import Completion, Conversation, Text, sample_of
 

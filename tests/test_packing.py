@@ -1,0 +1,97 @@
+"""Texts that share a row are to the model what each is alone: transformers judges text by text, and we unpacked."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_model import CASES, VOCABULARY, as_gpt, converted, transformers_model
+from transformers import PreTrainedModel
+
+from precisionctl.fp8.state import DelayedScaling
+from precisionctl.precision import Precision
+from precisionctl.trainer.backend import fp8_linears
+from precisionctl.trainer.data.batch import Batch, Piece, make_batch
+from precisionctl.trainer.data.packing import pack
+from precisionctl.trainer.loop import summed_loss
+from precisionctl.trainer.model import GPT
+from precisionctl.trainer.recorder import Recorder
+
+SIZES = (34, 47, 40, 35, 45, 36, 39)
+"""Of texts; longer than the windows and than the contexts that rope scaling starts from in CASES, which must be the
+same for all of them here."""
+
+
+def texts() -> list[Piece]:
+    pick = np.random.default_rng(0)
+    return [Piece(pick.integers(VOCABULARY, size=size), pick.random(size) < 0.6) for size in SIZES]
+
+
+def batches() -> tuple[Batch, Batch]:
+    """The same texts, each a row, and packed into rows of 110."""
+    pieces = texts()
+    rows = pack([piece.positions for piece in pieces], 110)
+    assert sorted(map(len, rows)) == [2, 2, 3]
+    return make_batch([[piece] for piece in pieces], 0), make_batch([[pieces[i] for i in row] for row in rows], 0)
+
+
+def loss_by(theirs: PreTrainedModel) -> float:
+    """Summed over the targets of each text alone."""
+    total = 0.0
+    for piece in texts():
+        assert piece.learned is not None
+        tokens = torch.from_numpy(piece.tokens)[None]
+        labels = tokens[0, 1:].where(torch.from_numpy(piece.learned[1:]), -100)
+        with torch.no_grad():
+            logits = theirs(tokens[:, :-1]).logits[0]
+        total += float(F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
+    return total
+
+
+def gradients(model: GPT, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    total = summed_loss(model, batch)
+    total.backward()
+    return float(total.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_and_unpacked_texts_have_the_same_loss_and_gradients(case: str, tmp_path: Path) -> None:
+    family, changes = CASES[case]
+    theirs = transformers_model(family, **changes)
+    model = as_gpt(converted(theirs, tmp_path))
+    alone, packed = batches()
+    assert alone.segments is None and packed.segments is not None and alone.targets == packed.targets
+    expected, one_by_one = gradients(model, alone)
+    total, together = gradients(model, packed)
+    assert total == pytest.approx(expected, rel=1e-6)
+    assert total == pytest.approx(loss_by(theirs), rel=2e-6)
+    assert together.keys() == one_by_one.keys()
+    for name, gradient in together.items():
+        largest = float(one_by_one[name].abs().max())
+        torch.testing.assert_close(gradient, one_by_one[name], rtol=0, atol=2e-5 * largest, msg=name)
+    leaking = float(summed_loss(model, Batch(packed.tokens, packed.labels, packed.real)).detach())
+    assert abs(leaking - expected) > 1e-5 * expected  # ten times what is allowed above
+
+
+def test_in_fp8_a_packed_batch_records_what_the_unpacked_one_does(tmp_path: Path) -> None:
+    """Padding aside, GEMMs meet the same tokens."""
+    made = converted(transformers_model("llama-3"), tmp_path)
+    model = GPT(made.model, Precision(fp8=True, delayed=DelayedScaling(amax_history_len=4)), dtype=torch.float32)
+    model.load_state_dict(dict(made.tensors))
+    histories = []
+    for batch in batches():
+        recorder = Recorder(model.precision, torch.device("cpu"))
+        with model.recorded_by(recorder):
+            summed_loss(model, batch).backward()
+        histories.append(
+            {
+                name: state.roles["input"].amax_history.max()
+                for name, state in recorder.states().items()
+                if "input" in state.roles
+            }
+        )
+    assert histories[0].keys() == histories[1].keys() >= fp8_linears(model).keys()
+    for name, amax in histories[0].items():
+        torch.testing.assert_close(histories[1][name], amax, rtol=1e-5, atol=0)
