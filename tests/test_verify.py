@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from precisionctl import verify
+from precisionctl import hf_tensors, verify
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.engines.base import engines
@@ -56,7 +56,7 @@ def test_both_layouts_of_a_model_are_equal_whatever_the_padding(tmp_path, family
 
 
 def test_pieces_smaller_than_a_tensor_compare_the_same(source, monkeypatch):
-    monkeypatch.setattr(verify, "PIECE", 5 * 64)
+    monkeypatch.setattr(hf_tensors, "PIECE", 5 * 64)
     megatron = in_memory.to_megatron(source)
     assert compare(source, megatron).equal
     megatron.tensors["decoder.layers.1.mlp.linear_fc2.weight"][63, 95] += 1

@@ -54,19 +54,22 @@ def inspect(
 @click.command()
 @click.argument("a", metavar="A", type=CHECKPOINT)
 @click.argument("b", metavar="[B]", type=CHECKPOINT, required=False)
-@click.option("--fp8", is_flag=True, help="Count it as a difference when only one side has FP8 state.")
+@click.option("--fp8", is_flag=True, help="FP8 weights code by code; and a difference where one side has no FP8 state.")
 @click.option("--target", metavar="ENGINE", help="Hold A against an engine's rules: vllm or tensorrt-llm.")
 @json_option
 def verify(a: Path, b: Path | None, fp8: bool, target: str | None, json_wanted: bool) -> None:
     """Compare checkpoint A with B, tensor by tensor, whatever their formats; or A with an engine's rules.
 
     FP8 codes are equal to BF16 values when they are their encoding under the scale stored with them.
+    `verify A --fp8`, of A alone, says whether its FP8 weights are the same codes after BF16.
     Exits with 1 where the two differ, or a rule that an engine insists on is broken.
     """
-    if (b is None) == (target is None):
-        raise click.UsageError("verify needs either a second checkpoint or --target ENGINE.")
+    if (b is not None) + (target is not None) != 1 and not (fp8 and b is None and target is None):
+        raise click.UsageError("verify needs either a second checkpoint or --target ENGINE; or --fp8, for A alone.")
     if b is not None:
         same = compare_checkpoints(a, b, fp8, json_wanted)
+    elif target is None:
+        same = check_codes(a, json_wanted)
     else:
         same = check_rules(a, str(target), json_wanted)
     raise click.exceptions.Exit(0 if same else 1)
@@ -86,6 +89,23 @@ def compare_checkpoints(a: Path, b: Path, fp8: bool, json_wanted: bool) -> bool:
     else:
         console.show_tables(report.tables(comparison))
     return comparison.equal
+
+
+def check_codes(path: Path, json_wanted: bool) -> bool:
+    from precisionctl import console
+    from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.codes import compare_codes
+    from precisionctl.errors import PrecisionError
+    from precisionctl.reports import verify as report
+
+    weights = list(compare_codes(open_checkpoint(path), None))
+    if not weights:
+        raise PrecisionError("no weight is FP8 codes", where=path, do="Give a second checkpoint to compare it with.")
+    if json_wanted:
+        print_json([asdict(weight) for weight in weights])
+    else:
+        console.show_tables([report.codes(weights)])
+    return all(weight.idempotent for weight in weights)
 
 
 def check_rules(path: Path, target: str, json_wanted: bool) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import get_args
 
+from precisionctl.codes import CodesComparison
 from precisionctl.engines.base import Engine, Finding
 from precisionctl.reports.table import Table
 from precisionctl.verify import Comparison, Status, TensorComparison
@@ -21,8 +22,36 @@ def tables(comparison: Comparison) -> list[Table]:
         found.append(_worst(different))
     if comparison.settings:
         found.append(Table("Settings that differ", ("",), [(line,) for line in comparison.settings[:SHOWN]]))
+    if comparison.codes:
+        found.append(codes(comparison.codes))
     found.append(Table("FP8 state", ("",), [(line,) for line in _state(comparison)]))
     return found
+
+
+def codes(weights: Sequence[CodesComparison]) -> Table:
+    """FP8 weights: those with the most codes changed, and all together."""
+    worst = sorted(weights, key=lambda weight: (weight.idempotent, -weight.changed / weight.codes))[:SHOWN]
+    rows = [_weight(weight) for weight in worst]
+    if len(weights) > 1:
+        together = CodesComparison(
+            f"all {len(weights)}",
+            sum(weight.codes for weight in weights),
+            sum(weight.changed for weight in weights),
+            (min(weight.scale_ratio[0] for weight in weights), max(weight.scale_ratio[1] for weight in weights)),
+            min(weight.sqnr_db for weight in weights),
+            all(weight.idempotent for weight in weights),
+        )
+        rows.append(_weight(together))
+    columns = ("weight", "codes", "changed", "scale ratio", "SQNR, dB", "the same after BF16")
+    return Table("FP8 weights", columns, rows)
+
+
+def _weight(weight: CodesComparison) -> tuple[str, ...]:
+    low, high = weight.scale_ratio
+    ratio = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+    share = f"{weight.changed:,} ({weight.changed / weight.codes:.2%})" if weight.changed else "0"
+    sqnr, idempotent = _number(weight.sqnr_db, ".1f"), "yes" if weight.idempotent else "no"
+    return (weight.name, f"{weight.codes:,}", share, ratio, sqnr, idempotent)
 
 
 def _together(status: str, tensors: Sequence[TensorComparison]) -> tuple[str, ...]:

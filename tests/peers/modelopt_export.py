@@ -1,4 +1,4 @@
-"""Run with ModelOpt's Python: SOURCE TARGET static|dynamic quantises and exports a model as ModelOpt does."""
+"""Run with ModelOpt's Python: SOURCE TARGET SCHEME quantises and exports a model as ModelOpt does."""
 
 import sys
 
@@ -7,7 +7,12 @@ import torch
 from modelopt.torch.export import export_hf_checkpoint
 from transformers import AutoModelForCausalLM
 
-CONFIGS = {"static": mtq.FP8_DEFAULT_CFG, "dynamic": mtq.FP8_PER_CHANNEL_PER_TOKEN_CFG}
+CONFIGS = {
+    "static": mtq.FP8_DEFAULT_CFG,
+    "dynamic": mtq.FP8_PER_CHANNEL_PER_TOKEN_CFG,
+    "block": mtq.FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG,
+    "mxfp8": mtq.MXFP8_DEFAULT_CFG,
+}
 
 source, target, scheme = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)

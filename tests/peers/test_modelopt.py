@@ -6,13 +6,17 @@ import subprocess
 from pathlib import Path
 
 import environments
+import fp8_directories
 import in_memory
 import pico
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.work import execute
 
 SCRIPT = Path(__file__).with_name("modelopt_export.py")
 VERSION = "0.47.0"
@@ -67,3 +71,29 @@ def test_codes_and_scales_per_channel_are_those_of_modelopt_to_the_bit(exported,
     expected, found = map(tensors, exported(family, "dynamic"))
     for name, values in expected.items():
         assert torch.equal(found[name].view(torch.uint8), values.view(torch.uint8)), name
+
+
+DECODE = Path(__file__).with_name("modelopt_decode.py")
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic", "block", "mxfp8"])
+def test_its_directories_decode_to_what_it_says_itself_and_come_back(tmp_path, scheme):
+    """FP32 products, so that nothing is rounded: bit for bit, ragged blocks too."""
+    python = environments.python_with("modelopt", INSTALL)
+    pico.save(tmp_path / "source", "llama-3", dtype=torch.bfloat16, **fp8_directories.RAGGED)
+    subprocess.run([python, SCRIPT, tmp_path / "source", tmp_path / "fp8", scheme], check=True, capture_output=True)
+    out = tmp_path / "expected.safetensors"
+    subprocess.run([python, DECODE, tmp_path / "fp8", out], check=True, capture_output=True)
+    expected, reader = load_file(out), HuggingFaceReader(tmp_path / "fp8")
+    assert set(reader.encodings) == set(expected) and len(expected) == 14
+    for name, values in expected.items():
+        ours = reader.encodings[name].decode_rows(read_tensor(reader, name), 0, torch.float32)
+        assert torch.equal(ours, values), name
+    execute(plan_conversion(Conversion(tmp_path / "fp8", tmp_path / "megatron", "megatron")))
+    execute(plan_conversion(Conversion(tmp_path / "megatron", tmp_path / "back", "hf", "fp8")))
+    before, after = tensors(tmp_path / "fp8"), tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype and tensor.shape == after[name].shape
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)), name
+    assert read(tmp_path / "back", "hf_quant_config.json") == read(tmp_path / "fp8", "hf_quant_config.json")

@@ -1,0 +1,145 @@
+"""A checkpoint's tensors by Hugging Face name, whatever its layout: read in pieces, as stored and as values."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.base import Reader, read_rows, read_tensor
+from precisionctl.fp8 import numerics
+from precisionctl.lower import Segment, lower
+from precisionctl.plan import Job, make_plan
+
+PIECE = 1 << 20
+"""Elements to read at a time."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as stored, `[n, columns]`, with a scale_inv for each, `[n, 1]`, or for each element, where they are FP8
+    codes."""
+
+    stored: Tensor
+    scale_inv: Tensor | None
+
+    @property
+    def values(self) -> Tensor:
+        """FP32."""
+        return self.stored.float() if self.scale_inv is None else numerics.decode(self.stored, self.scale_inv)
+
+    def encoded(self, values: Tensor) -> Tensor:
+        """The codes of `values` under the scales of these."""
+        assert self.scale_inv is not None
+        codes = torch.empty(values.shape, dtype=self.stored.dtype)
+        numerics.encode_by_scale_inv(values, self.scale_inv, codes, torch.empty(numerics.PIECE))
+        return codes
+
+    def encodes(self, values: Tensor) -> bool:
+        """Whether these codes are the encoding of FP32 `values` under the scales stored with them."""
+        if self.scale_inv is None:
+            return False
+        return torch.equal(self.encoded(values).view(torch.uint8), self.stored.view(torch.uint8))
+
+
+class HfTensors:
+    """A checkpoint's tensors by Hugging Face name, whatever its layout."""
+
+    def __init__(self, reader: Reader) -> None:
+        plan = make_plan(reader, "hf", respelled=True)
+        self._reader = reader
+        self._kept = "", torch.empty(0)
+        self.specs = plan.targets
+        self._model = plan.model
+        self._segments: dict[str, list[Segment]] = {name: [] for name in plan.targets}
+        self._computed: dict[str, Job] = {}
+        self._extras = [name for job in plan.jobs if not job.writes for name in job.reads]
+        for job in plan.jobs:
+            if plan.source != plan.target and not job.row.moves(plan.model):
+                self._computed |= dict.fromkeys(job.writes, job)
+                continue
+            reads = {read: reader.specs[read].rows for read in job.reads}
+            for segment in lower(job.row, plan.model, plan.source, plan.target, reads, job.writes):
+                self._segments[segment.write].append(segment)
+
+    def nonzero_extras(self) -> Iterator[str]:
+        """Biases that Hugging Face has no place for, of which a conversion leaves out those that are zero."""
+        for name in self._extras:
+            if bool(read_tensor(self._reader, name).any()):
+                yield name
+
+    def stored_dtype(self, name: str) -> str:
+        """Of a tensor of the checkpoint, by its own name."""
+        return str(self._reader.specs[name].dtype).removeprefix("torch.")
+
+    def dtype(self, name: str) -> str:
+        """Of what is stored; a plan's targets have the dtype after decoding."""
+        if name in self._computed:
+            return self.stored_dtype(self._computed[name].reads[0])
+        reads = (segment.read for segment in self._segments[name] if segment.read is not None)
+        return str(next((self._reader.specs[read].dtype for read in reads), "zeros")).removeprefix("torch.")
+
+    def nbytes(self, name: str) -> int:
+        """What the checkpoint stores of it; 0 where it has no such tensor."""
+        if name in self._computed:
+            return self.specs[name].nbytes
+        stored = [(segment.rows, segment.read) for segment in self._segments.get(name, ()) if segment.read is not None]
+        specs = self._reader.specs
+        return sum(rows * specs[read].columns * specs[read].dtype.itemsize for rows, read in stored)
+
+    def read(self, name: str, row: int, rows: int) -> Rows:
+        if name in self._computed:
+            values = self._compute(name).reshape(self.specs[name].rows, self.specs[name].columns)
+            return Rows(values[row : row + rows], None)
+        parts = [part for segment in self._segments[name] if (part := self._part(segment, row, rows)) is not None]
+        scales = [part.scale_inv for part in parts if part.scale_inv is not None]
+        return Rows(_joined([part.stored for part in parts]), _joined_scales(scales) if scales else None)
+
+    def _compute(self, name: str) -> Tensor:
+        """A tensor that is not rows of the Megatron one; the last is kept, for it is read piece by piece."""
+        if self._kept[0] != name:
+            job = self._computed[name]
+            stored, encoding = read_tensor(self._reader, job.reads[0]), self._reader.encodings.get(job.reads[0])
+            parts = job.row.split(
+                stored if encoding is None else encoding.decode_rows(stored, 0, torch.float32), self._model
+            )
+            self._kept = name, parts[job.writes.index(name)]
+        return self._kept[1]
+
+    def _part(self, segment: Segment, row: int, rows: int) -> Rows | None:
+        """What a segment gives of rows `[row, row + rows)` of the tensor that it writes."""
+        first = max(row, segment.write_row)
+        count = min(row + rows, segment.write_row + segment.rows) - first
+        if count <= 0:
+            return None
+        if segment.read is None:
+            spec = self.specs[segment.write]
+            return Rows(torch.zeros(count, spec.columns, dtype=spec.dtype), None)
+        start = segment.read_row + first - segment.write_row
+        stored = read_rows(self._reader, segment.read, start, count)
+        encoding = self._reader.encodings.get(segment.read)
+        if encoding is None:
+            return Rows(stored, None)
+        return Rows(stored, encoding.scales(start, *stored.shape).expand(count, -1))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Rows one after the other, FP8 codes too, which torch does not join."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].element_size() > 1:
+        return torch.cat(parts)
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
+def _joined_scales(parts: list[Tensor]) -> Tensor:
+    widest = max(part.shape[1] for part in parts)
+    return torch.cat([part.expand(-1, widest) for part in parts])
+
+
+def pieces(name: str, tensors: HfTensors) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of each piece of a tensor."""
+    spec = tensors.specs[name]
+    step = max(1, PIECE // spec.columns)
+    for row in range(0, spec.rows, step):
+        yield row, min(step, spec.rows - row)

@@ -1,0 +1,43 @@
+"""Run with llm-compressor's Python: SOURCE TARGET SCHEME quantises a model with one of its presets, saves it, and
+writes beside it, to TARGET-expected.safetensors, what compressed-tensors' own decompression makes of each weight."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+source, target, scheme = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+rows = [list(range(start, start + 32)) for start in range(8)]
+calibration = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * 32] * 8}) if scheme == "FP8" else None
+oneshot(
+    model=model,
+    dataset=calibration,
+    processor=PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel())
+    ),  # asked for, and not used: rows are tokens
+    recipe=QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"]),
+)
+model.save_pretrained(target, save_compressed=True)
+
+config = json.loads((Path(target) / "config.json").read_text())["quantization_config"]
+(group,) = config["config_groups"].values()
+compressor = BaseCompressor.get_value_from_registry(config["format"])
+said = QuantizationScheme.model_validate(group)
+stored = load_file(Path(target) / "model.safetensors")
+expected = {}
+for name in [name for name, values in stored.items() if values.dtype == torch.float8_e4m3fn]:
+    module = name.removesuffix("weight")
+    parts = {key.removeprefix(module): values for key, values in stored.items() if key.startswith(module)}
+    expected[name] = compressor.decompress(parts, said)["weight"].contiguous()
+save_file(expected, f"{target}-expected.safetensors")
