@@ -6,8 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from test_data import CONVERSATION, MARKING_TEMPLATE, read, tokenizer
 
@@ -15,9 +13,12 @@ from precisionctl.errors import DataError, EnvironmentProblem
 from precisionctl.trainer.data import load_rows
 from precisionctl.trainer.data.formats.find import records
 
+pyarrow = pytest.importorskip("pyarrow")  # of the extra `dev`, so of CI
+parquet = pytest.importorskip("pyarrow.parquet")
+
 
 def write(path: Path, rows: list[dict[str, Any]], **settings: Any) -> Path:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, **settings)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, **settings)
     return path
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_model import CASES, VOCABULARY, as_gpt, converted, transformers_model
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from precisionctl.fp8.state import DelayedScaling
@@ -16,7 +17,9 @@ from precisionctl.trainer.data.batch import Batch, Piece, make_batch
 from precisionctl.trainer.data.packing import pack
 from precisionctl.trainer.loop import summed_loss
 from precisionctl.trainer.model import GPT
+from precisionctl.trainer.modules_emulated import EmulatedBackend
 from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.segments import Segments
 
 SIZES = (34, 47, 40, 35, 45, 36, 39)
 """Of texts; longer than the windows and than the contexts that rope scaling starts from in CASES, which must be the
@@ -49,7 +52,7 @@ def loss_by(theirs: PreTrainedModel) -> float:
     return total
 
 
-def gradients(model: GPT, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(model: GPT, batch: Batch) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
     total = summed_loss(model, batch)
     total.backward()
@@ -73,6 +76,43 @@ def test_packed_and_unpacked_texts_have_the_same_loss_and_gradients(case: str, t
         torch.testing.assert_close(gradient, one_by_one[name], rtol=0, atol=2e-5 * largest, msg=name)
     leaking = float(summed_loss(model, Batch(packed.tokens, packed.labels, packed.real)).detach())
     assert abs(leaking - expected) > 1e-5 * expected  # ten times what is allowed above
+
+
+class DenseMask(nn.Module):
+    """A kernel as Backend.packed_attention describes it: softmax under one mask over all tokens of the batch."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None) -> Tensor:
+        tokens, heads, _ = query.shape
+        ends = segments.cu_seqlens(query.device)
+        assert ends.dtype == torch.int32 and int(ends[-1]) == tokens
+        number = torch.arange(tokens)
+        text = torch.bucketize(number, ends[1:], right=True)
+        seen = (text[:, None] == text) & (number[:, None] >= number)
+        if window is not None:
+            seen &= number[:, None] - number < window
+        spread = heads // key.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(spread, 1)) * self.scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(spread, 1)).flatten(1)
+
+
+@pytest.mark.parametrize("family", ["llama-3", "mistral", "gemma3", "deepseek-v3"])
+def test_a_kernel_of_a_backend_is_given_what_texts_one_by_one_are(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = converted(transformers_model(family), tmp_path)
+    _, packed = batches()
+    expected, one_by_one = gradients(as_gpt(made), packed)
+    monkeypatch.setattr(EmulatedBackend, "packed_attention", lambda _, model, scale: DenseMask(scale))
+    total, together = gradients(as_gpt(made), packed)
+    assert total == pytest.approx(expected, rel=1e-6)
+    for name, gradient in together.items():
+        largest = float(one_by_one[name].abs().max())
+        torch.testing.assert_close(gradient, one_by_one[name], rtol=0, atol=2e-5 * largest, msg=name)
 
 
 def test_in_fp8_a_packed_batch_records_what_the_unpacked_one_does(tmp_path: Path) -> None:

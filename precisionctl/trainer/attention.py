@@ -25,22 +25,29 @@ class CoreAttention(nn.Module):
         self.scale, self.softcap = scale, model.attn_logit_softcapping
         sinks = torch.zeros(model.num_attention_heads, dtype=backend.dtype, device=backend.device)
         self.softmax_offset = nn.Parameter(sinks) if model.softmax_offset else None
+        self.plain = self.softcap is None and self.softmax_offset is None
+        self.packed = backend.packed_attention(model, scale) if self.plain else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
         """Queries `[B, S, G * R, D]`, keys and values `[B, S, G, D]`; gives `[B, S, G * R * D]`."""
         if positions.segments is None:
             return self._attend((query, key, value), positions.window).flatten(2)
-        # each text by itself: a mask over them all would grow with the square of the row, and no flash kernel takes one
-        lengths = list(positions.segments.lengths)
-        laid = (torch.split(tensor.flatten(0, 1)[None], lengths, 1) for tensor in (query, key, value))
-        attended = torch.cat([self._attend(text, positions.window) for text in zip(*laid, strict=True)], 1)
+        laid = [tensor.flatten(0, 1) for tensor in (query, key, value)]
+        if self.packed is not None:
+            attended: Tensor = self.packed(*laid, positions.segments, positions.window)
+        else:
+            # each text by itself: a mask over all would grow with the square of the row, and no flash kernel takes one
+            texts = zip(
+                *(torch.split(tensor[None], list(positions.segments.lengths), 1) for tensor in laid), strict=True
+            )
+            attended = torch.cat([self._attend(text, positions.window) for text in texts], 1)
         return attended.view(*query.shape[:2], -1)
 
     def _attend(self, heads: Sequence[Tensor], window: int | None) -> Tensor:
         """Queries, keys and values of texts that are S tokens long; gives `[B, S, G * R, D]`."""
         query, key, value = (tensor.transpose(1, 2) for tensor in heads)
         mask = sliding_window_mask(key.shape[2], window, key.device)
-        if self.softcap is None and self.softmax_offset is None:
+        if self.plain:
             attended = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
             )

@@ -90,6 +90,12 @@ class Backend(Protocol):
         how many tokens an expert gets is no multiple of GEMM_ALIGNMENT."""
         ...
 
+    def packed_attention(self, model: ModelShape, scale: float) -> nn.Module | None:
+        """A kernel for texts that share rows, called with all queries of a batch `[T, G * R, D]`, keys and values
+        `[T, G, D]`, the batch's Segments and the window; gives `[T, G * R * D]`. It knows neither soft caps nor sinks.
+        None where there is none: texts are then attended to one after another."""
+        ...
+
     def forward_pass(self) -> AbstractContextManager[None]:
         """Around one pass through all modules. On leaving it with gradients enabled, forward scales are
         updated, as TE does when its outermost autocast ends; without gradients nothing is recorded."""

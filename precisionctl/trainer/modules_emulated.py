@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role
+from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backend import Norm, require_alignment
 from precisionctl.trainer.recorder import Recorder
@@ -235,6 +236,9 @@ class EmulatedBackend:
 
     def grouped_linear(self, experts: int, in_features: int, out_features: int, bias: bool) -> GroupedLinear:
         return GroupedLinear(self, experts, in_features, out_features, bias)
+
+    def packed_attention(self, model: ModelShape, scale: float) -> None:
+        return None
 
     def full(self, value: float, size: int) -> Tensor:
         return torch.full((size,), value, dtype=self.dtype, device=self.device)

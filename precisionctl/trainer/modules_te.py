@@ -16,9 +16,11 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
+from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backend import Norm, require_alignment
 from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.segments import Segments
 
 Group = Literal["scaling_fwd", "scaling_bwd"]
 
@@ -127,6 +129,28 @@ class GroupedLinear(_Stateless, te.GroupedLinear):  # type: ignore[misc]
         return out
 
 
+class PackedAttention(_Stateless, te.DotProductAttention):  # type: ignore[misc]
+    """te.DotProductAttention over texts that share rows, in the parameters' dtype."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None) -> Tensor:
+        """Queries `[T, G * R, D]`, keys and values `[T, G, D]` to `[T, G * R * D]`."""
+        ends = segments.cu_seqlens(query.device)
+        with te.autocast(enabled=False):
+            out: Tensor = super().forward(
+                query.contiguous(),
+                key.contiguous(),
+                value.contiguous(),
+                qkv_format="thd",
+                cu_seqlens_q=ends,
+                cu_seqlens_kv=ends,
+                max_seqlen_q=segments.longest,
+                max_seqlen_kv=segments.longest,
+                attn_mask_type="padding_causal",
+                window_size=(-1 if window is None else window - 1, 0),  # TE does not count the query itself
+            )
+        return out
+
+
 class TransformerEngineBackend:
     """Makes TE's modules. TE itself updates their state after FP8 passes."""
 
@@ -166,6 +190,15 @@ class TransformerEngineBackend:
 
     def grouped_linear(self, experts: int, in_features: int, out_features: int, bias: bool) -> nn.Module:
         return GroupedLinear(experts, in_features, out_features, bias=bias, params_dtype=self.dtype, device=self.device)
+
+    def packed_attention(self, model: ModelShape, scale: float) -> nn.Module:
+        mla = model.mla
+        return PackedAttention(
+            model.num_attention_heads,
+            (mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim) if mla else model.kv_channels,
+            num_gqa_groups=model.num_query_groups,
+            softmax_scale=scale,
+        )
 
     def _adopt(self, module: _Fp8Linear, name: str) -> nn.Module:
         module.backend, module.module_name = self, name

@@ -18,6 +18,7 @@ from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backend import Backend, BackendName, Norm, fp8_linears, make_backend
 from precisionctl.trainer.model import GPT, loss
 from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.segments import Segments
 
 TOKENS, IN, OUT = 256, 512, 768
 USED: tuple[Role, ...] = ("input", "weight", "grad_output")
@@ -332,6 +333,16 @@ def test_both_gpts_of_other_families_compute_the_same_loss(shape: ModelShape, pr
     assert theirs.state_dict().keys() == ours.state_dict().keys()
     tokens = torch.randint(500, (2, 128), device="cuda")
     torch.testing.assert_close(train_step(theirs, tokens), train_step(ours, tokens), rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_both_gpts_attend_alike_to_texts_that_share_rows(window: int | None) -> None:
+    theirs, ours = gpts(PRESETS["bf16"], replace(SHAPE, sliding_window=window))
+    tokens = torch.randint(500, (2, 128), device="cuda")
+    segments = Segments((50, 70, 8, 128))
+    together, one_by_one = (model(tokens, segments=segments) for model in (theirs, ours))
+    assert sqnr(together, one_by_one) > 35
+    assert sqnr(theirs(tokens), together) < 25, "texts would see one another"
 
 
 def test_every_linear_of_a_gpt_records_one_row_per_step_and_role() -> None:

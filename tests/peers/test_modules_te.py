@@ -13,6 +13,8 @@ import pytest
 OURS = Path(__file__).parents[2] / "precisionctl" / "trainer" / "modules_te.py"
 VERSION = "2.20.2"
 
+ATTENTION = "pytorch/attention/dot_product_attention/dot_product_attention.py"
+
 CALLED = {
     "te.is_fp8_available": ("pytorch/quantization.py", "is_fp8_available"),
     "te.autocast": ("pytorch/quantization.py", "autocast.__init__"),
@@ -21,6 +23,8 @@ CALLED = {
     "GroupedLinear": ("pytorch/module/grouped_linear.py", "GroupedLinear.__init__"),
     "RMSNorm": ("pytorch/ops/basic/rmsnorm.py", "RMSNorm.__init__"),
     "LayerNorm": ("pytorch/ops/basic/layer_norm.py", "LayerNorm.__init__"),
+    "PackedAttention": (ATTENTION, "DotProductAttention.__init__"),
+    "PackedAttention super().forward": (ATTENTION, "DotProductAttention.forward"),
     "DelayedScaling": ("common/recipe/__init__.py", "DelayedScaling"),
     "Float8CurrentScaling": ("common/recipe/__init__.py", "Float8CurrentScaling"),
     "module.init_fp8_meta_tensors": ("pytorch/module/base.py", "TransformerEngineBaseModule.init_fp8_meta_tensors"),
@@ -52,10 +56,14 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
         "GroupedLinear",
         "RMSNorm",
         "LayerNorm",
+        "PackedAttention",
     }
+    attention = {id(node) for node in ast.walk(definition(tree, "PackedAttention"))}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
+            if name == "super().forward" and id(node) in attention:
+                name = f"PackedAttention {name}"
             if name.startswith("te.") or name in taken or name in CALLED:
                 yield name, node
 
