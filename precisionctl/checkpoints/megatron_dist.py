@@ -187,10 +187,10 @@ class TorchDistReader:
         grouped = self.args.get("moe_grouped_gemm") is True
         ranks = self.args.get("expert_model_parallel_size")
         known = ranks if grouped and type(ranks) is int and ranks > 0 else None
-        found = decode(self._payloads(), self.path, Experts(known, self.grouped_columns))
+        found = decode(self.payloads(), self.path, Experts(known, self.grouped_columns))
         return as_states(found, self.common, self.iteration, sidecar.find(self.path))
 
-    def _payloads(self) -> Iterator[Saved]:
+    def payloads(self) -> Iterator[Saved]:
         """Each `_extra_state` that is not empty."""
         for key in self._index.objects:
             name = object_name(key.removeprefix(self._prefix)) or ""

@@ -255,10 +255,10 @@ class LegacyReader:
     @cached_property
     def fp8(self) -> Fp8States | None:
         """The delayed-scaling state in `_extra_state`, else the one in the sidecar. Raises what `decode` raises."""
-        found = decode(self._payloads(), self.path, Experts(order=self.grouped_columns))
+        found = decode(self.payloads(), self.path, Experts(order=self.grouped_columns))
         return as_states(found, self.common, self.iteration, sidecar.find(self.path))
 
-    def _payloads(self) -> Iterator[Saved]:
+    def payloads(self) -> Iterator[Saved]:
         """Each `_extra_state` that is not empty, of every rank: each has its own where amaxes are not reduced."""
         for rank, entries in self._stages:
             for name, value in entries.items():

@@ -4,7 +4,7 @@ Arguments, counters, schedule, the optimizer's settings by group of parameters, 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Companions, Reader
 from precisionctl.checkpoints.megatron_arguments import STAGES
+from precisionctl.checkpoints.megatron_extra_state import Saved
 from precisionctl.checkpoints.megatron_keys import OURS
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.fp8.encoding import Encoding
@@ -61,6 +62,7 @@ class MegatronReader(Reader, Protocol):
     def objects(self) -> Sequence[str]: ...
     def read_object(self, key: str) -> Any: ...
     def checked_object(self, key: str) -> Span: ...
+    def payloads(self) -> Iterator[Saved]: ...
 
 
 def of_megatron(reader: Reader) -> TypeGuard[MegatronReader]:

@@ -1,4 +1,4 @@
-"""Commands that look at checkpoints and runs: inspect, verify, compare and eval."""
+"""Commands that look at checkpoints, runs and machines: inspect, verify, compare, eval and doctor."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -172,3 +172,23 @@ def evaluate(checkpoint: Path, data: Path, sequence_length: int, iteration: int 
         print_json(found.as_json())
     else:
         console.show_lines([f"perplexity {found.perplexity:.4f} over {found.tokens:,} tokens, {found.precision}"])
+
+
+@click.command()
+@click.argument("checkpoint", type=CHECKPOINT, required=False)
+@iteration_option
+@json_option
+def doctor(checkpoint: Path | None, iteration: int | None, json_wanted: bool) -> None:
+    """Say what this machine can run of FP8, and what Transformer Engine makes of CHECKPOINT's FP8 payloads."""
+    from precisionctl import console
+    from precisionctl import doctor as look
+    from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.reports import doctor as report
+
+    machine = look.examine()
+    te_version = machine.packages["transformer-engine"]
+    found = look.examine_payloads(open_checkpoint(checkpoint, iteration), te_version) if checkpoint else None
+    if json_wanted:
+        print_json({"machine": asdict(machine), "payloads": asdict(found) if found else None})
+    else:
+        console.show_tables(report.machine_tables(machine) + (report.payload_tables(found) if found else []))

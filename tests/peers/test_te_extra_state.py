@@ -11,8 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from precisionctl.doctor import is_refused
 from precisionctl.errors import NotUnderstood
-from precisionctl.fp8.extra_state import decode_payload
+from precisionctl.fp8.extra_state import decode_payload, read_payload
 from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import BACKWARD, FORWARD, ROLES, DelayedScaling, Fp8State, RoleState
 
@@ -90,6 +91,16 @@ def test_te_loads_what_is_written_here_number_for_number(te, tmp_path_factory, m
         scale, history = loaded[key]
         assert scale == [state.roles[role].scale.item() for role in roles]
         assert torch.tensor(history).T.tolist() == [state.roles[role].amax_history.tolist() for role in roles]
+
+
+@pytest.mark.parametrize("golden", sorted((GOLDEN / "te").glob("*.bin")), ids=lambda path: path.stem)
+def test_te_refuses_what_the_doctor_says_it_refuses(te, golden):
+    data = golden.read_bytes()
+    try:
+        refused = is_refused(data, read_payload(data, golden))
+    except NotUnderstood:
+        refused = True
+    assert te("classify", golden).strip() == ("unsafe_load" if refused else "ignore")
 
 
 def test_te_takes_what_is_written_here_for_delayed_scaling_and_asks_for_its_switch(te, tmp_path):

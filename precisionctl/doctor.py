@@ -1,0 +1,215 @@
+"""What this machine can run of FP8, and what of a checkpoint's FP8 payloads Transformer Engine takes up."""
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from precisionctl import safe_archive
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.megatron_extra_state import Saved
+from precisionctl.checkpoints.megatron_run import of_megatron
+from precisionctl.errors import EnvironmentProblem, NotUnderstood
+from precisionctl.fp8.extra_state import Payload, read_payload
+from precisionctl.notes import GATE
+from precisionctl.trainer.backend import choose_backend
+
+PACKAGES = ("torch", "transformer-engine", "megatron-core", "transformers", "safetensors", "triton")
+Capability = tuple[int, int]
+"""Of a CUDA device, as PyTorch counts it."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable of Transformer Engine's, and what it does to FP8."""
+
+    name: str
+    meaning: str
+
+
+VARIABLES = (
+    Variable(GATE, "1: delayed-scaling state loads in Transformer Engine 2.16.1, 2.17.1 and from 2.18 on"),
+    Variable("NVTE_UNFUSED_FP8_UPDATE", "1: scales are updated in another order of operations than in the kernel"),
+    Variable("NVTE_DPA_FP8_RECIPE", "another recipe for attention than for linears"),
+    Variable("NVTE_DPA_FP8DS_AMAX_HISTLEN", "history length of attention beside current scaling, else 1"),
+    Variable("NVTE_DPA_FP8DS_AMAX_ALGO", "algorithm of attention beside current scaling, else most_recent"),
+    Variable("NVTE_FP8_DPA_BWD", "0: the backward pass of attention stays out of FP8"),
+    Variable("NVTE_BACKWARD_OVERRIDE", "the backward pass in high precision"),
+    Variable("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1: scales of current scaling are powers of two"),
+    Variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1: scales of block scaling are no powers of two"),
+    Variable("NVTE_DEBUG", "1: extra logging of attention and backends"),
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One of Transformer Engine's; `problem` is why this machine cannot run it, None where it can."""
+
+    name: str
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`packages`: versions, None where there is none. `devices`: CUDA devices and their capability.
+    `transformer_engine`: why it cannot run FP8 here, None where it can. `variables`: those that are set."""
+
+    python: str
+    packages: Mapping[str, str | None]
+    cuda: str | None
+    devices: Mapping[str, Capability]
+    transformer_engine: str | None
+    recipes: tuple[Recipe, ...]
+    variables: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Payloads:
+    """What Transformer Engine meets in a checkpoint: how many payloads there are of each form, how many of them it
+    refuses without its switch, and what to do."""
+
+    path: str
+    forms: Mapping[str, int]
+    refused: int
+    advice: tuple[str, ...]
+
+
+def examine() -> Machine:
+    """This machine. Nothing is computed on its devices."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = {f"{i}: {torch.cuda.get_device_name(i)}": torch.cuda.get_device_capability(i) for i in range(count)}
+    try:
+        choose_backend("te")
+        problem = None
+    except EnvironmentProblem as error:
+        problem = error.what.partition(": ")[2]
+    weakest = min(devices.values(), default=None)
+    return Machine(
+        platform.python_version(),
+        {name: _version(name) for name in PACKAGES},
+        torch.version.cuda,
+        devices,
+        problem,
+        recipes(weakest, _numbers(torch.version.cuda or "")),
+        {each.name: os.environ[each.name] for each in VARIABLES if each.name in os.environ},
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdecimal())
+
+
+def recipes(capability: Capability | None, cuda: tuple[int, ...]) -> tuple[Recipe, ...]:
+    """Which recipes a device runs, under this version of CUDA (transformer_engine/pytorch/quantization.py,
+    `_compute_*_support`, of 2.20)."""
+    if capability is None:
+        return tuple(Recipe(name, f"no CUDA device{beside}") for name, _, beside in _RECIPES)
+    return tuple(Recipe(name, problem(capability, cuda)) for name, problem, _ in _RECIPES)
+
+
+def _per_tensor(capability: Capability, cuda: tuple[int, ...]) -> str | None:
+    if capability < (8, 9):
+        return "compute capability 8.9 or higher is needed"
+    return "CUDA 12.1 or newer is needed on Ada" if capability < (9, 0) and cuda < (12, 1) else None
+
+
+def _block(capability: Capability, cuda: tuple[int, ...]) -> str | None:
+    if capability < (9, 0) or cuda < (12, 9):
+        return "compute capability 9.0 or higher and CUDA 12.9 or newer are needed"
+    return None
+
+
+def _mx(capability: Capability, cuda: tuple[int, ...]) -> str | None:
+    if capability >= (12, 0):
+        return "not supported from compute capability 12.0 on"
+    return None if capability >= (10, 0) else "compute capability 10.0 is needed"
+
+
+def _nvfp4(capability: Capability, cuda: tuple[int, ...]) -> str | None:
+    return None if capability >= (10, 0) else "compute capability 10.0 or higher is needed"
+
+
+_RECIPES: tuple[tuple[str, Callable[[Capability, tuple[int, ...]], str | None], str], ...] = (
+    ("DelayedScaling", _per_tensor, "; `resume --backend emulated` runs it"),
+    ("Float8CurrentScaling", _per_tensor, "; `resume --backend emulated` runs it"),
+    ("Float8BlockScaling", _block, ""),
+    ("MXFP8BlockScaling", _mx, ""),
+    ("NVFP4BlockScaling", _nvfp4, ""),
+)
+
+
+def examine_payloads(reader: Reader, te_version: str | None) -> Payloads:
+    """What the installed Transformer Engine, or a current one, makes of a checkpoint's payloads."""
+    saved = list(reader.payloads()) if of_megatron(reader) else []
+    forms: Counter[str] = Counter()
+    refused = 0
+    read: list[Payload] = []
+    for one in saved:
+        form, payload = _form(one)
+        forms[form] += 1
+        refused += is_refused(one.data, payload, form)
+        read.extend([payload] if payload else [])
+    return Payloads(str(reader.path), dict(forms), refused, tuple(_advice(forms, refused, read, te_version)))
+
+
+_UNKNOWN = "not understood"
+
+
+def _form(one: Saved) -> tuple[str, Payload | None]:
+    try:
+        payload = read_payload(one.data, one.where)
+    except NotUnderstood:
+        return _UNKNOWN, None
+    if payload is None:
+        return "without state", None
+    if one.data.startswith(safe_archive.MAGIC):
+        return "a file, or a table (TE 0.1 to 0.5, 0.12 to 1.13)", payload
+    return ("a pickle (TE 0.6 to 0.11, 1.14)" if payload.assumed else "a pickle with its recipe (TE 2)"), payload
+
+
+def is_refused(data: bytes, payload: Payload | None, form: str = "") -> bool:
+    """Whether a current Transformer Engine loads it with its switch alone (pytorch/_extra_state.py): anything that may
+    hold delayed-scaling state, and every file."""
+    return payload is not None or form == _UNKNOWN or data.startswith(safe_archive.MAGIC)
+
+
+def has_gate(te_version: str | None) -> bool:
+    """Whether this Transformer Engine refuses delayed-scaling state: 2.16.1, 2.17.1, from 2.18 on; and one that is not
+    installed, as the newest does."""
+    if te_version is None:
+        return True
+    numbers = _numbers(te_version)
+    return numbers >= (2, 18) or (2, 17, 1) <= numbers < (2, 18) or (2, 16, 1) <= numbers < (2, 17)
+
+
+def _advice(forms: Counter[str], refused: int, read: list[Payload], te_version: str | None) -> list[str]:
+    advice = []
+    if refused and has_gate(te_version) and os.environ.get(GATE) != "1":
+        whose = f"Transformer Engine {te_version}" if te_version else "A current Transformer Engine"
+        advice.append(f"{whose} refuses {refused} payloads: set {GATE}=1. `precisionctl resume` does not need it.")
+    if old := [payload for payload in read if payload.assumed]:
+        lengths = sorted({payload.recipe.amax_history_len for payload in old})
+        advice.append(
+            f"{len(old)} payloads have no recipe. Transformer Engine 2.0 to 2.3 fails on them; from 2.4 on it takes "
+            "DelayedScaling(), with a history of 1024 rows, whatever they had: here "
+            f"{', '.join(map(str, lengths))}. `precisionctl convert --to megatron` writes them with their recipe."
+        )
+    if any(payload.gemms == 3 and len(payload.directions[0].scale) == 3 for payload in read):
+        advice.append(
+            "Attention's payloads beside current scaling have the softmax's columns alone, which Transformer Engine "
+            "saves and does not load. --drop-fp8-state leaves them out."
+        )
+    if forms[_UNKNOWN]:
+        advice.append(f"{forms[_UNKNOWN]} payloads are not understood; they are carried byte for byte.")
+    return advice
