@@ -148,7 +148,8 @@ def plan_conversion(conversion: Conversion) -> Work:
     if state:
         _check_modules(state, plan)
     output = open_output(conversion.destination, conversion.source, conversion.reference)
-    run = carried(trained, conversion.parallelism) if trained else Carried()
+    ranks_files = conversion.container == "torch"
+    run = carried(trained, conversion.parallelism, generators=not ranks_files) if trained else Carried()
     if conversion.to == "hf":
         writer: Writer = hf_writer(
             output,
@@ -177,6 +178,8 @@ def plan_conversion(conversion: Conversion) -> Work:
     notes += of_stages(plan.parallelism, plan.model.num_layers)
     if run.left:
         notes.append(f"Stays behind, as it belongs to ranks or to Megatron's own classes: {', '.join(run.left)}.")
+    if trained and ranks_files:
+        notes.append("Go on from it with --no-load-rng: the states of random generators are not in this format here.")
     notes += state.notes if state else ()
     makes = conversion.fills_extra_state and (conversion.precision == "fp8" or state is not None)
     if makes:

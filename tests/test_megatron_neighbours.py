@@ -27,7 +27,8 @@ from precisionctl.errors import CheckpointError, DamagedCheckpoint
 OF_PROVIDER = {
     *("share_embeddings_and_output_weights", "make_vocab_size_divisible_by", "position_embedding_type", "rotary_base"),
     *("rotary_percent", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "seq_length"),
-    *("vocab_size", "should_pad_vocab", "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"),
+    *("vocab_size", "should_pad_vocab", "transformer_layer_spec"),
+    *("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"),
     *("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim", "yarn_correction_range_round_to_int"),
 }
 RUN = {"params_dtype": torch.bfloat16, "bf16": True, "fp16": False}
@@ -57,6 +58,13 @@ def test_megatron_core_makes_the_same_config_of_the_description_as_of_the_argume
     fields = {name: _object(value) for name, value in described.items() if name in known}
     with warnings.catch_warnings(action="ignore"):
         config = kind(**fields)
+        if args["num_experts"]:  # as Bridge's own providers of families with experts have it
+            made = described["transformer_layer_spec"]
+            block = _named(made)(config, use_transformer_engine=False, pp_rank=0)  # True asks for a GPU
+            assert (made["_partial_"], made["use_transformer_engine"]) == (True, True)
+            experts = ["MoE" in layer.submodules.mlp.module.__name__ for layer in block.layer_specs]
+            frequency = config.moe_layer_freq
+            assert experts == ([True] * config.num_layers if frequency == 1 else [bool(each) for each in frequency])
     for field, argument in (("num_moe_experts", "num_experts"), ("normalization",) * 2, ("layernorm_epsilon",) * 2):
         assert getattr(config, field) == args[argument]
     assert config.gated_linear_unit == (args["swiglu"] or args.get("gated_linear_unit", False))
@@ -67,6 +75,10 @@ def _object(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     assert value["_call_"] is False
+    return _named(value)
+
+
+def _named(value: dict[str, Any]) -> Any:
     module, _, name = value["_target_"].rpartition(".")
     return getattr(__import__(module, fromlist=[name]), name)
 

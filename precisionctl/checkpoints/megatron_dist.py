@@ -133,6 +133,12 @@ class TorchDistReader:
         else:  # each has a key of its own in PyTorch's checkpoints
             plain = {key: span for key, span in self._index.objects.items() if key in _COMMON_KEYS}
             value = {key: torch_zip.load(span.read(), span) for key, span in plain.items()}
+            if not value and self.container == "torch_dist":
+                raise DamagedCheckpoint(
+                    f"no {COMMON}, nor its content as an object: it has Megatron's arguments, counters and schedule",
+                    where=self.path,
+                    do="Copy the checkpoint again.",
+                )
         if not isinstance(value, dict):
             raise DamagedCheckpoint("the common data is no table", where=path)
         return value

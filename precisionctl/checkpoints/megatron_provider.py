@@ -50,6 +50,7 @@ _RENAMED = {  # argument: field
 _NOT_COPIED = ("apply_residual_connection_post_layernorm", "attention_output_gate", "qk_l2_norm", "no_rope_freq")
 """Fields that would make it another model: read, so that whoever understands the arguments can refuse them."""
 
+_BLOCK = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
 _SILU, _GELU = "torch.nn.functional.silu", "torch.nn.functional.gelu"
 _QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
 _SQUARED_RELU = "megatron.core.activations.squared_relu"
@@ -67,6 +68,8 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
     latent = bool(args.get("multi_latent_attention"))
     fields = {name: _listed(args[name]) for name in _SAME if name in args}
     fields |= {field: args[name] for name, field in _RENAMED.items() if name in args}
+    if args.get("num_experts"):  # a generic provider makes all layers alike, whatever moe_layer_freq says
+        fields["transformer_layer_spec"] = {"_target_": _BLOCK, "_partial_": True, "use_transformer_engine": True}
     return {
         **fields,
         "_target_": _PROVIDERS + ("mla_provider.MLAModelProvider" if latent else "gpt_provider.GPTModelProvider"),

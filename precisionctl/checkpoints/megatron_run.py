@@ -88,10 +88,11 @@ class WithOptimizer:
         return self.reader.chunks(name)
 
 
-def carried(reader: MegatronReader, parallelism: Parallelism) -> Carried:
+def carried(reader: MegatronReader, parallelism: Parallelism, *, generators: bool = True) -> Carried:
     """What of a run goes along into a checkpoint cut for `parallelism`, with its optimizer where it has one.
 
-    Megatron restores generators only at the tensor- and pipeline-parallel sizes that they were saved at.
+    Megatron restores generators only at the tensor- and pipeline-parallel sizes that they were saved at; and the
+    container may have no place for them (`generators`).
     """
     optimizers = _optimizers(reader)
     common = {key: value for key, value in reader.common.items() if key not in _WRITTEN and _is_plain(value)}
@@ -101,7 +102,7 @@ def carried(reader: MegatronReader, parallelism: Parallelism) -> Carried:
     args = {key: value for key, value in reader.args.items() if key not in STAGES and _is_plain(value)}
     sizes = (args.get("tensor_model_parallel_size"), args.get("pipeline_model_parallel_size"))
     objects = {key: reader.checked_object(key) for key in reader.objects if key.startswith("rng_state/")}
-    if objects and sizes != (parallelism.tensor, parallelism.pipeline):
+    if objects and not (generators and sizes == (parallelism.tensor, parallelism.pipeline)):
         objects, left = {}, [*left, "rng_state"]
     kept = {"no_save_optim": not optimizers, "no_save_rng": not objects}
     distributed = any(_SHARDING in optimizer for optimizer in optimizers)

@@ -224,6 +224,12 @@ def test_a_compressed_bomb_is_not_inflated(tmp_path):
     assert peak < 10 << 20
 
 
+def test_a_checkpoint_that_lost_its_common_data_is_refused_and_not_taken_for_weights_alone(directory):
+    (directory / "common.pt").unlink()
+    with pytest.raises(DamagedCheckpoint, match="no common.pt.*Copy the checkpoint again"):
+        _ = TorchDistReader(directory).model
+
+
 @pytest.mark.parametrize("content", ["", "-5", "1e3", "../release", "9" * 5000, "\0"])
 def test_a_tracker_that_names_no_iteration_is_refused(directory, content):
     (directory.parent / "latest_checkpointed_iteration.txt").write_text(content)

@@ -1,4 +1,4 @@
-"""The rows that Megatron adds to a vocabulary: from Megatron to Megatron as many as the target's run wants."""
+"""What changes from Megatron to Megatron: the rows that a vocabulary is padded to, and what has no place."""
 
 import math
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_a_padded_size_padded_for_more_ranks_is_the_size_padded_for_them(size: i
     assert of_padded.padded_vocab_size == expected
 
 
-def trained(tmp_path: Path) -> tuple[InMemory, dict[str, Tensor]]:
+def trained(tmp_path: Path, **settings: Any) -> tuple[InMemory, dict[str, Tensor]]:
     """A model with an optimizer, saved by a run at TP 1: 250 tokens and 6 rows of padding that hold something."""
     pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
     source = to_megatron(HuggingFaceReader(tmp_path / "hf"))
@@ -71,6 +71,7 @@ def trained(tmp_path: Path) -> tuple[InMemory, dict[str, Tensor]]:
         iteration=3,
         companions=source.companions,
         common=common,
+        **settings,
     )
     writer.lay_out()
     for name, values in {**source.tensors, **optimizer}.items():
@@ -150,3 +151,15 @@ def test_optimizer_states_of_another_shape_than_their_parameter_are_refused(tmp_
     )
     with pytest.raises(ShapeMismatch, match="exp_avg.*the model's sizes say"):
         make_plan(wrong, "megatron", optimizer=True)
+
+
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+def test_generators_go_along_where_there_is_a_place_for_them_and_a_run_is_told_where_not(
+    tmp_path: Path, container: str
+) -> None:
+    trained(tmp_path, objects={"rng_state/shard_0.0_1.1": {"torch_rng_state": torch.get_rng_state()}})
+    reader, _, told = convert(tmp_path / "run", tmp_path / "out", container)
+    kept = container == "torch_dist"
+    assert ("rng_state/shard_0.0_1.1" in reader.objects) == kept
+    assert reader.args["no_save_rng"] == (not kept)
+    assert any("rng_state" in note for note in told) == any("--no-load-rng" in note for note in told) == (not kept)
