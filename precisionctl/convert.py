@@ -75,8 +75,8 @@ def run(
     on_bytes(sum(nbytes(job, plan) for job in jobs if job.name in done))
     todo = [job for job in jobs if job.name not in done]
     found: dict[str, float] = dict(journal.found) if journal else {}
-    results = _done(Worker(plan, reader, share, weight_amax, carried).do, todo, plan, workers)
-    with _one_torch_thread(), closing(results), _Recorder(plan, share, journal) as recorder:
+    results = by_workers(Worker(plan, reader, share, weight_amax, carried).do, todo, plan, workers)
+    with one_torch_thread(), closing(results), _Recorder(plan, share, journal) as recorder:
         for job, new in results:
             found |= new
             recorder.add((job, new))
@@ -109,8 +109,8 @@ def check(
     shares = deal([nbytes(job, plan) for job in plan.jobs], ranks.count)
     jobs = [plan.jobs[number] for number in shares[ranks.rank]] if ranks.rank < len(shares) else []
     checksums: dict[str, str] = {}
-    results = _done(Checker(plan, reader, writer, carried=carried).check, jobs, plan, workers)
-    with _one_torch_thread(), closing(results):
+    results = by_workers(Checker(plan, reader, writer, carried=carried).check, jobs, plan, workers)
+    with one_torch_thread(), closing(results):
         for job, found in results:
             checksums |= found
             on_bytes(nbytes(job, plan))
@@ -187,7 +187,7 @@ class _Recorder:
             self._running.result()
 
 
-def _done(task: Callable[[Job], T], jobs: list[Job], plan: Plan, workers: int) -> Generator[tuple[Job, T]]:
+def by_workers(task: Callable[[Job], T], jobs: list[Job], plan: Plan, workers: int) -> Generator[tuple[Job, T]]:
     """Each job with what `task` returns for it, as they come. A worker's error is raised here, after the others have
     been stopped."""
     if workers == 1:
@@ -269,7 +269,7 @@ def _check_exit(process: BaseProcess) -> None:
 
 
 @contextmanager
-def _one_torch_thread() -> Iterator[None]:
+def one_torch_thread() -> Iterator[None]:
     """Workers are the parallelism; torch's own threads would only fight them over small pieces."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

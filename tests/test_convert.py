@@ -559,7 +559,7 @@ parent = os.getpid()
 def task(job):
     print(os.getpid(), flush=True)
     return "x" * 100
-results = convert._done(task, jobs, plan, 2)
+results = convert.by_workers(task, jobs, plan, 2)
 next(results)
 os.kill(parent, signal.SIGKILL)
 """

@@ -31,11 +31,11 @@ RECIPE = DelayedScaling(amax_history_len=17)
 DOCUMENT = Path(__file__).parents[1] / "docs" / "switching.md"
 
 
-def measured(path, states=None):
+def measured(path, states=None, workers=1):
     reader = open_checkpoint(path)
     plan, jobs = plan_gemms(reader)
     seen = []
-    found = measure_weights(reader, plan, jobs, states, seen.append)
+    found = measure_weights(reader, plan, jobs, states, workers=workers, on_bytes=seen.append)
     assert sum(seen) == stored_bytes(reader, jobs)
     return found
 
@@ -83,6 +83,11 @@ def test_a_model_is_judged_alike_whatever_its_format(tmp_path, family):
     ours, theirs = measured(tmp_path / "hf"), measured(tmp_path / "megatron")
     assert ours.keys() == theirs.keys()
     assert all([counts(one) for one in ours[module]] == [counts(one) for one in theirs[module]] for module in ours)
+
+
+def test_several_workers_measure_the_same(tmp_path):
+    pico.save(tmp_path, "mixtral", dtype=torch.bfloat16)
+    assert measured(tmp_path, workers=3) == measured(tmp_path)
 
 
 def test_weights_are_measured_under_the_delayed_scale_that_was_recorded(tmp_path):

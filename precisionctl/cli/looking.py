@@ -14,10 +14,17 @@ from precisionctl.cli.options import CHECKPOINT, DATA, NEW_PATH, POSITIVE, Perce
 @click.option("--fp8", is_flag=True, help="Judge whether FP8 is safe from here: by layer, role and scaling.")
 @click.option("--fp8-state", type=CHECKPOINT, help="With --fp8: go by this state, as calibrate wrote it.")
 @click.option("--html", type=NEW_PATH, help="With --fp8: write a page with everything, whole in itself.")
+@click.option("--workers", type=POSITIVE, default=2, show_default=True, help="With --fp8: processes that measure.")
 @iteration_option
 @json_option
 def inspect(
-    checkpoint: Path, fp8: bool, fp8_state: Path | None, html: Path | None, iteration: int | None, json_wanted: bool
+    checkpoint: Path,
+    fp8: bool,
+    fp8_state: Path | None,
+    html: Path | None,
+    workers: int,
+    iteration: int | None,
+    json_wanted: bool,
 ) -> None:
     """Say what a checkpoint is, and how healthy its FP8 state is.
 
@@ -37,7 +44,7 @@ def inspect(
         from precisionctl.reports import readiness as judged
         from precisionctl.reports.readiness_page import write_page
 
-        readiness = assess(reader, fp8_state, lambda total: console.bytes_progress("measuring weights", total))
+        readiness = assess(reader, fp8_state, lambda total: console.bytes_progress("measuring weights", total), workers)
         if html:
             write_page(html, description, readiness)
         if json_wanted:

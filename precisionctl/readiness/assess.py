@@ -15,13 +15,13 @@ Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Given how many bytes there are, what hears of those that are done."""
 
 
-def assess(reader: Reader, state_file: Path | None, progress: Progress) -> Readiness:
+def assess(reader: Reader, state_file: Path | None, progress: Progress, workers: int = 1) -> Readiness:
     """Measure every weight of an FP8 GEMM and judge. `state_file` is a sidecar that stands for the checkpoint's own
     FP8 state. Raises as make_plan does, and as sidecar.read."""
     states = sidecar.read(state_file) if state_file else states_of(reader)
     plan, jobs = plan_gemms(reader)
     with progress(stored_bytes(reader, jobs)) as on_bytes:
-        weights = measure_weights(reader, plan, jobs, states, on_bytes)
+        weights = measure_weights(reader, plan, jobs, states, workers=workers, on_bytes=on_bytes)
     return judge(list(dict.fromkeys(job.module for job in jobs)), weights, states)
 
 

@@ -4,13 +4,16 @@ Blocks are those of Megatron's tensors, in which q, k and v and gate and up stan
 mapped on their way as in a conversion.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Reader
+from precisionctl.convert import by_workers, one_torch_thread
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.health import BLOCK, measure
 from precisionctl.fp8.state import DelayedScaling, Fp8States
@@ -81,27 +84,38 @@ def measure_weights(
     plan: Plan,
     jobs: Sequence[Job],
     states: Fp8States | None,
+    *,
+    workers: int = 1,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> dict[str, list[Statistics]]:
     """Statistics of each FP8 GEMM's weight, by module: one, or one for each expert.
 
     Under delayed scaling with the scale of `states`, where that was recorded. `on_bytes` hears of stored bytes that
-    have been measured.
+    have been measured; `workers` are processes.
     """
     nowhere = _Nowhere(plan.targets)
     first, second = _Amax(plan, reader, nowhere), _Measurer(plan, reader, nowhere)
-    found: dict[str, list[Statistics]] = {}
+    scales = {job.name: scale for job, scale in zip(jobs, _scales(jobs, states), strict=True)}
+    results = by_workers(lambda job: second.measure(job, first.amax(job), scales[job.name]), list(jobs), plan, workers)
+    found: dict[str, Statistics] = {}
+    with one_torch_thread(), closing(results):
+        for job, statistics in results:
+            found[job.name] = statistics
+            on_bytes(stored_bytes(reader, (job,)))
+    by_module: dict[str, list[Statistics]] = {}
     for job in jobs:
-        measured = found.setdefault(job.module, [])
-        measured.append(second.measure(job, first.amax(job), _scale(states, job.module, len(measured))))
-        on_bytes(stored_bytes(reader, (job,)))
-    return found
+        by_module.setdefault(job.module, []).append(found[job.name])
+    return by_module
 
 
-def _scale(states: Fp8States | None, module: str, expert: int) -> Tensor | None:
-    """The scale of a weight role that was recorded: of a module, or of one of its experts."""
-    state = states.modules.get(module) if states else None
-    part = state.roles.get("weight") if state else None
-    if part is None or not part.recorded:
-        return None
-    return part.scale[expert] if part.scale.dim() else part.scale
+def _scales(jobs: Sequence[Job], states: Fp8States | None) -> Iterator[Tensor | None]:
+    """The scale of each job's weight, where one was recorded: of its module, or of its expert, which come in order."""
+    seen: Counter[str] = Counter()
+    for job in jobs:
+        state = states.modules.get(job.module) if states else None
+        part = state.roles.get("weight") if state else None
+        if part is None or not part.recorded:
+            yield None
+        else:
+            yield part.scale[seen[job.module]] if part.scale.dim() else part.scale
+        seen[job.module] += 1
