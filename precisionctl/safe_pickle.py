@@ -101,35 +101,48 @@ _DEEPEST = 100
 
 
 def finite(value: Any) -> Any:
-    """The value itself, where walking through it ends. Raises ValueError where `parts` does."""
-    for _ in parts(value):
-        pass
+    """The value itself, where walking through its lists, tuples, tables and Namespaces ends.
+
+    Raises ValueError where there are more than 2**21 ways to a part, or it is deeper than 100: lists of lists that are
+    one and the same are small to say and endless to walk. Here each is walked once.
+    """
+    _ways(value, 0, {})
     return value
 
 
-def parts(value: Any) -> Iterator[Any]:
-    """What is in lists, tuples, tables and Namespaces in one another, each as often as there are ways to it.
+def _ways(value: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """How many ways there are to parts of it, itself among them, and how deep it is."""
+    found = known.get(id(value), (1, 0))
+    if id(value) not in known and depth <= _DEEPEST:
+        for part in _inside(value):
+            ways, deep = _ways(part, depth + 1, known) if _is_container(part) else (1, 0)
+            found = found[0] + ways, max(found[1], deep + 1)
+        if _is_container(value):
+            known[id(value)] = found
+    if found[0] > _MOST_PARTS or depth + found[1] > _DEEPEST:
+        raise ValueError("containers in one another without end")
+    return found
 
-    Raises ValueError where these are more than 2**21, or deeper than 100: lists of lists that are one and the same
-    are small to say and endless to walk.
-    """
-    left, count = [(value, 0)], 1
-    while left:
-        one, depth = left.pop()
-        if isinstance(one, argparse.Namespace):
-            one = vars(one)
-        inner: Any = ()
-        if isinstance(one, Mapping):
-            inner = (item for pair in one.items() for item in pair)
-            count += 2 * len(one)
-        elif type(one) in (list, tuple):
-            inner = one
-            count += len(one)
-        else:
-            yield one
-        if count > _MOST_PARTS or depth > _DEEPEST:
-            raise ValueError("containers in one another without end")
-        left += ((item, depth + 1) for item in inner)
+
+def _is_container(value: Any) -> bool:
+    return type(value) in (list, tuple, argparse.Namespace) or isinstance(value, Mapping)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if type(value) is argparse.Namespace:
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return (part for pair in value.items() for part in pair)
+    return value if type(value) in (list, tuple) else ()
+
+
+def parts(value: Any) -> Iterator[Any]:
+    """What is in containers in one another that are `finite`, each as often as there are ways to it."""
+    if _is_container(value):
+        for part in _inside(value):
+            yield from parts(part)
+    else:
+        yield value
 
 
 _SCALARS = (str, bytes, int, float, bool, type(None))

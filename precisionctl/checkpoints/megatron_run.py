@@ -21,7 +21,7 @@ from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.grouped import Order
 from precisionctl.param import Parallelism, TensorSpec
-from precisionctl.safe_pickle import parts
+from precisionctl.safe_pickle import finite, parts
 
 _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_0\.(\w+)/shard_0_1")
 _OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
@@ -151,6 +151,6 @@ _SCALARS = (str, bytes, int, float, bool, type(None), torch.dtype, Tensor)
 def _is_plain(value: object) -> bool:
     """Whether this can be written as it was read: nothing in it stands for an object of a class that is not here."""
     try:
-        return all(isinstance(part, _SCALARS) for part in parts(value))
+        return all(isinstance(part, _SCALARS) for part in parts(finite(value)))
     except ValueError:  # YAML can hold what archives may not
         return False

@@ -58,10 +58,13 @@ HASHES: Mapping[str, bytes] = {
 }
 
 
-def detonate(how: str, paths: Iterable[Path]) -> None:
+def detonate(how: str, paths: Iterable[Path]) -> dict[str, str]:
+    """What is said of each, by path."""
     command = [sys.executable, str(Path(__file__).with_name("detonate.py")), how, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-5000:]
+    said: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return said
 
 
 def written(directory: Path, contents: Mapping[str, bytes]) -> list[Path]:

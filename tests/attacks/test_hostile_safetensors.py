@@ -1,0 +1,128 @@
+"""Headers of safetensors files that lie: each is one short error, whatever it claims, and nothing is made as large."""
+
+import json
+import tracemalloc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+
+from precisionctl.checkpoints.safetensors_file import read_header
+from precisionctl.errors import DamagedCheckpoint
+
+SOUND = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+ANOTHER = {"dtype": "U8", "shape": [8], "data_offsets": [24, 32]}
+SURROGATE = json.loads('"\\ud800"')
+
+
+def file_of(header: str | bytes | Mapping[str, Any], data: bytes = bytes(24), length: int | None = None) -> bytes:
+    text = json.dumps(header).encode() if isinstance(header, Mapping) else header
+    text = text.encode() if isinstance(text, str) else text
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def said(**fields: Any) -> bytes:
+    """A file of one tensor, of which something else is said."""
+    return file_of({"a": {**SOUND, **fields}})
+
+
+LIES: dict[str, bytes] = {
+    "nothing": b"",
+    "seven bytes": b"\1\0\0\0\0\0\0",
+    "a header of 100 GB": file_of("{}", b"", 100 << 30),
+    "a header of 2**64": file_of("{}", b"", (1 << 64) - 1),
+    "a header longer than the file": file_of({"a": SOUND}, b"", 1000),
+    "a header of no bytes": file_of("", b""),
+    "no JSON": file_of("x" * 40),
+    "no UTF-8": file_of(b'{"\xff": 1}'),
+    "UTF-16": file_of(json.dumps({"a": SOUND}).encode("utf-16")),
+    "a byte order mark": file_of(b"\xef\xbb\xbf" + json.dumps({"a": SOUND}).encode()),
+    "a space before it": file_of(" " + json.dumps({"a": SOUND})),
+    "a list": file_of("[]", b""),
+    "a hundred thousand brackets": file_of('{"a":' + "[" * 100_000, b""),
+    "a number of a million digits": file_of('{"a":' + "9" * 1_000_000 + "}", b""),
+    "a name that is half a letter": file_of({SURROGATE: SOUND}),
+    "a tensor twice": file_of(json.dumps({"a": SOUND, "b": SOUND}).replace('"b"', '"a"')),
+    "a dtype twice": file_of('{"a":{"dtype":"F32","dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}'),
+    "metadata that is a list": file_of({"__metadata__": [], "a": SOUND}),
+    "metadata that is a number": file_of({"__metadata__": {"format": 1}, "a": SOUND}),
+    "metadata within metadata": file_of({"__metadata__": {"format": {}}, "a": SOUND}),
+    "a tensor that is a list": file_of({"a": [1, 2, 3]}),
+    "a tensor that is null": file_of({"a": None}),
+    "no shape": file_of({"a": {"dtype": "F32", "data_offsets": [0, 24]}}),
+    "something besides": said(more=1),
+    "an unknown dtype": said(dtype="F128"),
+    "a dtype that is a list": said(dtype=["F32"]),
+    "a dtype of a megabyte": said(dtype="F" * 1_000_000),
+    "a negative size": said(shape=[-2, -3]),
+    "a negative zero": file_of('{"a":{"dtype":"F32","shape":[2,3],"data_offsets":[-0,24]}}'),
+    "a size of 2**64": said(shape=[1 << 64, 0]),
+    "a size that is true": said(shape=[6, True]),
+    "a size with a fraction": said(shape=[2.0, 3]),
+    "a size that is no number": said(shape=[float("nan"), 3]),
+    "a size that is a word": said(shape=["2", 3]),
+    "a shape that is a word": said(shape="", data_offsets=[0, 4]),
+    "a shape that is a table": said(shape={}, data_offsets=[0, 4]),
+    "a million dimensions": said(shape=[1 << 62] * 1_000_000),
+    "more elements than bytes": said(shape=[1 << 40, 1 << 40]),
+    "fewer bytes than elements": said(data_offsets=[0, 20]),
+    "an end before its begin": said(data_offsets=[24, 0]),
+    "one offset": said(data_offsets=[0]),
+    "three offsets": said(data_offsets=[0, 24, 24]),
+    "past the end": said(data_offsets=[24, 48]),
+    "a hole before it": said(shape=[5], data_offsets=[4, 24]),
+    "a hole behind it": file_of({"a": SOUND}, bytes(32)),
+    "an overlap": file_of({"a": SOUND, "b": ANOTHER | {"data_offsets": [20, 28]}}, bytes(28)),
+    "one in the other": file_of({"a": SOUND, "b": ANOTHER | {"data_offsets": [0, 8]}}),
+    "a file cut short": file_of({"a": SOUND}, bytes(20)),
+}
+
+
+STRICTER = ("a space before it", "a tensor twice", "something besides")
+"""What the library lets pass: of a name that is there twice it takes the last."""
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_is_damage_and_the_library_refuses_it_too(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(LIES[name])
+    tracemalloc.start()
+    with pytest.raises(DamagedCheckpoint) as error:
+        read_header(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(str(error.value)) < 5000
+    assert peak < (10 << 20) + 30 * len(LIES[name])
+    if name not in STRICTER:
+        with pytest.raises(safetensors.SafetensorError):
+            safetensors.deserialize(LIES[name])
+
+
+def test_what_the_lies_are_about_is_read_when_it_is_sound(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file_of({"__metadata__": {"format": "pt"}, "a": SOUND, "b": ANOTHER}, bytes(32)))
+    assert {name: (stored.spec.shape, stored.offset) for name, stored in read_header(path).items()} == {
+        "a": ((2, 3), path.stat().st_size - 32),
+        "b": ((8,), path.stat().st_size - 8),
+    }
+
+
+def test_a_header_of_a_hundred_megabytes_of_brackets_is_not_parsed(tmp_path: Path) -> None:
+    """It would be gigabytes of lists."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file_of('{"a":[' + "[]," * 30_000_000 + "0]}", b""))
+    tracemalloc.start()
+    with pytest.raises(DamagedCheckpoint):
+        read_header(path)
+    assert tracemalloc.get_traced_memory()[1] < 300 << 20
+    tracemalloc.stop()
+
+
+def test_what_an_error_says_cannot_move_the_cursor(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(said(dtype="\x1b[2J\x1b]0;title\x07\u202e"))
+    with pytest.raises(DamagedCheckpoint) as error:
+        read_header(path)
+    assert str(error.value).isprintable()
