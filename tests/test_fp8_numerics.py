@@ -303,6 +303,8 @@ def test_another_length_alone_keeps_the_scale_and_what_was_never_recorded_stays_
     )
     changed = numerics.change_recipe(state, old, new).roles
     assert changed["input"].scale == state.roles["input"].scale
+    assert changed["input"].amax_history.tolist() == [0.0, 0.0, 0.0, 3.0]
+    assert state.roles["input"].amax_history.tolist() == [0.0]
     assert not changed["output"].recorded
     assert numerics.change_recipe(state, old, DelayedScaling(margin=2)).roles["output"].scale == 1.0
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from precisionctl.fp8.state import CACHE, DelayedScaling, Fp8State, Fp8States, R
 
 _NAME = re.compile(r"(.+)\._extra_state(\d{1,9})?")
 _CORE_ATTENTION = ".core_attention"
+Key = TypeVar("Key")
 _OF_1_6 = ".fused_attention"  # where TE 1.6 and 1.7 had attention's
 
 
@@ -81,27 +82,34 @@ def decode(saved: Iterable[Saved], where: Path, experts: Experts = Experts()) ->
 
 
 class _Decoding:
-    """Payloads on their way to states."""
+    """Payloads on their way to states. Those of several ranks are merged as they come, so that memory does not grow
+    with the ranks."""
 
     def __init__(self, where: Path, experts: Experts) -> None:
         self._where, self._experts = where, experts
         self._found = Decoded()
-        self._states: dict[str, list[Fp8State]] = {}
-        self._of_experts: dict[str, dict[int, list[Payload]]] = {}
-        self._of_ranks: dict[str, dict[int, list[Fp8State]]] = {}
+        self._by_rank: dict[str, dict[int, Fp8State]] = {}
+        self._by_expert: dict[str, dict[int, Fp8State]] = {}
+        self._cut: dict[str, dict[int, Payload]] = {}
         self._assumed: set[str] = set()
         self._orders: dict[Order, set[str]] = {}
         self._differ: set[str] = set()
 
     def done(self, saved: Iterable[Saved]) -> Decoded:
-        for one in sorted(saved, key=lambda one: one.module.endswith(_CORE_ATTENTION)):  # GEMMs say the recipe
+        early = []
+        for one in saved:
+            if self._found.recipe is None and one.module.endswith(_CORE_ATTENTION):  # GEMMs say the recipe
+                early.append(one)
+            else:
+                self._take(one)
+        for one in early:
             self._take(one)
-        for module, states in self._states.items():
-            self._found.modules[module] = self._merged(module, states)
-        for module, by_rank in self._of_ranks.items():
-            self._found.modules[module] = self._of_all(module, by_rank)
-        for module, by_expert in self._of_experts.items():
-            self._found.modules[module] = self._grouped(module, by_expert)
+        for parts, join in ((self._by_rank, torch.cat), (self._by_expert, torch.stack)):
+            for module, numbered in parts.items():
+                self._check_numbers(module, numbered)
+                self._found.modules[module] = _joined([numbered[number] for number in range(len(numbered))], join)
+        for module, payloads in self._cut.items():
+            self._found.modules[module] = self._put_together(module, payloads)
         self._found.notes.extend(self._notes())
         return self._found
 
@@ -119,25 +127,36 @@ class _Decoding:
     def _file(self, one: Saved, payload: Payload, where: str) -> None:
         """Put a payload with those of the same module."""
         attention = one.module.endswith(_CORE_ATTENTION)
+        if payload.gemms == 3 and not attention and one.expert_rank is None:
+            raise NotUnderstood("FP8 state of three GEMMs", where=where)
+        if attention and self._found.recipe not in (None, payload.recipe):
+            raise NotUnderstood("FP8 state of attention under a recipe of its own", where=where)
         if one.expert_rank is not None:
             order = self._order(one.module, payload, payload.directions, payload.gemms)
-            state = payload.group(order, where)
-            self._of_ranks.setdefault(one.module, {}).setdefault(one.expert_rank, []).append(state)
-        elif one.expert is not None:
+            by_rank = self._by_rank.setdefault(one.module, {})
+            self._merge(one.module, by_rank, one.expert_rank, payload.group(order, where))
+        elif one.expert is None:
+            self._merge(one.module, self._found.modules, one.module, payload.state(where))
+        elif payload.cut or self._experts.ranks:
             payload.state(where)
-            self._of_experts.setdefault(one.module, {}).setdefault(one.expert, []).append(payload)
-        elif payload.gemms == 3 and not attention:
-            raise NotUnderstood("FP8 state of three GEMMs", where=where)
-        elif attention and self._found.recipe not in (None, payload.recipe):
-            raise NotUnderstood("FP8 state of attention under a recipe of its own", where=where)
+            kept = payload if payload.cut is None or payload.cut.expert == 0 else replace(payload, cut=None)
+            self._cut.setdefault(one.module, {})[one.expert] = kept
         else:
-            self._states.setdefault(one.module, []).append(payload.state(where))
+            self._merge(one.module, self._by_expert.setdefault(one.module, {}), one.expert, payload.state(where))
         if self._found.recipe not in (None, payload.recipe):
             what = f"its FP8 recipe {payload.recipe} is not the other modules' {self._found.recipe}"
             raise DamagedCheckpoint(what, where=where)
         self._found.recipe = payload.recipe
         if payload.assumed:
             self._assumed.add(one.module)
+
+    def _merge(self, module: str, states: dict[Key, Fp8State], key: Key, state: Fp8State) -> None:
+        """Put a state with the one of another rank."""
+        known = states.get(key)
+        if known is not None and not _equal(known, state):
+            self._differ.add(module)
+            state = Fp8State.merge([known, state])
+        states[key] = state
 
     def _order(self, module: str, payload: Payload, directions: Directions, gemms: int) -> Order:
         """Told, or what the payload says of its TE, or what the numbers tell. Raises PrecisionError."""
@@ -153,28 +172,15 @@ class _Decoding:
             self._orders.setdefault(order, set()).add(module)
         return order
 
-    def _merged(self, module: str, states: list[Fp8State]) -> Fp8State:
-        if all(_equal(state, states[0]) for state in states[1:]):
-            return states[0]
-        self._differ.add(module)
-        return Fp8State.merge(states)
-
-    def _of_all(self, module: str, by_rank: Mapping[int, list[Fp8State]]) -> Fp8State:
-        """The states of each expert rank, one after the other."""
-        self._check_numbers(module, by_rank)
-        return _joined([self._merged(module, by_rank[rank]) for rank in range(len(by_rank))], torch.cat)
-
-    def _grouped(self, module: str, by_expert: Mapping[int, list[Payload]]) -> Fp8State:
-        """From the experts' payloads, which are each of a linear, or were cut out of one for all of a rank."""
-        self._check_numbers(module, by_expert)
-        count = len(by_expert)
-        first = by_expert[0][0]
-        size = first.cut.experts if first.cut else count // (self._experts.ranks or count) or 1
-        if size == 1 or count % size:
-            ours = [[payload.state(self._where) for payload in by_expert[i]] for i in range(count)]
-            return _joined([self._merged(module, states) for states in ours], torch.stack)
-        groups = [[by_expert[i][0] for i in range(at, at + size)] for at in range(0, count, size)]
-        return _joined([self._group(module, payloads) for payloads in groups], torch.cat)
+    def _put_together(self, module: str, payloads: Mapping[int, Payload]) -> Fp8State:
+        """The payloads that Megatron cut out of one for all experts of a rank."""
+        self._check_numbers(module, payloads)
+        count, cut = len(payloads), payloads[0].cut
+        size = cut.experts if cut else count // (self._experts.ranks or count)
+        if size == 0 or count % size:
+            raise DamagedCheckpoint(f"{count} experts of {module} in linears of {size}", where=self._where)
+        groups = [[payloads[i] for i in range(first, first + size)] for first in range(0, count, size)]
+        return _joined([self._group(module, group) for group in groups], torch.cat)
 
     def _group(self, module: str, payloads: list[Payload]) -> Fp8State:
         cut = payloads[0].cut

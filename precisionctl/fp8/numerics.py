@@ -132,13 +132,16 @@ def recorded_amax(state: RoleState, role: Role, recipe: DelayedScaling) -> Tenso
 
 
 def change_recipe(state: Fp8State, old: DelayedScaling, new: DelayedScaling) -> Fp8State:
-    """State for going on under another recipe: the newest rows of the history, and where margin, format or
-    algorithm differ, the scales that TE would have computed from the amaxes recorded under `old`."""
+    """State for going on under another recipe: the newest rows of the history (of a history of one row, the amax that
+    gave the scale), and where margin, format or algorithm differ, the scales that TE would have computed from the
+    amaxes recorded under `old`."""
     return Fp8State({role: _change_role(part, role, old, new) for role, part in state.roles.items()})
 
 
 def _change_role(state: RoleState, role: Role, old: DelayedScaling, new: DelayedScaling) -> RoleState:
     resized = state.resized(new.amax_history_len)
+    if new.amax_history_len > old.amax_history_len == 1:  # it rests at zero; the amax is in the scale
+        resized.amax_history[..., -1] = recorded_amax(state, role, old)
     if (old.margin, old.dtype(role), old.amax_compute_algo) == (new.margin, new.dtype(role), new.amax_compute_algo):
         return resized
     window = 1 if new.amax_compute_algo == "most_recent" else new.amax_history_len
