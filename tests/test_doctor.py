@@ -128,6 +128,8 @@ def test_old_files_in_a_rank_s_state_dict_are_counted(tmp_path, version):
     states = reader.fp8
     assert states is not None and len(states.modules) == 8 and not states.raw
     assert any("has no recipe" in note for note in states.notes)
+    shown = CliRunner().invoke(main, ["inspect", str(directory), "--grouped-columns", "role", "--json"])
+    assert json.loads(shown.stdout)["fp8"]["notes"] == list(states.notes)
 
 
 def test_a_hugging_face_directory_has_none(tmp_path):

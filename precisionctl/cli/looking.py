@@ -2,11 +2,24 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from precisionctl.cli.group import print_json
-from precisionctl.cli.options import CHECKPOINT, DATA, NEW_PATH, POSITIVE, Percent, iteration_option, json_option
+from precisionctl.cli.options import (
+    CHECKPOINT,
+    DATA,
+    NEW_PATH,
+    POSITIVE,
+    Percent,
+    grouped_columns_option,
+    iteration_option,
+    json_option,
+)
+
+if TYPE_CHECKING:
+    from precisionctl.fp8.grouped import Order
 
 
 @click.command()
@@ -15,6 +28,7 @@ from precisionctl.cli.options import CHECKPOINT, DATA, NEW_PATH, POSITIVE, Perce
 @click.option("--fp8-state", type=CHECKPOINT, help="With --fp8: go by this state, as calibrate wrote it.")
 @click.option("--html", type=NEW_PATH, help="With --fp8: write a page with everything, whole in itself.")
 @click.option("--workers", type=POSITIVE, default=2, show_default=True, help="With --fp8: processes that measure.")
+@grouped_columns_option
 @iteration_option
 @json_option
 def inspect(
@@ -23,6 +37,7 @@ def inspect(
     fp8_state: Path | None,
     html: Path | None,
     workers: int,
+    grouped_columns: "Order | None",
     iteration: int | None,
     json_wanted: bool,
 ) -> None:
@@ -34,10 +49,13 @@ def inspect(
     if not fp8 and (fp8_state or html):
         raise click.UsageError("--fp8-state and --html are for --fp8.")
     from precisionctl import console
+    from precisionctl.checkpoints.megatron_run import of_megatron
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.reports import inspect as report
 
     reader = open_checkpoint(checkpoint, iteration)
+    if grouped_columns is not None and of_megatron(reader):
+        reader.grouped_columns = grouped_columns
     description = report.describe(reader)
     if fp8:
         from precisionctl.readiness.assess import assess

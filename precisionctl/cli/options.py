@@ -42,6 +42,11 @@ class Size(click.ParamType[int]):
 
 
 json_option = click.option("--json", "json_wanted", is_flag=True, help="Print JSON on stdout instead of tables.")
+grouped_columns_option = click.option(
+    "--grouped-columns",
+    type=click.Choice(["gemm", "role"]),
+    help="Who wrote the FP8 state of experts that does not tell it: TE 2.3 and newer (gemm), 1.9 to 2.2 (role).",
+)
 iteration_option = click.option("--iteration", type=int, help="Which one of a Megatron directory; else the newest.")
 
 

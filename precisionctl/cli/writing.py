@@ -12,6 +12,7 @@ from precisionctl.cli.options import (
     NEW_PATH,
     Size,
     Writing,
+    grouped_columns_option,
     iteration_option,
     parallelism_options,
     writing_options,
@@ -46,11 +47,7 @@ if TYPE_CHECKING:
     callback=lambda _context, _option, value: int(value),
     help="Transformer Engine that will load the FP8 payloads: 2.x, or 1.x (and 0.6 on).",
 )
-@click.option(
-    "--grouped-columns",
-    type=click.Choice(["gemm", "role"]),
-    help="Who wrote the FP8 state of experts that does not tell it: TE 2.3 and newer (gemm), 1.9 to 2.2 (role).",
-)
+@grouped_columns_option
 @click.option("--drop-fp8-state", is_flag=True, help="Leave the FP8 state behind.")
 @click.option("--drop-optimizer", is_flag=True, help="Leave a Megatron checkpoint's optimizer and schedule behind.")
 @click.option("--architecture", metavar="MODEL_TYPE", help="Family of a Megatron checkpoint that does not say it.")

@@ -55,6 +55,7 @@ def _fp8(states: Fp8States, iteration: int | None) -> dict[str, Any]:
         "age_in_steps": age,
         "never_recorded": {role: _never_recorded(states, role) for role in _roles(states)},
         "not_understood": sorted(states.raw),
+        "notes": list(states.notes),
         "modules": {name: _module(state, states.recipe) for name, state in states.modules.items()},
     }
 
@@ -134,7 +135,7 @@ def _fp8_rows(fp8: Description) -> list[tuple[str, str]]:
     rows = [("FP8 recipe", words), ("FP8 state", _age(fp8))]
     if fp8["not_understood"]:
         rows.append(("kept unread", ", ".join(fp8["not_understood"])))
-    return rows
+    return rows + [("", note) for note in fp8["notes"]]
 
 
 def _age(fp8: Description) -> str:
