@@ -31,6 +31,6 @@ SINCE_2_4: Mapping[int, torch.dtype] = {
 
 
 def of_weight(number: int) -> torch.dtype | None:
-    """The type of an FP8 weight's codes. Weights are E4M3 under every recipe of TE's that has per-tensor scales, so that
-    a 6 is of the old count, and a 7 of the new one. None for any other number: it is not known of which count it is."""
+    """The type of an FP8 weight's codes. Weights are E4M3 under every recipe of TE's that has per-tensor scales: a 6 is
+    of the old count, and a 7 of the new one. None for any other number: it is not known of which count it is."""
     return torch.float8_e4m3fn if number in (6, 7) else None
