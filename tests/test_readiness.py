@@ -20,7 +20,6 @@ from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.fp8.statistics import SCALINGS
 from precisionctl.readiness import thresholds
-from precisionctl.readiness.assess import states_of
 from precisionctl.readiness.history import headroom, read_history
 from precisionctl.readiness.judge import judge, place, shortened
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
@@ -367,11 +366,19 @@ def test_a_kind_in_every_layer_and_all_of_a_layer_become_patterns():
     assert place("output_layer") == ("", None, "output_layer")
 
 
-def test_statistics_beside_a_state_in_extra_state_are_found(tmp_path):
-    pico.save(tmp_path)
+@pytest.mark.parametrize("precision", ["keep", "bf16"])
+def test_statistics_travel_with_a_checkpoint_to_megatron_and_back(tmp_path, precision):
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     _, states = healthy()
-    sidecar.write(tmp_path / sidecar.RELATIVE, states)
-    assert states_of(open_checkpoint(tmp_path)).statistics == states.statistics
+    found = {m: states.statistics[MODULES[0]] for m in MODULES[:4]}
+    sidecar.write(
+        tmp_path / "hf" / sidecar.RELATIVE,
+        replace(states, modules={m: states.modules[m] for m in MODULES[:4]}, statistics=found),
+    )
+    there, back = tmp_path / "megatron", tmp_path / "back"
+    execute(plan_conversion(Conversion(tmp_path / "hf", there, to="megatron", precision=precision)))
+    execute(plan_conversion(Conversion(there, back, to="hf")))
+    assert open_checkpoint(there).fp8.statistics == open_checkpoint(back).fp8.statistics == found
 
 
 def test_every_limit_is_in_the_document_with_its_value_and_its_source():
