@@ -23,6 +23,7 @@ _CARDS = """
 .card b { display: block; font-size: 1rem } .card span { font-size: .88rem; color: var(--soft) }
 .good { --edge: #2f8f5b } .some { --edge: var(--w1) } .open { --edge: var(--soft) }
 main { max-width: 92rem }
+p { max-width: 62rem }
 details { margin: .5rem 0 } summary { cursor: pointer }
 details pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow-y: auto }
 """
@@ -85,7 +86,7 @@ class _Measure:
 
 
 _SHARES = Scale((0, 1e-5, 1e-4, 1e-3, UNDERFLOW.value), (0.1, 0.5, 1), share)
-_CLAMPED = Scale((0, 1e-7, 1e-6, SATURATION.value), (1e-4, 1e-3, 1), share)
+_CLAMPED = Scale((0, SATURATION.value), (1e-4, 1e-3, 1), share)
 
 
 def _plain(value: float) -> str:
@@ -147,7 +148,7 @@ def _measures(readiness: Readiness) -> list[_Measure]:
         _Measure(
             "Headroom",
             lambda health: -headroom(health.history) if health.history and health.history.used else None,
-            Scale((-8, -4, -2, -1, 1e-6), (1, 4, 16), lambda value: f"{-value:.3g} binades"),
+            Scale((-8, -4, -2, -1, 1e-6), (1, 4, 16), lambda value: f"{round(-value, 3) + 0:g} binades"),
             lambda value: f"{-value:.1f}" if abs(value) > 0.05 else "0",
             "Binades between the newest amax under the delayed scale and the largest code. Below 0 it saturates.",
         ),
