@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import fp8_directories
 import pico
 import pytest
 import torch
@@ -82,6 +83,13 @@ def test_a_model_is_judged_alike_whatever_its_format(tmp_path, family):
     ours, theirs = measured(tmp_path / "hf"), measured(tmp_path / "megatron")
     assert ours.keys() == theirs.keys()
     assert all([counts(one) for one in ours[module]] == [counts(one) for one in theirs[module]] for module in ours)
+
+
+def test_fp8_codes_are_measured_as_the_values_that_training_would_start_from(tmp_path):
+    made = fp8_directories.make(tmp_path, "fp8-block", **fp8_directories.RAGGED)
+    values = made["model.layers.1.mlp.down_proj.weight"].values.bfloat16()
+    (one,) = measured(tmp_path)["decoder.layers.1.mlp.linear_fc2"]
+    assert counts(one) == counts(measure(values, E4M3, None, square=True))
 
 
 def test_several_workers_measure_the_same(tmp_path):
