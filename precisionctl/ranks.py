@@ -5,6 +5,7 @@ Every rank makes the same plan; the target's files are dealt out, each to one ra
 few words in between go through PyTorch's key-value store, as torchrun or Slurm set it up.
 """
 
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Event, Thread
 from typing import TYPE_CHECKING, TypeVar
 
 from precisionctl.errors import EnvironmentProblem, OutputError
@@ -25,6 +27,21 @@ T = TypeVar("T")
 _FAILED = "failed"
 _AGAIN = "Mend that, and run the same command again on all of them: it goes on where they stopped."
 _RENDEZVOUS = timedelta(minutes=10)
+_BEAT = 5.0
+"""Seconds between two signs of life of a rank."""
+_SILENCE = 120.0
+"""Seconds without one after which a rank is given up: it was killed, or its machine is gone."""
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    """Around words to the store, which ends with the first rank or its launcher."""
+    from torch.distributed import DistError
+
+    try:
+        yield
+    except DistError as error:
+        raise OutputError(f"the other ranks are gone: {error}", do=_AGAIN) from error
 
 
 @dataclass(frozen=True)
@@ -42,30 +59,64 @@ class Ranks:
     def tell(self, what: str, value: str = "") -> None:
         """Say something under a name, once."""
         if self.store is not None:
-            self.store.set(what, f"={value}")  # a store takes an empty value for none
+            with _reached():
+                self.store.set(what, f"={value}")  # a store takes an empty value for none
 
     def hear(self, what: str) -> str:
-        """Wait until it is said. Raises OutputError where another rank fails instead."""
+        """Wait until it is said. Raises OutputError where another rank fails instead, or falls silent."""
         if self.store is None:
             return ""
+        heard: dict[int, tuple[str, float]] = {}
+        listened = 0.0
         while not self._said(what):
             if self._said(_FAILED):
                 raise OutputError(f"another rank failed: {self._get(_FAILED)}", do=_AGAIN)
+            if time.monotonic() > listened + _BEAT:
+                self._listen(heard)
+                listened = time.monotonic()
             time.sleep(0.02)
         return self._get(what)
 
-    def _said(self, what: str) -> bool:
-        from torch.distributed import DistError
+    def _listen(self, heard: dict[int, tuple[str, float]]) -> None:
+        """Note the last sign of life of each other rank in `heard`, and when it came, by this machine's clock."""
+        now = time.monotonic()
+        for rank in set(range(self.count)) - {self.rank}:
+            alive = f"alive.{rank}"
+            beat = self._get(alive) if self._said(alive) else ""
+            last, since = heard.setdefault(rank, (beat, now))
+            if beat != last:
+                heard[rank] = beat, now
+            elif now - since > _SILENCE:
+                raise OutputError(f"rank {rank} has given no sign of life for {_SILENCE:.0f} seconds", do=_AGAIN)
 
-        assert self.store is not None
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """Give signs of life, whatever else this process does."""
+        ended = Event()
+
+        def beat() -> None:
+            with suppress(Exception):  # the store may be gone, which whoever waits for something notices
+                for number in itertools.count():
+                    self.tell(f"alive.{self.rank}", str(number))
+                    if ended.wait(_BEAT):
+                        return
+
+        if self.store is not None:
+            Thread(target=beat, daemon=True).start()
         try:
+            yield
+        finally:
+            ended.set()
+
+    def _said(self, what: str) -> bool:
+        assert self.store is not None
+        with _reached():
             return self.store.check([what])
-        except DistError as error:
-            raise OutputError(f"the other ranks are gone: {error}", do=_AGAIN) from error
 
     def _get(self, what: str) -> str:
         assert self.store is not None
-        return bytes(self.store.get(what)).decode()[1:]
+        with _reached():
+            return bytes(self.store.get(what)).decode()[1:]
 
     def hear_all(self, what: str) -> list[str]:
         """What each of the other ranks says under a name of its own, `<what>.<rank>`."""
@@ -82,13 +133,14 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """Around what all ranks do: an error of one is told to the others, and nobody leaves before the end."""
         try:
-            yield
-            if self.first:
-                self.tell("end")
-                self.hear_all("bye")  # the store is this rank's, and ends with it
-            else:
-                self.hear("end")
-                self.tell(f"bye.{self.rank}")
+            with self._beating():
+                yield
+                if self.first:
+                    self.tell("end")
+                    self.hear_all("bye")  # the store is this rank's, and ends with it
+                else:
+                    self.hear("end")
+                    self.tell(f"bye.{self.rank}")
         except BaseException as error:
             with suppress(Exception):  # the store may be gone, which is not what went wrong
                 if self.store is not None and not self._said(_FAILED):

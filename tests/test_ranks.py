@@ -115,6 +115,26 @@ worker.write_rows = die
     assert [code for code, _, _ in ends] == [0, 0], ends
 
 
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_is_noticed_by_the_one_that_waits(tmp_path: Path, megatron: Path, killed: int) -> None:
+    impatient = "from precisionctl import ranks\nranks._BEAT, ranks._SILENCE = 0.2, 8.0\n"
+    dies = """
+import os, signal
+from precisionctl import worker
+def die(*_): os.kill(os.getppid(), signal.SIGKILL)
+worker.write_rows = die
+"""
+    befores = [impatient + dies * (rank == killed) for rank in range(2)]
+    arguments = convert(megatron, tmp_path / "two")
+    each = zip(environments(2, ("RANK", "WORLD_SIZE")), befores, strict=True)
+    ends = finish([start(arguments, environment, before) for environment, before in each])
+    assert ends[killed][0] == -signal.SIGKILL
+    told = " ".join(ends[1 - killed][2].replace("│", " ").split())
+    assert ends[1 - killed][0] == 1
+    assert ("rank 1 has given no sign of life" if killed else "the other ranks are gone") in told
+    assert not (tmp_path / "two").exists()
+
+
 def test_slurm_says_where_the_first_rank_is() -> None:
     for nodes, host in (("node[003-010,021],login1", "node003"), ("a,b", "a"), ("gpu7", "gpu7")):
         assert _first_host({"SLURM_STEP_NODELIST": nodes}) == host
