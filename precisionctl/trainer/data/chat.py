@@ -86,6 +86,7 @@ class ChatTemplate:
 def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, where: str) -> ChatRow:
     """Raises DataError where the template refuses the conversation, or cannot say which words are the assistant's."""
     text, spans = template.render(chat.messages, chat, where)
+    require_utf8(text, where)
     if not template.marks:
         replies = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant" and i >= chat.prompt]
         spans = [_added(i, text, chat, template, where) for i in replies]
@@ -97,14 +98,23 @@ def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTo
     return _row(made["input_ids"], made["offset_mapping"], spans)
 
 
-def completion_row(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> ChatRow:
+def completion_row(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase, where: str) -> ChatRow:
     """Text as it is, with what the tokenizer puts before a text and one end-of-text token, learned, behind it."""
+    require_utf8(prompt + completion, where)
     made = tokenizer(prompt + completion, return_offsets_mapping=True, verbose=False)
     ids, places = made["input_ids"], made["offset_mapping"]
     if ids and ids[-1] == tokenizer.eos_token_id:
         ids, places = ids[:-1], places[:-1]
     end = len(prompt + completion)
     return _row([*ids, tokenizer.eos_token_id], [*places, (end, end)], [(len(prompt), end + 1)])
+
+
+def require_utf8(text: str, where: str) -> None:
+    """Raise DataError for half a surrogate pair, which JSON can spell and no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"no UTF-8 text: {error}", where=where) from None
 
 
 def _row(ids: Sequence[int], places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> ChatRow:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.data.chat import ChatTemplate, chat_row, completion_row
+from precisionctl.trainer.data.chat import ChatTemplate, chat_row, completion_row, require_utf8
 from precisionctl.trainer.data.formats.base import Record
 from precisionctl.trainer.data.shapes import Completion, Conversation, Text, sample_of
 
@@ -45,7 +45,7 @@ def tokenize(records: Iterator[Record], tokenizer: PreTrainedTokenizerBase) -> I
 
 def _documents(records: Iterator[Record], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenized]:
     """Each document's tokens, with what the tokenizer puts before it and one end-of-text token behind it."""
-    texts = (_of_kind(record, Text).text for record in records)
+    texts = (_text(record) for record in records)
     while some := list(islice(texts, DOCUMENTS_AT_ONCE)):
         for ids in tokenizer(some, verbose=False)["input_ids"]:
             ended = ids and ids[-1] == tokenizer.eos_token_id
@@ -53,15 +53,26 @@ def _documents(records: Iterator[Record], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _conversations(records: Iterator[Record], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenized]:
+    if not tokenizer.is_fast:
+        raise DataError(
+            "the checkpoint's tokenizer does not say which characters its tokens are of",
+            do="Give the checkpoint a tokenizer.json.",
+        )
     template: ChatTemplate | None = None
     for record in records:
         sample = _of_kind(record, (Conversation, Completion))
         if isinstance(sample, Completion):
-            made = completion_row(sample.prompt, sample.completion, tokenizer)
+            made = completion_row(sample.prompt, sample.completion, tokenizer, record.where)
         else:
             template = template or ChatTemplate.of(tokenizer, record.where)
             made = chat_row(sample, template, tokenizer, record.where)
         yield Tokenized(made.tokens, made.learned, template.notes if template else ())
+
+
+def _text(record: Record) -> str:
+    text: str = _of_kind(record, Text).text
+    require_utf8(text, record.where)
+    return text
 
 
 def _of_kind(record: Record, kind: Any) -> Any:
