@@ -115,6 +115,10 @@ class RunView:
     def __exit__(self, *exception: object) -> None:
         self._live.stop()
 
+    def tokenized(self, count: int) -> None:
+        """So many tokens of the data were made: the one thing before a run's start that may take hours."""
+        _err.print(f"tokenized {count:,}")
+
     def start(self, title: str, steps: int) -> None:
         """A run that ends at `steps` is about to make its first one."""
         self._title, self._steps = title, steps

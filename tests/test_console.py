@@ -46,10 +46,12 @@ def test_a_run_elsewhere_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch)
     text = io.StringIO()
     monkeypatch.setattr(console, "_err", Console(file=text))
     with console.RunView() as view:
+        view.tokenized(10_000_000)
         view.start("FP8", 12)
         for number in range(1, 13):
             view.step(step(number, 3.0))
-    assert [line.split("  ")[0] for line in text.getvalue().splitlines()] == ["step 1/12", "step 10/12", "step 12/12"]
+    said = [line.split("  ")[0] for line in text.getvalue().splitlines()]
+    assert said == ["tokenized 10,000,000", "step 1/12", "step 10/12", "step 12/12"]
 
 
 def test_columns_of_numbers_align_right() -> None:

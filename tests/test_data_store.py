@@ -73,8 +73,8 @@ from pathlib import Path
 from test_data import tokenizer
 from precisionctl.trainer.data import load_rows, store
 write = store._write
-def die(folder, samples):
-    write(folder, samples)
+def die(*arguments):
+    write(*arguments)
     os.kill(os.getpid(), signal.SIGKILL)
 store._write = die
 load_rows(Path(sys.argv[1]), tokenizer(), 3, cache=Path(sys.argv[2]))
@@ -108,6 +108,14 @@ def test_a_truncated_file_is_one_clear_error(tmp_path: Path, text: Path) -> None
     tokens.write_bytes(tokens.read_bytes()[:-4])
     with pytest.raises(DataError, match="damaged: not 8 of int32"):
         load_rows(text, tokenizer(), 3, cache=tmp_path / "cache")
+
+
+def test_a_long_tokenization_is_heard_of(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "HEAR_EVERY", 3)
+    heard: list[int] = []
+    for _ in range(2):  # the second one finds them
+        load_rows(text, tokenizer(), 3, cache=tmp_path / "cache", on_tokens=heard.append)
+    assert heard == [4, 8]
 
 
 def test_a_place_that_cannot_be_written_to_is_one_clear_error(tmp_path: Path, text: Path) -> None:

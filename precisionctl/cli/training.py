@@ -45,7 +45,7 @@ def resume(**what: Any) -> None:
             console.show_lines(report.beginning(started))
             view.start(report.precision(started), started.recipe.train.steps)
 
-        finished = trainer.resume(trainer.Settings(**what), on_start, view.step)
+        finished = trainer.resume(trainer.Settings(**what), on_start, view.step, view.tokenized)
     console.show_lines(report.ending(finished))
     raise click.exceptions.Exit(1 if finished.signal else 0)
 

@@ -23,7 +23,7 @@ from precisionctl.plan import Plan, check_fp8_gemm, make_plan
 from precisionctl.recipe import Data, Recipe, load_recipe
 from precisionctl.trainer import state
 from precisionctl.trainer.backend import BackendName, choose_backend
-from precisionctl.trainer.data import Blend, Rows, load_data
+from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
 from precisionctl.trainer.loop import OnStep, Run, train
 from precisionctl.trainer.metrics import MetricsLog
 from precisionctl.trainer.model import GPT
@@ -77,7 +77,12 @@ class Finished:
     signal: Signals | None
 
 
-def resume(settings: Settings, on_start: Callable[[Started], None], on_step: OnStep) -> Finished:
+def resume(
+    settings: Settings,
+    on_start: Callable[[Started], None],
+    on_step: OnStep,
+    on_tokens: OnTokens = lambda count: None,
+) -> Finished:
     """Go on with the run in `settings.out`, or start it from the checkpoint; train to the recipe's last step.
 
     Raises RecipeError, DataError, OutputError (another run is in `out`), and what opening a checkpoint raises.
@@ -87,9 +92,9 @@ def resume(settings: Settings, on_start: Callable[[Started], None], on_step: OnS
     with _locked(out, settings.checkpoint):
         source = open_checkpoint(settings.checkpoint)
         load = settings.load or ("full" if state.has_optimizer(source) else "weights")
-        rows = read_rows(source, recipe.data, out / "tokens")
+        rows = read_rows(source, recipe.data, out / "tokens", on_tokens)
         beside = replace(recipe.data, path=recipe.data.held_out, blend=(), packing=False)
-        held_out = read_rows(source, beside, out / "tokens") if beside.path else None
+        held_out = read_rows(source, beside, out / "tokens", on_tokens) if beside.path else None
         wanted = state.identity(source, rows.fingerprint, recipe, load=load, **settings.start)
         here = state.newest(out)
         backend = choose_backend(settings.backend)
@@ -145,10 +150,13 @@ def _locked(out: Path, checkpoint: Path) -> Iterator[None]:
         yield
 
 
-def read_rows(source: Reader, data: Data, cache: Path | None = None) -> Rows | Blend:
+def read_rows(
+    source: Reader, data: Data, cache: Path | None = None, on_tokens: OnTokens = lambda count: None
+) -> Rows | Blend:
     """What a recipe says to train on, in the tokens of a checkpoint's model, which are kept in `data.cache` or else in
     `cache`. Raises DataError."""
-    rows = load_data(data, load_tokenizer(source.companions), Path(data.cache) if data.cache else cache)
+    place = Path(data.cache) if data.cache else cache
+    rows = load_data(data, load_tokenizer(source.companions), place, on_tokens)
     rows.require_vocabulary(source.model.vocab_size)
     return rows
 

@@ -11,5 +11,18 @@ from precisionctl.trainer.data.blend import Blend, load_data
 from precisionctl.trainer.data.feed import Feed, in_batches
 from precisionctl.trainer.data.order import Order, share_of
 from precisionctl.trainer.data.rows import Rows, load_rows
+from precisionctl.trainer.data.store import OnTokens
 
-__all__ = ["IGNORED", "Batch", "Blend", "Feed", "Order", "Rows", "in_batches", "load_data", "load_rows", "share_of"]
+__all__ = [
+    "IGNORED",
+    "Batch",
+    "Blend",
+    "Feed",
+    "OnTokens",
+    "Order",
+    "Rows",
+    "in_batches",
+    "load_data",
+    "load_rows",
+    "share_of",
+]

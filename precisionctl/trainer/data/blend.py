@@ -17,6 +17,7 @@ from precisionctl.recipe import Data
 from precisionctl.trainer.data.batch import Batch, make_batch
 from precisionctl.trainer.data.order import Order
 from precisionctl.trainer.data.rows import Rows, load_rows
+from precisionctl.trainer.data.store import OnTokens
 
 LONGEST_PERIOD = 1_000_000
 """Rows until the order of the data sets repeats. Weights that ask for more are rounded to as many parts."""
@@ -78,11 +79,14 @@ class BlendedOrder:
         return self._first[part] + self._orders[part].row(period * self._turns[part] + int(self._places[index]))
 
 
-def load_data(data: Data, tokenizer: PreTrainedTokenizerBase, cache: Path | None) -> Rows | Blend:
+def load_data(
+    data: Data, tokenizer: PreTrainedTokenizerBase, cache: Path | None, on_tokens: OnTokens = lambda count: None
+) -> Rows | Blend:
     """What a recipe says to train on. Raises what `load_rows` raises."""
 
     def load(path: str) -> Rows:
-        return load_rows(Path(path), tokenizer, data.sequence_length, packing=data.packing, cache=cache)
+        length, packing = data.sequence_length, data.packing
+        return load_rows(Path(path), tokenizer, length, packing=packing, cache=cache, on_tokens=on_tokens)
 
     if not data.blend:
         return load(data.path)

@@ -19,7 +19,7 @@ from precisionctl.trainer.data import megatron
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
 from precisionctl.trainer.data.order import Order
 from precisionctl.trainer.data.packing import pack
-from precisionctl.trainer.data.store import Samples, Tokens, tokenized
+from precisionctl.trainer.data.store import OnTokens, Samples, Tokens, tokenized
 
 
 class Cut(Protocol):
@@ -124,6 +124,7 @@ def load_rows(
     *,
     packing: bool = False,
     cache: Path | None = None,
+    on_tokens: OnTokens = lambda count: None,
 ) -> Rows:
     """The rows of a file, a directory of files, or a data set of Megatron's: its `.bin`, its `.idx` or neither.
 
@@ -132,7 +133,7 @@ def load_rows(
     used, EnvironmentProblem for parquet without pyarrow.
     """
     prefix = megatron.prefix_of(path)
-    tokens = megatron.load(prefix, tokenizer, cache) if prefix else tokenized(path, tokenizer, cache)
+    tokens = megatron.load(prefix, tokenizer, cache) if prefix else tokenized(path, tokenizer, cache, on_tokens)
     if tokens.samples is not None:
         return _sample_rows(tokens, tokens.samples, sequence_length, tokenizer.eos_token_id, packing, path)
     count = (len(tokens.ids) - 1) // sequence_length

@@ -25,6 +25,11 @@ from precisionctl.trainer.data.tokenize import Tokenized, tokenize
 VERSION = 1
 """Of what is in such a folder; another one is made anew."""
 
+OnTokens = Callable[[int], None]
+"""Hears now and then of how many tokens were made so far."""
+
+HEAR_EVERY = 10_000_000
+
 ABOUT, TOKENS, LEARNED, ENDS, FIRST = "about.json", "tokens.bin", "learned.bin", "ends.bin", "first_target.bin"
 
 
@@ -59,12 +64,14 @@ class Tokens:
     samples: Samples | None = None
 
 
-def tokenized(path: Path, tokenizer: PreTrainedTokenizerBase, cache: Path | None) -> Tokens:
+def tokenized(
+    path: Path, tokenizer: PreTrainedTokenizerBase, cache: Path | None, on_tokens: OnTokens = lambda count: None
+) -> Tokens:
     """The tokens of a file or a directory, from `cache` where they are there. Raises DataError, DiskProblem."""
     files = files_of(path)
 
     def build(folder: Path) -> About:
-        return _write(folder, tokenize(records(files), tokenizer))
+        return _write(folder, tokenize(records(files), tokenizer), on_tokens)
 
     with kept(cache, key_of(files, tokenizer), build) as (folder, about):
         ids = _mapped(folder / TOKENS, np.dtype(np.int32), about.tokens)
@@ -131,7 +138,7 @@ def _read_about(folder: Path) -> About:
         raise _damaged(folder, str(error)) from None
 
 
-def _write(folder: Path, samples: Iterator[Tokenized]) -> About:
+def _write(folder: Path, samples: Iterator[Tokenized], on_tokens: OnTokens) -> About:
     """Write tokens as they come. The hash is of everything that decides what is trained on."""
     names = (TOKENS, LEARNED, ENDS, FIRST)
     digests = {name: hashlib.sha256() for name in names}
@@ -146,7 +153,10 @@ def _write(folder: Path, samples: Iterator[Tokenized]) -> About:
 
         for sample in samples:
             put(TOKENS, np.ascontiguousarray(sample.tokens, np.int32))
-            count, number, notes = count + len(sample.tokens), number + 1, sample.notes
+            before, count = count, count + len(sample.tokens)
+            number, notes = number + 1, sample.notes
+            if count // HEAR_EVERY > before // HEAR_EVERY:
+                on_tokens(count)
             largest = max(largest, int(sample.tokens.max(initial=0)))
             if sample.learned is not None:
                 learns_all = False
