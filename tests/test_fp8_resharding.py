@@ -7,7 +7,7 @@ import pico
 import pytest
 import torch
 from in_memory import InMemory, recorded, to_megatron
-from te_pickles import pickled, recipe_object, unpickled
+from te_pickles import NOTHING, VERSIONS, empty_file, of_module, pickled, recipe_object, unpickled
 from te_states import same
 
 from precisionctl import convert
@@ -17,6 +17,7 @@ from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_extra_state import Experts, Saved, decode
 from precisionctl.checkpoints.megatron_extra_state_writer import grouped_payloads, payloads_of
+from precisionctl.checkpoints.megatron_keys import object_key
 from precisionctl.checkpoints.megatron_legacy import LegacyReader
 from precisionctl.checkpoints.megatron_legacy_writer import LegacyWriter
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
@@ -288,3 +289,86 @@ def test_two_recipes_in_one_checkpoint_are_damage_and_one_of_attention_is_kept()
     found = decode([Saved(f"{attention}._extra_state", theirs, "here"), saved[0]], Path("here"))
     assert found.raw[attention].numpy().tobytes() == theirs
     assert any("recipe of its own" in note for note in found.notes)
+
+
+def with_payloads(source: Reader, directory: Path, container: str, payloads) -> Reader:
+    """A checkpoint of one rank whose extra states are these values, by name, as a state dict has them."""
+    directory.mkdir()
+    plan = make_plan(source, "megatron")
+    if container == "torch":
+        writer = LegacyWriter(directory / "release", plan.model, plan.targets)
+        convert.run(plan, source, writer)
+        writer.finish(None)
+        file = directory / "release" / "mp_rank_00" / "model_optim_rng.pt"
+        saved = torch.load(file, weights_only=False)
+        saved["model"] |= payloads
+        torch.save(saved, file)
+        return LegacyReader(directory / "release")
+    objects = {object_key(name, plan.model.num_layers): value for name, value in payloads.items()}
+    writer = TorchDistWriter(directory / "release", plan.model, plan.targets, objects=objects)
+    convert.run(plan, source, writer)
+    writer.finish(None)
+    return TorchDistReader(directory / "release")
+
+
+@pytest.mark.parametrize("container", ["torch", "torch_dist"])
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda version: ".".join(map(str, version)))
+def test_state_of_every_generation_comes_out_of_every_container_and_into_every_other(tmp_path, version, container):
+    source = model(tmp_path, "llama-3")
+    states = recorded(source)
+    expected = {}
+    for name, state in states.modules.items():
+        kept = dict.fromkeys(("output", "grad_input"), RoleState.fresh(4)) if version < (0, 6) else {}
+        expected[name] = Fp8State({**state.roles, **kept})
+    payloads = {f"{name}._extra_state": of_module(s, states.recipe, version) for name, s in states.modules.items()}
+    found: Reader = with_payloads(source, tmp_path / "first", container, payloads)
+    for number, (into, te) in enumerate((("torch", 1), ("torch_dist", 2), ("torch", 2), ("torch_dist", 1))):
+        assert found.fp8 is not None and not found.fp8.raw
+        assert found.fp8.recipe.amax_history_len == 4 and found.fp8.recipe.fp8_format == "HYBRID"
+        assert found.fp8.modules.keys() == expected.keys()
+        assert all(same(found.fp8.modules[name], state) for name, state in expected.items())
+        found = written(found, tmp_path / str(number), into, Parallelism(tensor=1 + number % 2), found.fp8, te)
+    assert found.fp8 is not None
+    assert all(same(found.fp8.modules[name], state) for name, state in expected.items())
+
+
+@pytest.mark.parametrize("container", ["torch", "torch_dist"])
+@pytest.mark.parametrize("value", [*NOTHING.values(), empty_file()], ids=[*NOTHING, "0.12 to 1.13"])
+def test_modules_without_state_leave_a_checkpoint_without_any(tmp_path, value, container):
+    source = model(tmp_path, "llama-tied")
+    names = [f"decoder.layers.{n}.self_attention.linear_qkv._extra_state" for n in range(4)]
+    assert with_payloads(source, tmp_path / "made", container, dict.fromkeys(names, value)).fp8 is None
+
+
+@pytest.mark.parametrize("container", ["torch", "torch_dist"])
+def test_attention_of_te_1_6_is_found_under_its_old_name_and_written_under_the_new_one(tmp_path, container):
+    source = model(tmp_path, "llama-tied")
+    recipe = DelayedScaling(amax_history_len=4)
+    fresh = RoleState.fresh(4)
+    roles = ("qkv", "s", "o", "d_o", "d_qkv", "d_p")
+    parts = {role: RoleState(torch.tensor(i + 2.0), torch.arange(4.0) + i) for i, role in enumerate(roles)}
+    columns = ("_", "_", "qkv", "o", "_", "_", "_", "_", "s"), ("d_qkv", "_", "_", "d_o", "_", "d_p")
+    old = of_module(Fp8State({**parts, "_": fresh}), recipe, (1, 6), *columns, gemms=3)
+    name = "decoder.layers.0.self_attention.core_attention"
+    found = with_payloads(source, tmp_path / "made", container, {f"{name}.fused_attention._extra_state": old})
+    assert found.fp8 is not None and found.fp8.modules.keys() == {name}
+    assert same(found.fp8.modules[name], Fp8State(parts))
+    written(found, tmp_path / "again", "torch", Parallelism(), found.fp8, 2)
+    saved = torch.load(tmp_path / "again" / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+    assert f"{name}._extra_state" in saved["model"]
+    assert not any("fused_attention" in each for each in saved["model"])
+
+
+def test_a_file_that_is_not_understood_is_written_back_as_the_file_that_it_was(tmp_path):
+    source = model(tmp_path, "llama-tied")
+    two = Fp8State.fresh(4)
+    file = of_module(two, DelayedScaling(amax_history_len=4), (1, 8), FORWARD * 2, BACKWARD * 2, gemms=2)
+    name = "decoder.layers.0.mlp.linear_fc1._extra_state"
+    found: Reader = with_payloads(source, tmp_path / "made", "torch", {name: file})
+    for number, container in enumerate(("torch_dist", "torch")):
+        assert found.fp8 is not None
+        assert found.fp8.raw["decoder.layers.0.mlp.linear_fc1"].numpy().tobytes() == file.getvalue()
+        assert any("Kept byte for byte" in note for note in found.fp8.notes)
+        found = written(found, tmp_path / str(number), container, Parallelism(), found.fp8, 2)
+    saved = torch.load(tmp_path / "1" / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+    assert saved["model"][name].getvalue() == file.getvalue()
