@@ -1,13 +1,14 @@
 """What happens to numbers on the way: how a job's tensors are encoded, and what becomes of the FP8 state."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from torch import Tensor
 
+from precisionctl.errors import MappingError
 from precisionctl.fp8.numerics import after_one_update, change_recipe, recorded_amax
-from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
 
 STALE = 2.0
 """A carried weight amax further than this factor from the weights' own is not of these weights."""
@@ -35,35 +36,73 @@ class Encode:
 
 @dataclass(frozen=True)
 class StateChange:
-    """The FP8 state of a result; which modules' weight role was made from the weights, and why."""
+    """The FP8 state of a result; which modules' weight role was made from the weights, and why: bool of the scale's
+    shape, so of each expert."""
 
     states: Fp8States
-    from_weights: tuple[str, ...]
-    stale: tuple[str, ...]
+    from_weights: Mapping[str, Tensor]
+    stale: Mapping[str, Tensor]
+
+
+def by_module(weight_amax: Mapping[str, float], gemms: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Largest magnitudes by the weights' names as FP32 by module, each of the shape in `gemms`: `[]` or `[experts]`."""
+    found = {}
+    for module, shape in gemms.items():
+        names = [f"{module}.weight{number}" for number in range(shape[0])] if shape else [f"{module}.weight"]
+        found[module] = torch.tensor([weight_amax[name] for name in names]).reshape(shape)
+    return found
+
+
+def check_modules(states: Fp8States, gemms: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise MappingError for state of a module, or of a number of experts, that the model does not have."""
+    for name, state in states.modules.items():
+        if name not in gemms:
+            what = "which this model does not have"
+        elif not state.has_shape(gemms[name]):
+            counts = [f"{shape[0]} experts" if shape else "one GEMM" for shape in (_shape(state), gemms[name])]
+            what = f"of {counts[0]}; this model has {counts[1]} there"
+        else:
+            continue
+        raise MappingError(
+            f"FP8 state of `{name}`, {what}",
+            do="Does the state belong to another model? --drop-fp8-state leaves it behind.",
+        )
+
+
+def _shape(state: Fp8State) -> tuple[int, ...]:
+    return tuple(state.roles["weight"].scale.shape)
 
 
 def fp8_state(
-    carried: Fp8States | None, weight_amax: Mapping[str, float], recipe: DelayedScaling | None
+    carried: Fp8States | None, weight_amax: Mapping[str, Tensor], recipe: DelayedScaling | None
 ) -> StateChange:
     """State for a delayed-scaling target: what is carried, and the weight role from the weights elsewhere.
 
-    `weight_amax` is the largest magnitude of each FP8 GEMM's weight, by module. `recipe` None keeps the carried one.
-    Roles with nothing to carry start as TE starts them and wait for calibration.
+    `weight_amax` is the largest magnitude of each FP8 GEMM's weight, by module: FP32 `[]`, or `[experts]`. `recipe` None
+    keeps the carried one. Roles with nothing to carry start as TE starts them and wait for calibration.
     """
     old = carried.recipe if carried else DelayedScaling()
     new = recipe or old
-    modules: dict[str, Fp8State] = dict.fromkeys(weight_amax, Fp8State.fresh(new.amax_history_len))
+    modules = {name: Fp8State.fresh(new.amax_history_len, tuple(amax.shape)) for name, amax in weight_amax.items()}
     if carried:
         modules |= {name: change_recipe(state, old, new) for name, state in carried.modules.items()}
     states = replace(carried, recipe=new) if carried else Fp8States(new, {}, producer="precisionctl")
-    unrecorded = [name for name in weight_amax if not modules[name].roles["weight"].recorded]
-    stale = [name for name, amax in weight_amax.items() if name not in unrecorded and _stale(modules[name], amax, new)]
-    for name in (*unrecorded, *stale):
-        weight = after_one_update(torch.tensor(weight_amax[name]), "weight", new)
+    unrecorded = {name: ~modules[name].roles["weight"].recorded_each for name in weight_amax}
+    stale = {
+        name: _stale(modules[name].roles["weight"], amax, new) & ~unrecorded[name] for name, amax in weight_amax.items()
+    }
+    for name, amax in weight_amax.items():
+        anew = after_one_update(amax, "weight", new)
+        weight = modules[name].roles["weight"].replaced(unrecorded[name] | stale[name], anew)
         modules[name] = Fp8State({**modules[name].roles, "weight": weight})
-    return StateChange(replace(states, modules=modules), tuple(unrecorded), tuple(stale))
+    return StateChange(replace(states, modules=modules), _any(unrecorded), _any(stale))
 
 
-def _stale(state: Fp8State, amax: float, recipe: DelayedScaling) -> bool:
-    recorded = float(recorded_amax(state.roles["weight"], "weight", recipe))
-    return amax > 0 and (recorded <= 0 or abs(math.log(recorded / amax)) > math.log(STALE))
+def _any(where: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: which for name, which in where.items() if which.any()}
+
+
+def _stale(weight: RoleState, amax: Tensor, recipe: DelayedScaling) -> Tensor:
+    """Of each expert whether the recorded amax is off, bool."""
+    recorded, amax = recorded_amax(weight, "weight", recipe).double(), amax.double()
+    return (amax > 0) & ((recorded > STALE * amax) | (recorded * STALE < amax))

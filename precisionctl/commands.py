@@ -9,14 +9,14 @@ from typing import Literal
 import torch
 
 from precisionctl import __version__
-from precisionctl.cast import fp8_state
+from precisionctl.cast import by_module, check_modules, fp8_state
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
 from precisionctl.checkpoints.megatron_run import Carried, MegatronReader, carried, of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import Engine, engines
-from precisionctl.errors import DamagedCheckpoint, MappingError, PrecisionError, RecipeError
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError
 from precisionctl.export import make_export
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import Order
@@ -146,7 +146,7 @@ def plan_conversion(conversion: Conversion) -> Work:
         if conversion.precision == "fp8" and job.row.gemm and conversion.in_fp8(job.module):
             check_fp8_gemm(job, plan.model)
     if state:
-        _check_modules(state, plan)
+        check_modules(state, plan.gemms)
     output = open_output(conversion.destination, conversion.source, conversion.reference)
     ranks_files = conversion.container == "torch"
     run = carried(trained, conversion.parallelism, generators=not ranks_files) if trained else Carried()
@@ -185,7 +185,7 @@ def plan_conversion(conversion: Conversion) -> Work:
     if makes:
         cut = plan.model.moe is not None and conversion.container != "torch"
         notes += of_payloads(conversion.te_version, conversion.parallelism.expert if cut else None)
-    finish = _make_state(state, conversion, notes) if makes else lambda found: state or seeds
+    finish = _make_state(state, conversion, plan, notes) if makes else lambda found: state or seeds
     if reader.encodings and coded:
         notes += of_codes(coded)
     return Work(reader, plan, writer, output, finish, makes, _digest(plan, conversion, coded), notes, trained, coded)
@@ -286,24 +286,15 @@ def engine_named(name: str) -> Engine:
     return known[name]
 
 
-def _check_modules(states: Fp8States, plan: Plan) -> None:
-    attention = {name.removesuffix(".linear_proj") + ".core_attention" for name in plan.gemms}
-    unknown = sorted(states.modules.keys() - set(plan.gemms) - attention)
-    if unknown:
-        raise MappingError(
-            f"FP8 state of `{unknown[0]}`, which this model does not have",
-            do="Does the state belong to another model? --drop-fp8-state leaves it behind.",
-        )
-
-
-def _make_state(carried: Fp8States | None, conversion: Conversion, notes: list[str]) -> Finish:
+def _make_state(carried: Fp8States | None, conversion: Conversion, plan: Plan, notes: list[str]) -> Finish:
     """State that a run will take up: what is carried, held against the weights; for `fp8`, of every FP8 GEMM."""
     recipe = conversion.recipe.delayed if conversion.recipe else None
 
     def make(weight_amax: Mapping[str, float]) -> Fp8States:
         known = carried.modules if carried else {}
         wanted = conversion.in_fp8 if conversion.precision == "fp8" else known.__contains__
-        change = fp8_state(carried, {module: amax for module, amax in weight_amax.items() if wanted(module)}, recipe)
+        amax = by_module(weight_amax, {module: shape for module, shape in plan.gemms.items() if wanted(module)})
+        change = fp8_state(carried, amax, recipe)
         notes.extend(of_state(change))
         return change.states
 

@@ -59,10 +59,10 @@ def run(
     """Write this rank's share of `plan`'s targets but what its journal says is done; `finish` and commit are the
     caller's.
 
-    Returns what jobs found out: the largest magnitude of each FP8 GEMM's weight, by module, if `weight_amax` asks for
-    it, and by name of each tensor that was coded as `carried` says and could not keep its scales, how many codes have
-    changed. `on_bytes` hears of bytes written; first of those that were written before. More than one of `workers`
-    need files on both sides.
+    Returns what jobs found out: the largest magnitude of each FP8 GEMM's weight, by the weight's name, if `weight_amax`
+    asks for it, and by name of each tensor that was coded as `carried` says and could not keep its scales, how many
+    codes have changed. `on_bytes` hears of bytes written; first of those that were written before. More than one of
+    `workers` need files on both sides.
     """
     done = journal.done if journal and all(file.is_file() for file in _files(plan.targets, writer)) else set()
     ranks.gather("checked", {})  # before the first rank makes anew what another one has lost

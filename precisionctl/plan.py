@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import string
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,11 @@ class Job:
     def module(self) -> str:
         return self.name.rpartition(".")[0]
 
+    @property
+    def expert(self) -> int | None:
+        """The expert's number, in the name of its parameter."""
+        return int(self.name.rpartition(".")[2].strip(string.ascii_letters)) if self.row.of_experts else None
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -65,9 +71,10 @@ class Plan:
         return sum(spec.nbytes for spec in self.targets.values())
 
     @property
-    def gemms(self) -> tuple[str, ...]:
-        """Modules whose GEMM an FP8 recipe computes in FP8."""
-        return tuple(job.module for job in self.jobs if job.row.gemm)
+    def gemms(self) -> Mapping[str, tuple[int, ...]]:
+        """Modules whose GEMM an FP8 recipe computes in FP8, and the shape of their scales: `[]`, or `[experts]`."""
+        experts = (self.model.moe.num_experts,) if self.model.moe else ()
+        return {job.module: experts if job.row.of_experts else () for job in self.jobs if job.row.gemm}
 
     def describe(self) -> dict[str, object]:
         """The plan as JSON: what `--dry-run --json` prints, and what `digest` covers."""

@@ -128,7 +128,7 @@ def _encode(job: Job, coded: Coded, said: Said, states: Fp8States | None) -> Enc
     return Encode(
         blocks={name: _block(name, coded, said) for name in names},
         weight_scales={name: coded.scales[name].weight for name in names},
-        input_scales=_input_scales(names, coded, states, job.module),
+        input_scales=_input_scales(names, coded, states, job),
         power_of_2=coded.quantization.get("scale_fmt") == "ue8m0",
     )
 
@@ -146,11 +146,14 @@ def _scale_spec(name: str, coded: Coded, said: Said) -> TensorSpec:
     return stored if block == scales.block else replace(stored, shape=grid_shape(weight.rows, weight.columns, block))
 
 
-def _input_scales(names: Sequence[str], coded: Coded, states: Fp8States | None, module: str) -> dict[str, float]:
-    """The fixed scales that the inputs had, or where the module has recorded another amax since, that one's."""
+def _input_scales(names: Sequence[str], coded: Coded, states: Fp8States | None, job: Job) -> dict[str, float]:
+    """The fixed scales that the inputs had, or where the module has recorded another amax since, that one's; of an
+    expert, its own."""
     found = {given: coded.input_scale(name) for name in names if (given := coded.scales[name].input) is not None}
     carried = {name: value for name, value in found.items() if value is not None}
-    state = states.modules.get(module) if states else None
+    state = states.modules.get(job.module) if states else None
+    if state and job.expert is not None:
+        state = state.of_expert(job.expert)
     if states is None or state is None or not carried or not state.roles["input"].recorded:
         return carried
     recorded = float(recorded_amax(state.roles["input"], "input", states.recipe))
@@ -181,15 +184,19 @@ def _add_constants(jobs: list[Job], coded: Coded) -> None:
 
 def seeded(reader: Reader, coded: Coded | None, plan: Plan) -> Fp8States | None:
     """FP8 state out of the fixed input scales of an FP8 directory: somebody has calibrated them, and an amax is an
-    amax. None where there are none. Of a fused group the largest."""
+    amax. None where there are none. Of a fused group the largest; experts have one each."""
     if coded is None or reader.layout != "hf" or not reader.encodings:
         return None
-    recipe, modules = DelayedScaling(), {}
+    given: dict[str, list[float]] = {}
     for job in plan.jobs:
-        given = [coded.input_scale(name) for name in job.reads if name in coded.scales] if job.row.gemm else []
-        if known := [value for value in given if value]:
-            fresh = Fp8State.fresh(recipe.amax_history_len)
-            state = after_one_update(amax_of(max(known)), "input", recipe)
-            modules[job.module] = Fp8State({**fresh.roles, "input": state})
+        scales = [coded.input_scale(name) or 0.0 for name in job.reads if name in coded.scales]
+        if job.row.gemm:
+            given.setdefault(job.module, []).append(max(scales, default=0.0))
+    recipe, modules = DelayedScaling(), {}
+    for module, shape in plan.gemms.items():
+        if any(given[module]):
+            amaxes = torch.tensor(given[module]).reshape(shape) * FP8_MAX[CODES]
+            fresh = Fp8State.fresh(recipe.amax_history_len, shape)
+            modules[module] = Fp8State({**fresh.roles, "input": after_one_update(amaxes, "input", recipe)})
     method = coded.quantization.get("quant_method")
     return Fp8States(recipe, modules, producer=f"input scales of {method}") if modules else None

@@ -83,7 +83,7 @@ class Worker:
         self._scratch = torch.empty(numerics.PIECE)
 
     def do(self, job: Job) -> dict[str, float]:
-        """Returns what was found out: the amax of the job's weight by module, where it was asked for; and of each
+        """Returns what was found out: the amax of the job's weight, where it was asked for; and of each
         tensor that could not keep the scales it had, how many codes are other ones now."""
         for copy in job.copies:
             self._check_equal(job.reads[0], copy)
@@ -118,13 +118,13 @@ class Worker:
         for name, row, values in rows:
             self._put_values(name, row, values)
         return (
-            {job.module: float(torch.stack([numerics.amax(part) for part in made]).amax())}
+            {job.name: float(torch.stack([numerics.amax(part) for part in made]).amax())}
             if self._wants_amax(job)
             else {}
         )
 
     def _found(self, job: Job, amaxes: list[Tensor]) -> dict[str, float]:
-        return {job.module: float(torch.stack(amaxes).amax())} if amaxes else {}
+        return {job.name: float(torch.stack(amaxes).amax())} if amaxes else {}
 
     def _wants_amax(self, job: Job) -> bool:
         return self._weight_amax and job.row.gemm

@@ -72,6 +72,7 @@ ARCHITECTURE = Architecture(
             Transposed(Alternating()),
             GATED_ROWS,
             layers="moe",
+            gemm=True,
         ),
         Row(
             "model.layers.{layer}.mlp.experts.gate_up_proj_bias[{expert}]",
@@ -88,6 +89,7 @@ ARCHITECTURE = Architecture(
             Transposed(SAME),
             COLUMNS,
             layers="moe",
+            gemm=True,
         ),
         Row(
             "model.layers.{layer}.mlp.experts.down_proj_bias[{expert}]",

@@ -36,14 +36,29 @@ FC2_SIZES = ("hidden_size", "moe.ffn_hidden_size")
 def experts(gate: str, up: str, down: str) -> tuple[Row, ...]:
     """Rows of experts under a number each, by the names of their three weights."""
     return (
-        Row((gate, up), FC1, FC1_SIZES, GATE_UP, GATED_ROWS, layers="moe"),
-        Row(down, FC2, FC2_SIZES, parallel=COLUMNS, layers="moe"),
+        Row((gate, up), FC1, FC1_SIZES, GATE_UP, GATED_ROWS, layers="moe", gemm=True),
+        Row(down, FC2, FC2_SIZES, parallel=COLUMNS, layers="moe", gemm=True),
     )
 
 
 FUSED = (
-    Row("model.layers.{layer}.mlp.experts.gate_up_proj[{expert}]", FC1, FC1_SIZES, SAME, GATED_ROWS, layers="moe"),
-    Row("model.layers.{layer}.mlp.experts.down_proj[{expert}]", FC2, FC2_SIZES, parallel=COLUMNS, layers="moe"),
+    Row(
+        "model.layers.{layer}.mlp.experts.gate_up_proj[{expert}]",
+        FC1,
+        FC1_SIZES,
+        SAME,
+        GATED_ROWS,
+        layers="moe",
+        gemm=True,
+    ),
+    Row(
+        "model.layers.{layer}.mlp.experts.down_proj[{expert}]",
+        FC2,
+        FC2_SIZES,
+        parallel=COLUMNS,
+        layers="moe",
+        gemm=True,
+    ),
 )
 
 EXPERTS = (

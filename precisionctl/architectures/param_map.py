@@ -53,9 +53,9 @@ class Row:
 
     `sizes` are the fields of ModelShape that make the shape of the whole (all ranks') Megatron tensor. `layers`
     says in which layers there is one: those whose MLP is dense, those with experts, or all. `gemm` says whether
-    this is the weight of a GEMM that an FP8 recipe computes in FP8: experts and routers stay in BF16. `keeps_dtype`
-    says whether values stay as stored whatever dtype the target has. `found` is the same row in another spelling,
-    where the source has that.
+    this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. `keeps_dtype` says whether
+    values stay as stored whatever dtype the target has. `found` is the same row in another spelling, where the source
+    has that.
     """
 
     names: str | tuple[str, ...]

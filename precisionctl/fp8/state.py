@@ -88,14 +88,24 @@ class RoleState:
     amax_history: Tensor
 
     @staticmethod
-    def fresh(history: int) -> "RoleState":
-        """What TE starts with: scale 1 and an all-zero history."""
-        return RoleState(torch.ones(()), torch.zeros(history))
+    def fresh(history: int, shape: tuple[int, ...] = ()) -> "RoleState":
+        """What TE starts with: scale 1 and an all-zero history. `shape` is the scale's: `[]` or `[experts]`."""
+        return RoleState(torch.ones(shape), torch.zeros(*shape, history))
 
     @property
     def recorded(self) -> bool:
         """False for scale 1 with an all-zero history: TE never saw this tensor."""
-        return bool((self.scale != 1).any() or (self.amax_history != 0).any())
+        return bool(self.recorded_each.any())
+
+    @property
+    def recorded_each(self) -> Tensor:
+        """The same of each expert: bool, of the scale's shape."""
+        return (self.scale != 1) | (self.amax_history != 0).any(-1)
+
+    def replaced(self, where: Tensor, other: "RoleState") -> "RoleState":
+        """The same state with `other`'s at the experts `where` says, bool of the scale's shape."""
+        history = torch.where(where.unsqueeze(-1), other.amax_history, self.amax_history)
+        return RoleState(torch.where(where, other.scale, self.scale), history)
 
     def check(self, where: object) -> None:
         """Raise DamagedCheckpoint for what no run of TE can have left behind. An infinite amax can be real."""
@@ -131,8 +141,12 @@ class Fp8State:
         return "weight" in self.roles
 
     @staticmethod
-    def fresh(history: int) -> "Fp8State":
-        return Fp8State({role: RoleState.fresh(history) for role in ROLES})
+    def fresh(history: int, shape: tuple[int, ...] = ()) -> "Fp8State":
+        return Fp8State({role: RoleState.fresh(history, shape) for role in ROLES})
+
+    def has_shape(self, shape: tuple[int, ...]) -> bool:
+        """Whether every role's scale has this shape: `[]`, or `[experts]`."""
+        return all(part.scale.shape == shape for part in self.roles.values())
 
     @staticmethod
     def merge(states: "Iterable[Fp8State]") -> "Fp8State":
