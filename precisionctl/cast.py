@@ -8,7 +8,7 @@ from torch import Tensor
 
 from precisionctl.errors import MappingError
 from precisionctl.fp8.numerics import after_one_update, change_recipe, recorded_amax
-from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, Role, RoleState
 
 STALE = 2.0
 """A carried weight amax further than this factor from the weights' own is not of these weights."""
@@ -58,9 +58,9 @@ def check_modules(states: Fp8States, gemms: Mapping[str, tuple[int, ...]]) -> No
     for name, state in states.modules.items():
         if name not in gemms:
             what = "which this model does not have"
-        elif not state.has_shape(gemms[name]):
-            counts = [f"{shape[0]} experts" if shape else "one GEMM" for shape in (_shape(state), gemms[name])]
-            what = f"of {counts[0]}; this model has {counts[1]} there"
+        elif any(part.scale.shape != gemms[name] for part in state.roles.values()):
+            held, wanted = (f"{shape[0]} experts" if shape else "one GEMM" for shape in (state.shape, gemms[name]))
+            what = f"of {held}; this model has {wanted} there"
         else:
             continue
         raise MappingError(
@@ -69,8 +69,11 @@ def check_modules(states: Fp8States, gemms: Mapping[str, tuple[int, ...]]) -> No
         )
 
 
-def _shape(state: Fp8State) -> tuple[int, ...]:
-    return tuple(state.roles["weight"].scale.shape)
+def from_other_experts(part: RoleState, role: Role, recipe: DelayedScaling) -> RoleState:
+    """A role in which each expert that recorded nothing has what one step with the largest amax of the others would
+    have left. Unchanged where there are no experts, or none of them recorded anything."""
+    largest = recorded_amax(part, role, recipe).amax().expand(part.scale.shape)
+    return part.replaced(~part.recorded_each, after_one_update(largest.clone(), role, recipe))
 
 
 def fp8_state(
@@ -78,12 +81,15 @@ def fp8_state(
 ) -> StateChange:
     """State for a delayed-scaling target: what is carried, and the weight role from the weights elsewhere.
 
-    `weight_amax` is the largest magnitude of each FP8 GEMM's weight, by module: FP32 `[]`, or `[experts]`. `recipe` None
+    `weight_amax` is the largest magnitude of each FP8 GEMM's weight, by module: FP32 `[]` or `[experts]`. `recipe` None
     keeps the carried one. Roles with nothing to carry start as TE starts them and wait for calibration.
     """
+    shapes = {name: tuple(amax.shape) for name, amax in weight_amax.items()}
+    if carried:
+        check_modules(replace(carried, modules={n: s for n, s in carried.modules.items() if n in shapes}), shapes)
     old = carried.recipe if carried else DelayedScaling()
     new = recipe or old
-    modules = {name: Fp8State.fresh(new.amax_history_len, tuple(amax.shape)) for name, amax in weight_amax.items()}
+    modules = {name: Fp8State.fresh(new.amax_history_len, shape) for name, shape in shapes.items()}
     if carried:
         modules |= {name: change_recipe(state, old, new) for name, state in carried.modules.items()}
     states = replace(carried, recipe=new) if carried else Fp8States(new, {}, producer="precisionctl")

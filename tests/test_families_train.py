@@ -50,8 +50,7 @@ def test_a_run_learns_and_a_run_in_two_parts_is_the_same_run(
     family: str, precision: str, tmp_path: Path, data: Path
 ) -> None:
     source = make_source(tmp_path / "hf", family=family, **SETTINGS.get(family, {}))
-    said = train(source, data, tmp_path / "whole", precision, 4)
-    assert ("routed experts stay in BF16" in said) == (precision == "fp8" and family in EXPERTS)
+    train(source, data, tmp_path / "whole", precision, 4)
     train(source, data, tmp_path / "parts", precision, 2)
     train(source, data, tmp_path / "parts", precision, 4)
     whole, parts = (open_checkpoint(tmp_path / name) for name in ("whole", "parts"))

@@ -178,7 +178,7 @@ def test_each_norm_is_torch_s_own_alone_and_before_a_linear(kind: str, zero_cent
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_grouped_linear_is_each_expert_s_own_for_its_tokens(bias: bool) -> None:
-    grouped = backend_of(PRESETS["fp8-delayed"], torch.float32).grouped_linear(4, IN, OUT, bias)
+    grouped = backend_of(PRESETS["bf16"], torch.float32).grouped_linear("experts", 4, IN, OUT, bias)
     for parameter in grouped.parameters():
         torch.nn.init.normal_(parameter)
     assert [name for name, _ in grouped.named_parameters() if "bias" in name] == [f"bias{i}" for i in range(4 * bias)]

@@ -4,7 +4,7 @@ TE's words: `scale` multiplies before the cast (`fp8 = saturate(x * scale)`). `a
 row order: row 0 is the step being recorded (zero at rest), row 1 the oldest, the last row the newest.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -144,9 +144,19 @@ class Fp8State:
     def fresh(history: int, shape: tuple[int, ...] = ()) -> "Fp8State":
         return Fp8State({role: RoleState.fresh(history, shape) for role in ROLES})
 
-    def has_shape(self, shape: tuple[int, ...]) -> bool:
-        """Whether every role's scale has this shape: `[]`, or `[experts]`."""
-        return all(part.scale.shape == shape for part in self.roles.values())
+    @staticmethod
+    def of_experts(states: "Sequence[Fp8State]") -> "Fp8State":
+        """One state of `[experts]` for the states of a module's experts."""
+        return Fp8State({role: _stacked([state.roles[role] for state in states]) for role in states[0].roles})
+
+    def of_expert(self, index: int) -> "Fp8State":
+        """The inverse of `of_experts`."""
+        return Fp8State({role: RoleState(p.scale[index], p.amax_history[index]) for role, p in self.roles.items()})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its scales: `[]`, or `[experts]`."""
+        return tuple(next(iter(self.roles.values())).scale.shape)
 
     @staticmethod
     def merge(states: "Iterable[Fp8State]") -> "Fp8State":
@@ -168,6 +178,10 @@ class Fp8State:
                     f"an amax history of {rows} rows under a recipe of {recipe.amax_history_len}",
                     where=f"{where}, {role}",
                 )
+
+
+def _stacked(parts: "list[RoleState]") -> RoleState:
+    return RoleState(torch.stack([p.scale for p in parts]), torch.stack([p.amax_history for p in parts]))
 
 
 def _merge_roles(parts: list[RoleState]) -> RoleState:

@@ -84,10 +84,10 @@ class Backend(Protocol):
         self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm
     ) -> nn.Module: ...
     def norm(self, size: int, norm: Norm) -> nn.Module: ...
-    def grouped_linear(self, experts: int, in_features: int, out_features: int, bias: bool) -> nn.Module:
+    def grouped_linear(self, name: str, experts: int, in_features: int, out_features: int, bias: bool) -> nn.Module:
         """A linear for each expert, `weight{expert}` and `bias{expert}`, called with tokens `[tokens, in]` in the order
-        of their experts and the number of each expert's. It computes in the parameters' dtype under every recipe:
-        how many tokens an expert gets is no multiple of GEMM_ALIGNMENT."""
+        of their experts and the number of each expert's: any number. Its state is of `[experts]`; of an expert without
+        tokens, that of input and gradient stays as it is."""
         ...
 
     def packed_attention(self, model: ModelShape, scale: float) -> nn.Module | None:

@@ -64,7 +64,7 @@ class MoELayer(nn.Module):
     def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
         super().__init__()
         self.router = Router(model, moe, backend)
-        self.experts = Experts(model, moe, backend)
+        self.experts = Experts(f"{name}.experts", model, moe, backend)
         shared = moe.shared_ffn_hidden_size
         self.shared_experts = MLP(f"{name}.shared_experts", model, backend, shared, None) if shared else None
 
@@ -79,12 +79,12 @@ class MoELayer(nn.Module):
 class Experts(nn.Module):
     """As many MLPs as there are experts, each for its own tokens."""
 
-    def __init__(self, model: ModelShape, moe: MoE, backend: Backend) -> None:
+    def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
         super().__init__()
         self.model, self.number = model, moe.num_experts
-        hidden, bias = model.hidden_size, model.add_bias_linear
-        self.linear_fc1 = backend.grouped_linear(self.number, hidden, model.expert_fc1_size, bias)
-        self.linear_fc2 = backend.grouped_linear(self.number, moe.ffn_hidden_size, hidden, bias)
+        hidden, inner, bias = model.hidden_size, moe.ffn_hidden_size, model.add_bias_linear
+        self.linear_fc1 = backend.grouped_linear(f"{name}.linear_fc1", self.number, hidden, model.expert_fc1_size, bias)
+        self.linear_fc2 = backend.grouped_linear(f"{name}.linear_fc2", self.number, inner, hidden, bias)
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Tokens `[T, E]` to the sums of their experts' outputs times `weights`, FP32 `[T, K]`; `chosen` `[T, K]`."""

@@ -107,6 +107,34 @@ def _scaled_product(left: Tensor, right: Tensor, scale_inv: Tensor) -> Tensor:
     return (left.float() @ right.float()).mul_(scale_inv)
 
 
+Quantizers = Mapping[Role, Quantizer]
+"""How a GEMM's tensors are cast, by role; empty where it stays in BF16."""
+
+
+def _fp8_gemm(values: Tensor, weight: Tensor, bias: Tensor | None, quantizers: Quantizers) -> Tensor:
+    """`Fp8Matmul` of values `[..., in]`, in the weight's dtype."""
+    rows = values.flatten(0, -2)
+    out: Tensor = Fp8Matmul.apply(rows, weight, bias, quantizers, weight.dtype)  # type: ignore[no-untyped-call]
+    return out.view(*values.shape[:-1], len(weight))
+
+
+def _delayed(quantizers: Quantizers) -> dict[Role, DelayedQuantizer]:
+    return {role: q for role, q in quantizers.items() if isinstance(q, DelayedQuantizer)}
+
+
+def _state(quantizers: Quantizers) -> Fp8State | None:
+    delayed = _delayed(quantizers)
+    return Fp8State({role: q.slot.state for role, q in delayed.items()}) if delayed else None
+
+
+def _set_state(name: str, quantizers: Quantizers, state: Fp8State) -> None:
+    delayed = _delayed(quantizers)
+    if not delayed:
+        raise PrecisionError("this GEMM keeps no FP8 state", where=name)
+    for role, quantizer in delayed.items():
+        quantizer.slot.set_state(state.roles[role])
+
+
 class Linear(nn.Module):
     """`values @ weight.T + bias`, in FP8 where it has quantizers, else in the parameters' dtype."""
 
@@ -129,24 +157,14 @@ class Linear(nn.Module):
             if recorder:
                 recorder.gemm(self.name, values, self.weight, product)
             return product
-        rows = values.flatten(0, -2)
-        require_alignment(self.name, "a batch of tokens", len(rows))
-        out: Tensor = Fp8Matmul.apply(rows, self.weight, self.bias, self.quantizers, self.weight.dtype)  # type: ignore[no-untyped-call]
-        return out.view(*values.shape[:-1], -1)
+        require_alignment(self.name, "a batch of tokens", values.shape[:-1].numel())
+        return _fp8_gemm(values, self.weight, self.bias, self.quantizers)
 
     def fp8_state(self) -> Fp8State | None:
-        quantizers = self._delayed()
-        return Fp8State({role: q.slot.state for role, q in quantizers.items()}) if quantizers else None
+        return _state(self.quantizers)
 
     def set_fp8_state(self, state: Fp8State) -> None:
-        quantizers = self._delayed()
-        if not quantizers:
-            raise PrecisionError("this GEMM keeps no FP8 state", where=self.name)
-        for role, quantizer in quantizers.items():
-            quantizer.slot.set_state(state.roles[role])
-
-    def _delayed(self) -> dict[Role, DelayedQuantizer]:
-        return {role: q for role, q in self.quantizers.items() if isinstance(q, DelayedQuantizer)}
+        _set_state(self.name, self.quantizers, state)
 
 
 class LayerNormLinear(Linear):
@@ -169,7 +187,7 @@ class LayerNormLinear(Linear):
 
     def forward(self, values: Tensor) -> Tensor:
         normed = self.gemm_input(values)
-        return self.gemm(normed if self.backend.recorder or self._delayed() else normed.to(values.dtype))
+        return self.gemm(normed if self.backend.recorder or _delayed(self.quantizers) else normed.to(values.dtype))
 
     def gemm_input(self, values: Tensor) -> Tensor:
         """The norm's output, FP32."""
@@ -190,13 +208,17 @@ class NormModule(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """A linear for each expert, in the parameters' dtype."""
+    """A linear for each expert, each with quantizers of its own, as TE's has.
+
+    Tokens of an expert need no alignment here: TE's are padded with rows of zeros, which change no amax and no sum.
+    """
 
     def __init__(
-        self, backend: "EmulatedBackend", experts: int, in_features: int, out_features: int, bias: bool
+        self, backend: "EmulatedBackend", name: str, experts: int, in_features: int, out_features: int, bias: bool
     ) -> None:
         super().__init__()
-        self.has_bias = bias
+        self.backend, self.name, self.has_bias = backend, name, bias
+        self.quantizers = [backend.quantizers(name, in_features, out_features) for _ in range(experts)]
         for expert in range(experts):
             weight = backend.empty(out_features, in_features).normal_(std=0.02)
             self.register_parameter(f"weight{expert}", nn.Parameter(weight))
@@ -206,11 +228,26 @@ class GroupedLinear(nn.Module):
     def forward(self, values: Tensor, counts: Sequence[int]) -> Tensor:
         """Tokens `[tokens, in]`, `counts[0]` of expert 0 first and so on, to `[tokens, out]`."""
         parts = torch.split(values, list(counts))
-        return torch.cat([self._of(expert, part) for expert, part in enumerate(parts)])
+        out = torch.cat([self._of(expert, part) for expert, part in enumerate(parts)])
+        if self.backend.recorder:
+            weights = [self.get_parameter(f"weight{expert}") for expert in range(len(parts))]
+            self.backend.recorder.grouped_gemm(self.name, values, counts, weights, out)
+        return out
 
     def _of(self, expert: int, values: Tensor) -> Tensor:
-        weight = self.get_parameter(f"weight{expert}")
-        return F.linear(values, weight, self.get_parameter(f"bias{expert}") if self.has_bias else None)
+        weight, quantizers = self.get_parameter(f"weight{expert}"), self.quantizers[expert]
+        bias = self.get_parameter(f"bias{expert}") if self.has_bias else None
+        if self.backend.recorder or not quantizers:
+            return F.linear(values, weight, bias)
+        return _fp8_gemm(values, weight, bias, quantizers)
+
+    def fp8_state(self) -> Fp8State | None:
+        states = [state for quantizers in self.quantizers if (state := _state(quantizers))]
+        return Fp8State.of_experts(states) if states else None
+
+    def set_fp8_state(self, state: Fp8State) -> None:
+        for expert, quantizers in enumerate(self.quantizers):
+            _set_state(self.name, quantizers, state.of_expert(expert))
 
 
 class EmulatedBackend:
@@ -234,8 +271,10 @@ class EmulatedBackend:
     def norm(self, size: int, norm: Norm) -> NormModule:
         return NormModule(self, size, norm)
 
-    def grouped_linear(self, experts: int, in_features: int, out_features: int, bias: bool) -> GroupedLinear:
-        return GroupedLinear(self, experts, in_features, out_features, bias)
+    def grouped_linear(
+        self, name: str, experts: int, in_features: int, out_features: int, bias: bool
+    ) -> GroupedLinear:
+        return GroupedLinear(self, name, experts, in_features, out_features, bias)
 
     def packed_attention(self, model: ModelShape, scale: float) -> None:
         return None
@@ -246,8 +285,7 @@ class EmulatedBackend:
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def quantizers(self, name: str, in_features: int, out_features: int) -> Mapping[Role, Quantizer]:
-        """How a GEMM's tensors are cast, by role; empty where it stays in BF16."""
+    def quantizers(self, name: str, in_features: int, out_features: int) -> Quantizers:
         if not self.precision.in_fp8(name):
             return {}
         require_alignment(name, "a weight", out_features, in_features)

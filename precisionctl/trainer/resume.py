@@ -227,7 +227,5 @@ def _notes(source: Reader, load: Load, run: Run) -> Iterator[str]:
     if source.fp8 is not None and not run.recipe.precision.fp8:
         how = "goes on with what is collected" if run.recorder else "is carried along in the sidecar, unused"
         yield f"the checkpoint's FP8 state {how}"
-    if source.model.moe and run.recipe.precision.fp8:
-        yield "the GEMMs of routed experts stay in BF16"
     if run.model.model.mtp_num_layers:
         yield "multi-token prediction layers are carried along as they are; nothing trains them"

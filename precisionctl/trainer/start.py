@@ -2,23 +2,28 @@
 
 State that the checkpoint carries is used. Else a weight's amax comes from the weight itself, and those of
 activations and gradients from warm-up passes: forward and backward in BF16 over the coming micro-batches,
-without an update and without consuming them, a history row each.
+without an update and without consuming them, a history row each. An expert that has seen no token even then starts
+with the largest amax of the layer's others.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
-from precisionctl.cast import StateChange, fp8_state
+import torch
+from torch import Tensor
+
+from precisionctl.cast import StateChange, by_module, fp8_state, from_other_experts
 from precisionctl.fp8.numerics import amax, change_recipe
-from precisionctl.fp8.state import Fp8State, Fp8States, Role
+from precisionctl.fp8.state import Fp8State, Fp8States, Role, RoleState
 from precisionctl.trainer.backend import Fp8Linear, fp8_linears
 from precisionctl.trainer.loop import Run, backward
 from precisionctl.trainer.recorder import Recorder
 
-Source = Literal["carried", "from the weights", "warm-up", "never recorded"]
+Source = Literal["carried", "from the weights", "warm-up", "from other experts", "never recorded"]
 
 CALIBRATED = "precisionctl calibrate"
 """The producer of a state that calibration made."""
@@ -29,8 +34,8 @@ IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
 
 @dataclass(frozen=True)
 class Fp8Start:
-    """What a run starts with: how many roles got their state from where, and the state that goes along unused,
-    of modules which the run keeps in BF16."""
+    """What a run starts with: of how many GEMMs a role's state is from where, an expert's being one of its own; and the
+    state that goes along unused, of modules which the run keeps in BF16."""
 
     counts: Mapping[Source, Mapping[Role, int]]
     carried: Fp8States | None
@@ -44,18 +49,17 @@ def start_fp8(run: Run, found: Fp8States | None, aside: Fp8States | None, *, col
     carried, left = _unused(found, aside, linears)
     if not linears:
         return Fp8Start({}, carried, left)
+    fresh = {name: Fp8State.fresh(recipe.amax_history_len, _shape(linear)) for name, linear in linears.items()}
     if cold:
-        for linear in linears.values():
-            linear.set_fp8_state(Fp8State.fresh(recipe.amax_history_len))
+        for name, linear in linears.items():
+            linear.set_fp8_state(fresh[name])
         notes = ("cold start: scale 1 and empty histories everywhere",)
-        return Fp8Start({_NEVER: dict.fromkeys(IN_USE, len(linears))}, None, notes)
-    weights = {name: float(amax(run.model.get_parameter(f"{name}.weight"))) for name in linears}
-    change = fp8_state(found, weights, recipe)
-    known = change.states.modules
-    missing = any(not known[name].roles[role].recorded for name in linears for role in IN_USE)
-    warm = _warm_up(run) if missing else {}
-    fresh = Fp8State.fresh(recipe.amax_history_len)
-    sources = {name: _complete(name, linear, change, warm.get(name, fresh)) for name, linear in linears.items()}
+        return Fp8Start({"never recorded": _all_gemms(linears)}, None, notes)
+    shapes = {name: state.shape for name, state in fresh.items()}
+    change = fp8_state(found, by_module(_weight_amax(run, linears), shapes), recipe)
+    known = (change.states.modules[name].roles[role] for name in linears for role in IN_USE)
+    warm = fresh if all(part.recorded_each.all() for part in known) else fresh | _warm_up(run)
+    sources = {name: _complete(name, linear, change, warm[name]) for name, linear in linears.items()}
     return Fp8Start(_counts(sources), carried, (*left, *_notes(change, sources)))
 
 
@@ -75,7 +79,28 @@ def go_on_fp8(run: Run, saved: Fp8States | None, carried: Fp8States | None) -> F
     for name, linear in linears.items():
         assert saved is not None, "such a run saves its state"
         linear.set_fp8_state(saved.modules[name])
-    return Fp8Start({"carried": dict.fromkeys(IN_USE, len(linears))} if linears else {}, carried)
+    return Fp8Start({"carried": _all_gemms(linears)} if linears else {}, carried)
+
+
+def _shape(linear: Fp8Linear) -> tuple[int, ...]:
+    """Of its scales: `[]`, or `[experts]`."""
+    state = linear.fp8_state()
+    assert state is not None, "fp8_linears lists the linears that keep state"
+    return state.shape
+
+
+def _all_gemms(linears: Mapping[str, Fp8Linear]) -> Mapping[Role, int]:
+    return dict.fromkeys(IN_USE, sum(math.prod(_shape(linear)) for linear in linears.values()))
+
+
+def _weight_amax(run: Run, linears: Mapping[str, Fp8Linear]) -> dict[str, float]:
+    """Largest magnitudes, by the weights' names."""
+    split = ((name, *name.rpartition(".")[::2], values) for name, values in run.model.named_parameters())
+    return {
+        name: float(amax(values))
+        for name, module, leaf, values in split
+        if module in linears and leaf.startswith("weight")
+    }
 
 
 def _unused(
@@ -90,24 +115,39 @@ def _unused(
     return kept, notes
 
 
-_NEVER: Source = "never recorded"
-
-
-def _complete(name: str, linear: Fp8Linear, change: StateChange, recorded: Fp8State) -> dict[Role, Source]:
-    """Give a linear what is known of it, else what warm-up passes recorded. Returns where each role is from."""
-    known = change.states.modules[name]
-    roles = {role: part if part.recorded else recorded.roles[role] for role, part in known.roles.items()}
+def _complete(name: str, linear: Fp8Linear, change: StateChange, recorded: Fp8State) -> dict[Role, Counter[Source]]:
+    """Give a linear what is known of it, else what warm-up passes recorded. Returns of how many of its GEMMs each role
+    is from where."""
+    known = change.states.modules[name].roles
+    roles = {role: recorded.roles[role].replaced(part.recorded_each, part) for role, part in known.items()}
+    roles |= {role: from_other_experts(roles[role], role, change.states.recipe) for role in IN_USE}
     linear.set_fp8_state(Fp8State(roles))
-    sources: dict[Role, Source] = {}
-    for role in IN_USE:
-        warm: Source = "warm-up" if recorded.roles[role].recorded else _NEVER
-        sources[role] = "carried" if known.roles[role].recorded else warm
-    if name in change.from_weights or name in change.stale:
-        sources["weight"] = "from the weights"
-    return sources
+    none = torch.zeros(recorded.shape, dtype=torch.bool)
+    anew = change.from_weights.get(name, none) | change.stale.get(name, none)
+    return {
+        role: _sources(anew if role == "weight" else none, known[role], recorded.roles[role], roles[role])
+        for role in IN_USE
+    }
 
 
-def _warm_up(run: Run) -> Mapping[str, Fp8State]:
+def _sources(anew: Tensor, known: RoleState, recorded: RoleState, made: RoleState) -> Counter[Source]:
+    """How many of the GEMMs of a role have it from where: the first of these that it is."""
+    ways: dict[Source, Tensor] = {
+        "from the weights": anew,
+        "carried": known.recorded_each,
+        "warm-up": recorded.recorded_each,
+        "from other experts": made.recorded_each,
+        "never recorded": torch.ones_like(anew),
+    }
+    counts: Counter[Source] = Counter()
+    left = torch.ones_like(anew)
+    for source, those in ways.items():
+        counts[source] += int((those & left).sum())
+        left &= ~those
+    return counts
+
+
+def _warm_up(run: Run) -> dict[str, Fp8State]:
     recorder = Recorder(run.recipe.precision, run.device)
     with run.model.recorded_by(recorder):
         for batch, targets in islice(run.feed.coming(run.position), run.recipe.train.warmup_passes):
@@ -116,19 +156,26 @@ def _warm_up(run: Run) -> Mapping[str, Fp8State]:
     return recorder.states()
 
 
-def _counts(sources: Mapping[str, Mapping[Role, Source]]) -> Mapping[Source, Mapping[Role, int]]:
-    counted = Counter((source, role) for roles in sources.values() for role, source in roles.items())
+def _counts(sources: Mapping[str, Mapping[Role, Counter[Source]]]) -> Mapping[Source, Mapping[Role, int]]:
+    counted = {role: sum((roles[role] for roles in sources.values()), Counter[Source]()) for role in IN_USE}
     return {
-        source: {role: counted[source, role] for role in IN_USE if counted[source, role]}
-        for source in dict.fromkeys(source for source, _ in counted)
+        source: {role: counted[role][source] for role in IN_USE if counted[role][source]}
+        for source in dict.fromkeys(source for role in IN_USE for source in counted[role])
     }
 
 
-def _notes(change: StateChange, sources: Mapping[str, Mapping[Role, Source]]) -> tuple[str, ...]:
+def _notes(change: StateChange, sources: Mapping[str, Mapping[Role, Counter[Source]]]) -> tuple[str, ...]:
     notes = [
         f"{name}: the carried weight amax does not fit the weights; it was taken from them" for name in change.stale
     ]
-    silent = [name for name, roles in sources.items() if _NEVER in roles.values()]
-    if silent:
-        notes.append(f"{len(silent)} modules have a role that no warm-up pass recorded, e.g. {silent[0]}: scale 1")
+    for source, consequence in _SILENT.items():
+        silent = [name for name, roles in sources.items() if any(counts[source] for counts in roles.values())]
+        if silent:
+            notes.append(f"{len(silent)} modules have {consequence}, e.g. {silent[0]}")
     return tuple(notes)
+
+
+_SILENT: Mapping[Source, str] = {
+    "from other experts": "experts that saw no token: they start with the largest amax of their layer's others",
+    "never recorded": "a role that no warm-up pass recorded: scale 1",
+}
