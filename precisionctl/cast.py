@@ -55,11 +55,15 @@ def by_module(weight_amax: Mapping[str, float], gemms: Mapping[str, tuple[int, .
 
 def check_modules(states: Fp8States, gemms: Mapping[str, tuple[int, ...]]) -> None:
     """Raise MappingError for state of a module, or of a number of experts, that the model does not have."""
+    attention: dict[str, tuple[int, ...]] = {
+        f"{name.removesuffix('.linear_proj')}.core_attention": () for name in gemms if name.endswith(".linear_proj")
+    }
+    shapes = attention | dict(gemms)
     for name, state in states.modules.items():
-        if name not in gemms:
+        if name not in shapes:
             what = "which this model does not have"
-        elif any(part.scale.shape != gemms[name] for part in state.roles.values()):
-            held, wanted = (f"{shape[0]} experts" if shape else "one GEMM" for shape in (state.shape, gemms[name]))
+        elif any(part.scale.shape != shapes[name] for part in state.roles.values()):
+            held, wanted = (f"{shape[0]} experts" if shape else "one module" for shape in (state.shape, shapes[name]))
             what = f"of {held}; this model has {wanted} there"
         else:
             continue

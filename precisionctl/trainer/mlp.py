@@ -4,6 +4,7 @@ Shape letters as in `model.py`.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -81,7 +82,7 @@ class Experts(nn.Module):
 
     def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
         super().__init__()
-        self.model, self.number = model, moe.num_experts
+        self.backend, self.model, self.number = backend, model, moe.num_experts
         hidden, inner, bias = model.hidden_size, moe.ffn_hidden_size, model.add_bias_linear
         self.linear_fc1 = backend.grouped_linear(f"{name}.linear_fc1", self.number, hidden, model.expert_fc1_size, bias)
         self.linear_fc2 = backend.grouped_linear(f"{name}.linear_fc2", self.number, inner, hidden, bias)
@@ -90,8 +91,10 @@ class Experts(nn.Module):
         """Tokens `[T, E]` to the sums of their experts' outputs times `weights`, FP32 `[T, K]`; `chosen` `[T, K]`."""
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.number).tolist()
-        inner = self.linear_fc1(tokens[order // chosen.shape[1]], counts)
-        outputs = self.linear_fc2(activate(inner, self.model), counts)
+        numbers, recorder = order // chosen.shape[1], self.backend.recorder
+        with recorder.arranged(numbers) if recorder else nullcontext():
+            inner = self.linear_fc1(tokens[numbers], counts)
+            outputs = self.linear_fc2(activate(inner, self.model), counts)
         by_token: Tensor = outputs[order.argsort()].view(*chosen.shape, -1)
         return (by_token * weights[..., None]).sum(1).to(tokens.dtype)
 

@@ -5,6 +5,7 @@ The only file that imports Transformer Engine. Parameters, FP8 state and numeric
 `_extra_state` keys stay out of state dicts.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
 
 from precisionctl.errors import PrecisionError
-from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
+from precisionctl.fp8.state import BACKWARD, FORWARD, ROLES, Fp8State, Role, RoleState
 from precisionctl.model_shape import ModelShape
+from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.precision import Precision
 from precisionctl.trainer.backend import Norm, require_alignment
 from precisionctl.trainer.recorder import Recorder
@@ -25,7 +27,8 @@ from precisionctl.trainer.segments import Segments
 Group = Literal["scaling_fwd", "scaling_bwd"]
 
 COLUMNS: dict[Group, tuple[Role, ...]] = {"scaling_fwd": FORWARD, "scaling_bwd": BACKWARD}
-"""TE's tensors by direction, `scale` `[roles]` and `amax_history` `[history, roles]`: what each column is of."""
+"""TE's tensors by direction, `scale` `[columns]` and `amax_history` `[history, columns]`: what each column is of. A
+grouped linear has these of its first GEMM, then those of its second (grouped_linear.py, _get_quantizers; TE 2.3 on)."""
 
 
 def fp8_problem() -> str | None:
@@ -34,8 +37,8 @@ def fp8_problem() -> str | None:
     return None if available else reason
 
 
-class _Fp8Linear(nn.Module):
-    """What both linears add to TE's: where they run in FP8, and their state as an Fp8State."""
+class _Stateful(nn.Module):
+    """What linears add to TE's: where they run in FP8, and their state as an Fp8State, of scales of `shape`."""
 
     get_extra_state = nn.Module.get_extra_state  # without an override of these two no `_extra_state` is in state dicts
     set_extra_state = nn.Module.set_extra_state
@@ -43,9 +46,41 @@ class _Fp8Linear(nn.Module):
     backend: "TransformerEngineBackend"
     module_name: str
     in_fp8: bool
-    weight: Tensor
+    shape: tuple[int, ...] = ()
     fp8_meta: dict[str, Any]
     init_fp8_meta_tensors: Callable[[Recipe], None]
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.in_fp8 and self.backend.precision.scaling == "delayed"
+
+    def _of(self, role: Role) -> tuple[Tensor, Tensor]:
+        """A role's part of TE's own tensors: `scale` of `shape`, `amax_history` of `[*shape, history]`."""
+        group: Group = "scaling_fwd" if role in FORWARD else "scaling_bwd"
+        state, columns = self.fp8_meta[group], COLUMNS[group]
+        number = columns.index(role)
+        scale = state.scale.view(*self.shape, len(columns))[..., number]
+        return scale, state.amax_history.view(-1, *self.shape, len(columns))[..., number].movedim(0, -1)
+
+    def fp8_state(self) -> Fp8State | None:
+        if not self.keeps_state:
+            return None
+        return Fp8State({role: RoleState(*(part.cpu().clone() for part in self._of(role))) for role in ROLES})
+
+    def set_fp8_state(self, state: Fp8State) -> None:
+        if not self.keeps_state:
+            raise PrecisionError("this GEMM keeps no FP8 state", where=self.module_name)
+        for role in ROLES:
+            scale, history = self._of(role)
+            new = state.roles[role].resized(history.shape[-1])
+            scale.copy_(new.scale)  # in place: TE's quantizers and global buffers hold these tensors
+            history.copy_(new.amax_history)
+
+
+class _Fp8Linear(_Stateful):
+    """What both linears of one GEMM add to TE's."""
+
+    weight: Tensor
 
     def forward(self, values: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`."""
@@ -61,31 +96,8 @@ class _Fp8Linear(nn.Module):
             recorder.gemm(self.module_name, self.gemm_input(values), self.weight, out)
         return out
 
-    @property
-    def keeps_state(self) -> bool:
-        return self.in_fp8 and self.backend.precision.scaling == "delayed"
-
     def gemm_input(self, values: Tensor) -> Tensor:
         return values
-
-    def fp8_state(self) -> Fp8State | None:
-        if not self.keeps_state:
-            return None
-        roles: dict[Role, RoleState] = {}
-        for group, columns in COLUMNS.items():
-            scale, history = self.fp8_meta[group].scale.cpu(), self.fp8_meta[group].amax_history.cpu()
-            roles |= {role: RoleState(scale[i].clone(), history[:, i].clone()) for i, role in enumerate(columns)}
-        return Fp8State(roles)
-
-    def set_fp8_state(self, state: Fp8State) -> None:
-        if not self.keeps_state:
-            raise PrecisionError("this GEMM keeps no FP8 state", where=self.module_name)
-        for group, columns in COLUMNS.items():
-            meta = self.fp8_meta[group]
-            for i, role in enumerate(columns):
-                new = state.roles[role].resized(len(meta.amax_history))
-                meta.scale[i].copy_(new.scale)  # in place: TE's quantizers and global buffers hold these tensors
-                meta.amax_history[:, i].copy_(new.amax_history)
 
 
 class Linear(_Fp8Linear, te.Linear):  # type: ignore[misc]  # TE has no types
@@ -119,13 +131,26 @@ class LayerNorm(_Stateless, te.LayerNorm):  # type: ignore[misc]
     """te.LayerNorm."""
 
 
-class GroupedLinear(_Stateless, te.GroupedLinear):  # type: ignore[misc]
-    """te.GroupedLinear in the parameters' dtype."""
+class GroupedLinear(_Stateful, te.GroupedLinear):  # type: ignore[misc]
+    """te.GroupedLinear with an Fp8State of `[experts]`. Each expert's tokens are padded with rows of zeros to what an
+    FP8 GEMM takes, which change no amax and no sum."""
+
+    padding: nn.Module
+    unpadding: nn.Module
 
     def forward(self, values: Tensor, counts: Sequence[int]) -> Tensor:
         """Tokens `[tokens, in]`, `counts[0]` of expert 0 first and so on, to `[tokens, out]`."""
-        with te.autocast(enabled=False):
-            out: Tensor = super().forward(values, list(counts))
+        recorder = self.backend.recorder
+        out: Tensor
+        if self.in_fp8 and not recorder:
+            padded, rows = self.padding(values, list(counts))
+            out = self.unpadding(super().forward(padded, rows), list(counts))
+        else:
+            with te.autocast(enabled=False):
+                out = super().forward(values, list(counts))
+        if recorder:
+            weights = [self.get_parameter(f"weight{expert}") for expert in range(len(counts))]
+            recorder.grouped_gemm(self.module_name, values, counts, weights, out)
         return out
 
 
@@ -158,11 +183,11 @@ class TransformerEngineBackend:
         self.precision, self.dtype, self.device = precision, dtype, device
         self.recorder: Recorder | None = None
         self.recipe = _recipe(precision)
-        self._stateful: list[_Fp8Linear] = []
+        self._stateful: list[_Stateful] = []
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
         module = Linear(in_features, out_features, bias=bias, params_dtype=self.dtype, device=self.device, name=name)
-        return self._adopt(module, name)
+        return self._adopt(module, name, out_features, in_features)
 
     def layer_norm_linear(self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm) -> nn.Module:
         module = LayerNormLinear(
@@ -177,7 +202,7 @@ class TransformerEngineBackend:
             name=name,
         )
         module.norm = norm
-        return self._adopt(module, name)
+        return self._adopt(module, name, out_features, in_features)
 
     def norm(self, size: int, norm: Norm) -> nn.Module:
         if norm.kind == "RMSNorm":
@@ -188,8 +213,14 @@ class TransformerEngineBackend:
             size, eps=norm.epsilon, zero_centered_gamma=norm.zero_centered, dtype=self.dtype, device=self.device
         )
 
-    def grouped_linear(self, experts: int, in_features: int, out_features: int, bias: bool) -> nn.Module:
-        return GroupedLinear(experts, in_features, out_features, bias=bias, params_dtype=self.dtype, device=self.device)
+    def grouped_linear(self, name: str, experts: int, in_features: int, out_features: int, bias: bool) -> nn.Module:
+        module = GroupedLinear(
+            experts, in_features, out_features, bias=bias, params_dtype=self.dtype, device=self.device
+        )
+        module.shape = (experts,)
+        module.padding = te.Fp8Padding(experts, GEMM_ALIGNMENT)
+        module.unpadding = te.Fp8Unpadding(experts, GEMM_ALIGNMENT)
+        return self._adopt(module, name, out_features, in_features)
 
     def packed_attention(self, model: ModelShape, scale: float) -> nn.Module:
         mla = model.mla
@@ -200,14 +231,14 @@ class TransformerEngineBackend:
             softmax_scale=scale,
         )
 
-    def _adopt(self, module: _Fp8Linear, name: str) -> nn.Module:
+    def _adopt(self, module: _Stateful, name: str, *sizes: int) -> nn.Module:
         module.backend, module.module_name = self, name
         module.in_fp8 = self.precision.in_fp8(name)
         if module.in_fp8:
-            require_alignment(name, "a weight", *module.weight.shape)
+            require_alignment(name, "a weight", *sizes)
         if module.keeps_state:
             self._stateful.append(module)
-            module.fp8_meta["num_gemms"] = 1
+            module.fp8_meta["num_gemms"] = math.prod(module.shape)
             with torch.no_grad(), te.autocast(enabled=True, recipe=self.recipe):
                 module.init_fp8_meta_tensors(self.recipe)
         return module
