@@ -26,7 +26,7 @@ from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.data import Rows, load_rows
 from precisionctl.trainer.loop import summed_loss
 from precisionctl.trainer.model import GPT
-from precisionctl.trainer.modules_emulated import Linear, Quantized, Quantizer
+from precisionctl.trainer.modules_emulated import GroupedLinear, Linear, Quantized, Quantizer, Quantizers
 from precisionctl.trainer.tokenizer import load_tokenizer
 
 ROWS_AT_A_TIME = 4
@@ -96,7 +96,7 @@ def load(reader: Reader, device: torch.device | str = "cpu") -> tuple[GPT, str]:
         return model, _quantise(model, reader, plan) or stored
     for name, linear in fp8_linears(model).items():
         linear.set_fp8_state(states.modules[name])
-    return model, f"FP8 with delayed scaling, {stored} weights{', experts not in FP8' if plan.model.moe else ''}"
+    return model, f"FP8 with delayed scaling, {stored} weights"
 
 
 def _live_state(reader: Reader) -> Fp8States | None:
@@ -129,33 +129,43 @@ class _HasInputScales(Protocol):
 
 
 def _quantise(model: GPT, reader: Reader, plan: Plan) -> str | None:
-    """Let linears whose weights are stored as codes compute with those. Returns how, in words.
+    """Let linears whose weights are stored as codes compute with those, under one input scale for a module, all of its
+    experts, as engines do. Returns how, in words.
 
-    Experts, and weights with scales for blocks, compute with what their codes decode to.
+    Weights with scales for blocks compute with what their codes decode to.
     """
     scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
     device = model.output_weight.device
     stored = [job for job in plan.jobs if any(name in reader.encodings for name in job.reads)]
-    decoded = False
-    for job in stored:
-        linear = model.get_submodule(job.module)
-        if not isinstance(linear, Linear) or not _by_row(reader, job):
-            decoded = True
-            continue
-        fixed = [scales[name] for name in job.reads if name in scales]
-        inputs: Quantizer = StaticInputs(torch.tensor(max(fixed), device=device)) if fixed else TokenInputs()
+    direct = [job for job in stored if _by_row(reader, job)]
+    fixed: dict[str, float] = {}
+    for job in direct:
+        for name in job.reads:
+            fixed[job.module] = max(fixed.get(job.module, 0.0), scales.get(name, 0.0))
+    for job in direct:
+        scale = fixed[job.module]
+        inputs: Quantizer = StaticInputs(torch.tensor(scale, device=device)) if scale else TokenInputs()
         weight = _stored_weight(reader, job, plan, device)
         # A linear asks for its gradient's quantizer too; no gradient is taken here.
-        linear.quantizers = {"input": inputs, "weight": weight, "grad_output": inputs}
+        _set_quantizers(model, job, {"input": inputs, "weight": weight, "grad_output": inputs})
     if not stored:
         return None
     how = f"FP8 codes with {'static' if scales else 'dynamic per-token'} input scales"
-    return f"{how}, those of experts and blocks decoded" if decoded else how
+    return how if len(direct) == len(stored) else f"{how}, those of blocks decoded"
 
 
 def _by_row(reader: Reader, job: Job) -> bool:
     """Whether codes have scales that can be applied to a GEMM's result: one for each output channel, or for all."""
     return all(reader.encodings[name].scale_inv.shape[1] == 1 for name in job.reads)
+
+
+def _set_quantizers(model: GPT, job: Job, quantizers: Quantizers) -> None:
+    linear = model.get_submodule(job.module)
+    if isinstance(linear, GroupedLinear):
+        linear.quantizers[int(job.name.rpartition(".weight")[2])] = quantizers
+    else:
+        assert isinstance(linear, Linear), "nothing else has weights that are codes"
+        linear.quantizers = quantizers
 
 
 def _stored_weight(reader: Reader, job: Job, plan: Plan, device: torch.device) -> "StoredWeight":

@@ -43,8 +43,9 @@ class Export:
 def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, precision: Precision) -> Export:
     """Plan a directory of E4M3 weights for inference; everything else in BF16.
 
-    `precision` says which modules stay in BF16. One weight scale and one input scale for each fused
-    group. Raises MissingFp8State where `static` asks for an input amax that was never recorded, and PrecisionError
+    `precision` says which modules stay in BF16; experts that a family stores as one tensor do, too, for no engine reads
+    such codes. One weight scale and one input scale for each fused group, and one input scale for all experts of a
+    layer. Raises MissingFp8State where `static` asks for an input amax that was never recorded, and PrecisionError
     for shapes that FP8 GEMMs do not take and for weights that are codes already.
     """
     if source.encodings:
@@ -53,7 +54,7 @@ def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, pre
             do="Export the checkpoint that they were made from.",
         )
     plan = make_plan(source, "hf", dtype=torch.bfloat16, respelled=True)
-    encoded = [job for job in plan.jobs if job.row.gemm and precision.in_fp8(job.module)]
+    encoded = [job for job in plan.jobs if job.row.gemm and precision.in_fp8(job.module) and not _fused(job.writes[0])]
     for job in encoded:
         check_fp8_gemm(job, plan.model)
         if scheme == "dynamic" and not job.row.moves(plan.model):
@@ -73,7 +74,7 @@ def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, pre
         if name in codes:
             targets |= method.spelling.specs(method.scales(name, spec, scheme), spec)
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]
-    ignored = [name.removesuffix(".weight") for name in (*matrices, *_shared(plan))]
+    ignored = list(dict.fromkeys(map(_module, (*matrices, *_shared(plan)))))
     if _HEAD not in ignored:  # what transformers calls every head, whatever its tensor is called
         ignored.append(_HEAD)
     quantization = method.spelling.config(scheme, ignored)
@@ -85,6 +86,15 @@ def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, pre
     )
 
 
+def _fused(name: str) -> bool:
+    """Whether a tensor is an expert's slice of a stored one, `….mlp.experts.down_proj[3]`."""
+    return name.endswith("]")
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0] if _fused(name) else name.removesuffix(".weight")
+
+
 def _shared(plan: Plan) -> list[str]:
     """Matrices that are stored under another name (a tied `lm_head`), but modules all the same to a loader."""
     aliases = architecture_of(plan.model.architecture).aliases
@@ -92,7 +102,7 @@ def _shared(plan: Plan) -> list[str]:
 
 
 def _input_scales(source: StatefulSource, jobs: list[Job]) -> dict[str, float]:
-    """scale_inv of each module's input: the largest amax of its history over E4M3's largest value."""
+    """scale_inv of each module's input: the largest amax of its history (of all its experts') over E4M3's largest."""
     states = source.fp8
     if states is None:
         raise MissingFp8State(
@@ -102,7 +112,7 @@ def _input_scales(source: StatefulSource, jobs: list[Job]) -> dict[str, float]:
     scales = {}
     for job in jobs:
         state = states.modules.get(job.module)
-        amax = recorded_amax(state.roles["input"], "input", states.recipe) if state else torch.zeros(())
+        amax = recorded_amax(state.roles["input"], "input", states.recipe).amax() if state else torch.zeros(())
         if not amax > 0:
             raise MissingFp8State(
                 f"the input of `{job.module}` was never recorded",

@@ -4,7 +4,8 @@ A new one is a file in this folder with an `ENGINE` in it. The rules need config
 dtypes, and the values of the scales alone; no weight is read.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,10 @@ from precisionctl.quant_methods.base import Scales, Scheme, recognise, stored_sc
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of scales that load; llm-compressor writes the model's own."""
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Linears that every engine here computes as one, with one scale where scales are per tensor."""
+
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 
 
 @dataclass(frozen=True)
@@ -141,8 +144,17 @@ def _groups(specs: Mapping[str, Any]) -> Iterator[list[str]]:
                 yield [f"{stem}.{part}.weight" for part in group]
 
 
+def _experts(names: Iterable[str]) -> dict[tuple[str, str], list[str]]:
+    """The weights of a layer's experts, by their part: an engine gives them one scheme, and one input scale."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        if match := _EXPERT.fullmatch(name):
+            found.setdefault((match[1], match[2]), []).append(name)
+    return found
+
+
 def _torn(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule) -> Iterator[Finding]:
-    for group in _groups(specs):
+    for group in (*_groups(specs), *_experts(specs).values()):
         quantised = [name for name in group if name in scales]
         if quantised and len(quantised) < len(group):
             yield Finding(quantised[0], "FP8 codes, but not all that it is fused with", rule)
@@ -155,3 +167,7 @@ def _unequal(scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: 
             values = [float(read(getattr(tensors, kind))) for tensors in static]
             if len(set(values)) > 1:
                 yield Finding(group[0], f"{kind} scales {values} of one fused group differ", rule)
+    for experts in _experts(scales).values():
+        inputs = {float(read(tensors.input)) for name in experts if (tensors := scales[name]).input is not None}
+        if len(inputs) > 1:
+            yield Finding(experts[0], f"input scales of experts differ, {min(inputs)} to {max(inputs)}", rule)

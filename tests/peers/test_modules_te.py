@@ -21,6 +21,8 @@ CALLED = {
     "Linear": ("pytorch/module/linear.py", "Linear.__init__"),
     "LayerNormLinear": ("pytorch/module/layernorm_linear.py", "LayerNormLinear.__init__"),
     "GroupedLinear": ("pytorch/module/grouped_linear.py", "GroupedLinear.__init__"),
+    "te.Fp8Padding": ("pytorch/module/fp8_padding.py", "Fp8Padding.__init__"),
+    "te.Fp8Unpadding": ("pytorch/module/fp8_unpadding.py", "Fp8Unpadding.__init__"),
     "RMSNorm": ("pytorch/ops/basic/rmsnorm.py", "RMSNorm.__init__"),
     "LayerNorm": ("pytorch/ops/basic/layer_norm.py", "LayerNorm.__init__"),
     "PackedAttention": (ATTENTION, "DotProductAttention.__init__"),
