@@ -73,8 +73,8 @@ def recorded(reader: Reader, *, seed: int = 0) -> Fp8States:
     generator = torch.Generator().manual_seed(seed)
     recipe = DelayedScaling(amax_history_len=4)
     modules = {}
-    for name in make_plan(reader, "megatron").gemms:
-        amaxes = 1 + 3 * torch.rand(len(ROLES), generator=generator)
+    for name, shape in make_plan(reader, "megatron").gemms.items():
+        amaxes = 1 + 3 * torch.rand(len(ROLES), *shape, generator=generator)
         modules[name] = Fp8State(
             {role: after_one_update(amax, role, recipe) for role, amax in zip(ROLES, amaxes, strict=True)}
         )

@@ -12,6 +12,7 @@ from precisionctl.errors import PrecisionError
 from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.modules_emulated import EmulatedBackend, GroupedLinear, Linear
+from precisionctl.trainer.recorder import Recorder
 
 NAME = "decoder.layers.0.mlp.experts.linear_fc1"
 COUNTS = [32, 0, 16, 48]
@@ -54,13 +55,9 @@ def step(backend: EmulatedBackend, modules: list, inputs: list, gradients: list)
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
-@pytest.mark.parametrize("recording", [False, True])
-def test_experts_are_linears_of_their_own_tokens_and_states_to_the_last_bit(
-    scaling: str, bias: bool, recording: bool
-) -> None:
+def test_experts_are_linears_of_their_own_tokens_and_states_to_the_last_bit(scaling: str, bias: bool) -> None:
     precision = delayed() if scaling == "delayed" else PRESETS["fp8-current"]
     backend, grouped, alone, linears = pair(precision, bias)
-    backend.recording = alone.recording = recording
     for _ in range(6):  # longer than the history
         values, gradient = randn(sum(COUNTS), IN), randn(sum(COUNTS), OUT) / 100
         parts = [part.clone().requires_grad_() for part in values.split(COUNTS)]
@@ -74,6 +71,20 @@ def test_experts_are_linears_of_their_own_tokens_and_states_to_the_last_bit(
                 assert torch.equal(grouped.get_parameter(f"{name}{expert}").grad, parameter.grad), (name, expert)
             if scaling == "delayed":
                 assert same(grouped.fp8_state().of_expert(expert), linear.fp8_state()), expert
+
+
+def test_a_pass_in_bf16_records_of_each_expert_what_one_in_fp8_does() -> None:
+    backend, grouped, _, _ = pair(delayed(), False)
+    grouped.set_fp8_state(Fp8State.fresh(4, (EXPERTS,)))
+    values, gradient = randn(sum(COUNTS), IN, requires_grad=True), randn(sum(COUNTS), OUT)
+    backend.recorder = recorder = Recorder(delayed(), torch.device("cpu"))
+    with recorder.forward_pass():
+        grouped(values, COUNTS).backward(gradient)
+    recorder.after_backward()
+    backend.recorder = None
+    assert not grouped.fp8_state().roles["input"].recorded
+    step(backend, [grouped], [(values, COUNTS)], [gradient])
+    assert same(grouped.fp8_state(), recorder.states()[NAME])
 
 
 def test_an_expert_without_tokens_keeps_what_it_knows_of_them_and_learns_its_weight_s() -> None:

@@ -271,9 +271,7 @@ class EmulatedBackend:
     def norm(self, size: int, norm: Norm) -> NormModule:
         return NormModule(self, size, norm)
 
-    def grouped_linear(
-        self, name: str, experts: int, in_features: int, out_features: int, bias: bool
-    ) -> GroupedLinear:
+    def grouped_linear(self, name: str, experts: int, in_features: int, out_features: int, bias: bool) -> GroupedLinear:
         return GroupedLinear(self, name, experts, in_features, out_features, bias)
 
     def packed_attention(self, model: ModelShape, scale: float) -> None:
