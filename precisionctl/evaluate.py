@@ -162,7 +162,8 @@ def _by_row(reader: Reader, job: Job) -> bool:
 def _set_quantizers(model: GPT, job: Job, quantizers: Quantizers) -> None:
     linear = model.get_submodule(job.module)
     if isinstance(linear, GroupedLinear):
-        linear.quantizers[int(job.name.rpartition(".weight")[2])] = quantizers
+        assert job.expert is not None
+        linear.quantizers[job.expert] = quantizers
     else:
         assert isinstance(linear, Linear), "nothing else has weights that are codes"
         linear.quantizers = quantizers
