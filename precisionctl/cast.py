@@ -1,7 +1,8 @@
 """What happens to numbers on the way: how a job's tensors are encoded, and what becomes of the FP8 state."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -53,8 +54,9 @@ def by_module(weight_amax: Mapping[str, float], gemms: Mapping[str, tuple[int, .
     return found
 
 
-def check_modules(states: Fp8States, gemms: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise MappingError for state of a module, or of a number of experts, that the model does not have."""
+def check_modules(states: Fp8States, gemms: Mapping[str, tuple[int, ...]], file: Path | None = None) -> None:
+    """Raise MappingError for state of a module, or of a number of experts, that the model does not have; `file` is
+    where it is from, if not from the model's own checkpoint."""
     attention: dict[str, tuple[int, ...]] = {
         f"{name.removesuffix('.linear_proj')}.core_attention": () for name in gemms if name.endswith(".linear_proj")
     }
@@ -69,7 +71,10 @@ def check_modules(states: Fp8States, gemms: Mapping[str, tuple[int, ...]]) -> No
             continue
         raise MappingError(
             f"FP8 state of `{name}`, {what}",
-            do="Does the state belong to another model? --drop-fp8-state leaves it behind.",
+            where=file or "",
+            do="Give the state of this model."
+            if file
+            else "Does the state belong to another model? --drop-fp8-state leaves it behind.",
         )
 
 
@@ -78,6 +83,34 @@ def from_other_experts(part: RoleState, role: Role, recipe: DelayedScaling) -> R
     have left. Unchanged where there are no experts, or none of them recorded anything."""
     largest = recorded_amax(part, role, recipe).amax().expand(part.scale.shape)
     return part.replaced(~part.recorded_each, after_one_update(largest.clone(), role, recipe))
+
+
+def under(recipe: DelayedScaling, states: Fp8States) -> dict[str, Fp8State]:
+    """Modules' states for going on under a recipe."""
+    return {name: change_recipe(state, states.recipe, recipe) for name, state in states.modules.items()}
+
+
+def first_recorded(states: Sequence[Fp8State]) -> Fp8State:
+    """Of each role, and each expert, the first of these states under one recipe that recorded it."""
+    roles: dict[Role, RoleState] = {}
+    for state in states:
+        roles |= {
+            role: part.replaced(roles[role].recorded_each, roles[role]) if role in roles else part
+            for role, part in state.roles.items()
+        }
+    return Fp8State(roles)
+
+
+def filled(carried: Fp8States | None, given: Fp8States | None, recipe: DelayedScaling | None) -> Fp8States | None:
+    """What is carried, and what it never recorded from what is given; of both, under `recipe`, else the carried one."""
+    if carried is None or given is None:
+        return carried or given
+    new = recipe or carried.recipe
+    first, second = under(new, carried), under(new, given)
+    modules = {
+        name: first_recorded([states[name] for states in (first, second) if name in states]) for name in first | second
+    }
+    return replace(carried, recipe=new, modules=modules, statistics={**given.statistics, **carried.statistics})
 
 
 def fp8_state(

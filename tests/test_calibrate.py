@@ -17,9 +17,10 @@ from training import SMALL, make_source, make_text, run, settings
 from precisionctl.calibrate import Calibrated, Calibration, calibrate
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import DestinationExists, OutputError, PrecisionError, RecipeError
+from precisionctl.errors import DestinationExists, MappingError, OutputError, PrecisionError, RecipeError
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.state import Role
+from precisionctl.fp8.state import Fp8State, Role, RoleState
+from precisionctl.trainer.resume import resume
 from precisionctl.trainer.start import CALIBRATED
 from precisionctl.trainer.state import COLLECTED
 
@@ -271,3 +272,120 @@ def test_an_fp8_run_collects_by_itself_and_a_model_that_no_fp8_run_takes_is_told
     make_source(tmp_path / "odd", intermediate_size=100)
     with pytest.raises(PrecisionError, match="FP8 GEMMs need multiples of 16"):
         run(settings(tmp_path / "odd", place / "text.txt", tmp_path / "b", collect_amax=True))
+
+
+def test_what_bf16_passes_record_is_what_fp8_training_records(place: Path, tmp_path: Path) -> None:
+    """The same batches and weights: FP8 training at a rate that moves no BF16 weight, against calibration, row by row.
+
+    Weights, and the input of the first GEMM (the norm of the embedding), are the same to the last bit. The others have
+    gone through FP8 GEMMs. E4M3 rounds an element to 2**-4 of itself at most, E5M2 to 2**-3; an amax is one element of
+    a sum of many such, so that errors average: the bounds are those of a single rounding, for each row, and a quarter
+    of them for the median.
+    """
+    keys = {"train.steps": 8, "train.save_every": 8, "optimizer.lr": 1e-30, "optimizer.weight_decay": 0.0}
+    calibrate(asked(place, tmp_path / "state", passes=16, keys=keys))
+    made = settings(
+        place / "source",
+        place / "text.txt",
+        tmp_path / "run",
+        "fp8",
+        **{key.replace(".", "__"): value for key, value in keys.items()},
+        precision__delayed__amax_history_len=HISTORY,
+        fp8_state=tmp_path / "state",
+    )
+    _, finished, _ = run(made)
+    ours, theirs = sidecar.read(tmp_path / "state").modules, open_checkpoint(finished.checkpoint).fp8
+    assert theirs is not None
+    ratios: dict[str, list[float]] = {"input": [], "grad_output": []}
+    for name in GEMMS:
+        for role in IN_USE:
+            bf16, fp8 = (states[name].roles[role].amax_history[-16:] for states in (ours, theirs.modules))
+            assert bf16.count_nonzero() == fp8.count_nonzero() == 16
+            if role == "weight" or (role, name) == ("input", GEMMS[0]):
+                assert torch.equal(bf16, fp8), (name, role)
+            else:
+                ratios[role] += ((fp8 - bf16) / bf16).abs().tolist()
+    print({role: (max(found), sorted(found)[len(found) // 2]) for role, found in ratios.items()})
+    for role, bound in (("input", 2**-4), ("grad_output", 2**-3)):
+        assert max(ratios[role]) < bound, role
+        assert sorted(ratios[role])[len(ratios[role]) // 2] < bound / 4, role
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_a_run_that_starts_from_calibration_is_one_that_warms_up_on_the_same_batches(
+    place: Path, tmp_path: Path, algorithm: str
+) -> None:
+    """To the last bit: losses, weights, and all of the state that the run saves."""
+    keys = {"precision.delayed.amax_compute_algo": algorithm, "train.warmup_passes": 5, "train.save_every": 6}
+    made = {}
+    for name, given in (("warm", None), ("given", tmp_path / "state")):
+        if given:
+            calibrate(asked(place, given, passes=5, keys=keys))
+        changes = {key.replace(".", "__"): value for key, value in keys.items()}
+        history = {"precision__delayed__amax_history_len": HISTORY}
+        made[name] = run(
+            settings(
+                place / "source", place / "text.txt", tmp_path / name, "fp8", **changes, **history, fp8_state=given
+            )
+        )
+    assert made["warm"][0].fp8 == {"warm-up": {"input": 8, "weight": 8, "grad_output": 8}}
+    assert made["given"][0].fp8 == {"calibrated": {"input": 8, "weight": 8, "grad_output": 8}}
+    assert made["warm"][2] == made["given"][2] and len(made["warm"][2]) == 6
+    warm, given_ = (open_checkpoint(finished.checkpoint) for _, finished, _ in made.values())
+    for name in warm.specs:
+        assert torch.equal(read_tensor(warm, name), read_tensor(given_, name)), name
+    assert warm.fp8 is not None and given_.fp8 is not None
+    ours, theirs = scales(warm.fp8), scales(given_.fp8)
+    assert {key: ours[key] for key in ours} == {key: theirs[key] for key in ours}
+    caches = {module for module, _ in theirs.keys() - ours.keys()}
+    assert caches == {f"decoder.layers.{n}.self_attention.core_attention" for n in (0, 1)}, "kept for a cache"
+
+
+def test_each_role_comes_from_the_first_that_recorded_it(place: Path, calibrated: Calibrated, tmp_path: Path) -> None:
+    """Carried before collected before calibrated before warm-up before the weights; the file fills what is missing."""
+    made = settings(place / "source", place / "text.txt", tmp_path / "bf16", collect_amax=True, train__steps=1)
+    collected = run(made)[1].checkpoint
+    everything = {"input": 8, "weight": 8, "grad_output": 8}
+
+    def start(source: Path, name: str, **changes: Any) -> Any:
+        one = settings(source, place / "text.txt", tmp_path / name, "fp8", load="weights", train__steps=1, **changes)
+        return run(one)[0].fp8
+
+    assert start(collected, "collected", fp8_state=calibrated.out) == {"collected in BF16 training": everything}
+    carried = tmp_path / "collected" / "iter_0000001"
+    assert start(carried, "carried", fp8_state=calibrated.out) == {"carried": everything}
+    states = sidecar.read(calibrated.out)
+    fresh = Fp8State.fresh(HISTORY).roles
+    parts = {name: state for name, state in states.modules.items() if name in GEMMS[:6]}
+    parts[GEMMS[0]] = Fp8State({**parts[GEMMS[0]].roles, "grad_output": fresh["grad_output"]})
+    sidecar.write(tmp_path / "some", replace(states, modules=parts))
+    assert start(place / "source", "from some", fp8_state=tmp_path / "some") == {
+        "calibrated": {"input": 6, "weight": 6, "grad_output": 5},
+        "warm-up": {"input": 2, "weight": 2, "grad_output": 3},
+    }
+    weight = states.modules[GEMMS[0]].roles["weight"]
+    thrice = RoleState(weight.scale / 3, weight.amax_history * 3)
+    off = Fp8State({**states.modules[GEMMS[0]].roles, "weight": thrice})
+    sidecar.write(tmp_path / "off", replace(states, modules={**states.modules, GEMMS[0]: off}))
+    assert start(place / "source", "from off", fp8_state=tmp_path / "off") == {
+        "calibrated": {"input": 8, "weight": 7, "grad_output": 8},
+        "from the weights": {"weight": 1},
+    }
+    with pytest.raises(RecipeError, match="Leave one of them out"):
+        start(place / "source", "cold", fp8_state=calibrated.out, cold_start=True)
+    with pytest.raises(RecipeError, match="this run keeps none"):
+        start(place / "source", "current", fp8_state=calibrated.out, precision__scaling="current")
+
+
+def test_a_file_of_another_model_is_refused_by_its_name(place: Path, calibrated: Calibrated, tmp_path: Path) -> None:
+    make_source(tmp_path / "smaller", num_hidden_layers=1)
+    with pytest.raises(MappingError, match=r"`decoder.layers.1.*which this model does not have.*state.safetensors"):
+        run(settings(tmp_path / "smaller", place / "text.txt", tmp_path / "run", "fp8", fp8_state=calibrated.out))
+
+
+def test_another_file_makes_another_run(place: Path, calibrated: Calibrated, tmp_path: Path) -> None:
+    made = settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", fp8_state=calibrated.out)
+    resume(made, lambda started: None, lambda step: os.kill(os.getpid(), signal.SIGTERM) if step.step == 1 else None)
+    with pytest.raises(OutputError, match="it differs in fp8_state "):
+        run(replace(made, fp8_state=None))
+    assert run(made)[1].step == 6

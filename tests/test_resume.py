@@ -314,9 +314,18 @@ def test_masters_and_moments_that_megatron_core_saved_are_those_it_had(megatron_
     assert all(torch.equal(value, read_tensor(source, name)) for name, value in model.named_parameters())
 
 
-def test_an_fp8_run_starts_from_the_weights_and_warm_up_passes_and_says_so(place: Path, tmp_path: Path) -> None:
+def test_an_fp8_run_starts_from_warm_up_passes_and_says_so(place: Path, tmp_path: Path) -> None:
     started, _, _ = run(settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", train__steps=1))
-    assert started.fp8 == {"warm-up": {"input": 8, "grad_output": 8}, "from the weights": {"weight": 8}}
+    assert started.fp8 == {"warm-up": {"input": 8, "weight": 8, "grad_output": 8}}
+
+
+def test_without_warm_up_passes_only_the_weights_are_known(place: Path, tmp_path: Path) -> None:
+    made = settings(
+        place / "source", place / "text.txt", tmp_path / "run", "fp8", train__steps=1, train__warmup_passes=0
+    )
+    started, _, _ = run(made)
+    assert started.fp8 == {"from the weights": {"weight": 8}, "never recorded": {"input": 8, "grad_output": 8}}
+    assert any("a role that no warm-up pass recorded" in note for note in started.notes)
 
 
 def test_carried_state_is_used_as_it_is(fp8_run: Path, place: Path, tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ grouped_columns_option = click.option(
     type=click.Choice(["gemm", "role"]),
     help="Who wrote the FP8 state of experts that does not tell it: TE 2.3 and newer (gemm), 1.9 to 2.2 (role).",
 )
+fp8_state_option = click.option(
+    "--fp8-state", type=CHECKPOINT, help="A file that calibrate wrote, for what CHECKPOINT has not recorded."
+)
 iteration_option = click.option("--iteration", type=int, help="Which one of a Megatron directory; else the newest.")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from precisionctl.cli.options import CHECKPOINT, DATA, NEW_PATH, POSITIVE, iteration_option
+from precisionctl.cli.options import CHECKPOINT, DATA, NEW_PATH, POSITIVE, fp8_state_option, iteration_option
 
 backend_option = click.option(
     "--backend",
@@ -28,12 +28,13 @@ backend_option = click.option(
 @click.option("--load", type=click.Choice(["full", "weights"]), help="Else full where there is an optimizer.")
 @backend_option
 @click.option("--cold-start", is_flag=True, help="Begin FP8 at scale 1 with empty histories, whatever is carried.")
+@fp8_state_option
 @click.option("--collect-amax", is_flag=True, help="In BF16, record what an FP8 run to come starts from.")
 def resume(**what: Any) -> None:
     """Go on training CHECKPOINT, in BF16 or FP8, pretraining or SFT.
 
-    A run that was stopped goes on with the same command. An FP8 start without recorded state takes weight scales from
-    the weights and the others from warm-up passes.
+    A run that was stopped goes on with the same command. FP8 starts from the state in CHECKPOINT, else from that of
+    --fp8-state, else from warm-up passes.
     """
     from precisionctl import console
     from precisionctl.reports import run as report

@@ -1,6 +1,7 @@
 """`resume`: a checkpoint of either layout, a recipe and data become a run that can be killed at any step."""
 
 import fcntl
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -11,13 +12,14 @@ from typing import Any, Literal
 
 import torch
 
+from precisionctl.cast import check_modules
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_keys import directory_name
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import CheckpointError, OutputError, RecipeError
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.state import Role
+from precisionctl.fp8.state import Fp8States, Role
 from precisionctl.model_shape import ModelShape
 from precisionctl.plan import Plan, check_fp8_gemm, make_plan
 from precisionctl.recipe import Data, Recipe, load_recipe
@@ -48,11 +50,17 @@ class Settings:
     backend: Literal["auto", "te", "emulated"] = "auto"
     cold_start: bool = False
     collect_amax: bool = False
+    fp8_state: Path | None = None
 
     @property
     def start(self) -> Mapping[str, object]:
         """What of it makes a run another one, beside checkpoint, data and recipe."""
-        return {"cold_start": self.cold_start} | ({"collect_amax": True} if self.collect_amax else {})
+        start: dict[str, object] = {"cold_start": self.cold_start}
+        if self.collect_amax:
+            start["collect_amax"] = True
+        if self.fp8_state:
+            start["fp8_state"] = hashlib.sha256(self.fp8_state.read_bytes()).hexdigest()
+        return start
 
 
 @dataclass(frozen=True)
@@ -101,11 +109,14 @@ def resume(
         plan = make_plan(source, "megatron")
         if settings.collect_amax:
             _check_gemms(plan, recipe)
+        given = sidecar.read(settings.fp8_state) if settings.fp8_state else None
+        if given:
+            check_modules(given, plan.gemms, settings.fp8_state)
         run = _build(recipe, plan.model, backend, rows, held_out)
         if here:
             fp8 = _go_on(run, here, wanted, out, settings)
         else:
-            fp8 = _start(run, source, load, settings)
+            fp8 = _start(run, source, load, settings, given)
         with closing(MetricsLog(out, run.step)) as log:
             notes = (*_notes(source, load, run), *rows.notes, *log.notes, *fp8.notes)
             on_start(Started(recipe, out, run.step, load, backend, fp8.counts, notes))
@@ -118,11 +129,15 @@ def read_recipe(settings: Settings) -> Recipe:
     name = settings.recipe or {"bf16": "bf16", "fp8": "fp8-delayed"}[settings.precision]
     recipe = load_recipe(name, settings.overrides)
     recipe = replace(recipe, precision=replace(recipe.precision, fp8=settings.precision == "fp8"))
-    if settings.cold_start and not (recipe.precision.fp8 and recipe.precision.scaling == "delayed"):
+    stateful = recipe.precision.fp8 and recipe.precision.scaling == "delayed"
+    asked = {"--cold-start empties": settings.cold_start, "--fp8-state is": settings.fp8_state}
+    if not stateful and (wanted := [what for what, value in asked.items() if value]):
         raise RecipeError(
-            "--cold-start empties the state of delayed scaling, and this run keeps none",
+            f"{wanted[0]} the state of delayed scaling, and this run keeps none",
             do="Leave it out, or train in FP8 with precision.scaling=delayed.",
         )
+    if settings.cold_start and settings.fp8_state:
+        raise RecipeError("--cold-start takes no state, and --fp8-state gives one", do="Leave one of them out.")
     if settings.collect_amax and recipe.precision.fp8:
         raise RecipeError("an FP8 run records amaxes by itself", do="Leave --collect-amax out.")
     if settings.data:
@@ -199,7 +214,7 @@ def _go_on(run: Run, here: TorchDistReader, wanted: Mapping[str, Any], out: Path
     return start_collecting(run, beside) if settings.collect_amax else go_on_fp8(run, here.fp8, beside)
 
 
-def _start(run: Run, source: Reader, load: Load, settings: Settings) -> Fp8Start:
+def _start(run: Run, source: Reader, load: Load, settings: Settings, given: Fp8States | None) -> Fp8Start:
     state.load_weights(source, run)
     if load == "full":
         if not isinstance(source, TorchDistReader) or not state.has_optimizer(source):
@@ -218,7 +233,7 @@ def _start(run: Run, source: Reader, load: Load, settings: Settings) -> Fp8Start
     if settings.collect_amax:
         return start_collecting(run, source.fp8)
     aside = sidecar.find(source.path) if source.path else None
-    return start_fp8(run, source.fp8, aside, cold=settings.cold_start)
+    return start_fp8(run, source.fp8, aside, given, cold=settings.cold_start)
 
 
 def _notes(source: Reader, load: Load, run: Run) -> Iterator[str]:

@@ -1,14 +1,15 @@
 """The FP8 state of a run's first step, role by role: never empty histories in silence.
 
-State that the checkpoint carries is used. Else a weight's amax comes from the weight itself, and those of
-activations and gradients from warm-up passes: forward and backward in BF16 over the coming micro-batches,
-without an update and without consuming them, a history row each. An expert that has seen no token even then starts
-with the largest amax of the layer's others.
+Each role has the first of these that recorded it: the state in the checkpoint, carried from FP8 training or collected
+in BF16 training; that of a file, calibrated; warm-up passes, forward and backward in BF16 over the coming
+micro-batches, without an update and without consuming them, a history row each. A weight that none of them recorded,
+or not as it is, has its amax from itself. An expert that has seen no token starts with the largest amax of the layer's
+others.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
@@ -16,17 +17,36 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from precisionctl.cast import StateChange, by_module, fp8_state, from_other_experts
+from precisionctl.cast import (
+    StateChange,
+    by_module,
+    check_modules,
+    first_recorded,
+    fp8_state,
+    from_other_experts,
+    under,
+)
 from precisionctl.fp8.numerics import amax, change_recipe
-from precisionctl.fp8.state import Fp8State, Fp8States, Role, RoleState
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, Role
 from precisionctl.trainer.backend import Fp8Linear, fp8_linears
 from precisionctl.trainer.loop import Run, backward
 from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.state import COLLECTED
 
-Source = Literal["carried", "from the weights", "warm-up", "from other experts", "never recorded"]
+Source = Literal[
+    "carried",
+    "collected in BF16 training",
+    "calibrated",
+    "warm-up",
+    "from the weights",
+    "from other experts",
+    "never recorded",
+]
 
 CALIBRATED = "precisionctl calibrate"
 """The producer of a state that calibration made."""
+
+_PRODUCERS: Mapping[str, Source] = {COLLECTED: "collected in BF16 training", CALIBRATED: "calibrated"}
 
 IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
 """The roles that a linear casts; TE keeps `output` and `grad_input` beside them and never records them."""
@@ -42,11 +62,14 @@ class Fp8Start:
     notes: tuple[str, ...] = ()
 
 
-def start_fp8(run: Run, found: Fp8States | None, aside: Fp8States | None, *, cold: bool) -> Fp8Start:
-    """Set the state of every FP8 linear of the run's model from what is `found` in the checkpoint; `cold` is scale 1
-    and empty histories everywhere, whatever is found. `aside` is what the checkpoint itself carried unused."""
+def start_fp8(
+    run: Run, found: Fp8States | None, aside: Fp8States | None, given: Fp8States | None = None, *, cold: bool
+) -> Fp8Start:
+    """Set the state of every FP8 linear of the run's model from what is `found` in the checkpoint, else from what is
+    `given` in a file; `cold` is scale 1 and empty histories everywhere, whatever there is. `aside` is what the
+    checkpoint itself carried unused."""
     linears, recipe = fp8_linears(run.model), run.recipe.precision.delayed
-    carried, left = _unused(found, aside, linears)
+    carried, left = _unused((found, aside, given), linears)
     if not linears:
         return Fp8Start({}, carried, left)
     fresh = {name: Fp8State.fresh(recipe.amax_history_len, _shape(linear)) for name, linear in linears.items()}
@@ -56,10 +79,15 @@ def start_fp8(run: Run, found: Fp8States | None, aside: Fp8States | None, *, col
         notes = ("cold start: scale 1 and empty histories everywhere",)
         return Fp8Start({"never recorded": _all_gemms(linears)}, None, notes)
     shapes = {name: state.shape for name, state in fresh.items()}
-    change = fp8_state(found, by_module(_weight_amax(run, linears), shapes), recipe)
-    known = (change.states.modules[name].roles[role] for name in linears for role in IN_USE)
-    warm = fresh if all(part.recorded_each.all() for part in known) else fresh | _warm_up(run)
-    sources = {name: _complete(name, linear, change, warm[name]) for name, linear in linears.items()}
+    known = [_fitting(states, shapes, recipe) for states in (found, given) if states]
+    if not all(_recorded(name, fresh, known) for name in linears):
+        known.append(("warm-up", _warm_up(run)))
+    first = {
+        name: first_recorded([modules[name] for _, modules in known if name in modules] or [fresh[name]])
+        for name in linears
+    }
+    change = fp8_state(Fp8States(recipe, first), by_module(_weight_amax(run, linears), shapes), recipe)
+    sources = {name: _complete(name, linear, change, known) for name, linear in linears.items()}
     return Fp8Start(_counts(sources), carried, (*left, *_notes(change, sources)))
 
 
@@ -103,45 +131,59 @@ def _weight_amax(run: Run, linears: Mapping[str, Fp8Linear]) -> dict[str, float]
     }
 
 
+Known = Sequence[tuple[Source, Mapping[str, Fp8State]]]
+"""Where states are from, first the best; by module."""
+
+
+def _fitting(
+    states: Fp8States, shapes: Mapping[str, tuple[int, ...]], recipe: DelayedScaling
+) -> tuple[Source, Mapping[str, Fp8State]]:
+    """Raises MappingError for state of another number of experts."""
+    mine = replace(states, modules={name: state for name, state in states.modules.items() if name in shapes})
+    check_modules(mine, shapes)
+    return _PRODUCERS.get(states.producer, "carried"), under(recipe, mine)
+
+
+def _recorded(name: str, fresh: Mapping[str, Fp8State], known: Known) -> bool:
+    """Whether the activations and gradients of a linear, of each expert, are known."""
+    state = first_recorded([*(modules[name] for _, modules in known if name in modules), fresh[name]])
+    return all(bool(state.roles[role].recorded_each.all()) for role in IN_USE if role != "weight")
+
+
 def _unused(
-    found: Fp8States | None, aside: Fp8States | None, linears: Mapping[str, Fp8Linear]
+    ways: Iterable[Fp8States | None], linears: Mapping[str, Fp8Linear]
 ) -> tuple[Fp8States | None, tuple[str, ...]]:
-    """What no linear takes up: of what was found, else of what was aside, for each has its own date and recipe.
-    A note where something of both is left."""
-    rests = [states.without(linears) for states in (found, aside) if states]
+    """What no linear takes up, of the first that has such a thing, for each has its own date and recipe. A note where
+    something of others is left."""
+    rests = [states.without(linears) for states in ways if states]
     kept = next((rest for rest in rests if rest.modules or rest.raw), None)
     left = [name for rest in rests for name in rest.modules if kept and name not in kept.modules]
     notes = (f"older FP8 state of {len(left)} modules is left behind, e.g. of {left[0]}",) if left else ()
     return kept, notes
 
 
-def _complete(name: str, linear: Fp8Linear, change: StateChange, recorded: Fp8State) -> dict[Role, Counter[Source]]:
-    """Give a linear what is known of it, else what warm-up passes recorded. Returns of how many of its GEMMs each role
-    is from where."""
-    known = change.states.modules[name].roles
-    roles = {role: recorded.roles[role].replaced(part.recorded_each, part) for role, part in known.items()}
+def _complete(name: str, linear: Fp8Linear, change: StateChange, known: Known) -> dict[Role, Counter[Source]]:
+    """Give a linear its state. Returns of how many of its GEMMs each role is from where."""
+    state = change.states.modules[name]
+    roles = dict(state.roles)
     roles |= {role: from_other_experts(roles[role], role, change.states.recipe) for role in IN_USE}
     linear.set_fp8_state(Fp8State(roles))
-    none = torch.zeros(recorded.shape, dtype=torch.bool)
+    none = torch.zeros(state.shape, dtype=torch.bool)
     anew = change.from_weights.get(name, none) | change.stale.get(name, none)
-    return {
-        role: _sources(anew if role == "weight" else none, known[role], recorded.roles[role], roles[role])
-        for role in IN_USE
-    }
+    sources = {}
+    for role in IN_USE:
+        ways: list[tuple[Source, Tensor]] = [("from the weights", anew)] if role == "weight" else []
+        ways += [(way, modules[name].roles[role].recorded_each) for way, modules in known if name in modules]
+        ways += [("from other experts", roles[role].recorded_each), ("never recorded", torch.ones_like(none))]
+        sources[role] = _sources(ways)
+    return sources
 
 
-def _sources(anew: Tensor, known: RoleState, recorded: RoleState, made: RoleState) -> Counter[Source]:
-    """How many of the GEMMs of a role have it from where: the first of these that it is."""
-    ways: dict[Source, Tensor] = {
-        "from the weights": anew,
-        "carried": known.recorded_each,
-        "warm-up": recorded.recorded_each,
-        "from other experts": made.recorded_each,
-        "never recorded": torch.ones_like(anew),
-    }
+def _sources(ways: Sequence[tuple[Source, Tensor]]) -> Counter[Source]:
+    """How many GEMMs have a role from where: from the first way that is theirs, bool of the scale's shape."""
     counts: Counter[Source] = Counter()
-    left = torch.ones_like(anew)
-    for source, those in ways.items():
+    left = torch.ones_like(ways[0][1])
+    for source, those in ways:
         counts[source] += int((those & left).sum())
         left &= ~those
     return counts
