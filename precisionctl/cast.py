@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.errors import MappingError
+from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import after_one_update, change_recipe, recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, Role, RoleState
 
@@ -76,6 +77,13 @@ def check_modules(states: Fp8States, gemms: Mapping[str, tuple[int, ...]], file:
             if file
             else "Does the state belong to another model? --drop-fp8-state leaves it behind.",
         )
+
+
+def read_state(file: Path, gemms: Mapping[str, tuple[int, ...]]) -> Fp8States:
+    """The state in a file, which must be of a model with these GEMMs. Raises what `check_modules` and reading raise."""
+    states = sidecar.read(file)
+    check_modules(states, gemms, file)
+    return states
 
 
 def from_other_experts(part: RoleState, role: Role, recipe: DelayedScaling) -> RoleState:

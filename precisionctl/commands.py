@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from precisionctl import __version__
-from precisionctl.cast import by_module, check_modules, fp8_state
+from precisionctl.cast import by_module, check_modules, filled, fp8_state, read_state
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
@@ -68,6 +68,7 @@ class Conversion:
     iteration: int | None = None
     max_shard_size: int = MAX_SHARD_SIZE
     drop_fp8_state: bool = False
+    fp8_state: Path | None = None
     drop_optimizer: bool = False
     architecture: str | None = None
     reference: Path | None = None
@@ -117,6 +118,7 @@ class InferenceExport:
     recipe: Precision | None = None
     iteration: int | None = None
     max_shard_size: int = MAX_SHARD_SIZE
+    fp8_state: Path | None = None
 
 
 def plan_conversion(conversion: Conversion) -> Work:
@@ -138,7 +140,7 @@ def plan_conversion(conversion: Conversion) -> Work:
         parallelism=conversion.parallelism,
         optimizer=trained is not None,
     )
-    state = None if conversion.drop_fp8_state else reader.fp8
+    state = _known(conversion, reader, plan)
     seeds = seeded(reader, coded, plan) if state is None else None
     if conversion.precision == "fp8":
         state = state or seeds
@@ -147,7 +149,7 @@ def plan_conversion(conversion: Conversion) -> Work:
             check_fp8_gemm(job, plan.model)
     if state:
         check_modules(state, plan.gemms)
-    output = open_output(conversion.destination, conversion.source, conversion.reference)
+    output = open_output(conversion.destination, conversion.source, conversion.reference, conversion.fp8_state)
     ranks_files = conversion.container == "torch"
     run = carried(trained, conversion.parallelism, generators=not ranks_files) if trained else Carried()
     if conversion.to == "hf":
@@ -181,6 +183,8 @@ def plan_conversion(conversion: Conversion) -> Work:
     if trained and ranks_files:
         notes.append("Go on from it with --no-load-rng: the states of random generators are not in this format here.")
     notes += state.notes if state else ()
+    if conversion.fp8_state:
+        notes.append(f"FP8 state that the checkpoint has not recorded is that of {conversion.fp8_state}.")
     makes = conversion.fills_extra_state and (conversion.precision == "fp8" or state is not None)
     if makes:
         cut = plan.model.moe is not None and conversion.container != "torch"
@@ -204,13 +208,21 @@ def _plan_way_back(conversion: Conversion, reader: Reader, coded: Coded) -> Work
         max_shard_size=conversion.max_shard_size,
     )
     notes = [*left_behind(reader)]
+    state = _known(conversion, reader, made.plan)
 
     def finish(changed: Mapping[str, float]) -> Fp8States | None:
         notes.extend(of_way_back(coded, changed))
-        return reader.fp8
+        return state
 
     digest = _digest(made.plan, conversion, coded)
     return Work(reader, made.plan, writer, output, finish, False, digest, notes, None, coded)
+
+
+def _known(conversion: Conversion, reader: Reader, plan: Plan) -> Fp8States | None:
+    """The state that is carried, and what it lacks from the file that the command names."""
+    state = None if conversion.drop_fp8_state else reader.fp8
+    given = read_state(conversion.fp8_state, plan.gemms) if conversion.fp8_state else None
+    return filled(state, given, conversion.recipe.delayed if conversion.recipe else None)
 
 
 def _open_as_told(conversion: Conversion) -> Reader:
@@ -253,6 +265,7 @@ def _as_export(conversion: Conversion) -> InferenceExport:
         recipe=conversion.recipe,
         iteration=conversion.iteration,
         max_shard_size=conversion.max_shard_size,
+        fp8_state=conversion.fp8_state,
     )
 
 
@@ -261,14 +274,18 @@ def plan_export(export: InferenceExport) -> Work:
     reader = open_checkpoint(export.source, export.iteration)
     engine = engine_named(export.target)
     method = quant_methods()[engine.spells[export.scheme]]
-    made = make_export(reader, method, export.scheme, export.recipe or PRESETS["fp8-delayed"])
-    output = open_output(export.destination, export.source)
+    if export.scheme == "dynamic" and export.fp8_state:
+        raise RecipeError("dynamic input scales are made by the engine, of no state", do="Leave --fp8-state out.")
+    made = make_export(reader, method, export.scheme, export.recipe or PRESETS["fp8-delayed"], export.fp8_state)
+    output = open_output(export.destination, export.source, export.fp8_state)
     writer = hf_writer(output, made.plan, reader.companions, export=made, max_shard_size=export.max_shard_size)
     coded = coded_before(reader)
     if coded:
         check_model(coded, made.plan)
     notes = [*left_behind(reader), f"Serve it with: {engine.command.format(path=export.destination)}"]
-    if export.scheme == "static":
+    if export.scheme == "static" and export.fp8_state:
+        notes.insert(0, f"Input scales that the checkpoint has not recorded are those of {export.fp8_state}.")
+    elif export.scheme == "static":
         notes.insert(0, f"Input scales are those recorded by iteration {made.recorded_at}, without calibration data.")
 
     def finish(changed: Mapping[str, float]) -> None:
@@ -302,6 +319,6 @@ def _make_state(carried: Fp8States | None, conversion: Conversion, plan: Plan, n
 
 
 def _digest(plan: Plan, command: Conversion | InferenceExport, coded: Coded | None = None) -> str:
-    status = coded.path.stat() if coded and coded.path and coded.path.is_file() else None
-    about = f"{status.st_size} {status.st_mtime_ns}" if status else ""
+    files = [file for file in (coded.path if coded else None, command.fp8_state) if file and file.is_file()]
+    about = [[file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     return hashlib.sha256(f"{__version__} {plan.digest} {command} {about}".encode()).hexdigest()

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from precisionctl.architectures.find import architecture_of
-from precisionctl.cast import Encode
+from precisionctl.cast import Encode, filled, read_state
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
@@ -28,6 +29,10 @@ class StatefulSource(Source, Protocol):
 
 
 _HEAD = "lm_head"
+_RECORD = (
+    "Record it with `precisionctl calibrate` and give --fp8-state, train a few steps with `precisionctl resume "
+    "--precision fp8`, or export with --scheme dynamic."
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,9 @@ class Export:
     recorded_at: int | None
 
 
-def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, precision: Precision) -> Export:
+def make_export(
+    source: StatefulSource, method: QuantMethod, scheme: Scheme, precision: Precision, fp8_state: Path | None = None
+) -> Export:
     """Plan a directory of E4M3 weights for inference; everything else in BF16.
 
     `precision` says which modules stay in BF16; experts that a family stores as one tensor do, too, for no engine reads
@@ -64,7 +71,9 @@ def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, pre
                 do="Export with --scheme static, which has one scale for all of a weight.",
             )
     assert method.spelling is not None, "engines name methods that exports are written in"
-    inputs = _input_scales(source, encoded) if scheme == "static" else {}
+    given = read_state(fp8_state, plan.gemms) if fp8_state else None
+    states = filled(source.fp8, given, None)
+    inputs = _input_scales(states, encoded) if scheme == "static" else {}
     encodings = {job.name: _encode(job, plan, method, scheme, inputs.get(job.module)) for job in encoded}
     jobs = tuple(replace(job, encode=encodings.get(job.name)) for job in plan.jobs)
     codes = {name for encode in encodings.values() for name in encode.weight_scales}
@@ -82,7 +91,7 @@ def make_export(source: StatefulSource, method: QuantMethod, scheme: Scheme, pre
         replace(plan, jobs=jobs, targets=targets, quantization=quantization),
         quantization,
         method.spelling.files(scheme, ignored),
-        source.fp8.iteration if source.fp8 else None,
+        states.iteration if states else None,
     )
 
 
@@ -101,13 +110,12 @@ def _shared(plan: Plan) -> list[str]:
     return [alias.hf for alias in aliases if getattr(plan.model, alias.switch) and not alias.written]
 
 
-def _input_scales(source: StatefulSource, jobs: list[Job]) -> dict[str, float]:
+def _input_scales(states: Fp8States | None, jobs: list[Job]) -> dict[str, float]:
     """scale_inv of each module's input: the largest amax of its history (of all its experts') over E4M3's largest."""
-    states = source.fp8
     if states is None:
         raise MissingFp8State(
             "the checkpoint holds no FP8 state, so no input scales are known",
-            do="Train a few steps with `precisionctl resume --precision fp8` first, or export with --scheme dynamic.",
+            do=_RECORD,
         )
     scales = {}
     for job in jobs:
@@ -116,7 +124,7 @@ def _input_scales(source: StatefulSource, jobs: list[Job]) -> dict[str, float]:
         if not amax > 0:
             raise MissingFp8State(
                 f"the input of `{job.module}` was never recorded",
-                do="Train a few steps with `precisionctl resume --precision fp8`, or export with --scheme dynamic.",
+                do=_RECORD,
             )
         scales[job.module] = float(amax / FP8_MAX[CODES])
     return scales

@@ -11,18 +11,31 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors import safe_open
 from test_resume import scales
 from training import SMALL, make_source, make_text, run, settings
 
 from precisionctl.calibrate import Calibrated, Calibration, calibrate
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import DestinationExists, MappingError, OutputError, PrecisionError, RecipeError
+from precisionctl.cli import main
+from precisionctl.commands import Conversion, InferenceExport, plan_conversion, plan_export
+from precisionctl.errors import (
+    DestinationExists,
+    MappingError,
+    MissingFp8State,
+    OutputError,
+    PrecisionError,
+    RecipeError,
+)
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, Role, RoleState
+from precisionctl.recipe import load_recipe
 from precisionctl.trainer.resume import resume
 from precisionctl.trainer.start import CALIBRATED
 from precisionctl.trainer.state import COLLECTED
+from precisionctl.work import execute
 
 HISTORY = 32
 IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
@@ -389,3 +402,76 @@ def test_another_file_makes_another_run(place: Path, calibrated: Calibrated, tmp
     with pytest.raises(OutputError, match="it differs in fp8_state "):
         run(replace(made, fp8_state=None))
     assert run(made)[1].step == 6
+
+
+@pytest.mark.parametrize("container", ["torch_dist", "torch"])
+def test_a_conversion_with_the_state_is_what_a_run_with_the_state_starts_from(
+    place: Path, calibrated: Calibrated, tmp_path: Path, container: str
+) -> None:
+    recipe = load_recipe("fp8-delayed", [f"precision.delayed.amax_history_len={HISTORY}"]).precision
+    asked_for = Conversion(
+        place / "source",
+        tmp_path / "converted",
+        to="megatron",
+        precision="fp8",
+        container=container,
+        recipe=recipe,
+        fp8_state=calibrated.out,
+    )
+    work = plan_conversion(asked_for)
+    execute(work)
+    assert any(str(calibrated.out) in note for note in work.notes)
+    assert not any("come from the weights" in note for note in work.notes)
+    found = open_checkpoint(tmp_path / "converted").fp8
+    assert found is not None and found.producer == CALIBRATED
+    assert scales(found) == scales(calibrated.states)
+    execute(
+        plan_conversion(
+            replace(asked_for, destination=tmp_path / "bf16", precision="bf16", recipe=None, fp8_state=None)
+        )
+    )
+    made = {}
+    for name, given in (("converted", None), ("bf16", calibrated.out)):
+        keys = {"load": "weights", "fp8_state": given, "precision__delayed__amax_history_len": HISTORY}
+        made[name] = run(settings(tmp_path / name, place / "text.txt", tmp_path / f"run-{name}", "fp8", **keys))
+        assert made[name][0].fp8 == {"calibrated": {"input": 8, "weight": 8, "grad_output": 8}}
+    assert made["converted"][2] == made["bf16"][2]
+
+
+def test_what_a_checkpoint_carries_comes_before_the_file(place: Path, calibrated: Calibrated, tmp_path: Path) -> None:
+    run(settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", train__steps=1))
+    carried = open_checkpoint(tmp_path / "run").fp8
+    for name, drop in (("filled", False), ("dropped", True)):
+        conversion = Conversion(
+            tmp_path / "run", tmp_path / name, to="hf", drop_fp8_state=drop, fp8_state=calibrated.out
+        )
+        execute(plan_conversion(conversion))
+    assert carried is not None
+    before, filled = scales(carried), scales(open_checkpoint(tmp_path / "filled").fp8)
+    assert {key: filled[key] for key in before} == before
+    assert {role for _, role in filled.keys() - before.keys()} == {"k", "v"}
+    assert scales(open_checkpoint(tmp_path / "dropped").fp8) == scales(calibrated.states)
+
+
+def test_an_export_takes_its_input_scales_from_the_file(place: Path, calibrated: Calibrated, tmp_path: Path) -> None:
+    with pytest.raises(MissingFp8State, match="precisionctl calibrate"):
+        plan_export(InferenceExport(place / "source", tmp_path / "a", target="vllm"))
+    export = InferenceExport(place / "source", tmp_path / "b", target="vllm", fp8_state=calibrated.out)
+    execute(plan_export(export))
+    with safe_open(tmp_path / "b/model.safetensors", "pt") as file:
+        for layer in (0, 1):
+            history = calibrated.states.modules[f"decoder.layers.{layer}.mlp.linear_fc2"].roles["input"].amax_history
+            stored = file.get_tensor(f"model.layers.{layer}.mlp.down_proj.input_scale")
+            assert float(stored) == float(history.max() / 448)
+    with pytest.raises(RecipeError, match="Leave --fp8-state out"):
+        plan_export(replace(export, destination=tmp_path / "c", scheme="dynamic"))
+
+
+def test_the_command_says_what_it_recorded_and_what_to_do_with_it(place: Path, tmp_path: Path) -> None:
+    words = ["calibrate", place / "source", "--data", place / "text.txt", "--out", tmp_path / "state"]
+    words += ["--passes", 2, "--sequence-length", 32, "--batch-size", 2, "--backend", "emulated"]
+    shown = CliRunner().invoke(main, [str(word) for word in words])
+    assert shown.exit_code == 0, shown.output
+    assert "2 passes of 2 rows; recorded input 8, weight 8, grad_output 8, k 2, v 2" in " ".join(shown.stdout.split())
+    assert f"--fp8-state {tmp_path / 'state'}" in shown.stdout.replace("\n", "")
+    assert sidecar.read(tmp_path / "state").recipe.amax_history_len == 1024

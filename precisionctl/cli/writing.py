@@ -12,6 +12,7 @@ from precisionctl.cli.options import (
     NEW_PATH,
     Size,
     Writing,
+    fp8_state_option,
     grouped_columns_option,
     iteration_option,
     parallelism_options,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 )
 @grouped_columns_option
 @click.option("--drop-fp8-state", is_flag=True, help="Leave the FP8 state behind.")
+@fp8_state_option
 @click.option("--drop-optimizer", is_flag=True, help="Leave a Megatron checkpoint's optimizer and schedule behind.")
 @click.option("--architecture", metavar="MODEL_TYPE", help="Family of a Megatron checkpoint that does not say it.")
 @click.option("--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for what Megatron lacks.")
@@ -82,6 +84,7 @@ def convert(recipe: str | None, how: Writing, **what: Any) -> None:
     show_default=True,
     help="Input scales from the FP8 state, or made by the engine token by token.",
 )
+@fp8_state_option
 @click.option("--recipe", help="Recipe whose keep_bf16 names modules to leave in BF16: a bundled name or a TOML file.")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
 @iteration_option

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from precisionctl.cast import check_modules
+from precisionctl.cast import read_state
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_keys import directory_name
@@ -109,9 +109,7 @@ def resume(
         plan = make_plan(source, "megatron")
         if settings.collect_amax:
             _check_gemms(plan, recipe)
-        given = sidecar.read(settings.fp8_state) if settings.fp8_state else None
-        if given:
-            check_modules(given, plan.gemms, settings.fp8_state)
+        given = read_state(settings.fp8_state, plan.gemms) if settings.fp8_state else None
         run = _build(recipe, plan.model, backend, rows, held_out)
         if here:
             fp8 = _go_on(run, here, wanted, out, settings)
