@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data import CONVERSATION, MARKING_TEMPLATE, PLAIN_TEMPLATE, read, tokenizer, write_rows
 
@@ -108,6 +108,13 @@ def test_what_the_assistant_says_in_a_prompt_is_not_learned(tmp_path: Path, temp
     assert learned == " ".join(["."] * 12) + " a <end>"
 
 
+def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path: Path) -> None:
+    last_only = "{% for m in messages[-1:] %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    row = {"prompt": CONVERSATION[:3], "completion": CONVERSATION[3:]}
+    with pytest.raises(DataError, match="rewrites the prompt"):
+        labels(write_rows(tmp_path / "rows.jsonl", [row]), last_only)
+
+
 def test_a_completion_is_learned_with_its_end_and_needs_no_template(tmp_path: Path) -> None:
     rows = [{"prompt": "a b ", "completion": "c d"}, {"prompt": "a", "completion": " b <eos>"}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
@@ -148,6 +155,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(
     rows=st.lists(st.dictionaries(st.text(max_size=4), VALUES, max_size=4), min_size=1, max_size=6),
     indent=st.sampled_from([None, 0, 3]),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data import read, tokenizer
 
@@ -51,6 +51,7 @@ def test_the_ids_are_those_of_megatrons_reader_by_any_of_three_names(tmp_path: P
     assert rows.notes == ()
 
 
+@settings(deadline=None)
 @given(
     documents=st.lists(
         st.lists(st.lists(st.integers(0, 60_000), min_size=1, max_size=6), min_size=1, max_size=3),

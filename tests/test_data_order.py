@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data import CONVERSATION, MARKING_TEMPLATE, read, tokenizer, write_rows
 
 from precisionctl.errors import DataError
-from precisionctl.recipe import Data, Share
-from precisionctl.trainer.data import Blend, Order, Rows, load_data, load_rows, share_of
+from precisionctl.recipe import Data, Share, Train
+from precisionctl.trainer.data import Blend, Feed, Order, Rows, load_data, load_rows, share_of
 from precisionctl.trainer.data.blend import LONGEST_PERIOD, BlendedOrder, one_period, turns_of
 from precisionctl.trainer.data.packing import pack
 
@@ -41,6 +42,7 @@ def test_weights_are_taken_as_they_are_written(weights: list[float], turns: list
     assert turns_of(weights) == turns
 
 
+@settings(deadline=None)
 @given(WEIGHTS)
 def test_a_period_has_each_data_set_as_often_as_its_weight_says_and_evenly_spread(weights: list[int]) -> None:
     turns = turns_of(weights)
@@ -67,6 +69,7 @@ def test_after_any_number_of_rows_a_blend_is_within_a_row_or_two_of_megatrons(we
         assert apart.max() <= bound + len(weights)
 
 
+@settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 3), st.integers(0, 200), st.integers(1, 30))
 def test_the_position_in_a_blend_alone_says_what_comes_next(
     weights: list[int], seed: int, position: int, count: int
@@ -76,6 +79,7 @@ def test_the_position_in_a_blend_alone_says_what_comes_next(
     assert BlendedOrder(rows, weights, seed).take(position, count) == whole[position:]
 
 
+@settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 3))
 def test_each_data_set_of_a_blend_has_epochs_of_its_own(weights: list[int], seed: int) -> None:
     rows = [2 + number for number in range(len(weights))]
@@ -128,11 +132,24 @@ def test_ranks_share_each_update_and_together_take_what_one_process_takes(ranks:
         assert [pair for share in shares for pair in zip(share[::2], share[1::2], strict=True)] == whole
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_are_fed_the_micro_batches_of_one_process_from_any_position(tmp_path: Path, ranks: int) -> None:
+    train, cpu = Train(batch_size=8, micro_batch_size=2, seed=3), torch.device("cpu")
+    blend = blend_of(tmp_path, 0.5, 0.25, 0.25)
+    for position in (0, 8, 40):
+        whole = Feed(blend, train, cpu).batches(position)
+        shares = [Feed(blend, train, cpu, rank=rank, ranks=ranks).batches(position) for rank in range(ranks)]
+        together = [batch for share in shares for batch in share]
+        assert [batch.tokens.tolist() for batch in together] == [batch.tokens.tolist() for batch in whole]
+        assert [batch.labels.tolist() for batch in together] == [batch.labels.tolist() for batch in whole]
+
+
 def test_rows_that_ranks_cannot_share_evenly_are_refused() -> None:
     with pytest.raises(DataError, match="8 rows of an update cannot be dealt out to 3 ranks"):
         share_of(range(8), 0, 3)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 50).flatmap(lambda room: st.tuples(st.just(room), st.lists(st.integers(1, room), max_size=60))))
 def test_packing_loses_no_text_and_fills_no_row_beyond_its_room(made: tuple[int, list[int]]) -> None:
     room, sizes = made
@@ -154,10 +171,10 @@ def test_conversations_share_rows_and_every_token_keeps_its_label(tmp_path: Path
     assert "3 conversations are packed into 2 rows, which are 82% full" in packed.notes
     assert single.fingerprint != packed.fingerprint
     batch = packed.batch([0, 1])
-    assert batch.segments is not None and batch.segments.lengths == (14, 18, 14, 8, 10)
+    assert batch.segments is not None and batch.segments.lengths == (14, 14, 4, 14, 8, 10)
     assert targets(packed) == targets(single)
-    assert batch.segments.places(batch.tokens.device)[30:56].tolist() == [16, 17, *range(14), *range(8), 0, 1]
-    assert batch.segments.cu_seqlens(batch.tokens.device).tolist() == [0, 14, 32, 46, 54, 64]
+    assert batch.segments.places(batch.tokens.device)[30:56].tolist() == [2, 3, *range(14), *range(8), 0, 1]
+    assert batch.segments.cu_seqlens(batch.tokens.device).tolist() == [0, 14, 28, 32, 46, 54, 64]
     assert single.batch([0, 1]).segments is None and packed.batch([0]).segments is None
 
 

@@ -78,6 +78,16 @@ def test_packed_and_unpacked_texts_have_the_same_loss_and_gradients(case: str, t
     assert abs(leaking - expected) > 1e-5 * expected  # ten times what is allowed above
 
 
+def test_padding_is_no_longer_than_the_texts(tmp_path: Path) -> None:
+    """Else it would choose the other frequencies of LongRoPE, which are for texts beyond the original context."""
+    model = as_gpt(converted(transformers_model("phi3-long"), tmp_path))
+    pick = np.random.default_rng(1)
+    short = [Piece(pick.integers(VOCABULARY, size=size), None) for size in (30, 25, 20, 18)]
+    alone = [float(summed_loss(model, make_batch([[piece]], 0)).detach()) for piece in short]
+    packed = make_batch([short[:3], short[3:]], 0)  # 55 tokens of padding behind the last
+    assert float(summed_loss(model, packed).detach()) == pytest.approx(sum(alone), rel=1e-6)
+
+
 class DenseMask(nn.Module):
     """A kernel as Backend.packed_attention describes it: softmax under one mask over all tokens of the batch."""
 

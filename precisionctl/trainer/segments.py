@@ -10,7 +10,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Segments:
     """The lengths of all texts in a batch `[rows, length]`, in the order of its flattened tokens, the padding behind a
-    row's last text being one of its own: they add up to rows * length, and none goes beyond its row."""
+    row's last text being texts of its own: they add up to rows * length, and none goes beyond its row."""
 
     lengths: tuple[int, ...]
 

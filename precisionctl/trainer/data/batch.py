@@ -51,8 +51,9 @@ class Batch:
 
 def make_batch(rows: Sequence[Sequence[Piece]], padding: int) -> Batch:
     """Rows of pieces, padded at the right to the longest, rounded up to GEMM_ALIGNMENT."""
-    longest = max(sum(piece.positions for piece in row) for row in rows)
-    width = -(-longest // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
+    filled = max(sum(piece.positions for piece in row) for row in rows)
+    width = -(-filled // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
+    longest = max(piece.positions for row in rows for piece in row)
     tokens = torch.full((len(rows), width), padding)
     labels = torch.full((len(rows), width), IGNORED)
     real = torch.zeros((len(rows), width), dtype=torch.bool)
@@ -67,8 +68,8 @@ def make_batch(rows: Sequence[Sequence[Piece]], padding: int) -> Batch:
             lengths.append(piece.positions)
             place += piece.positions
         real[row, :place] = True
-        if place < width:
-            lengths.append(width - place)
+        # no longer than the texts: the longest one decides how rope is scaled (LongRoPE), and what attention costs
+        lengths += [min(longest, width - start) for start in range(place, width, longest)]
     shared = any(len(pieces) > 1 for pieces in rows)
     return Batch(tokens, labels, real, Segments(tuple(lengths)) if shared else None)
 

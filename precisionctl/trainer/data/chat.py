@@ -92,6 +92,8 @@ def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTo
         spans = [_added(i, text, chat, template, where) for i in replies]
     elif chat.prompt:
         prompt, _ = template.render(chat.messages[: chat.prompt], chat, where)
+        if not text.startswith(prompt):
+            raise DataError("the chat template rewrites the prompt, so where it ends cannot be told", where=where)
         spans = [span for span in spans if span[0] >= len(prompt)]
     # not transformers' own mask: it marks all the rest where a marked piece ends in a space that is no token
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
