@@ -19,7 +19,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
-from precisionctl.fp8.statistics import SCALINGS
+from precisionctl.fp8.statistics import SCALINGS, Statistics
 from precisionctl.readiness import thresholds
 from precisionctl.readiness.history import headroom, read_history
 from precisionctl.readiness.judge import judge, place, shortened
@@ -352,6 +352,19 @@ def test_caches_keys_and_values_are_shown_and_do_not_weigh_on_gemms():
     readiness = judge(MODULES, weights, replace(states, modules={**states.modules, attention: keys}))
     assert [health.role for health in readiness.roles if health.module == attention] == ["k"]
     assert readiness.verdicts["delayed"].ready
+
+
+def test_what_only_has_statistics_is_shown_by_its_own_roles_and_nothing_seen_is_not_measured():
+    weights, states = healthy()
+    attention = "decoder.layers.0.self_attention.core_attention"
+    keys = {"k": measure(gaussian(64, 64), E4M3, None)}
+    silent = {**states.statistics[MODULES[0]], "input": Statistics()}
+    readiness = judge(
+        MODULES, weights, replace(states, statistics={**states.statistics, attention: keys, MODULES[0]: silent})
+    )
+    assert [health.role for health in readiness.roles if health.module == attention] == ["k"]
+    assert not any(health.findings for health in readiness.roles)
+    assert readiness.verdicts["current"].unjudged == {"input": 1}
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,8 +1,10 @@
 """What `inspect --fp8` shows: JSON of a known form, tables, and a page that is whole in itself."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pico
 import pytest
@@ -15,6 +17,7 @@ from precisionctl.cli import main
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import Fp8State
+from precisionctl.readiness.assess import assess
 from precisionctl.readiness.judge import judge
 from precisionctl.reports import readiness as report
 from precisionctl.reports.heat import Scale
@@ -39,7 +42,7 @@ def with_everything():
 
 def test_json_has_every_role_of_every_module_and_keeps_its_form():
     found = json.loads(json.dumps(report.as_json(with_everything())))
-    assert found.keys() == {"thresholds", "verdicts", "modules"}
+    assert found.keys() == {"thresholds", "verdicts", "notes", "modules"}
     assert found["verdicts"].keys() == {"delayed", "current", "block", "mx"}
     assert found["verdicts"]["current"] == {
         "ready": False,
@@ -166,6 +169,7 @@ def test_inspect_of_a_bf16_checkpoint_says_what_it_cannot_know(tmp_path):
     result = run("inspect", tmp_path / "ckpt", "--fp8", "--html", tmp_path / "page.html")
     assert result.exit_code == 0
     assert "calibrate first (8 modules)" in result.stdout and "not known yet" in result.stdout
+    assert "There is no FP8 state" in result.stdout
     assert "Nothing has measured input and grad_output: run `precisionctl calibrate" in result.stdout
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
 
@@ -180,6 +184,22 @@ def test_inspect_takes_a_state_file_for_the_checkpoint_s_own(tmp_path):
     readiness = json.loads(result.stdout)["readiness"]
     assert readiness["modules"][module]["input"]["kurtosis"] == pytest.approx(3, abs=0.2)
     assert readiness["verdicts"]["mx"]["unjudged"] == {"input": 7, "grad_output": 7}
+
+
+def test_a_state_older_than_its_history_is_told(tmp_path):
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    _, states = healthy()
+    old = replace(states, modules={m: states.modules[m] for m in MODULES[:4]}, statistics={}, iteration=100)
+    sidecar.write(tmp_path / "state", old)
+    reader = open_checkpoint(tmp_path / "hf")
+    for iteration, told in ((117, False), (118, True)):
+        dated = SimpleNamespace(**{name: getattr(reader, name) for name in READER}, iteration=iteration)
+        notes = assess(dated, tmp_path / "state", lambda total: nullcontext(lambda count: None)).notes
+        assert bool(notes) is told
+    assert notes == ("The FP8 state is 18 steps old, and its history goes back 17: nothing in it is recent.",)
+
+
+READER = ("path", "layout", "model", "specs", "encodings", "chunks", "fp8")
 
 
 @pytest.mark.parametrize("option", ["--html", "--fp8-state"])

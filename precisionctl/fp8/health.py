@@ -12,7 +12,6 @@ The words are those of Transformer Engine's debug statistics (debug/features/log
 TE also makes a copy with blocks along the columns, for the other GEMMs; that one is not measured.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -69,10 +68,11 @@ def _tiles(rows: Tensor) -> Iterator[Tensor]:
     across = min(math.ceil(rows.shape[1] / BLOCK), numerics.PIECE // BLOCK**2)
     down = max(1, numerics.PIECE // (across * BLOCK**2))
     height, width = down * BLOCK, across * BLOCK
-    for row, column in itertools.product(range(0, rows.shape[0], height), range(0, rows.shape[1], width)):
-        piece = rows[row : row + height, column : column + width].float()
-        piece = F.pad(piece, (0, -piece.shape[1] % BLOCK, 0, -piece.shape[0] % BLOCK))
-        yield piece.view(piece.shape[0] // BLOCK, BLOCK, piece.shape[1] // BLOCK, BLOCK // MX_BLOCK, MX_BLOCK)
+    for row in range(0, rows.shape[0], height):
+        for column in range(0, rows.shape[1], width):
+            piece = rows[row : row + height, column : column + width].float()
+            piece = F.pad(piece, (0, -piece.shape[1] % BLOCK, 0, -piece.shape[0] % BLOCK))
+            yield piece.view(piece.shape[0] // BLOCK, BLOCK, piece.shape[1] // BLOCK, BLOCK // MX_BLOCK, MX_BLOCK)
 
 
 def _measure_tiles(tiles: Tensor, dtype: torch.dtype, fixed: Mapping[Scaling, Tensor], square: bool) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.fp8.numerics import recorded_amax
-from precisionctl.fp8.state import BACKWARD, ROLES, Fp8States, Role
+from precisionctl.fp8.state import ATTENTION, BACKWARD, ROLES, Fp8States, Role
 from precisionctl.fp8.statistics import SCALINGS, Scaling, Statistics
 from precisionctl.readiness.history import History, read_history
 from precisionctl.readiness.thresholds import FEWEST, GROWTH, KURTOSIS, SATURATION, STALE, UNDERFLOW
@@ -101,10 +101,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Readiness:
-    """Every role of every module, and a verdict for each scaling."""
+    """Every role of every module, a verdict for each scaling, and what to know of the state as a whole."""
 
     roles: tuple[RoleHealth, ...]
     verdicts: Mapping[Scaling, Verdict]
+    notes: tuple[str, ...] = ()
 
     @property
     def measured(self) -> Mapping[Role, int]:
@@ -117,7 +118,7 @@ def judge(gemms: Sequence[str], weights: Mapping[str, Sequence[Statistics]], sta
     roles = [
         _judge_role(module, role, weights.get(module, ()), states)
         for module in (*gemms, *_others(gemms, states))
-        for role in _roles_of(module, states)
+        for role in _roles_of(module, module in weights, states)
     ]
     return Readiness(tuple(roles), {scaling: _verdict(scaling, gemms, roles, states) for scaling in SCALINGS})
 
@@ -127,14 +128,12 @@ def _others(gemms: Sequence[str], states: Fp8States | None) -> list[str]:
     return sorted((states.modules.keys() | states.statistics.keys()) - set(gemms)) if states else []
 
 
-def _roles_of(module: str, states: Fp8States | None) -> list[Role]:
-    """Those in use, and whatever else was recorded."""
+def _roles_of(module: str, is_gemm: bool, states: Fp8States | None) -> list[Role]:
+    """Those in use, and whatever else was recorded or measured."""
     state = states.modules.get(module) if states else None
-    if state is None or state.of_gemm:
-        recorded = [role for role in ROLES if state and state.roles[role].recorded]
-        measured = states.statistics.get(module, {}) if states else {}
-        return [role for role in ROLES if role in IN_USE or role in recorded or role in measured]
-    return [role for role, part in state.roles.items() if part.recorded]
+    known: set[Role] = {role for role, part in state.roles.items() if part.recorded} if state else set()
+    known |= states.statistics.get(module, {}).keys() if states else set()
+    return [role for role in ROLES + ATTENTION if role in known or (is_gemm and role in IN_USE)]
 
 
 def _judge_role(module: str, role: Role, weights: Sequence[Statistics], states: Fp8States | None) -> RoleHealth:
@@ -142,6 +141,7 @@ def _judge_role(module: str, role: Role, weights: Sequence[Statistics], states: 
     part = state.roles.get(role) if state else None
     measured_before = states.statistics.get(module, {}).get(role) if states else None
     measured = weights if role == "weight" else (measured_before,) if measured_before else ()
+    measured = [one for one in measured if one.elements]
     findings = [*_by_statistics(measured, role)]
     history = None
     if states and not part and role in IN_USE:
@@ -149,7 +149,7 @@ def _judge_role(module: str, role: Role, weights: Sequence[Statistics], states: 
     if states and part:
         history = read_history(part, role, states.recipe)
         findings += _by_history(history) if history else [_NEVER]
-        if role == "weight" and history and _is_stale(weights, recorded_amax(part, role, states.recipe)):
+        if role == "weight" and history and _is_stale(measured, recorded_amax(part, role, states.recipe)):
             words = f"the recorded amax is more than {STALE.shown} off the weights' own"
             findings.append(Finding("recalibrate", "stale", ("delayed",), words))
     return RoleHealth(module, role, measured, history, tuple(findings))
@@ -207,7 +207,8 @@ def _is_stale(weights: Sequence[Statistics], recorded: Tensor) -> bool:
 
 
 def _verdict(scaling: Scaling, gemms: Sequence[str], roles: Sequence[RoleHealth], states: Fp8States | None) -> Verdict:
-    concerned = [health for health in roles if health.module in set(gemms)]
+    named = set(gemms)
+    concerned = [health for health in roles if health.module in named]
     kept = _modules_with("bf16", scaling, concerned)
     again = _modules_with("recalibrate", scaling, concerned)
     margin = _modules_with("margin", scaling, concerned) - kept

@@ -35,6 +35,7 @@ def as_json(readiness: Readiness) -> dict[str, Any]:
             }
             for scaling, verdict in readiness.verdicts.items()
         },
+        "notes": list(readiness.notes),
         "modules": _modules_json(readiness.roles),
     }
 
@@ -145,7 +146,7 @@ def advice(readiness: Readiness, checkpoint: str) -> list[str]:
         for names, text in keep_bf16(readiness)
         for line in (f"# {names} scaling, under [precision] in a recipe", text)
     ]
-    return lines + unmeasured(readiness, checkpoint)
+    return lines + hints(readiness, checkpoint)
 
 
 def keep_bf16(readiness: Readiness) -> list[tuple[str, str]]:
@@ -160,11 +161,13 @@ def keep_bf16(readiness: Readiness) -> list[tuple[str, str]]:
     ]
 
 
-def unmeasured(readiness: Readiness, checkpoint: str) -> list[str]:
+def hints(readiness: Readiness, checkpoint: str) -> list[str]:
+    """What to know of the state, and what to run where something was never measured."""
     roles = [role for role in IN_USE if not readiness.measured.get(role)]
     if not roles:
-        return []
+        return [*readiness.notes]
     return [
+        *readiness.notes,
         f"Nothing has measured {' and '.join(roles)}: run `precisionctl calibrate {checkpoint} --data FILE "
-        "--out STATE`, then this again with --fp8-state STATE."
+        "--out STATE`, then this again with --fp8-state STATE.",
     ]

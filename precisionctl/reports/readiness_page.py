@@ -14,7 +14,7 @@ from precisionctl.reports import heat
 from precisionctl.reports.heat import Cell, Column, Scale
 from precisionctl.reports.inspect import Description, summary
 from precisionctl.reports.page import commands, heading, html_table, page, paragraph
-from precisionctl.reports.readiness import REMEDIES, findings, keep_bf16, share, unmeasured
+from precisionctl.reports.readiness import REMEDIES, findings, hints, keep_bf16, share
 from precisionctl.reports.table import Table
 
 _CARDS = """
@@ -39,7 +39,7 @@ def whole_page(description: Description, readiness: Readiness) -> str:
         paragraph(_lead(description)),
         _cards(readiness),
         *(_folded(f"For a recipe: {names} scaling", text) for names, text in keep_bf16(readiness)),
-        *(paragraph(line) for line in unmeasured(readiness, str(description["path"]))),
+        *(paragraph(line) for line in hints(readiness, str(description["path"]))),
         heading("By layer and role"),
         paragraph("Hold the pointer over a cell for its name and number. Of experts, each cell has the worst."),
         _maps(readiness),
