@@ -19,6 +19,7 @@ from precisionctl.checkpoints.megatron_extra_state import Experts, Saved, as_sta
 from precisionctl.checkpoints.megatron_keys import EXTRA_STATE, find_iteration, iteration_in
 from precisionctl.checkpoints.megatron_legacy_buckets import FILE as BUCKETS
 from precisionctl.checkpoints.megatron_legacy_buckets import bucket_tensors
+from precisionctl.checkpoints.megatron_legacy_codes import Found, LegacyEncodings, codes_of
 from precisionctl.checkpoints.megatron_legacy_names import (
     count_experts,
     count_layers,
@@ -39,6 +40,7 @@ from precisionctl.checkpoints.megatron_legacy_ranks import Rank, arguments, is_l
 from precisionctl.checkpoints.megatron_legacy_shards import SMALL, Logical, Shard, assembled, check_replicas, gathered
 from precisionctl.checkpoints.megatron_logical import EMBEDDING, STATE
 from precisionctl.checkpoints.megatron_model import companions_of, model_of
+from precisionctl.checkpoints.te_tensors import Fp8Located
 from precisionctl.checkpoints.torch_zip import Inert, Located, read_located
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.fp8 import sidecar
@@ -66,7 +68,6 @@ class LegacyReader:
 
     container = "torch"
     layout: Layout = "megatron"
-    encodings: Mapping[str, Encoding] = {}
     family: str | None = None
     """Which family to take the model for, where no config.json says it."""
     grouped_columns: Order | None = None
@@ -77,10 +78,12 @@ class LegacyReader:
         self.parallelism, self._ranks = read_ranks(self.path)
         self._first = self._ranks[0].content
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
+        self._fp8: Found = {}
         self._stages = list(self._numbered())
         self._shards = self._model_shards()
         self._tensors = assembled(self._shards, self.parallelism, self._parallel)
         self.specs = {name: tensor.spec for name, tensor in self._tensors.items()}
+        self.encodings: Mapping[str, Encoding] = LegacyEncodings(self._tensors, self._fp8)
 
     @property
     def files(self) -> Sequence[Path]:
@@ -127,7 +130,10 @@ class LegacyReader:
             for index, chunk in enumerate(chunks):
                 first = sum(counts[: index * self.parallelism.pipeline + rank.pipeline])
                 expert = rank.expert * count_experts(chunk)
-                yield rank, {renumbered(name, first, expert): value for name, value in chunk.items()}
+                yield rank, {renumbered(name, first, expert): self._plain(value, rank) for name, value in chunk.items()}
+
+    def _plain(self, value: Any, rank: Rank) -> Any:
+        return codes_of(value, rank.path, self._fp8) if isinstance(value, Fp8Located) else value
 
     def _model_shards(self) -> dict[str, dict[int, list[Shard]]]:
         shards = gathered(self._located(), self.parallelism)

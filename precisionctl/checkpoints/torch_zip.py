@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from precisionctl import safe_archive, safe_pickle
+from precisionctl.checkpoints import te_tensors
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.safe_archive import MAGIC, WHAT, directory, elements, reference_of, stored
 from precisionctl.safe_pickle import finite, itself, sizes
@@ -142,13 +143,16 @@ def _with_attributes(rebuild: Any, _kind: Any, arguments: Any, _state: Any) -> A
 
 
 class _Objects(dict[tuple[str, str], Any]):
-    """What plain values, tensors and Megatron's options are made of; names of `_INERT` modules are Inert."""
+    """What plain values, tensors, FP8 weights and Megatron's options are made of; names of `_INERT` modules are
+    Inert."""
 
     _INERT = ("megatron", "signal", "pathlib", "types", "numpy")
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         if key[0].split(".")[0] in self._INERT:
             return Inert
+        if (found := te_tensors.stand_in(*key)) is not None:
+            return found
         raise KeyError(key)
 
 

@@ -1,0 +1,120 @@
+"""Transformer Engine's FP8 weights in pickles: what stands in for the names that they ask for.
+
+A quantised tensor pickles as a call: of a class method of Float8Tensor and its like (a `getattr`, TE 1.3 to 2.15), or
+of a function of its module (since 2.16). Its arguments have grown and have kept their places:
+
+    Float8Tensor             data, DType, scale_inv, dtype [, shape [, transposed data]]
+    Float8BlockwiseQTensor   shape, data, scale_inv, (both columnwise), DType, dtype, quantizer, 2-D? [, format]
+    MXFP8Tensor              data, scale_inv, (both columnwise), DType, dtype [, shape [, quantizer [, swizzled?]]]
+
+(transformer_engine/pytorch/tensor/*.py, __reduce_ex__, of v1.3 to v2.20.) From 2.14 to 2.15 tensors that were on the
+CPU pickled as what they decode to, plain. Nothing of Transformer Engine is imported.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from precisionctl.errors import UnsafePickle, shown
+
+
+class DType:
+    """Stands in for TE's enum of dtypes: of `transformer_engine_extensions` until 1.7, of `transformer_engine_torch`
+    since, a Python enum since 2.17. It pickles as a number (a call, or an object and its state) or by name."""
+
+    def __init__(self, number: object = None) -> None:
+        self.number = number
+
+    def __setstate__(self, number: object) -> None:
+        self.number = number
+
+    def check_e4m3(self) -> None:
+        """Raise ValueError for codes that are not E4M3.
+
+        The numbers moved in 2.4, where 7, E5M2 before, became E4M3, and 6, E4M3 before, BF16. A weight's codes are E4M3
+        under every recipe (TE refuses to train with E5M2 forward: recipe/__init__.py, `Pure E5M2 training is not
+        supported`), and BF16 are no codes; so both numbers mean E4M3 here.
+        """
+        if type(self.number) is not int or self.number not in (6, 7):
+            raise ValueError(f"FP8 codes of TE's dtype number {shown(self.number)}, which is not E4M3")
+
+
+class Fp8Located(NamedTuple):
+    """An FP8 weight: where codes are, `[rows, columns]` as bytes, and the scale_inv of blocks of a size, on a grid that
+    may be padded; `block` None: one for the tensor. A tuple, since no pickle can change one that it has made."""
+
+    codes: Any
+    scale_inv: Any
+    block: tuple[int, int] | None
+
+
+def _float8(data: Any, dtype: Any, scale_inv: Any, *rest: Any) -> Fp8Located:
+    if data is None and len(rest) == 3:
+        raise ValueError("an FP8 weight that is stored transposed alone")
+    return _made(data, dtype, scale_inv, None)
+
+
+def _blockwise(_shape: Any, data: Any, scale_inv: Any, *rest: Any) -> Fp8Located:
+    dtype, in_2d = rest[2], rest[5]
+    if in_2d is not True:
+        raise ValueError("an FP8 weight whose blocks are parts of rows")
+    return _made(data, dtype, scale_inv, (128, 128))
+
+
+def _mxfp8(data: Any, scale_inv: Any, *rest: Any) -> Fp8Located:
+    if len(rest) > 6 and rest[6] is not False:
+        raise ValueError("an MXFP8 weight whose scales are swizzled for one GPU's GEMM")
+    return _made(data, rest[2], scale_inv, (1, 32))
+
+
+def _made(data: Any, dtype: Any, scale_inv: Any, block: tuple[int, int] | None) -> Fp8Located:
+    if not isinstance(dtype, DType):
+        raise ValueError(f"{shown(dtype)} as the dtype of FP8 codes")
+    dtype.check_e4m3()
+    if data is None:
+        raise ValueError("an FP8 weight that is stored columnwise alone")
+    return Fp8Located(data, scale_inv, block)
+
+
+class _Quantizer:
+    """Stands in for whatever else a quantised tensor carries along; it does nothing."""
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+_NAMES: Mapping[str, Callable[..., Any]] = {
+    "Float8Tensor": _float8,
+    "_make_float8_tensor_in_reduce_ex": _float8,
+    "Float8BlockwiseQTensor": _blockwise,
+    "_make_float8_blockwise_tensor_in_reduce_ex": _blockwise,
+    "MXFP8Tensor": _mxfp8,
+    "_make_mxfp8_tensor_in_reduce_ex": _mxfp8,
+    "DType": DType,
+    **dict.fromkeys(
+        ("Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer", "MXFP8Quantizer"), _Quantizer
+    ),
+    "Float8BlockScaleTensorFormat": _Quantizer,
+}
+"""A class stands for the call that its class method is: nothing else is done with it in a pickle."""
+
+_MODULES = ("transformer_engine", "transformer_engine_torch", "transformer_engine_extensions")
+
+
+def attribute(owner: Any, name: Any) -> Any:
+    """Stands in for `getattr`, by which a class method pickles, and an enum in some Pythons. Nothing is looked up."""
+    for call in (_float8, _blockwise, _mxfp8):
+        if owner is call and type(name) is str and name == "_make_in_reduce_ex":
+            return call
+    if owner is DType and type(name) is str and name == "kFloat8E4M3":
+        return DType(7)
+    raise UnsafePickle(f"a pickle asks for attribute {shown(name)} of {shown(owner)}", do="Nothing was executed.")
+
+
+def stand_in(module: str, name: str) -> Any:
+    """For a name that a pickle asks for; None for one that is none of these."""
+    if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
+        return attribute
+    return _NAMES.get(name) if module.split(".")[0] in _MODULES else None
