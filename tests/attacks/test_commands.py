@@ -257,7 +257,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
         "no `num_attention_heads`",
     ),
     "a rank that is a gadget": ("legacy", rank(archived(pickle.dumps(Gadget(), protocol=2))), f"system.*{NAME}"),
-    "a rank that is a chain": ("legacy", rank(archived(getattr_chain())), f"getattr.*{NAME}"),
+    "a rank that is a chain": ("legacy", rank(archived(getattr_chain())), f"import_module.*{NAME}"),
     "a rank elsewhere": ("legacy", link("mp_rank_00/model_optim_rng.pt"), ELSEWHERE),
 }
 
