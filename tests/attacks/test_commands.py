@@ -220,7 +220,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "an index with holes": ("shards", hole("model.safetensors.index.json"), LARGE),
     "an index that is a list": ("shards", write("model.safetensors.index.json", b"[]"), "not a JSON object"),
     "a gadget in a .bin": ("bin", lambda d: torch.save({"a": Gadget()}, d / BIN), f"system.*{NAME}"),
-    "a chain of getattr": ("bin", write(BIN, archived(getattr_chain())), f"getattr.*{NAME}"),
+    "a chain of getattr": ("bin", write(BIN, archived(getattr_chain())), f"import_module.*{NAME}"),
     "a plain pickle": ("bin", write(BIN, pickle.dumps(Gadget())), "no ZIP archive"),
     **{
         f"a .bin of {name}": (
