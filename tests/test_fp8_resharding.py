@@ -372,3 +372,25 @@ def test_a_file_that_is_not_understood_is_written_back_as_the_file_that_it_was(t
         found = written(found, tmp_path / str(number), container, Parallelism(), found.fp8, 2)
     saved = torch.load(tmp_path / "1" / "release" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
     assert saved["model"][name].getvalue() == file.getvalue()
+
+
+@pytest.mark.parametrize("container", ["torch", "torch_dist"])
+def test_what_a_payload_of_te_1_does_not_say_of_its_recipe_the_run_s_arguments_do(tmp_path, container):
+    source = model(tmp_path, "llama-tied")
+    recipe = DelayedScaling(3, "E4M3", 2, "most_recent", fp8_dpa=True)
+    name = "decoder.layers.0.mlp.linear_fc1"
+    state = Fp8State.fresh(2)
+    found = written(source, tmp_path / "made", container, Parallelism(), Fp8States(recipe, {name: state}), 1)
+    assert found.fp8 is not None and found.fp8.recipe == recipe
+    assert any("the rest from the run's arguments" in note for note in found.fp8.notes)
+    data = of_module(state, recipe, (1, 14)).numpy().tobytes()
+    for args in ({}, {"fp8": None, "fp8_margin": 3}, {"fp8": "hybrid", "fp8_margin": "3"}):
+        decoded = decode([Saved(f"{name}._extra_state", data, "here")], Path("here"), args=args)
+        assert decoded.recipe == DelayedScaling(fp8_format="E4M3", amax_history_len=2)
+        assert any("margin 0 and algorithm max are assumed" in note for note in decoded.notes)
+
+
+def test_one_expert_in_a_linear_has_one_order():
+    state = of_experts(1, unused=True)
+    data = pickled(payload_of(as_te_stacks(state, "gemm"), (2, 3), 1))
+    assert same(decode([Saved(f"{LINEAR}._extra_state", data, "here", 0)], Path("here")).modules[LINEAR], state)

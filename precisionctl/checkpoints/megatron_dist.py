@@ -193,7 +193,7 @@ class TorchDistReader:
         grouped = self.args.get("moe_grouped_gemm") is True
         ranks = self.args.get("expert_model_parallel_size")
         known = ranks if grouped and type(ranks) is int and ranks > 0 else None
-        found = decode(self.payloads(), self.path, Experts(known, self.grouped_columns))
+        found = decode(self.payloads(), self.path, Experts(known, self.grouped_columns), self.args)
         return as_states(found, self.common, self.iteration, sidecar.find(self.path))
 
     def payloads(self) -> Iterator[Saved]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.megatron_keys import OURS
-from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionError, shown
+from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionError, RecipeError, shown
 from precisionctl.fp8 import grouped
 from precisionctl.fp8.extra_state import Payload, read_payload
 from precisionctl.fp8.grouped import Directions, Order
@@ -71,22 +71,24 @@ class Decoded:
     notes: list[str] = field(default_factory=list)
 
 
-def decode(saved: Iterable[Saved], where: Path, experts: Experts = Experts()) -> Decoded:
+def decode(
+    saved: Iterable[Saved], where: Path, experts: Experts = Experts(), args: Mapping[str, Any] | None = None
+) -> Decoded:
     """The states in these payloads; of several for one module, as ranks keep that do not reduce their amaxes, one
-    that suits all (Fp8State.merge).
+    that suits all (Fp8State.merge). `args`, Megatron's, tell what a payload of TE 1.x does not say of its recipe.
 
     Raises DamagedCheckpoint where recipes of GEMMs differ, or payloads are not what Transformer Engine writes, and
     PrecisionError where the order of a grouped linear's columns cannot be known.
     """
-    return _Decoding(where, experts).done(saved)
+    return _Decoding(where, experts, _of_run(args or {})).done(saved)
 
 
 class _Decoding:
     """Payloads on their way to states. Those of several ranks are merged as they come, so that memory does not grow
     with the ranks."""
 
-    def __init__(self, where: Path, experts: Experts) -> None:
-        self._where, self._experts = where, experts
+    def __init__(self, where: Path, experts: Experts, of_run: Mapping[str, Any]) -> None:
+        self._where, self._experts, self._of_run = where, experts, of_run
         self._found = Decoded()
         self._by_rank: dict[str, dict[int, Fp8State]] = {}
         self._by_expert: dict[str, dict[int, Fp8State]] = {}
@@ -126,6 +128,8 @@ class _Decoding:
 
     def _file(self, one: Saved, payload: Payload, where: str) -> None:
         """Put a payload with those of the same module."""
+        if payload.assumed:
+            payload = replace(payload, recipe=replace(payload.recipe, **self._of_run))
         attention = one.module.endswith(_CORE_ATTENTION)
         if payload.gemms == 3 and not attention and one.expert_rank is None:
             raise NotUnderstood("FP8 state of three GEMMs", where=where)
@@ -196,9 +200,10 @@ class _Decoding:
 
     def _notes(self) -> Iterator[str]:
         if self._assumed:
+            rest = "the rest from the run's arguments" if self._of_run else "margin 0 and algorithm max are assumed"
             yield (
                 f"FP8 state of {len(self._assumed)} modules is of TE before 2.0 and has no recipe: format and history "
-                "length are known from it, margin 0 and algorithm max are assumed. --recipe says otherwise."
+                f"length are known from it, {rest}. --recipe says otherwise."
             )
         if self._differ:
             yield (
@@ -209,6 +214,23 @@ class _Decoding:
             what = {"role": "role by role, as TE up to 2.2", "gemm": "expert by expert, as TE since 2.3"}[order]
             told = ", as told" if self._experts.order else ""
             yield f"FP8 state of the experts in {len(modules)} modules is read {what}{told}."
+
+
+def _of_run(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a recipe, what Megatron's arguments tell; nothing where they tell of no FP8."""
+    if args.get("fp8") not in ("hybrid", "e4m3"):
+        return {}
+    fields = {
+        "margin": args.get("fp8_margin"),
+        "amax_compute_algo": args.get("fp8_amax_compute_algo"),
+        "fp8_dpa": args.get("fp8_dot_product_attention", False),
+        "fp8_mha": args.get("fp8_multi_head_attention", False),
+    }
+    try:
+        DelayedScaling(**fields)
+    except RecipeError:  # another version's words
+        return {}
+    return fields
 
 
 def _equal(a: Fp8State, b: Fp8State) -> bool:

@@ -261,7 +261,7 @@ class LegacyReader:
     @cached_property
     def fp8(self) -> Fp8States | None:
         """The delayed-scaling state in `_extra_state`, else the one in the sidecar. Raises what `decode` raises."""
-        found = decode(self.payloads(), self.path, Experts(order=self.grouped_columns))
+        found = decode(self.payloads(), self.path, Experts(order=self.grouped_columns), self.args)
         return as_states(found, self.common, self.iteration, sidecar.find(self.path))
 
     def payloads(self) -> Iterator[Saved]:

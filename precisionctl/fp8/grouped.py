@@ -66,6 +66,8 @@ def order_of(directions: Directions, gemms: int) -> Order | None:
 
     None where both orders fit, or neither does.
     """
+    if gemms == 1:
+        return "gemm"  # the same in either
     orders: tuple[Order, ...] = ("role", "gemm")
     fitting = [order for order in orders if _unused_are_fresh(by_gemm(directions, gemms, order))]
     if len(fitting) == 2 and not any(part.recorded for part in by_gemm(directions, gemms, "gemm").roles.values()):
