@@ -394,3 +394,12 @@ def test_one_expert_in_a_linear_has_one_order():
     state = of_experts(1, unused=True)
     data = pickled(payload_of(as_te_stacks(state, "gemm"), (2, 3), 1))
     assert same(decode([Saved(f"{LINEAR}._extra_state", data, "here", 0)], Path("here")).modules[LINEAR], state)
+
+
+def test_an_expert_that_is_not_understood_is_kept_and_leaves_nothing_half_read():
+    state = of_experts(3, unused=True)
+    data = pickled(payload_of(as_te_stacks(state, "gemm"), (2, 20), 3))  # of attention's size, under an expert's name
+    saved = [Saved(f"{LINEAR}._extra_state0", data, "here")]
+    found = decode(saved, Path("here"))
+    assert not found.modules
+    assert found.raw[f"{LINEAR}.0"].numpy().tobytes() == data

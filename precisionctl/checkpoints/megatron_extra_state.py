@@ -137,8 +137,8 @@ class _Decoding:
             raise NotUnderstood("FP8 state of attention under a recipe of its own", where=where)
         if one.expert_rank is not None:
             order = self._order(one.module, payload, payload.directions, payload.gemms)
-            by_rank = self._by_rank.setdefault(one.module, {})
-            self._merge(one.module, by_rank, one.expert_rank, payload.group(order, where))
+            state = payload.group(order, where)
+            self._merge(one.module, self._by_rank.setdefault(one.module, {}), one.expert_rank, state)
         elif one.expert is None:
             self._merge(one.module, self._found.modules, one.module, payload.state(where))
         elif payload.cut or self._experts.ranks:
@@ -146,7 +146,8 @@ class _Decoding:
             kept = payload if payload.cut is None or payload.cut.expert == 0 else replace(payload, cut=None)
             self._cut.setdefault(one.module, {})[one.expert] = kept
         else:
-            self._merge(one.module, self._by_expert.setdefault(one.module, {}), one.expert, payload.state(where))
+            state = payload.state(where)
+            self._merge(one.module, self._by_expert.setdefault(one.module, {}), one.expert, state)
         if self._found.recipe not in (None, payload.recipe):
             what = f"its FP8 recipe {payload.recipe} is not the other modules' {self._found.recipe}"
             raise DamagedCheckpoint(what, where=where)
