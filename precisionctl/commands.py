@@ -277,12 +277,18 @@ def plan_export(export: InferenceExport) -> Work:
     if export.scheme == "dynamic" and export.fp8_state:
         raise RecipeError("dynamic input scales are made by the engine, of no state", do="Leave --fp8-state out.")
     made = make_export(reader, method, export.scheme, export.recipe or PRESETS["fp8-delayed"], export.fp8_state)
+    if found := engine.check_experts(made.codes, method.name, export.scheme):
+        raise PrecisionError(
+            f"{engine.title} does not load {found[0].what}",
+            where=found[0].where,
+            do="Export with --scheme static, or name the experts in keep_bf16 of a --recipe.",
+        )
     output = open_output(export.destination, export.source, export.fp8_state)
     writer = hf_writer(output, made.plan, reader.companions, export=made, max_shard_size=export.max_shard_size)
     coded = coded_before(reader)
     if coded:
         check_model(coded, made.plan)
-    notes = [*left_behind(reader), f"Serve it with: {engine.command.format(path=export.destination)}"]
+    notes = [*left_behind(reader), *made.notes, f"Serve it with: {engine.command.format(path=export.destination)}"]
     if export.scheme == "static" and export.fp8_state:
         notes.insert(0, f"Input scales that the checkpoint has not recorded are those of {export.fp8_state}.")
     elif export.scheme == "static":

@@ -1,6 +1,6 @@
 """An export's plan: the weights of FP8 GEMMs become E4M3 codes, with the scales that training already knows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +43,12 @@ class Export:
     quantization: Mapping[str, Any]
     files: Mapping[str, bytes]
     recorded_at: int | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def codes(self) -> list[str]:
+        """The weights that are encoded."""
+        return [name for job in self.plan.jobs if job.encode for name in job.encode.weight_scales]
 
 
 def make_export(
@@ -92,7 +98,16 @@ def make_export(
         quantization,
         method.spelling.files(scheme, ignored),
         states.iteration if states else None,
+        tuple(_notes(plan, precision)),
     )
+
+
+def _notes(plan: Plan, precision: Precision) -> Iterator[str]:
+    if any(_fused(job.writes[0]) and precision.in_fp8(job.module) for job in plan.jobs if job.row.gemm):
+        yield (
+            f"Experts stay in BF16: {plan.model.architecture} stores those of a layer as one tensor, "
+            "and no engine reads FP8 codes of that."
+        )
 
 
 def _fused(name: str) -> bool:

@@ -52,18 +52,21 @@ class Finding:
 @dataclass(frozen=True)
 class Engine:
     """`spells` is the quant method that an export to this engine is written in, by scheme; `reads` every pair of
-    method and scheme that it loads. `command` serves a directory, in place of `{path}`."""
+    method and scheme that it loads, `reads_experts` those that it loads for experts too. `command` serves a directory,
+    in place of `{path}`."""
 
     name: str
     title: str
     spells: Mapping[Scheme, str]
     reads: frozenset[tuple[str, str]]
+    reads_experts: frozenset[tuple[str, str]]
     command: str
     quantisation: Rule
     scales: Rule
     aligned: Rule
     fused: Rule
     all_or_none: Rule
+    experts: Rule
 
     def check(
         self, config: Mapping[str, Any], specs: Mapping[str, TensorSpec], read: Callable[[str], Tensor]
@@ -87,7 +90,15 @@ class Engine:
             *_unnamed(config["quantization_config"], scales, specs, self.quantisation),
             *_torn(scales, specs, self.all_or_none),
             *_unequal(scales, read, self.fused),
+            *_unequal_experts(scales, read, self.experts),
+            *self.check_experts(scales, method.name, scheme),
         ]
+
+    def check_experts(self, names: Iterable[str], method: str, scheme: str) -> list[Finding]:
+        """What of these weights, which are codes, it does not load because they are experts'."""
+        experts = [] if (method, scheme) in self.reads_experts else [name for name in names if _EXPERT.fullmatch(name)]
+        what = f"experts of {method} with {scheme} activations"
+        return [Finding(name, what, self.quantisation) for name in experts[:1]]
 
 
 def engines() -> dict[str, Engine]:
@@ -167,6 +178,9 @@ def _unequal(scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: 
             values = [float(read(getattr(tensors, kind))) for tensors in static]
             if len(set(values)) > 1:
                 yield Finding(group[0], f"{kind} scales {values} of one fused group differ", rule)
+
+
+def _unequal_experts(scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: Rule) -> Iterator[Finding]:
     for experts in _experts(scales).values():
         inputs = {float(read(tensors.input)) for name in experts if (tensors := scales[name]).input is not None}
         if len(inputs) > 1:

@@ -10,6 +10,7 @@ ENGINE = Engine(
     title="TensorRT-LLM",
     spells={"static": "modelopt", "dynamic": "modelopt"},
     reads=frozenset({("modelopt", "static"), ("modelopt", "dynamic"), ("compressed-tensors", "dynamic")}),
+    reads_experts=frozenset({("modelopt", "static")}),
     command="trtllm-serve {path}",
     quantisation=Rule(
         "quant_algo must be FP8 or FP8_PER_CHANNEL_PER_TOKEN, and name every module left out",
@@ -23,6 +24,11 @@ ENGINE = Engine(
     fused=Rule(
         "it rescales the group to the largest in BF16, which rounds the weights twice",
         "TensorRT-LLM _torch/modules/linear.py rescale_fused_weights",
+        fatal=False,
+    ),
+    experts=Rule(
+        "it takes the largest input scale of a layer's experts for all of them",
+        "TensorRT-LLM _torch/modules/fused_moe/quantization.py load_activation_scales_fp8_qdq",
         fatal=False,
     ),
     all_or_none=Rule("linears that it fuses are one linear with one method", "TensorRT-LLM _torch/modules/linear.py"),

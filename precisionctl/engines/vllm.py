@@ -14,6 +14,9 @@ ENGINE = Engine(
             ("modelopt", "dynamic"),
         }
     ),
+    reads_experts=frozenset(
+        {("compressed-tensors", "static"), ("compressed-tensors", "dynamic"), ("modelopt", "static")}
+    ),
     command="vllm serve {path}",
     quantisation=Rule(
         "quantization_config must say of each linear what it is",
@@ -27,6 +30,11 @@ ENGINE = Engine(
     fused=Rule(
         "it requantises the group with the largest, in FP16, which rounds the weights twice",
         "vLLM 0.33 w8a8_utils.py requantize_with_max_scale",
+        fatal=False,
+    ),
+    experts=Rule(
+        "it takes the largest input scale of a layer's experts for all of them",
+        "vLLM 0.33 fp8_utils.py process_fp8_input_tensor_strategy_moe",
         fatal=False,
     ),
     all_or_none=Rule(
