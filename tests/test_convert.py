@@ -18,13 +18,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from te_pickles import pickled, recipe_object
+from te_states import same
 
 from precisionctl import convert, journal, worker
 from precisionctl.architectures.moves import Grouped
 from precisionctl.checkpoints.base import Output, Reader, read_tensor
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_legacy import LegacyReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import (
@@ -267,14 +267,34 @@ def test_state_in_which_experts_columns_are_unclear_is_refused_until_told(tmp_pa
     torch.save(saved, file)
     with pytest.raises(PrecisionError, match="--grouped-columns gemm"):
         run(tmp_path / "plain", tmp_path / "out", "megatron", precision="bf16")
-    reader = open_checkpoint(tmp_path / "plain")
-    assert isinstance(reader, LegacyReader)
-    reader.grouped_columns = "gemm"
-    found = reader.fp8
+    work = run(tmp_path / "plain", tmp_path / "out", "megatron", precision="bf16", grouped_columns="gemm")
+    assert any("expert by expert, as TE since 2.3, as told" in note for note in work.notes)
+    found = open_checkpoint(tmp_path / "out").fp8
     assert found is not None
-    assert any("expert by expert, as TE since 2.3, as told" in note for note in found.notes)
     weight = found.modules["decoder.layers.0.mlp.experts.linear_fc1"].roles["weight"]
     assert weight.scale.tolist() == [2.0, 5.0, 8.0, 11.0]
+
+
+def test_experts_state_goes_through_every_size_and_layout(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "mixtral", dtype=torch.bfloat16)
+    way: list[tuple[str, dict[str, Any]]] = [
+        ("megatron", {"container": "torch", "parallelism": Parallelism(tensor=2, expert=2), "precision": "fp8"}),
+        ("megatron", {"parallelism": Parallelism(expert=4)}),
+        ("megatron", {"container": "torch", "parallelism": Parallelism(pipeline=2, expert=4), "te_version": 1}),
+        ("hf", {}),
+        ("megatron", {"parallelism": Parallelism(pipeline=2, expert=2), "precision": "fp8"}),
+    ]
+    source, states = tmp_path / "hf", []
+    for number, (to, options) in enumerate(way):
+        run(source, tmp_path / str(number), to, **options)
+        source = tmp_path / str(number)
+        states.append(open_checkpoint(source).fp8)
+    assert states[0] is not None
+    experts = states[0].modules["decoder.layers.1.mlp.experts.linear_fc2"].roles["weight"]
+    assert experts.scale.shape == (4,) and experts.recorded
+    for state in states[1:]:
+        assert state is not None and state.modules.keys() == states[0].modules.keys()
+        assert all(same(state.modules[name], expected) for name, expected in states[0].modules.items())
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "some-kept"])

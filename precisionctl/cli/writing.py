@@ -126,6 +126,7 @@ def do_work(plan: Callable[[], "Work"], how: Writing) -> None:
         print_json(work.plan.describe() | {"notes": work.notes, "estimate": asdict(expected)})
     else:
         console.show_tables(report.tables(work.plan, expected))
+        console.show_lines(work.notes)
 
 
 def carry_out(plan: Callable[[], "Work"], how: Writing) -> "Work | None":
