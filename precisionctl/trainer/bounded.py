@@ -26,16 +26,22 @@ def _time(seconds: float) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, _too_late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
+    except _TooLate:
+        raise TimeoutError("it takes too long") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
+class _TooLate(BaseException):
+    """No Exception: those jinja2 takes for a constant that it cannot work out beforehand, and goes on."""
+
+
 def _too_late(*_: Any) -> None:
-    raise TimeoutError("it takes too long")
+    raise _TooLate
 
 
 @contextmanager

@@ -1,0 +1,172 @@
+"""Everything that a checkpoint says beside its tensors, with every part of it replaced by something of another kind: it
+is read, or refused as one of our errors."""
+
+import argparse
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+from fp8_directories import make
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_hostile_legacy import ARGS, SHAPES
+
+from precisionctl.checkpoints import encodings_file
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.megatron_legacy import LegacyReader
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.errors import PrecisionctlError
+from precisionctl.fp8 import sidecar
+from precisionctl.plan import make_plan
+from precisionctl.reports import inspect
+from precisionctl.work import execute
+
+IN_JSON: list[Any] = [None, True, -1, 10**18, 1.5, float("nan"), "", "x", "\ud800", [], {}, [[1]], {"a": 1}]
+IN_PICKLES: list[Any] = [None, -1, 10**4000, "\ud800", [[1]], {"a": 1}, (1, "x"), torch.ones(3)]
+Place = tuple[Any, ...]
+
+
+def places(value: Any, at: Place = ()) -> Iterator[Place]:
+    yield at
+    inside = vars(value) if isinstance(value, argparse.Namespace) else value
+    items = inside.items() if isinstance(inside, dict) else enumerate(inside) if isinstance(inside, list) else ()
+    for key, part in items:
+        yield from places(part, (*at, key))
+
+
+def replaced(value: Any, at: Place, new: Any) -> Any:
+    if not at:
+        return new
+    changed = copy.copy(value)
+    inside = vars(changed) if isinstance(changed, argparse.Namespace) else changed
+    inside[at[0]] = replaced(inside[at[0]], at[1:], new)
+    return changed
+
+
+def check(value: Any, kinds: list[Any], write: Callable[[Any], object], read: Callable[[], object]) -> None:
+    """Read what is written with any place replaced by any of these kinds."""
+    write(value)
+    read()
+    refused = 0
+    for at in places(value):
+        for new in kinds:
+            write(replaced(value, at, new))
+            try:
+                read()
+            except PrecisionctlError:
+                refused += 1
+            except Exception as error:
+                raise AssertionError(f"{new!r:.50} at {at}") from error
+    assert refused
+
+
+def plan_of(path: Path) -> None:
+    reader = open_checkpoint(path)
+    inspect.describe(reader)
+    make_plan(reader, "hf" if reader.layout == "megatron" else "megatron")
+
+
+@pytest.mark.parametrize("family", ["llama-3", "deepseek-v3", "gpt-oss"])
+def test_a_config(tmp_path: Path, family: str) -> None:
+    config = pico.save(tmp_path, family, dtype=torch.bfloat16).config.to_dict()
+    kept = {key: value for key, value in config.items() if value is not None}
+    check(kept, IN_JSON, lambda v: (tmp_path / "config.json").write_text(json.dumps(v)), lambda: plan_of(tmp_path))
+
+
+@pytest.mark.parametrize("spelling", ["fp8-block", "compressed-block", "modelopt-tensor"])
+def test_a_quantization_config(tmp_path: Path, spelling: str) -> None:
+    make(tmp_path, spelling)
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def write(quantization: object) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+    def read() -> None:
+        reader = HuggingFaceReader(tmp_path)
+        make_plan(reader, "megatron")
+        list(reader.encodings.values())
+
+    check(config["quantization_config"], IN_JSON, write, read)
+
+
+def described(path: Path) -> tuple[dict[str, torch.Tensor], Any]:
+    """Tensors and metadata of a file of ours."""
+    with safe_open(path, framework="pt") as file:
+        return load_file(path), json.loads(file.metadata()["precisionctl"])
+
+
+def test_encodings(tmp_path: Path) -> None:
+    make(tmp_path / "fp8", "fp8-block")
+    execute(plan_conversion(Conversion(tmp_path / "fp8", tmp_path / "bf16", "hf", "bf16")), workers=1)
+    path = tmp_path / "bf16" / encodings_file.RELATIVE
+    tensors, metadata = described(path)
+    metadata["weights"] = dict(list(metadata["weights"].items())[:2])
+
+    def write(said: object) -> None:
+        save_file(tensors, path, {"precisionctl": json.dumps(said)})
+
+    def read() -> None:
+        found = encodings_file.find(tmp_path / "bf16")
+        assert found is not None
+        for name in found.weights:
+            _ = found.encodings[name], found.input_scale(name)
+
+    check(metadata, IN_JSON, write, read)
+
+
+def test_a_sidecar(tmp_path: Path) -> None:
+    roles = ("input", "weight", "output", "grad_output", "grad_input")
+    state = {f"decoder.layers.0.mlp.linear_fc1/{role}.scale": torch.tensor(1.0) for role in roles}
+    state |= {name.replace(".scale", ".amax_history"): torch.ones(2) for name in state}
+    recipe = {"margin": 0, "fp8_format": "HYBRID", "amax_history_len": 2, "amax_compute_algo": "max"}
+    said = {"format_version": 1, "recipe": recipe, "producer": "x", "iteration": 1}
+    path = tmp_path / "sidecar.safetensors"
+    check(said, IN_JSON, lambda v: save_file(state, path, {"precisionctl": json.dumps(v)}), lambda: sidecar.read(path))
+
+
+def test_a_runs_common_data(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "dist", "megatron")), workers=1)
+    common = tmp_path / "dist" / "release" / "common.pt"
+    saved = torch.load(common, weights_only=False)
+    check(saved, IN_PICKLES, lambda v: torch.save(v, common), lambda: plan_of(tmp_path / "dist"))
+
+
+def test_what_a_rank_saved(tmp_path: Path) -> None:
+    args = {**ARGS, "num_layers": 1, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    shapes = {**SHAPES, "self_attention.linear_qkv.weight": (24, 8), "mlp.linear_fc1.weight": (32, 8)}
+    shapes |= {"self_attention.linear_proj.weight": (8, 8), "mlp.linear_fc2.weight": (8, 16)}
+    model = {f"decoder.layers.0.{name}": torch.ones(shape) for name, shape in shapes.items()}
+    model |= {"embedding.word_embeddings.weight": torch.ones(16, 8), "output_layer.weight": torch.ones(16, 8)}
+    model |= {"decoder.final_layernorm.weight": torch.ones(8)}
+    states = {i: {"exp_avg": tensor, "step": torch.tensor(3.0)} for i, tensor in enumerate(model.values())}
+    group = {"params": list(range(len(model))), "lr": 1e-3, "wd_mult": 1.0}
+    optimizer = {"state": states, "param_groups": [group]}
+    masters = [list(model.values())]
+    rest = {
+        "optimizer": {"optimizer": optimizer, "fp32_from_fp16_params": masters},
+        "iteration": 3,
+        "checkpoint_version": 3.0,
+        "precisionctl": {"fp8_producer": "x", "fp8_iteration": 3},
+        "opt_param_scheduler": {"max_lr": 1.0},
+    }
+    rank = tmp_path / "mp_rank_00"
+    rank.mkdir()
+
+    def write(value: Any) -> None:
+        whole = {"args": argparse.Namespace(**args), "model": model, **value} if isinstance(value, dict) else value
+        torch.save(whole, rank / "model_optim_rng.pt")
+
+    def read() -> None:
+        reader = LegacyReader(tmp_path)
+        make_plan(reader, "hf")
+        _ = reader.optimizer_specs, reader.fp8, reader.common, reader.iteration
+        plan_conversion(Conversion(tmp_path, tmp_path.parent / "nowhere", "megatron"))
+
+    check(rest, IN_PICKLES, write, read)
