@@ -15,7 +15,7 @@ from precisionctl.trainer.data import load_rows
 from precisionctl.trainer.data.formats import json_list
 from precisionctl.trainer.data.formats.base import Record
 from precisionctl.trainer.data.formats.find import files_of, records
-from precisionctl.trainer.data.shapes import Completion, Conversation, Text, sample_of
+from precisionctl.trainer.data.shapes import KEYS, Completion, Conversation, Text, sample_of
 
 
 def sample(row: dict[str, Any]) -> Any:
@@ -153,6 +153,15 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=8,
 )
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(KEYS)), VALUES | st.just(CONVERSATION), max_size=5))
+def test_whatever_a_row_holds_it_is_a_sample_or_one_clear_error(row: dict[str, Any]) -> None:
+    try:
+        assert isinstance(sample(row), Text | Conversation | Completion)
+    except DataError as error:
+        assert error.where == "rows.jsonl, line 7"
 
 
 @settings(deadline=None)
