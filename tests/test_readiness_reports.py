@@ -202,6 +202,19 @@ def test_a_state_older_than_its_history_is_told(tmp_path):
 READER = ("path", "layout", "model", "specs", "encodings", "chunks", "fp8")
 
 
+def test_a_state_of_another_model_is_one_error(tmp_path):
+    pico.save(tmp_path / "ckpt", dtype=torch.bfloat16)
+    _, states = healthy()  # of three layers
+    sidecar.write(tmp_path / "state", states)
+    result = run("inspect", tmp_path / "ckpt", "--fp8", "--fp8-state", tmp_path / "state")
+    assert result.exit_code == 1 and "decoder.layers.2.mlp.linear_fc1" in result.stderr
+
+
+def test_a_page_without_a_place_is_told_before_anything_is_measured(tmp_path):
+    result = run("inspect", tmp_path, "--fp8", "--html", tmp_path / "nowhere" / "page.html")
+    assert result.exit_code == 2 and "nowhere" in result.stderr
+
+
 @pytest.mark.parametrize("option", ["--html", "--fp8-state"])
 def test_options_of_the_verdict_need_it(tmp_path, option):
     assert run("inspect", tmp_path, option, tmp_path).exit_code == 2

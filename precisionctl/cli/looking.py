@@ -48,6 +48,8 @@ def inspect(
     """
     if not fp8 and (fp8_state or html):
         raise click.UsageError("--fp8-state and --html are for --fp8.")
+    if html and not html.absolute().parent.is_dir():
+        raise click.UsageError(f"There is no directory {html.parent} for --html.")
     from precisionctl import console
     from precisionctl.checkpoints.megatron_run import of_megatron
     from precisionctl.checkpoints.open import open_checkpoint

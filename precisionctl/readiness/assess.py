@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
+from precisionctl.cast import check_modules, read_state
 from precisionctl.checkpoints.base import Reader
-from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
@@ -17,12 +17,14 @@ Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 def assess(reader: Reader, state_file: Path | None, progress: Progress, workers: int = 1) -> Readiness:
     """Measure every weight of an FP8 GEMM and judge. `state_file` is a sidecar that stands for the checkpoint's own
-    FP8 state. Raises as make_plan does, and as sidecar.read."""
-    states = sidecar.read(state_file) if state_file else reader.fp8
+    FP8 state. Raises as make_plan does, and as read_state for a state of another model."""
     plan, jobs = plan_gemms(reader)
+    states = read_state(state_file, plan.gemms) if state_file else reader.fp8
+    if states:
+        check_modules(states, plan.gemms)
     with progress(stored_bytes(reader, jobs)) as on_bytes:
         weights = measure_weights(reader, plan, jobs, states, workers=workers, on_bytes=on_bytes)
-    judged = judge(list(dict.fromkeys(job.module for job in jobs)), weights, states)
+    judged = judge(list(plan.gemms), weights, states)
     return replace(judged, notes=tuple(_notes(reader.iteration, states)))
 
 

@@ -64,7 +64,7 @@ def _cards(readiness: Readiness) -> str:
     """A verdict for each scaling."""
     cards = []
     for scaling, verdict in readiness.verdicts.items():
-        colour = "open" if not verdict.ready else "some" if verdict.kept else "good"
+        colour = "open" if not verdict.ready else "some" if verdict.kept or verdict.margin else "good"
         name = f"{NAMES[scaling][0].upper()}{NAMES[scaling][1:]} scaling"
         cards.append(f'<div class="card {colour}"><b>{escape(name)}</b><span>{escape(verdict.words)}</span></div>')
     return f'<div class="cards">{"".join(cards)}</div>'
