@@ -46,7 +46,8 @@ class _Amax(Worker):
 
 
 class _Measurer(Worker):
-    """Measures what a job would write: rows arrive in order, and are measured once they fill blocks."""
+    """Measures what a job would write: rows arrive in order, and are measured so many at a time, however they arrive,
+    that sums come out the same to the last bit from any format."""
 
     def measure(self, job: Job, amax: Tensor, delayed_scale: Tensor | None) -> Statistics:
         self._amax, self._delayed_scale = amax, delayed_scale
@@ -56,16 +57,20 @@ class _Measurer(Worker):
         return self._statistics
 
     def _put(self, name: str, row: int, values: Tensor) -> None:
-        self._waiting = torch.cat([self._waiting, values]) if len(self._waiting) else values
-        self._take(len(self._waiting) // BLOCK * BLOCK)
+        self._waiting = torch.cat([self._waiting, values]) if len(self._waiting) else values.clone()  # of a buffer
+        step = max(1, _AT_ONCE // (values.shape[1] * BLOCK)) * BLOCK
+        while len(self._waiting) >= step:
+            self._take(step)
 
     def _take(self, rows: int) -> None:
-        taken, self._waiting = self._waiting[:rows], self._waiting[rows:].clone()
+        taken, self._waiting = self._waiting[:rows], self._waiting[rows:]
         found = measure(taken, _CODES, self._delayed_scale, square=True, amax=self._amax)
         self._statistics = self._statistics.merge(found)
 
 
 _CODES = DelayedScaling().dtype("weight")
+_AT_ONCE = 1 << 20
+"""Elements that are measured together, or 128 rows."""
 
 
 def plan_gemms(reader: Reader) -> tuple[Plan, tuple[Job, ...]]:
