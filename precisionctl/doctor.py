@@ -38,7 +38,7 @@ VARIABLES = (
     Variable("NVTE_DPA_FP8DS_AMAX_HISTLEN", "history length of attention beside current scaling, else 1"),
     Variable("NVTE_DPA_FP8DS_AMAX_ALGO", "algorithm of attention beside current scaling, else most_recent"),
     Variable("NVTE_FP8_DPA_BWD", "0: the backward pass of attention stays out of FP8"),
-    Variable("NVTE_BACKWARD_OVERRIDE", "the backward pass in high precision"),
+    Variable("NVTE_BACKWARD_OVERRIDE", "high_precision or dequantized: what the backward pass takes in place of codes"),
     Variable("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1: scales of current scaling are powers of two"),
     Variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1: scales of block scaling are no powers of two"),
     Variable("NVTE_DEBUG", "1: extra logging of attention and backends"),

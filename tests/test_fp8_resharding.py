@@ -403,3 +403,15 @@ def test_an_expert_that_is_not_understood_is_kept_and_leaves_nothing_half_read()
     found = decode(saved, Path("here"))
     assert not found.modules
     assert found.raw[f"{LINEAR}.0"].numpy().tobytes() == data
+
+
+@pytest.mark.parametrize("container", ["torch", "torch_dist"])
+def test_attention_s_state_alone_makes_no_delayed_scaling_run_of_one_in_current_scaling(tmp_path, container):
+    source = model(tmp_path, "llama-tied")
+    recipe = DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent", fp8_dpa=True)
+    parts = dict.fromkeys(("s", "d_p"), RoleState(torch.tensor(2.0), torch.zeros(1)))
+    states = Fp8States(recipe, {"decoder.layers.0.self_attention.core_attention": Fp8State(parts)})
+    found = written(source, tmp_path / "made", container, Parallelism(), states, 2)
+    assert found.args.get("fp8_recipe") is None
+    assert found.fp8 is not None and found.fp8.recipe == recipe
+    assert same(found.fp8.modules["decoder.layers.0.self_attention.core_attention"], Fp8State(parts))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from precisionctl.checkpoints.megatron_logical import OPTIMIZER
-from precisionctl.fp8.state import DelayedScaling
+from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 
@@ -54,8 +54,12 @@ def _stage_args(model: ModelShape, sizes: Parallelism) -> dict[str, Any]:
     return {name: value for name, value in args.items() if value is not None}
 
 
-def fp8_args(recipe: DelayedScaling) -> dict[str, Any]:
-    """What a run that takes the FP8 state up is started with."""
+def fp8_args(states: Fp8States) -> dict[str, Any]:
+    """What a run that takes the FP8 state up is started with; nothing where only attention has some, as it has beside
+    linears in current scaling."""
+    if not any(state.of_gemm for state in states.modules.values()):
+        return {}
+    recipe = states.recipe
     return {
         "fp8": recipe.fp8_format.lower(),
         "fp8_recipe": "delayed",

@@ -139,7 +139,7 @@ class TorchDistWriter:
         return next(path for number in numbers if (path := self.directory / f"__0_{number}.distcp") not in files)
 
     def _common_data(self, fp8: Fp8States | None) -> dict[str, object]:
-        args = self._args | (fp8_args(fp8.recipe) if fp8 else {})
+        args = self._args | (fp8_args(fp8) if fp8 else {})
         ours = {"fp8_iteration": fp8.iteration, "fp8_producer": fp8.producer} if fp8 else {}
         return {
             "args": argparse.Namespace(**args),

@@ -185,7 +185,7 @@ class LegacyWriter:
         stages: list[dict[str, object]] = [{**stage} for stage in rank.stages]
         for (stage, local), payload in payloads.items():
             stages[stage][local] = payload
-        args = self._args | (fp8_args(fp8.recipe) if fp8 else {})
+        args = self._args | (fp8_args(fp8) if fp8 else {})
         content: dict[str, object] = {
             "args": argparse.Namespace(**args),
             "checkpoint_version": 3.0,
