@@ -31,6 +31,7 @@ from precisionctl.errors import (
 )
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, Role, RoleState
+from precisionctl.plan import make_plan
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.resume import resume
 from precisionctl.trainer.start import CALIBRATED
@@ -475,3 +476,29 @@ def test_the_command_says_what_it_recorded_and_what_to_do_with_it(place: Path, t
     assert "2 passes of 2 rows; recorded input 8, weight 8, grad_output 8, k 2, v 2" in " ".join(shown.stdout.split())
     assert f"--fp8-state {tmp_path / 'state'}" in shown.stdout.replace("\n", "")
     assert sidecar.read(tmp_path / "state").recipe.amax_history_len == 1024
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek-v3", "gpt-oss", "gemma2"])
+def test_other_families_start_from_their_calibration_experts_by_themselves(
+    place: Path, tmp_path: Path, family: str
+) -> None:
+    sizes = {"q_lora_rank": 32, "qk_rope_head_dim": 16} if family == "deepseek-v3" else {}  # for FP8 GEMMs
+    make_source(tmp_path / "source", family=family, **sizes)
+    (tmp_path / "text.txt").write_bytes((place / "text.txt").read_bytes())
+    made = calibrate(asked(tmp_path, tmp_path / "state", passes=4))
+    on = settings(
+        tmp_path / "source", tmp_path / "text.txt", tmp_path / "run", "fp8", fp8_state=made.out, train__steps=1
+    )
+    started, finished, losses = run(on)
+    plan = make_plan(open_checkpoint(tmp_path / "source"), "megatron")
+    gemms = {name: shape[0] if shape else 1 for name, shape in plan.gemms.items()}
+    counts = {source: counted["weight"] for source, counted in started.fp8.items() if "weight" in counted}
+    assert counts == {"calibrated": sum(gemms.values())}
+    for name, shape in plan.gemms.items():
+        assert made.states.modules[name].shape == shape
+    caches = [state for name, state in made.states.modules.items() if name.endswith("core_attention")]
+    assert len(caches) == plan.model.num_layers
+    assert all(set(state.roles) == ({"k"} if plan.model.mla else {"k", "v"}) for state in caches)
+    assert losses[0] < 10
+    beside = sidecar.find(finished.checkpoint)
+    assert beside is not None and len(beside.modules) == len(caches), "keys and values go along"
