@@ -35,7 +35,7 @@ from precisionctl.trainer.data import Blend, Feed, Rows
 from precisionctl.trainer.loop import backward, stop_signals
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.recorder import Recorder
-from precisionctl.trainer.resume import check_length, read_rows
+from precisionctl.trainer.resume import check_length, read_rows, with_data
 from precisionctl.trainer.start import CALIBRATED
 
 PASSES = 64
@@ -52,10 +52,10 @@ OnPass = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the command line says. `out` is a file, which must not be there yet."""
+    """What the command line says. `out` is a file, which must not be there yet; without `data`, the recipe's."""
 
     checkpoint: Path
-    data: Path
+    data: Path | None
     out: Path
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
@@ -113,8 +113,7 @@ def _recipe(asked: Calibration) -> Recipe:
         raise RecipeError(
             "current scaling keeps no state to calibrate", do="Choose a recipe with precision.scaling=delayed."
         )
-    data = replace(recipe.data, path=str(asked.data), blend=())
-    return replace(recipe, precision=replace(recipe.precision, fp8=True), data=data)
+    return with_data(replace(recipe, precision=replace(recipe.precision, fp8=True)), asked.data)
 
 
 def _output(asked: Calibration) -> Output:

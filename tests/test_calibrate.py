@@ -502,3 +502,13 @@ def test_other_families_start_from_their_calibration_experts_by_themselves(
     assert losses[0] < 10
     beside = sidecar.find(finished.checkpoint)
     assert beside is not None and len(beside.modules) == len(caches), "keys and values go along"
+
+
+def test_the_data_of_the_recipe_are_taken_where_the_command_names_none(
+    place: Path, calibrated: Calibrated, tmp_path: Path
+) -> None:
+    made = asked(place, tmp_path / "state", keys={"data.path": place / "text.txt"})
+    assert calibrate(replace(made, data=None)).passes == 20
+    assert (tmp_path / "state").read_bytes() == calibrated.out.read_bytes()
+    with pytest.raises(RecipeError, match="no data to train on"):
+        calibrate(replace(asked(place, tmp_path / "other"), data=None))

@@ -53,7 +53,7 @@ def resume(**what: Any) -> None:
 
 @click.command()
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--data", type=DATA, required=True, help="Text, JSONL, parquet, a folder, as resume takes it.")
+@click.option("--data", type=DATA, help="Text, JSONL, parquet, a folder, as resume takes it; else the recipe's.")
 @click.option("--out", type=NEW_PATH, required=True, help="A new file, for --fp8-state of resume and others.")
 @click.option("--recipe", help="A bundled name or a TOML file: the one of the run to come; else fp8-delayed.")
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key of the recipe.")

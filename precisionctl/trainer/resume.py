@@ -59,7 +59,8 @@ class Settings:
         if self.collect_amax:
             start["collect_amax"] = True
         if self.fp8_state:
-            start["fp8_state"] = hashlib.sha256(self.fp8_state.read_bytes()).hexdigest()
+            with open(self.fp8_state, "rb") as file:
+                start["fp8_state"] = hashlib.file_digest(file, "sha256").hexdigest()
         return start
 
 
@@ -138,8 +139,13 @@ def read_recipe(settings: Settings) -> Recipe:
         raise RecipeError("--cold-start takes no state, and --fp8-state gives one", do="Leave one of them out.")
     if settings.collect_amax and recipe.precision.fp8:
         raise RecipeError("an FP8 run records amaxes by itself", do="Leave --collect-amax out.")
-    if settings.data:
-        recipe = replace(recipe, data=replace(recipe.data, path=str(settings.data), blend=()))
+    return with_data(recipe, settings.data)
+
+
+def with_data(recipe: Recipe, path: Path | None) -> Recipe:
+    """The recipe with the data that the command line names, if it names some. Raises RecipeError where nobody does."""
+    if path:
+        recipe = replace(recipe, data=replace(recipe.data, path=str(path), blend=()))
     if not (recipe.data.path or recipe.data.blend):
         raise RecipeError("no data to train on", do="Give --data PATH, or data.path or data.blend in the recipe.")
     return recipe

@@ -345,6 +345,29 @@ def test_both_gpts_attend_alike_to_texts_that_share_rows(window: int | None) -> 
     assert sqnr(theirs(tokens), together) < 25, "texts would see one another"
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_both_gpts_show_a_recorder_the_same(shape: ModelShape) -> None:
+    """Amaxes of BF16 passes, keys and values too; a token that is sent to another expert may be the largest there."""
+    made = []
+    real = torch.ones(2, 128, dtype=torch.bool, device="cuda")
+    real[1, 96:] = False
+    tokens = torch.randint(500, (2, 128), device="cuda")
+    for model in gpts(PRESETS["fp8-delayed"], shape):
+        recorder = Recorder(PRESETS["fp8-delayed"], torch.device("cuda"))
+        with model.recorded_by(recorder):
+            total, count = loss(model(tokens, real), tokens, real, SHAPE.vocab_size)
+            (total / count).backward()
+        made.append(recorder.states())
+    theirs, ours = made
+    assert theirs.keys() == ours.keys()
+    for name in ours:
+        assert theirs[name].roles.keys() == ours[name].roles.keys()
+        for role, part in ours[name].roles.items():
+            other = theirs[name].roles[role].amax_history
+            if part.recorded and part.scale.dim() == 0:
+                torch.testing.assert_close(other, part.amax_history, rtol=0.1, atol=0, msg=f"{name} {role}")
+
+
 def test_every_linear_of_a_gpt_records_one_row_per_step_and_role() -> None:
     kept = Precision(fp8=True, delayed=RECIPES["max"], keep_bf16=("*.layers.0.mlp.linear_fc2",))
     for model in gpts(kept):
