@@ -6,6 +6,7 @@ from pathlib import Path
 import fp8_directories
 import pytest
 import torch
+import training
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints import encodings_file
@@ -14,9 +15,11 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands import Conversion, InferenceExport, plan_conversion, plan_export
 from precisionctl.errors import DamagedCheckpoint, MappingError, PrecisionError
+from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.param import Parallelism
+from precisionctl.reports.inspect import describe
 from precisionctl.work import Work, execute
 
 EACH = pytest.mark.parametrize("spelling", fp8_directories.SPELLINGS)
@@ -326,3 +329,53 @@ def test_one_code_that_was_changed_on_the_way_is_counted(tmp_path: Path) -> None
     write_rows(reader, UP, 0, values)
     work = run(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
     assert any("13 of 14 weights are the codes that they were" in note for note in work.notes)
+
+
+@pytest.fixture
+def trainable(tmp_path: Path) -> Path:
+    """A directory of block-scaled codes with a tokenizer, and text."""
+    training.make_text(tmp_path / "text.txt")
+    source = training.make_source(tmp_path / "source")
+    fp8_directories.make(tmp_path / "fp8", "fp8-block", vocab_size=80, **fp8_directories.RAGGED)
+    for file in source.glob("tokenizer*"):
+        (tmp_path / "fp8" / file.name).write_bytes(file.read_bytes())
+    return tmp_path / "fp8"
+
+
+def test_training_on_from_codes_is_training_on_from_what_they_decode_to(trainable: Path, tmp_path: Path) -> None:
+    """In FP32, which masters are: the same losses to the last bit. And the run's checkpoints go back to blocks, trained
+    ones with new scales."""
+    run(trainable, tmp_path / "fp32", "hf", precision="fp32")
+    losses = []
+    for source in ("fp8", "fp32"):
+        made = training.settings(tmp_path / source, tmp_path / "text.txt", tmp_path / f"run-{source}")
+        losses.append(training.run(made)[2])
+    assert len(losses[0]) == 6 and losses[0] == losses[1]
+    work = run(tmp_path / "run-fp8", tmp_path / "back", "hf", precision="fp8")
+    assert quantization(tmp_path / "back") == quantization(trainable)
+    assert any("0 of 14 weights are the codes that they were" in note for note in work.notes)
+    assert any("14 have blocks with new scales" in note for note in work.notes)
+
+
+def test_a_run_that_changes_nothing_goes_back_to_the_same_codes(trainable: Path, tmp_path: Path) -> None:
+    tensors = stored(trainable)
+    for codes in tensors.values():
+        if codes.dtype == torch.float8_e4m3fn:  # a zero would become 1e-30, which is a change
+            codes.view(torch.uint8)[codes.float() == 0] = 1
+    save_file(tensors, trainable / "model.safetensors", metadata={"format": "pt"})
+    changes = {"train__steps": 2, "optimizer__lr": 1e-30, "optimizer__weight_decay": 0.0}
+    settings = training.settings(trainable, tmp_path / "text.txt", tmp_path / "run", **changes)
+    training.run(settings)
+    run(tmp_path / "run", tmp_path / "back", "hf", precision="fp8")
+    assert same(stored(tmp_path / "back"), stored(trainable))
+
+
+def test_inspect_and_eval_take_codes(trainable: Path, tmp_path: Path) -> None:
+    """Blocks are evaluated as what they decode to: as their BF16 directory, to the last bit."""
+    run(trainable, tmp_path / "bf16", "hf")
+    found = [
+        evaluate(open_checkpoint(path), tmp_path / "text.txt", sequence_length=32)
+        for path in (trainable, tmp_path / "bf16")
+    ]
+    assert found[0].loss == found[1].loss and "FP8 codes" in found[0].precision
+    assert describe(open_checkpoint(trainable))["precision"] == "float8_e4m3fn codes"

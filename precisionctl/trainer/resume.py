@@ -23,6 +23,7 @@ from precisionctl.fp8.state import Fp8States, Role
 from precisionctl.model_shape import ModelShape
 from precisionctl.plan import Plan, check_fp8_gemm, make_plan
 from precisionctl.recipe import Data, Recipe, load_recipe
+from precisionctl.reencode import coded_before
 from precisionctl.trainer import state
 from precisionctl.trainer.backend import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
@@ -119,7 +120,8 @@ def resume(
         with closing(MetricsLog(out, run.step)) as log:
             notes = (*_notes(source, load, run), *rows.notes, *log.notes, *fp8.notes)
             on_start(Started(recipe, out, run.step, load, backend, fp8.counts, notes))
-            received = train(run, log, partial(state.save, run, out, wanted, source.companions, fp8.carried), on_step)
+            save = partial(state.save, run, out, wanted, source.companions, fp8.carried, coded_before(source))
+            received = train(run, log, save, on_step)
         return Finished(run.step, out / directory_name(run.step), received)
 
 

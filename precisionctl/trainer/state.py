@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Companions, Output, Reader, disk_problems
+from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import TRACKER, directory_name, write_tracker
@@ -216,11 +218,19 @@ def load_rng(source: TorchDistReader) -> None:
                 torch.cuda.set_rng_state(state["cuda_rng_state"])
 
 
-def save(run: Run, out: Path, wanted: Mapping[str, Any], companions: Companions, carried: Fp8States | None) -> None:
+def save(
+    run: Run,
+    out: Path,
+    wanted: Mapping[str, Any],
+    companions: Companions,
+    carried: Fp8States | None,
+    coded: Coded | None = None,
+) -> None:
     """Commit the run as it stands as a new iteration of `out`, then drop those beyond `train.keep`.
 
     The state of modules that compute in FP8 goes into `_extra_state`; what is collected, or carried beside it with its
-    own date, into the sidecar. Raises DiskProblem; what is under an iteration's name is complete all the same.
+    own date, into the sidecar. `coded` is how the source's weights were coded: weights that training leaves as they are
+    can be those codes again. Raises DiskProblem; what is under an iteration's name is complete all the same.
     """
     plan = _plan(run)
     output = Output(out / directory_name(run.step))
@@ -240,6 +250,8 @@ def save(run: Run, out: Path, wanted: Mapping[str, Any], companions: Companions,
         writer.finish(_live(run))
         if beside := _beside(run, carried):
             sidecar.write(output.partial / sidecar.RELATIVE, beside)
+        if coded:
+            encodings_file.write(output.partial, coded)
         output.commit()
         write_tracker(out, run.step)
         _prune(out, run.step, run.recipe.train.keep)
