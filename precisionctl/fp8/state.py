@@ -23,6 +23,8 @@ FORWARD: tuple[Role, ...] = ("input", "weight", "output")
 BACKWARD: tuple[Role, ...] = ("grad_output", "grad_input")
 ROLES: tuple[Role, ...] = FORWARD + BACKWARD
 """Those of a GEMM, in the order of TE's columns."""
+IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
+"""Those of them that a run casts whose GEMMs give out BF16, as all do here."""
 
 ATTENTION_FORWARD: tuple[Role, ...] = ("qkv", "s", "o")
 """Those of attention (cpp_extensions/fused_attn.py, META_*): queries, keys and values; the softmax; its output."""

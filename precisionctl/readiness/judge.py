@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from precisionctl.fp8.numerics import recorded_amax
-from precisionctl.fp8.state import ATTENTION, BACKWARD, ROLES, Fp8States, Role
-from precisionctl.fp8.statistics import SCALINGS, Scaling, Statistics
+from precisionctl.fp8.state import ATTENTION, BACKWARD, IN_USE, ROLES, Fp8States, Role
+from precisionctl.fp8.statistics import SCALINGS, Loss, Scaling, Statistics
 from precisionctl.readiness.history import History, read_history
 from precisionctl.readiness.thresholds import FEWEST, GROWTH, KURTOSIS, SATURATION, STALE, UNDERFLOW
 
 Remedy = Literal["bf16", "recalibrate", "margin", "watch"]
-IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
-"""The roles of a GEMM that an ordinary run casts."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +53,16 @@ class RoleHealth:
         return max((one.kurtosis for one in self.measured if not math.isnan(one.kurtosis)), default=None)
 
     def underflow(self, scaling: Scaling) -> float | None:
-        losses = [one.losses[scaling] for one in self.measured if one.losses[scaling].elements]
-        return max((loss.underflow for loss in losses), default=None)
+        return max((loss.underflow for loss in self._losses(scaling)), default=None)
 
     def saturation(self, scaling: Scaling) -> float | None:
-        losses = [one.losses[scaling] for one in self.measured if one.losses[scaling].elements]
-        return max((loss.saturation for loss in losses), default=None)
+        return max((loss.saturation for loss in self._losses(scaling)), default=None)
 
     def sqnr(self, scaling: Scaling) -> float | None:
-        losses = [one.losses[scaling] for one in self.measured if one.losses[scaling].elements]
-        return min((loss.sqnr for loss in losses), default=None)
+        return min((loss.sqnr for loss in self._losses(scaling)), default=None)
+
+    def _losses(self, scaling: Scaling) -> list[Loss]:
+        return [one.losses[scaling] for one in self.measured if one.losses[scaling].elements]
 
 
 @dataclass(frozen=True)

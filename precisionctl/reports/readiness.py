@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from precisionctl.fp8.state import IN_USE
 from precisionctl.fp8.statistics import SCALINGS
 from precisionctl.readiness.history import headroom
-from precisionctl.readiness.judge import IN_USE, NAMES, Readiness, RoleHealth
+from precisionctl.readiness.judge import NAMES, Readiness, RoleHealth
 from precisionctl.readiness.thresholds import ALL
 from precisionctl.reports.table import Table
 

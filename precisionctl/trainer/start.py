@@ -27,7 +27,7 @@ from precisionctl.cast import (
     under,
 )
 from precisionctl.fp8.numerics import amax, change_recipe
-from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, Role
+from precisionctl.fp8.state import IN_USE, DelayedScaling, Fp8State, Fp8States, Role
 from precisionctl.trainer.backend import Fp8Linear, fp8_linears
 from precisionctl.trainer.loop import Run, backward
 from precisionctl.trainer.recorder import Recorder
@@ -47,9 +47,6 @@ CALIBRATED = "precisionctl calibrate"
 """The producer of a state that calibration made."""
 
 _PRODUCERS: Mapping[str, Source] = {COLLECTED: "collected in BF16 training", CALIBRATED: "calibrated"}
-
-IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
-"""The roles that a linear casts; TE keeps `output` and `grad_input` beside them and never records them."""
 
 
 @dataclass(frozen=True)
