@@ -196,8 +196,10 @@ def _go_on(recorder: Recorder, output: Output, wanted: Mapping[str, Any]) -> int
         return 0
     try:
         found = json.loads(identity.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"not what a calibration writes: {error}", where=identity) from None
+    if not isinstance(found, dict):
+        raise DamagedCheckpoint("not what a calibration writes: no table", where=identity)
     state.check_same(state.Saved(0, 0, found), wanted, output.partial)
     if not saved:
         return 0
@@ -208,7 +210,7 @@ def _go_on(recorder: Recorder, output: Output, wanted: Mapping[str, Any]) -> int
 
 
 def _saved(output: Output) -> dict[int, Path]:
-    return {int(path.stem): path for path in output.partial.glob("*.safetensors")}
+    return {int(path.stem): path for path in output.partial.glob("*.safetensors") if path.stem.isdecimal()}
 
 
 def _save(output: Output, done: int, states: Fp8States) -> None:

@@ -22,12 +22,14 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.commands import Conversion, InferenceExport, plan_conversion, plan_export
 from precisionctl.errors import (
+    DamagedCheckpoint,
     DestinationExists,
     MappingError,
     MissingFp8State,
     OutputError,
     PrecisionError,
     RecipeError,
+    UnknownFormat,
 )
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, Role, RoleState
@@ -512,3 +514,29 @@ def test_the_data_of_the_recipe_are_taken_where_the_command_names_none(
     assert (tmp_path / "state").read_bytes() == calibrated.out.read_bytes()
     with pytest.raises(RecipeError, match="no data to train on"):
         calibrate(replace(asked(place, tmp_path / "other"), data=None))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, "{", '"identity"'])
+def test_damaged_progress_is_said_and_not_gone_on_from(place: Path, tmp_path: Path, content: str) -> None:
+    partial = tmp_path / "state.partial"
+    partial.mkdir()
+    (partial / "calibration.json").write_text(content)
+    with pytest.raises(DamagedCheckpoint, match="not what a calibration writes"):
+        calibrate(asked(place, tmp_path / "state"))
+
+
+@pytest.mark.parametrize("damage", ["folder", "cut", "another kind"])
+def test_a_state_file_that_is_none_is_refused_before_anything_is_made(
+    place: Path, calibrated: Calibrated, tmp_path: Path, damage: str
+) -> None:
+    file = tmp_path / "state"
+    if damage == "folder":
+        file.mkdir()
+    else:
+        file.write_bytes(calibrated.out.read_bytes()[:-100] if damage == "cut" else b"{}" * 100)
+    with pytest.raises((DamagedCheckpoint, UnknownFormat, OSError)):
+        run(settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", fp8_state=file))
+    conversion = Conversion(place / "source", tmp_path / "dst", to="megatron", precision="fp8", fp8_state=file)
+    with pytest.raises((DamagedCheckpoint, UnknownFormat, OSError)):
+        plan_conversion(conversion)
+    assert not list(tmp_path.glob("dst*")) and not list((tmp_path / "run").glob("iter_*"))

@@ -238,6 +238,9 @@ def test_experts_are_recorded_one_by_one_without_padding() -> None:
         assert newest(state, role).tolist() == [float(each) for each in expected]  # type: ignore[arg-type]
     assert newest(state, "weight").tolist() == [float(weight.abs().max()) for weight in weights]
     assert state.roles["output"].amax_history.shape == (3, 4)
+    again = recorder_of()
+    again.load(recorder.states())
+    assert_same(again.states(), recorder.states())
 
 
 def test_statistics_are_taken_while_measuring_of_a_weight_once() -> None:
