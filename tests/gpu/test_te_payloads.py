@@ -8,8 +8,11 @@ from precisionctl.fp8.extra_state import decode_payload, read_payload
 from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import BACKWARD, FORWARD
 
-te = pytest.importorskip("transformer_engine.pytorch")
-recipes = pytest.importorskip("transformer_engine.common.recipe")
+try:
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+except (ImportError, RuntimeError, OSError):  # conftest.py skips everything, with the reason
+    te = recipes = None
 
 HISTORY = 4
 GATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
