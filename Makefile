@@ -22,11 +22,11 @@ bench: $(READY)  ## prints numbers, asserts none
 peers: $(READY)  ## other programs, each in an environment of its own
 	$(BIN)/pytest -q tests/peers
 
-soak: $(READY)  ## many kills and big files: half an hour and 10 GB of disk
+soak: $(READY)  ## many kills, big files and fuzzing (FUZZ_SECONDS for each target): 35 minutes and 10 GB of disk
 	$(BIN)/pytest -q -s tests/soak
 
 clean:
-	rm -rf .venv .peers .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .peers .fuzz .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
 # Made again whenever what has to be installed changes. `ready` is written last, so a failed install is retried.
 $(READY): pyproject.toml constraints.txt
