@@ -27,9 +27,11 @@ def codes_of(weight: Fp8Located, path: Path, found: Found) -> Located:
     codes, scale = weight.codes, weight.scale_inv
     if not isinstance(codes, Located) or codes.dtype != torch.uint8 or len(codes.shape) != 2:
         raise DamagedCheckpoint("an FP8 weight without codes that could be read", where=path)
-    if not isinstance(scale, Located) or scale.dtype not in (torch.float32, torch.uint8) or len(scale.shape) > 2:
+    of_scales = isinstance(scale, Located) and scale.dtype in (torch.float32, torch.uint8)
+    if not of_scales or len(scale.shape) > 2 or 0 in scale.shape:
         raise DamagedCheckpoint("an FP8 weight without scales that could be read", where=path)
-    found[path, codes.offset] = weight
+    if found.setdefault((path, codes.offset), weight) != weight:
+        raise DamagedCheckpoint("two FP8 weights are the same codes, with other scales", where=path)
     return codes._replace(dtype=CODES)
 
 
