@@ -1,5 +1,6 @@
 """FP8 state through every parallel size and container, and what ranks and experts of a run had of it."""
 
+import io
 import shutil
 from pathlib import Path
 
@@ -73,6 +74,15 @@ def as_megatron_splits(payload, gemms):
     return parts
 
 
+def as_megatron_encodes(part, version):
+    """TEGroupedLinear._encode_extra_state: a file before TE 2.0."""
+    if version >= (2, 0):
+        return pickled(part)
+    file = io.BytesIO()
+    torch.save(part, file)
+    return file.getvalue()
+
+
 def as_megatron_merges(parts):
     """TEGroupedLinear.merge_extra_states."""
     found = {}
@@ -122,7 +132,8 @@ def test_experts_that_megatron_cut_apart_are_put_right(version, ranks):
         )
         parts = as_megatron_splits(payload_of(as_te_stacks(of_rank, ORDERS[version]), version, each), each)
         saved += [
-            Saved(f"{LINEAR}._extra_state{rank * each + i}", pickled(part), "here") for i, part in enumerate(parts)
+            Saved(f"{LINEAR}._extra_state{rank * each + i}", as_megatron_encodes(part, version), "here")
+            for i, part in enumerate(parts)
         ]
     assert same(decode(saved, Path("here"), Experts(ranks=ranks)).modules[LINEAR], state)
 
