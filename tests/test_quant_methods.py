@@ -7,7 +7,17 @@ import torch
 
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CODES, Scales, Scheme, encoding, quant_methods, recognise, stored_scales
+from precisionctl.quant_methods.base import (
+    CHANNEL,
+    CODES,
+    TENSOR,
+    Scales,
+    Scheme,
+    encoding,
+    quant_methods,
+    recognise,
+    stored_scales,
+)
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 SCHEMES: tuple[Scheme, ...] = ("static", "dynamic")
@@ -141,3 +151,59 @@ def test_every_spelling_of_a_scale_becomes_one_grid_in_the_dtype_that_is_stored(
 def test_a_scale_that_is_no_scale_is_damage(value):
     with pytest.raises(DamagedCheckpoint, match="weight_scale holds a scale"):
         encoding(torch.tensor([value]), Scales("weight_scale", None, (32, 16)), TensorSpec((32, 16), CODES))
+
+
+TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 64]}
+
+
+def said(method, **config):
+    found = METHODS[method].says(config)
+    return found.blocks, found.static
+
+
+def test_groups_and_layers_of_several_kinds_leave_it_to_the_shapes():
+    groups = {"a": {"weights": CHANNELS, "input_activations": TOKENS}, "b": {"weights": BLOCKS}}
+    assert said("compressed-tensors", config_groups=groups) == ((CHANNEL, (128, 64)), False)
+    static = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    groups["b"] = {"weights": {**CHANNELS, "strategy": "tensor"}, "input_activations": static}
+    assert said("compressed-tensors", config_groups=groups) == ((CHANNEL, TENSOR), None)
+    layers = {"q": {"quant_algo": "FP8"}, "k": {"quant_algo": "MXFP8", "group_size": 32}}
+    assert said("modelopt", quant_algo="MIXED_PRECISION", quantized_layers=layers) == ((TENSOR, (1, 32)), None)
+
+
+def test_quant_method_fp8_without_a_block_size_leaves_it_to_the_shapes():
+    assert said("fp8", activation_scheme="static") == ((TENSOR, (128, 128)), True)
+    assert said("fp8", weight_block_size=None) == ((TENSOR,), False)
+    assert said("fp8", weight_block_size=[64, 128]) == (((64, 128),), False)
+
+
+@pytest.mark.parametrize(
+    "method, config",
+    [
+        ("fp8", {"activation_scheme": "sometimes"}),
+        ("fp8", {"weight_block_size": [0, 128]}),
+        ("fp8", {"weight_block_size": 128}),
+        ("modelopt", {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"q": {"quant_algo": "NVFP4"}}}),
+        ("modelopt", {"quant_algo": "MIXED_PRECISION"}),
+        ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "symmetric": False}}}}),
+        ("compressed-tensors", {"config_groups": {"a": {"weights": {**CHANNELS, "strategy": "attn_head"}}}}),
+        (
+            "compressed-tensors",
+            {"config_groups": {"a": {"weights": CHANNELS}}, "sparsity_config": {"format": "sparse-24-bitmask"}},
+        ),
+        (
+            "compressed-tensors",
+            {"config_groups": {"a": {"weights": CHANNELS}}, "transform_config": {"config_groups": {"R1": {}}}},
+        ),
+    ],
+)
+def test_what_codes_and_scales_alone_do_not_say_is_refused(method, config):
+    with pytest.raises(PrecisionError):
+        METHODS[method].says(config)
+
+
+def test_empty_parts_that_tools_write_are_no_reason_to_refuse():
+    parts = {"sparsity_config": {"format": "dense"}, "transform_config": {}}
+    assert said("compressed-tensors", config_groups={"a": {"weights": CHANNELS}}, **parts) == ((CHANNEL,), False)
