@@ -1,6 +1,7 @@
 """Our exports in vLLM's own config parser and weight loader. Its FP8 kernels need a GPU and are not run."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -44,10 +45,8 @@ def parts(name):
     return [f"{stem}.{part}.{kind}" for part in FUSED.get(last, (last,))] if stem else [name]
 
 
-@pytest.mark.parametrize("family", ["llama-3", "llama-tied", "llama-all-biases", "mistral"])
-@pytest.mark.parametrize("scheme", ["static", "dynamic"])
-@pytest.mark.parametrize("method", ["compressed-tensors", "modelopt"])
-def test_vllm_loads_every_parameter_with_the_values_that_are_stored(tmp_path, python, family, scheme, method):
+def through_vllm(tmp_path, python, family, method, scheme):
+    """The tensors of an export, and the parameters that vLLM made of them."""
     pico.save(tmp_path / "source", family, dtype=torch.bfloat16)
     source = in_memory.with_state(HuggingFaceReader(tmp_path / "source"))
     in_memory.export(source, tmp_path / "exported", method, scheme)
@@ -56,10 +55,49 @@ def test_vllm_loads_every_parameter_with_the_values_that_are_stored(tmp_path, py
     subprocess.run([python, SCRIPT, tmp_path / "exported", out], check=True, capture_output=True, env=environment)
     with safe_open(out, "pt") as file:
         assert file.metadata()["quantization"] == method
-    stored, loaded = load_file(tmp_path / "exported" / "model.safetensors"), load_file(out)
+    return load_file(tmp_path / "exported" / "model.safetensors"), load_file(out)
+
+
+@pytest.mark.parametrize("family", ["llama-3", "llama-tied", "llama-all-biases", "mistral"])
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+@pytest.mark.parametrize("method", ["compressed-tensors", "modelopt"])
+def test_vllm_loads_every_parameter_with_the_values_that_are_stored(tmp_path, python, family, scheme, method):
+    stored, loaded = through_vllm(tmp_path, python, family, method, scheme)
     for name, values in loaded.items():
         expected = torch.cat([stored[part].reshape(-1).view(torch.uint8) for part in parts(name)])
         padded = values.contiguous().reshape(-1).view(torch.uint8)  # vLLM rounds the vocabulary up to 64
         assert torch.equal(padded[: len(expected)], expected), name
         assert not padded[len(expected) :].any(), name
     assert {part for name in loaded for part in parts(name)} == set(stored)
+
+
+EXPERTS = {"mixtral": ("w1", "w3", "w2"), "qwen3-moe": ("gate_proj", "up_proj", "down_proj")}
+ROUTED = re.compile(r"(.+\.experts)\.routed_experts\.(w13|w2)_(weight|weight_scale|input_scale)")
+
+
+def of_experts(name, count, family):
+    """The stored tensors of a parameter of vLLM that holds all experts of a layer; of gate and up, vLLM keeps one input
+    scale."""
+    gate, up, down = EXPERTS[family]
+    stem, part, kind = ROUTED.fullmatch(name).groups()
+    names = (down,) if part == "w2" else (gate,) if kind == "input_scale" else (gate, up)
+    return [f"{stem}.{expert}.{each}.{kind}" for expert in range(count) for each in names]
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(
+    ("method", "scheme"), [("compressed-tensors", "static"), ("compressed-tensors", "dynamic"), ("modelopt", "static")]
+)
+def test_vllm_loads_experts_with_the_values_that_are_stored(tmp_path, python, family, method, scheme):
+    stored, loaded = through_vllm(tmp_path, python, family, method, scheme)
+    found = {name: values for name, values in loaded.items() if ROUTED.fullmatch(name)}
+    assert found
+    taken = set()
+    for name, values in found.items():
+        names = of_experts(name, len(values), family)
+        expected = torch.cat([stored[each].reshape(-1).view(torch.uint8) for each in names])
+        assert torch.equal(values.contiguous().reshape(-1).view(torch.uint8), expected), name
+        taken |= set(names)
+    ups = {name for name in stored if ".experts." in name and name.endswith(f".{EXPERTS[family][1]}.input_scale")}
+    assert taken | ups == {name for name in stored if ".experts." in name}
+    assert all(values.dtype == torch.float8_e4m3fn for name, values in found.items() if name.endswith("_weight"))
