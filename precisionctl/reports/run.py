@@ -54,7 +54,7 @@ def calibrated(made: Calibrated) -> list[str]:
     )
     counts = ", ".join(f"{role} {count}" for role, count in recorded.items())
     return [
-        f"Wrote {made.out}: {made.passes} passes of {made.rows} rows; recorded {counts}.",
+        f"Wrote {made.out}: {made.passes} passes of {made.rows} row{'s' * (made.rows > 1)}; recorded {counts}.",
         *made.notes,
         f"Give it to resume, convert or export-inference: --fp8-state {made.out}",
     ]
