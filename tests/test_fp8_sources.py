@@ -175,6 +175,18 @@ def test_a_hostile_scale_stops_a_conversion(tmp_path: Path, value: float) -> Non
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_hostile_input_scale_becomes_no_state(tmp_path: Path, value: float) -> None:
+    fp8_directories.make(tmp_path / "fp8", "modelopt-tensor")
+    file = tmp_path / "fp8" / "model.safetensors"
+    stored = load_file(file)
+    stored["model.layers.1.mlp.up_proj.input_scale"].fill_(value)
+    save_file(stored, file, metadata={"format": "pt"})
+    with pytest.raises(DamagedCheckpoint, match="up_proj.input_scale holds a scale"):
+        run(tmp_path / "fp8", tmp_path / "megatron", "megatron")
+    assert not (tmp_path / "megatron").exists()
+
+
 def test_scales_of_a_kv_cache_belong_to_no_weight(tmp_path: Path) -> None:
     fp8_directories.make(tmp_path / "fp8", "modelopt-tensor")
     file = tmp_path / "fp8" / "model.safetensors"

@@ -6,6 +6,7 @@ become FP8 again as it was FP8 before.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,9 +78,15 @@ class Coded:
         return StoredEncodings(self.stored, self.weights, self.scales, self.path)
 
     def input_scale(self, name: str) -> float | None:
-        """The fixed scale_inv of a weight's input; None where there is none."""
+        """The fixed scale_inv of a weight's input; None where there is none. Raises DamagedCheckpoint for one that is
+        negative, infinite or NaN."""
         given = self.scales[name].input
-        return None if given is None else float(read_tensor(self.stored, given).float().reshape(()))
+        if given is None:
+            return None
+        value = float(read_tensor(self.stored, given).float().reshape(()))
+        if not 0 <= value < math.inf:
+            raise DamagedCheckpoint(f"{given} holds a scale that is negative, infinite or NaN", where=self.path)
+        return value
 
 
 class Within:
