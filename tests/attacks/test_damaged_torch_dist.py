@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import time
 import tracemalloc
 import zipfile
 from dataclasses import replace
@@ -284,3 +285,39 @@ def test_arguments_that_describe_no_model_are_refused(directory, wrong):
     (directory / "common.pt").write_bytes(torch_zip_writer.dump(common))
     with pytest.raises(DamagedCheckpoint):
         _ = TorchDistReader(directory).model
+
+
+def indexed(path: Path, tensors: dict[str, StoredTensor]) -> Path:
+    """A directory whose only file has a megabyte."""
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (path / "__0_0.distcp").write_bytes(bytes(1 << 20))
+    dcp.write_index(path, Index(tensors, {}))
+    return path
+
+
+def test_a_megabyte_cannot_be_a_billion_tensors_or_parts_of_them(tmp_path):
+    many = 1 << 20
+    span = Span(tmp_path / "__0_0.distcp", 0, many)
+    column = [Piece((0, i), (many, 1), span) for i in range(1000)]
+    whole = StoredTensor((many,), torch.uint8, (Piece((0,), (many,), span),))
+    for tensors in (
+        {f"decoder.layers.x{i}": whole for i in range(20)},
+        {"decoder.layers.x": StoredTensor((many, 1000), torch.uint8, tuple(column))},
+    ):
+        tracemalloc.start()
+        with pytest.raises(DamagedCheckpoint, match="tensors and parts of tensors"):
+            TorchDistReader(indexed(tmp_path, tensors))
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+        tracemalloc.stop()
+
+
+def test_a_tensor_in_thousands_of_columns_is_checked_in_no_time(tmp_path):
+    count = 6000
+    span = Span(tmp_path / "__0_0.distcp", 0, count)
+    pieces = [Piece((0, i), (1, 1), span) for i in range(count)]
+    began = time.process_time()
+    assert TorchDistReader(indexed(tmp_path, {NAME: StoredTensor((1, count), torch.uint8, tuple(pieces))})).specs
+    pieces[-2:] = [Piece((0, count - 3), (1, 2), span)]
+    with pytest.raises(DamagedCheckpoint, match="do not make one tensor"):
+        TorchDistReader(indexed(tmp_path, {NAME: StoredTensor((1, count), torch.uint8, tuple(pieces))}))
+    assert time.process_time() - began < 10  # 2 x 10^7 comparisons would take longer

@@ -260,3 +260,28 @@ def test_what_is_too_deep_to_print_is_still_one_error(marked):
 def test_a_payload_that_contains_itself_has_no_state():
     itself = b"\x80\x04}\x94" + dumps("forward")[2:-1] + b"h\x00s."
     assert decode_payload(itself, "layer 3") is None
+
+
+TABLE = Global("collections", "OrderedDict")
+HELPER = Made(Global(RECIPES, "_FormatHelper"), (448, 57344))
+
+
+def test_a_table_cannot_have_its_methods_replaced():
+    """As any object's, its attributes are a pickle's to set: `payload.get` would be a number."""
+    for name in ("get", "items", "keys", "values", "__class__"):
+        table = dumps(Made(TABLE, (), fields={name: 1}))
+        assert decode_payload(table, "layer 3") is None
+
+
+@pytest.mark.parametrize("state", [{"max_fwd": 1}, (None, {"__class__": REBUILD}), (None, {"max_fwd": 1}), None, 7])
+def test_a_record_cannot_become_another(state):
+    changed = payload(scale_fwd=0).replace(dumps(0)[2:-1], dumps(HELPER)[2:-1] + dumps(state)[2:-1] + pickle.BUILD, 1)
+    with pytest.raises(CheckpointError):
+        decode_payload(changed, "layer 3")
+
+
+def test_a_recipe_of_a_huge_number_is_one_short_error():
+    for number in (10**4000, -(10**4000)):
+        with pytest.raises(DamagedCheckpoint) as error:
+            decode_payload(payload(recipe=recipe(amax_history_len=2, margin=number)), "layer 3")
+        assert len(str(error.value)) < 5000
