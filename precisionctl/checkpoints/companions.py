@@ -7,6 +7,7 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DamagedCheckpoint
+from precisionctl.safe_files import read_file
 
 # What transformers and the engines read beside the weights. Anything else in the directory is not the model.
 _COMPANIONS = (
@@ -24,10 +25,6 @@ _COMPANIONS = (
 )
 
 
-LARGEST = 256 << 20
-"""Bytes of a file that is read whole; tokenizers have up to 40 MB."""
-
-
 def read_companions(directory: Path, *, links: bool) -> Companions:
     """The companion files in a directory; none where there is no directory, and never one named as weights are.
 
@@ -37,30 +34,6 @@ def read_companions(directory: Path, *, links: bool) -> Companions:
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
     found = [path for path in paths if _is_companion(path, links)]
     return Companions({path.name: read_file(path, directory) for path in found})
-
-
-def read_file(path: Path, directory: Path, most: int = LARGEST) -> bytes:
-    """All of a file that belongs to a directory.
-
-    Raises DamagedCheckpoint for what is no file (opening a pipe would wait for ever), lies elsewhere, or has more than
-    `most` bytes: holes cost nothing on a disk, and everything in memory.
-    """
-    check_link(path, directory)
-    if not path.is_file():
-        raise DamagedCheckpoint("not a file", where=path, do="Copy the checkpoint again.")
-    if path.stat().st_size > most:
-        raise DamagedCheckpoint(f"larger than {most >> 20} MB, as no such file is", where=path, do="Is the copy whole?")
-    return path.read_bytes()
-
-
-def check_link(path: Path, directory: Path) -> None:
-    """Raise DamagedCheckpoint for a symbolic link out of a directory, other than into the `blobs` of a hub's cache
-    (`models--*/snapshots/<revision>/<file>` links to `models--*/blobs/<hash>`)."""
-    here, there = directory.resolve(), path.resolve()
-    if not there.is_relative_to(here) and there.parent != here.parent.parent / "blobs":
-        raise DamagedCheckpoint(
-            f"a symbolic link leads out of the directory, to {there}", where=path, do="Copy the file itself there."
-        )
 
 
 def write_companions(directory: Path, companions: Companions) -> None:

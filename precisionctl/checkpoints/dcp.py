@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from precisionctl import safe_pickle
-from precisionctl.checkpoints.companions import check_link, read_file
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.fp8.opcodes import Global, Made, dumps
+from precisionctl.safe_files import check_link, read_file
 from precisionctl.safe_pickle import itself, sizes
 
 FILE = ".metadata"

@@ -21,6 +21,7 @@ from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales, encoding
+from precisionctl.safe_files import check_link
 
 QUANT_CONFIG = "hf_quant_config.json"
 """What ModelOpt writes beside config.json, or used to write in place of its `quantization_config`."""
@@ -137,6 +138,7 @@ def find(checkpoint: Path) -> Coded | None:
     Raises UnknownFormat for the version of another release, DamagedCheckpoint for a file that contradicts itself.
     """
     path = checkpoint / RELATIVE
+    check_link(path, checkpoint)
     if not path.is_file():
         return None
     tensors, metadata = read_described(path)

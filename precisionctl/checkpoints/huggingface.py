@@ -13,7 +13,7 @@ import torch
 from precisionctl.architectures.find import from_hf_config
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
-from precisionctl.checkpoints.companions import parse_json, read_companions, read_file
+from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, Coded, StoredEncodings, Within
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, Spelling, index_of, read_stored, spelling_of
@@ -25,6 +25,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.quant_methods.base import Scales, cache_scales, stored_scales
+from precisionctl.safe_files import read_file
 
 MAX_SHARD_SIZE = 5_000_000_000
 

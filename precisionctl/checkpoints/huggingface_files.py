@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
-from precisionctl.checkpoints.companions import check_link, parse_json, read_file
+from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.safetensors_file import Stored, make_header, read_header
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
+from precisionctl.safe_files import check_link, read_file
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import Chunk, Companions, Container
-from precisionctl.checkpoints.companions import read_file
 from precisionctl.checkpoints.megatron_buckets import is_bucket, unpack
 from precisionctl.checkpoints.megatron_extra_state import Experts, Saved, as_states, bytes_of, decode
 from precisionctl.checkpoints.megatron_keys import (
@@ -38,6 +37,7 @@ from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
+from precisionctl.safe_files import read_file
 
 WEIGHTS = "weights"
 """Where NeMo 2 has the checkpoint, beside the `context` that describes it."""

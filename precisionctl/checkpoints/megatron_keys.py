@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from precisionctl.checkpoints import torch_zip
-from precisionctl.checkpoints.companions import read_file
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.safe_files import read_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER = "latest_train_state.pt"

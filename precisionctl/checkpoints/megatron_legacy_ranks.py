@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import torch_zip
-from precisionctl.checkpoints.companions import check_link
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import Parallelism
+from precisionctl.safe_files import check_link
 
 FILE = "model_optim_rng.pt"
 _MOST_RANKS = 1 << 16

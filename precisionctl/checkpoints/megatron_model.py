@@ -8,12 +8,13 @@ from typing import Any
 from precisionctl.architectures.find import from_hf_config, from_megatron_args
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.checkpoints.base import Companions
-from precisionctl.checkpoints.companions import check_link, parse_json, read_companions
+from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.megatron_keys import COMPANIONS
 from precisionctl.checkpoints.megatron_logical import EMBEDDING
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
+from precisionctl.safe_files import check_link
 
 
 def companions_of(directory: Path) -> Companions:

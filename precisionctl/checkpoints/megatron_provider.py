@@ -5,7 +5,6 @@ names a provider class and its fields, which are those of megatron-core's Transf
 `GPTModelProvider`, and `checkpoint` says what was saved. NeMo 2 has the same fields in `context/model.yaml`.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import yaml
 
 from precisionctl.errors import DamagedCheckpoint
+from precisionctl.safe_files import read_file
 
 BRIDGE = "run_config.yaml"
 NEMO = Path("context/model.yaml")
@@ -107,9 +107,9 @@ def described_args(directory: Path) -> Mapping[str, Any]:
     """
     bridge, nemo = directory / BRIDGE, directory.parent / NEMO
     if bridge.is_file():
-        return from_provider(_part(_parse(bridge), "model", bridge))
+        return from_provider(_part(_parse(bridge, directory), "model", bridge))
     if directory.name == "weights" and nemo.is_file():
-        return from_provider(_part(_parse(nemo), "config", nemo))
+        return from_provider(_part(_parse(nemo, directory.parent), "config", nemo))
     return {}
 
 
@@ -125,11 +125,10 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 _Loader.add_multi_constructor("", lambda loader, suffix, node: None)
 
 
-def _parse(path: Path) -> Any:
-    if os.path.getsize(path) > _LARGEST:
-        raise DamagedCheckpoint("too large for a description of a model", where=path)
+def _parse(path: Path, directory: Path) -> Any:
+    content = read_file(path, directory, _LARGEST)
     try:
-        return yaml.load(path.read_bytes(), _Loader)
+        return yaml.load(content, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"not YAML of plain values: {str(error)[:200]}", where=path) from error
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
 from precisionctl.fp8.statistics import NUMBERS, Statistics
+from precisionctl.safe_files import check_link
 
 RELATIVE = Path("precisionctl/fp8_state.safetensors")
 """Place inside a checkpoint; never at its top, where inference engines read every safetensors file."""
@@ -63,6 +64,7 @@ def _own(tensor: Tensor) -> Tensor:
 def find(checkpoint: Path) -> Fp8States | None:
     """The states in the sidecar of a checkpoint's directory, if it has one. Raises as `read` does."""
     path = checkpoint / RELATIVE
+    check_link(path, checkpoint)
     return read(path) if path.is_file() else None
 
 

@@ -162,7 +162,7 @@ def sidecar(value: float) -> Attack:
     """The state of a sidecar with this as a scale."""
 
     def change(directory: Path) -> None:
-        path = directory / "precisionctl" / "fp8_state.safetensors"
+        path = directory / SIDECAR
         path.parent.mkdir(exist_ok=True)
         roles = ("input", "weight", "output", "grad_output", "grad_input")
         state = {f"decoder.layers.0.mlp.linear_fc1/{role}.scale": torch.tensor(value) for role in roles}
@@ -191,6 +191,7 @@ LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i
 YAML = "!!python/object/apply:os.system ['touch executed']"
 MODEL = "model: {num_attention_heads: 4, hidden_size: 64, num_layers: %s}\n"
 NO_HEADS = "no `num_attention_heads`"
+SIDECAR = "precisionctl/fp8_state.safetensors"
 BIN = "pytorch_model.bin"
 SCALES = (float("nan"), float("inf"), -1.0)
 
@@ -247,6 +248,13 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "common data with holes": ("dist", hole("common.pt"), LARGE),
     "common data that is a gadget": ("dist", common(more=Gadget()), f"system.*{NAME}"),
     "ten billion layers": ("dist", arguments(num_layers=10**10), "num_layers.* not a size"),
+    "a sidecar elsewhere": (
+        "hf",
+        lambda d: (sidecar(1.0)(d), link("precisionctl/fp8_state.safetensors")(d)),
+        ELSEWHERE,
+    ),
+    "encodings elsewhere": ("hf", link("precisionctl/encodings.safetensors", "/etc/hostname"), ELSEWHERE),
+    "YAML elsewhere": ("dist", lambda d: (without_args(d), link("run_config.yaml")(d)), ELSEWHERE),
     "companions elsewhere": ("dist", link("precisionctl/hf"), ELSEWHERE),
     "YAML that calls": ("dist", described(f"model: {YAML}"), "no `model`"),
     "YAML that calls for a size": ("dist", described(MODEL % YAML), "num_layers is None"),
