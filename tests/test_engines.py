@@ -34,9 +34,9 @@ def exported(engine, scheme):
     method = METHODS[engine.spells[scheme]]
     specs = dict(BF16)
     for module, shape in LINEARS.items():
-        specs[f"{module}.weight"] = TensorSpec(shape, CODES)
-        specs |= method.specs(f"{module}.weight", shape[0], scheme)
-    return {"quantization_config": method.config(scheme, ["lm_head", "model.embed_tokens"])}, specs
+        name, weight = f"{module}.weight", TensorSpec(shape, CODES)
+        specs |= {name: weight} | method.spelling.specs(method.scales(name, weight, scheme), weight)
+    return {"quantization_config": method.spelling.config(scheme, ["lm_head", "model.embed_tokens"])}, specs
 
 
 def one(name):

@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from precisionctl.checkpoints import huggingface
 from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
+from precisionctl.checkpoints.encodings_file import Within
 from precisionctl.checkpoints.fused_experts import sliced, stacked
+from precisionctl.checkpoints.huggingface import HuggingFaceWriter
 from precisionctl.checkpoints.safetensors_file import Stored, read_header
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
@@ -21,7 +22,7 @@ class Slices:
     def __init__(self, file: Path) -> None:
         self.found = sliced(read_header(file), file)
         self.specs = {name: stored.spec for name, stored in self.found.items()}
-        self.chunks = huggingface._Stored({name: (file, stored) for name, stored in self.found.items()}).chunks
+        self.chunks = Within({name: (file, stored) for name, stored in self.found.items()}).chunks
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_slices_are_written_as_the_tensors_that_transformers_loads(gpt_oss: GptO
     slices = Slices(tmp_path / "source" / "model.safetensors")
     (tmp_path / "target").mkdir()
     companions = Companions({"config.json": (tmp_path / "source" / "config.json").read_bytes()})
-    writer = huggingface.HuggingFaceWriter(tmp_path / "target", slices.specs, companions, {}, max_shard_size=8000)
+    writer = HuggingFaceWriter(tmp_path / "target", slices.specs, companions, {}, max_shard_size=8000)
     writer.lay_out()
     for name in reversed(slices.specs):
         write_rows(writer, name, 0, read_tensor(slices, name).reshape(slices.specs[name].rows, -1))

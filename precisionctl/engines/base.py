@@ -16,7 +16,7 @@ import precisionctl.engines
 from precisionctl.discover import discover
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import GEMM_ALIGNMENT, TensorSpec
-from precisionctl.quant_methods.base import Scales, Scheme, recognise, stored_scales
+from precisionctl.quant_methods.base import CODES, Scales, Scheme, recognise, stored_scales
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of scales that load; llm-compressor writes the model's own."""
@@ -85,6 +85,7 @@ class Engine:
             return [Finding("config.json", f"{method.name} with {scheme} activations", self.quantisation)]
         expected = {name: method.spelling.specs(found, specs[name]) for name, found in scales.items()}
         return [
+            *_uncommon(scales, specs, self.quantisation),
             *_misshapen(expected, specs, self.scales),
             *_unaligned(scales, specs, self.aligned),
             *_unnamed(config["quantization_config"], scales, specs, self.quantisation),
@@ -105,6 +106,13 @@ def engines() -> dict[str, Engine]:
     """Every engine in this folder, by the name that `--target` takes."""
     found: list[Engine] = discover(precisionctl.engines, "ENGINE")
     return {engine.name: engine for engine in found}
+
+
+def _uncommon(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule) -> Iterator[Finding]:
+    """No engine takes other codes than E4M3 for weights."""
+    for name in scales:
+        if specs[name].dtype != CODES:
+            yield Finding(name, f"{str(specs[name].dtype).removeprefix('torch.')} codes", rule)
 
 
 def _misshapen(
