@@ -25,7 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from precisionctl.errors import PrecisionctlError
+from precisionctl.errors import PrecisionctlError, printable
 from precisionctl.reports.table import Table
 
 if TYPE_CHECKING:  # it brings torch with it, which an error panel has no time for
@@ -44,7 +44,7 @@ def show_tables(tables: Sequence[Table]) -> None:
 def show_lines(lines: Sequence[str]) -> None:
     """Plain results on stdout, never wrapped: a script may read them."""
     for line in lines:
-        _out.print(line, soft_wrap=True, markup=False)
+        _out.print(printable(line), soft_wrap=True, markup=False)
 
 
 def _draw(table: Table) -> RichTable:
@@ -54,7 +54,7 @@ def _draw(table: Table) -> RichTable:
     for number, column in enumerate(table.columns):
         drawn.add_column(column, justify="right" if table.is_numeric(number) else "left", overflow="fold")
     for row in table.rows:
-        drawn.add_row(*(Text(cell) for cell in row))
+        drawn.add_row(*(Text(printable(cell)) for cell in row))
     return drawn
 
 
@@ -71,8 +71,8 @@ def _parts(error: Exception) -> tuple[str, str, str]:
     if isinstance(error, PrecisionctlError):
         return error.what, error.where, error.do
     if isinstance(error, OSError):
-        return error.strerror or str(error), str(error.filename or ""), ""
-    return str(error), "", ""
+        return printable(error.strerror or str(error)), printable(str(error.filename or "")), ""
+    return printable(str(error)), "", ""
 
 
 @contextmanager

@@ -28,13 +28,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _LONGEST = 2000
+"""Letters of what an error says: names in a file can be megabytes."""
 
 
 def printable(text: str) -> str:
-    """What a stranger's file says, fit for a terminal: at most 2000 letters, none of which moves the cursor, changes
-    colours or the direction of reading, or cannot be encoded."""
-    if len(text) > _LONGEST:
-        text = text[:_LONGEST] + " ..."
+    """What a stranger's file says, fit for a terminal: no letter of it moves the cursor, changes colours or turns the
+    direction of reading round, and none cannot be encoded."""
     if text.isprintable():
         return text
     return "".join(
@@ -43,14 +42,18 @@ def printable(text: str) -> str:
     )
 
 
+def _brief(text: str) -> str:
+    return printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ...")
+
+
 class PrecisionctlError(Exception):
     """What went wrong, where, and what to do about it."""
 
     def __init__(self, what: str, *, where: object = "", do: str = "") -> None:
-        super().__init__(printable(what))
-        self.what = printable(what)
-        self.where = printable(str(where))
-        self.do = printable(do)
+        super().__init__(_brief(what))
+        self.what = _brief(what)
+        self.where = _brief(str(where))
+        self.do = _brief(do)
 
     def __str__(self) -> str:
         where = f" ({self.where})" if self.where else ""

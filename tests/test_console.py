@@ -66,3 +66,18 @@ def test_sizes_are_for_people(count: float, text: str) -> None:
 
 def test_a_gap_has_its_sign() -> None:
     assert (percent(0.0012), percent(-0.01)) == ("+0.12 %", "-1.00 %")
+
+
+def test_what_a_file_says_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPatch, shown: io.StringIO) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(console, "_out", Console(file=out, force_terminal=True, width=200, no_color=True))
+    name = "\x1b[2J\x1b]0;title\x07 \u202e \ud800"
+    console.show_tables([Table("names", ("name",), [(name,)])])
+    console.show_lines([name])
+    console.show_error(DataError(name))
+    console.show_error(FileNotFoundError(2, "No such file", name))
+    out.flush()
+    assert isinstance(out.buffer, io.BytesIO)
+    for text in (out.buffer.getvalue().decode(), shown.getvalue()):
+        assert "\x1b[2J" not in text and "\x1b]" not in text and "\u202e" not in text
+        assert text.count("\\ud800") == 2

@@ -28,7 +28,7 @@ from precisionctl.reports import inspect
 from precisionctl.work import execute
 
 IN_JSON: list[Any] = [None, True, -1, 10**18, 1.5, float("nan"), "", "x", "\ud800", [], {}, [[1]], {"a": 1}]
-IN_PICKLES: list[Any] = [None, -1, 10**4000, "\ud800", [[1]], {"a": 1}, (1, "x"), torch.ones(3)]
+IN_PICKLES: list[Any] = [None, 10**4000, "\ud800", [[1]], (1, "x"), torch.ones(3)]
 Place = tuple[Any, ...]
 
 
