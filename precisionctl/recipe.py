@@ -1,4 +1,4 @@
-"""Recipe = [precision] [train] [data] [optimizer] [schedule]: what a run does, from one strict TOML file.
+"""Recipe = [precision] [train] [data] [optimizer] [schedule] [parallel]: what a run does, from one strict TOML file.
 
 Every key has a default here, so a recipe file says only what it changes. Unknown keys are refused with
 the nearest known one; `--set train.steps=200` overrides one key.
@@ -123,6 +123,17 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """How the ranks of torchrun share a model: `replicate` copies of it, each cut for the ranks that have it (1 is
+    FSDP, more is HSDP, as many as ranks is DDP)."""
+
+    replicate: int = 1
+
+    def __post_init__(self) -> None:
+        _require("parallel", self, replicate=ABOVE_0)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that decides a run besides its checkpoint."""
 
@@ -131,6 +142,7 @@ class Recipe:
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
+    parallel: Parallel = field(default_factory=Parallel)
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:

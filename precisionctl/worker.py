@@ -5,6 +5,7 @@ bytes are copied and no number is looked at. Otherwise each piece is decoded, ro
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from types import MappingProxyType
 from typing import Protocol
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.cast import Encode
-from precisionctl.checkpoints.base import Chunked, check_rows, read_rows, write_rows
+from precisionctl.checkpoints.base import Chunked, check_rows, read_rows, rows_held, write_rows
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.blocks import Fit, share
@@ -97,12 +98,23 @@ class Worker:
         if job.encode:
             return self._encode(job.encode, lambda: (piece for segment in segments for piece in self._moved(segment)))
         seen: list[Tensor] = []
+        if not self._wants_amax(job):  # which is of all rows, wherever they go
+            segments = [part for segment in segments for part in self._here(segment)]
         for segment in segments:
             for name, row, values in self._moved(segment):
                 if self._wants_amax(job):
                     seen.append(numerics.amax(values))  # while it is at hand
                 self._put_values(name, row, values)
         return self._found(job, seen)
+
+    def _here(self, segment: Segment) -> Iterator[Segment]:
+        """What of a segment the target takes: of one that is cut for several ranks, not all."""
+        for here in rows_held(self._writer, segment.write):
+            first = max(segment.write_row, here.start)
+            rows = min(segment.write_row + segment.rows, here.stop) - first
+            if rows > 0:
+                read_row = segment.read_row + first - segment.write_row
+                yield replace(segment, read_row=read_row, write_row=first, rows=rows)
 
     def _compute(self, job: Job) -> dict[str, float]:
         """A row that does more than move: its tensors whole, in the wider dtype of the two sides."""

@@ -183,6 +183,17 @@ def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | Non
     return out
 
 
+def rows_held(place: Chunked, name: str) -> list[range]:
+    """The runs of rows of which some chunk holds something: one of all rows, but where other ranks have the rest."""
+    runs: list[range] = []
+    for start, stop in sorted((chunk.box.row, chunk.box.row + chunk.box.rows) for chunk in place.chunks(name)):
+        if runs and start <= runs[-1].stop:
+            runs[-1] = range(runs[-1].start, max(stop, runs[-1].stop))
+        else:
+            runs.append(range(start, stop))
+    return runs
+
+
 def _read(chunk: Chunk, part: Box, into: Tensor) -> Tensor:
     try:
         _transfer(chunk, part, into, os.preadv, os.O_RDONLY)

@@ -1,15 +1,18 @@
 """A live model as the source or the target of a conversion: its chunks are its tensors themselves.
 
-It has no files, and its FP8 state is taken and set module by module (`fp8_state`, `set_fp8_state`).
+It has no files, and its FP8 state is taken and set module by module (`fp8_state`, `set_fp8_state`). Of a model that is
+cut for several ranks, a rank has some rows of each tensor (FSDP's DTensors), and reads and writes those alone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from precisionctl.checkpoints.base import Chunk, whole
+from precisionctl.checkpoints.base import Chunk, Writer, sync, whole
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
@@ -29,7 +32,44 @@ class LiveModel:
         return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return [Chunk(whole(self.specs[name]), self.tensors[name])]
+        tensor, box = self.tensors[name], whole(self.specs[name])
+        if not isinstance(tensor, DTensor):
+            return [Chunk(box, tensor)]
+        mine = tensor.to_local().detach()
+        if not mine.numel():
+            return []
+        first = tensor.__create_chunk_list__()[0].offsets[0]  # type: ignore[no-untyped-call]  # as PyTorch's own checkpoints ask for it
+        return [Chunk(replace(box, row=first, rows=len(mine)), mine)]
 
     def lay_out(self) -> None:
         """Nothing to do: the tensors are there."""
+
+
+@dataclass(frozen=True)
+class RowsOf:
+    """Of a Writer's files, which are laid out, the rows of each tensor that a live model has here."""
+
+    writer: Writer
+    live: LiveModel
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self.writer.specs
+
+    def lay_out(self) -> None:
+        """Nothing to do: the first rank has."""
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        itemsize = self.specs[name].dtype.itemsize
+        return [
+            replace(chunk, box=part, offset=chunk.offset + (part.row - chunk.box.row) * part.columns * itemsize)
+            for chunk in self.writer.chunks(name)
+            for here in self.live.chunks(name)
+            if (part := chunk.box.intersect(here.box))
+        ]
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk."""
+        for file in {chunk.place for name in self.specs for chunk in self.chunks(name)}:
+            assert isinstance(file, Path), "a Writer of files"
+            sync(file)

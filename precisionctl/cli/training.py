@@ -47,7 +47,8 @@ def resume(**what: Any) -> None:
             view.start(report.precision(started), started.recipe.train.steps)
 
         finished = trainer.resume(trainer.Settings(**what), on_start, view.step, view.tokenized)
-    console.show_lines(report.ending(finished))
+    if finished.speaks:
+        console.show_lines(report.ending(finished))
     raise click.exceptions.Exit(1 if finished.signal else 0)
 
 

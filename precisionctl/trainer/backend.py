@@ -18,6 +18,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.precision import Precision
 from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.world import ALONE, World
 
 BackendName = Literal["te", "emulated"]
 
@@ -76,6 +77,7 @@ class Backend(Protocol):
 
     dtype: torch.dtype
     device: torch.device
+    world: World
     recorder: Recorder | None
     """While there is one, GEMMs run in BF16 and show it their tensors; passes are its, not the backend's."""
 
@@ -144,15 +146,17 @@ def _te_problem() -> str | None:
     return modules_te.fp8_problem()
 
 
-def make_backend(name: BackendName, precision: Precision, dtype: torch.dtype, device: torch.device) -> Backend:
-    """Parameters of its modules have `dtype`; FP8 state lives on `device`."""
+def make_backend(
+    name: BackendName, precision: Precision, dtype: torch.dtype, device: torch.device, world: World = ALONE
+) -> Backend:
+    """Parameters of its modules have `dtype`; FP8 state lives on `device`, and is one for all ranks of `world`."""
     if name == "te":
         from precisionctl.trainer.modules_te import TransformerEngineBackend
 
-        return TransformerEngineBackend(precision, dtype, device)
+        return TransformerEngineBackend(precision, dtype, device, world)
     from precisionctl.trainer.modules_emulated import EmulatedBackend
 
-    return EmulatedBackend(precision, dtype, device)
+    return EmulatedBackend(precision, dtype, device, world)
 
 
 def require_alignment(name: str, what: str, *sizes: int) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from types import FrameType
 
 import torch
@@ -17,18 +18,20 @@ from torch import Tensor
 
 from precisionctl.errors import PrecisionError
 from precisionctl.recipe import Recipe
-from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows, in_batches
+from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
 from precisionctl.trainer.metrics import MetricsLog, StepMetrics
 from precisionctl.trainer.model import GPT, loss
 from precisionctl.trainer.optim import MasterAdamW, learning_rate
 from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.world import ALONE, World
 
 OnStep = Callable[[StepMetrics], None]
 
 
 @dataclass
 class Run:
-    """A run in memory. A BF16 run may have a recorder, to which its passes are shown."""
+    """A run in memory, the part of it that a rank has. A BF16 run may have a recorder, to which its passes are
+    shown."""
 
     recipe: Recipe
     model: GPT
@@ -38,10 +41,24 @@ class Run:
     step: int = 0
     position: int = 0
     recorder: Recorder | None = None
+    world: World = ALONE
     feed: Feed = field(init=False)
 
     def __post_init__(self) -> None:
-        self.feed = Feed(self.rows, self.recipe.train, self.device)
+        self.feed = Feed(self.rows, self.recipe.train, self.device, rank=self.world.rank, ranks=self.world.count)
+
+    def batches(self, position: int) -> tuple[list[Batch], int]:
+        """This rank's micro-batches of the update that takes its rows from `position` on, and the targets of all
+        ranks' in it."""
+        batches = self.feed.batches(position)
+        mine = torch.tensor(sum(batch.targets for batch in batches), device=self.device)
+        return batches, int(self.world.sum(mine))
+
+    def coming(self) -> Iterator[tuple[Batch, int]]:
+        """This rank's micro-batches of the next update and all later ones, each with the targets of its update."""
+        for position in count(self.position, self.recipe.train.batch_size):
+            batches, targets = self.batches(position)
+            yield from ((batch, targets) for batch in batches)
 
     def shown(self) -> AbstractContextManager[None]:
         """Around passes that are shown to the recorder, if there is one."""
@@ -49,37 +66,46 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        return self.model.output_weight.device
+        return self.model.backend.device
 
 
-def train(run: Run, log: MetricsLog, save: Callable[[], None], on_step: OnStep) -> signal.Signals | None:
-    """Go on to the recipe's last step, saving as it says; on SIGTERM or SIGINT save and return that signal.
+def train(run: Run, log: MetricsLog | None, save: Callable[[], None], on_step: OnStep) -> signal.Signals | None:
+    """Go on to the recipe's last step, saving as it says; on SIGTERM or SIGINT save and return that signal. Of several
+    ranks the first has a log and hears of steps, and a signal to one of them is for all.
 
     Raises PrecisionError, with nothing saved, where the loss or the gradients stop being numbers.
     """
     last = run.recipe.train.steps
     with run.shown(), stop_signals() as received:
         while run.step < last:
-            metrics = _measured_step(run, log.tokens)
-            log.write(metrics)
-            on_step(metrics)
-            if received or run.step == last or run.step % run.recipe.train.save_every == 0:
-                log.sync()
+            metrics = _measured_step(run, log.tokens if log else 0)
+            if log:
+                log.write(metrics)
+                on_step(metrics)
+            stop = _agreed(run, received)
+            if stop or run.step == last or run.step % run.recipe.train.save_every == 0:
+                if log:
+                    log.sync()
                 save()
-            if received:
-                return received[0]
+            if stop:
+                return stop
     return None
+
+
+def _agreed(run: Run, received: list[signal.Signals]) -> signal.Signals | None:
+    """A signal that some rank has received."""
+    number = int(run.world.largest(torch.tensor(received[0] if received else 0, device=run.device)))
+    return signal.Signals(number) if number else None
 
 
 def update(run: Run) -> tuple[float, float, int]:
     """One optimizer step. Returns its loss (the mean over its targets), the gradients' norm and its targets."""
-    batches = run.feed.batches(run.position)
-    targets = sum(batch.targets for batch in batches)
+    batches, targets = run.batches(run.position)
     total = torch.zeros((), device=run.device)
     for batch in batches:
         total += backward(run.model, batch, targets)
         run.optimizer.collect()
-    mean, norm = float(total) / targets, run.optimizer.clip()
+    mean, norm = float(run.world.sum(total)) / targets, run.optimizer.clip()
     if not (math.isfinite(mean) and math.isfinite(norm)):
         raise PrecisionError(
             f"step {run.step + 1} has loss {mean} and gradient norm {norm}",
@@ -101,13 +127,20 @@ def backward(model: GPT, batch: Batch, targets: int) -> Tensor:
 
 def held_out_loss(model: GPT, rows: Rows | Blend, micro_batch_size: int) -> float:
     """Mean loss over all targets of `rows`, in the precision that the model trains in; no FP8 state changes."""
-    batches = in_batches(rows, range(len(rows)), micro_batch_size, model.output_weight.device)
+    world, device = model.backend.world, model.backend.device
+    starts = range(0, len(rows), micro_batch_size)
     total, targets = 0.0, 0
     with torch.no_grad():
-        for batch in batches:
-            total += float(summed_loss(model, batch))
-            targets += batch.targets
-    return total / targets
+        for turn in range(0, len(starts), world.count):
+            start = starts[min(turn + world.rank, len(starts) - 1)]
+            batch = rows.batch(range(start, min(start + micro_batch_size, len(rows)))).to(device)
+            summed = float(summed_loss(model, batch))  # by every rank: layers come from all of them
+            if turn + world.rank < len(starts):
+                total += summed
+                targets += batch.targets
+        world.rest(model)
+    all_total, all_targets = world.sum(torch.tensor([total, targets], dtype=torch.float64, device=device)).tolist()
+    return float(all_total / all_targets)
 
 
 def _measured_step(run: Run, tokens: int) -> StepMetrics:

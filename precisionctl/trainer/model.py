@@ -23,14 +23,17 @@ from precisionctl.trainer.mlp import MLP, MoELayer
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.rope import Positions, Rope, has_window
 from precisionctl.trainer.segments import Segments
+from precisionctl.trainer.world import ALONE, World
 
 
 class GPT(nn.Module):
     """Logits of a decoder-only transformer.
 
     `precision` says which GEMMs run in FP8; the embedding, the output layer, routers and their experts never do.
-    Parameters and activations have `dtype`. Raises PrecisionError for sizes that FP8 GEMMs cannot have,
-    UnknownArchitecture for rope scaling that is not known and for what is not run: a parallel residual.
+    Parameters and activations have `dtype`; of several ranks of `world`, each keeps its rows of the parameters, layer
+    by layer as they are made, and embedding, output layer and last norm together. Raises PrecisionError for sizes that
+    FP8 GEMMs cannot have, UnknownArchitecture for rope scaling that is not known and for what is not run: a parallel
+    residual.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class GPT(nn.Module):
         backend: BackendName = "emulated",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        world: World = ALONE,
     ) -> None:
         super().__init__()
         if model.parallel_residual:
@@ -48,7 +52,7 @@ class GPT(nn.Module):
                 "not have and no trainer here runs"
             )
         self.model, self.precision = model, precision
-        self.backend = make_backend(backend, precision, dtype, torch.device(device))
+        self.backend = make_backend(backend, precision, dtype, torch.device(device), world)
         self._ropes = {
             in_window: None if model.learned_positions else Rope(model, in_window, self.backend.device)
             for in_window in {has_window(model, layer) for layer in range(model.num_layers)}
@@ -61,8 +65,10 @@ class GPT(nn.Module):
             )
             nn.init.normal_(self.output_layer.weight, std=0.02)
         if model.mtp_num_layers:
-            self.mtp = MTP(model, make_backend(backend, Precision(fp8=False), dtype, torch.device(device)))
+            mtp = MTP(model, make_backend(backend, Precision(fp8=False), dtype, torch.device(device)))
+            self.mtp = world.sharded(mtp, dtype)
         self._freeze_filled_biases()
+        world.sharded(self, dtype)
 
     def forward(self, tokens: Tensor, real: Tensor | None = None, segments: Segments | None = None) -> Tensor:
         """Tokens `[B, S]` int64 to logits `[B, S, V]`. With gradients enabled, each call is one step of
@@ -153,7 +159,10 @@ class Decoder(nn.Module):
     def __init__(self, model: ModelShape, backend: Backend) -> None:
         super().__init__()
         numbers = range(model.num_layers)
-        self.layers = nn.ModuleList(Layer(f"decoder.layers.{layer}", model, layer, backend) for layer in numbers)
+        self.layers = nn.ModuleList(
+            backend.world.sharded(Layer(f"decoder.layers.{layer}", model, layer, backend), backend.dtype)
+            for layer in numbers
+        )
         self.final_layernorm = backend.norm(model.hidden_size, norm_of(model))
 
     def forward(self, hidden: Tensor, positions: dict[bool, Positions]) -> Tensor:

@@ -29,6 +29,7 @@ from precisionctl.precision import Precision
 from precisionctl.trainer.backend import Norm, require_alignment
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.scaling_buffers import ScalingBuffers, Slot
+from precisionctl.trainer.world import ALONE, World
 
 
 class Quantized(NamedTuple):
@@ -253,12 +254,12 @@ class GroupedLinear(nn.Module):
 class EmulatedBackend:
     """Makes emulated modules and keeps their delayed-scaling state."""
 
-    def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device) -> None:
-        self.precision, self.dtype, self.device = precision, dtype, device
+    def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device, world: World = ALONE) -> None:
+        self.precision, self.dtype, self.device, self.world = precision, dtype, device, world
         self.recorder: Recorder | None = None
         recipe = precision.delayed
-        self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device)
-        self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device)
+        self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device, world)
+        self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device, world)
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> Linear:
         return Linear(self, name, in_features, out_features, bias)

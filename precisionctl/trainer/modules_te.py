@@ -23,6 +23,7 @@ from precisionctl.precision import Precision
 from precisionctl.trainer.backend import Norm, require_alignment
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.segments import Segments
+from precisionctl.trainer.world import ALONE, World
 
 Group = Literal["scaling_fwd", "scaling_bwd"]
 
@@ -177,10 +178,11 @@ class PackedAttention(_Stateless, te.DotProductAttention):  # type: ignore[misc]
 
 
 class TransformerEngineBackend:
-    """Makes TE's modules. TE itself updates their state after FP8 passes."""
+    """Makes TE's modules. TE itself updates their state after FP8 passes, from the amaxes of all ranks (its group for
+    that, where none is given, is all of them)."""
 
-    def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device) -> None:
-        self.precision, self.dtype, self.device = precision, dtype, device
+    def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device, world: World = ALONE) -> None:
+        self.precision, self.dtype, self.device, self.world = precision, dtype, device, world
         self.recorder: Recorder | None = None
         self.recipe = _recipe(precision)
         self._stateful: list[_Stateful] = []

@@ -10,17 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from precisionctl.recipe import Optimizer, Schedule
 
 
 class MasterAdamW:
-    """`masters`, `exp_avg` and `exp_avg_sq` are FP32 tensors by parameter name, of the parameters' shapes."""
+    """`masters`, `exp_avg` and `exp_avg_sq` are FP32 tensors by parameter name, of the parameters' shapes. A parameter
+    that is FP32 is its own master; so are those that are cut for several ranks, and all of this is cut as they are."""
 
     def __init__(self, module: nn.Module, settings: Optimizer) -> None:
-        self._parameters = dict(module.named_parameters())
+        self.parameters = dict(module.named_parameters())
         self._clip_norm = settings.clip_norm or math.inf
-        self.masters = {name: p.detach().to(torch.float32, copy=True) for name, p in self._parameters.items()}
+        self.masters = {
+            name: p if p.dtype == torch.float32 else p.detach().to(torch.float32) for name, p in self.parameters.items()
+        }
         self.exp_avg = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         # biases and norm weights, all vectors, are not decayed
@@ -60,22 +64,24 @@ class MasterAdamW:
     def publish(self) -> None:
         """Make the model's parameters the rounding of the masters."""
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(self.masters[name])
+            for name, parameter in self.parameters.items():
+                if parameter is not self.masters[name]:
+                    parameter.copy_(self.masters[name])
 
     def collect(self) -> None:
         """Take over the model's gradients: add them to the masters', in FP32."""
-        for name, parameter in self._parameters.items():
-            if parameter.grad is None:
-                continue
+        for name, parameter in self.parameters.items():
             master = self.masters[name]
+            if parameter.grad is None or parameter is master:  # autograd has added it up
+                continue
             gradient = parameter.grad.float()
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
     def clip(self) -> float:
         """The global norm of the gradients, which are then scaled down to `clip_norm` if it is above."""
-        return float(nn.utils.clip_grad_norm_(self.masters.values(), self._clip_norm))
+        norm = nn.utils.clip_grad_norm_(self.masters.values(), self._clip_norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def step(self, lr: float) -> None:
         """One update from the collected gradients, which are then gone."""

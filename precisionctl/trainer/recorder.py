@@ -23,6 +23,7 @@ from precisionctl.fp8.state import ATTENTION_BACKWARD, BACKWARD, ROLES, Fp8State
 from precisionctl.fp8.statistics import Statistics
 from precisionctl.precision import Precision
 from precisionctl.trainer.scaling_buffers import ScalingBuffers, Slot
+from precisionctl.trainer.world import ALONE, World
 
 Seen = Tensor | Sequence[Tensor]
 """A tensor, or one of each expert."""
@@ -32,11 +33,11 @@ class Recorder:
     """`precision` says which GEMMs an FP8 run would compute in FP8, and under which recipe of delayed scaling. While
     `measuring`, statistics are taken too, of a weight once."""
 
-    def __init__(self, precision: Precision, device: torch.device) -> None:
+    def __init__(self, precision: Precision, device: torch.device, world: World = ALONE) -> None:
         self.precision, self.device = precision, device
         recipe = precision.delayed
-        self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device)
-        self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device)
+        self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device, world)
+        self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device, world)
         self._slots: dict[str, dict[Role, Slot]] = {}
         self._real: Tensor | None = None
         self.measuring = False

@@ -33,6 +33,7 @@ from precisionctl.trainer.model import GPT
 from precisionctl.trainer.optim import MasterAdamW
 from precisionctl.trainer.start import Fp8Start, Source, go_on_fp8, start_collecting, start_fp8
 from precisionctl.trainer.tokenizer import load_tokenizer
+from precisionctl.trainer.world import World, together, world
 
 Load = Literal["full", "weights"]
 
@@ -80,11 +81,13 @@ class Started:
 
 @dataclass(frozen=True)
 class Finished:
-    """Where a run ended: at its last step, or earlier by `signal`; `checkpoint` holds it either way."""
+    """Where a run ended: at its last step, or earlier by `signal`; `checkpoint` holds it either way. Of several ranks
+    the first one `speaks`."""
 
     step: int
     checkpoint: Path
     signal: Signals | None
+    speaks: bool = True
 
 
 def resume(
@@ -93,13 +96,28 @@ def resume(
     on_step: OnStep,
     on_tokens: OnTokens = lambda count: None,
 ) -> Finished:
-    """Go on with the run in `settings.out`, or start it from the checkpoint; train to the recipe's last step.
+    """Go on with the run in `settings.out`, or start it from the checkpoint; train to the recipe's last step. Under
+    torchrun all its ranks do so together, and the callbacks are the first one's.
 
-    Raises RecipeError, DataError, OutputError (another run is in `out`), and what opening a checkpoint raises.
+    Raises RecipeError, DataError, OutputError (another run is in `out`), and what opening a checkpoint raises. Of
+    several ranks one does; the others raise SystemExit.
     """
-    recipe = read_recipe(settings)
+    with together() as ranks:
+        recipe = read_recipe(settings)
+        with world(ranks, recipe) as here:
+            return _resume(settings, recipe, here, on_start, on_step, on_tokens)
+
+
+def _resume(
+    settings: Settings,
+    recipe: Recipe,
+    world: World,
+    on_start: Callable[[Started], None],
+    on_step: OnStep,
+    on_tokens: OnTokens,
+) -> Finished:
     out = settings.out or Path(f"{settings.checkpoint.resolve().name}-{settings.precision}")
-    with _locked(out, settings.checkpoint):
+    with _locked(out, settings.checkpoint, world):
         source = open_checkpoint(settings.checkpoint)
         load = settings.load or ("full" if state.has_optimizer(source) else "weights")
         rows = read_rows(source, recipe.data, out / "tokens", on_tokens)
@@ -112,17 +130,28 @@ def resume(
         if settings.collect_amax:
             _check_gemms(plan, recipe)
         given = read_state(settings.fp8_state, plan.gemms) if settings.fp8_state else None
-        run = _build(recipe, plan.model, backend, rows, held_out)
+        run = _build(recipe, plan.model, backend, rows, held_out, world)
         if here:
             fp8 = _go_on(run, here, wanted, out, settings)
         else:
             fp8 = _start(run, source, load, settings, given)
-        with closing(MetricsLog(out, run.step)) as log:
-            notes = (*_notes(source, load, run), *rows.notes, *log.notes, *fp8.notes)
-            on_start(Started(recipe, out, run.step, load, backend, fp8.counts, notes))
+        with _log(out, run) as log:
+            if log:
+                notes = (*_notes(source, load, run), *rows.notes, *log.notes, *fp8.notes)
+                on_start(Started(recipe, out, run.step, load, backend, fp8.counts, notes))
             save = partial(state.save, run, out, wanted, source.companions, fp8.carried, coded_before(source))
             received = train(run, log, save, on_step)
-        return Finished(run.step, out / directory_name(run.step), received)
+        return Finished(run.step, out / directory_name(run.step), received, world.first)
+
+
+@contextmanager
+def _log(out: Path, run: Run) -> Iterator[MetricsLog | None]:
+    """The first rank's."""
+    if not run.world.first:
+        yield None
+        return
+    with closing(MetricsLog(out, run.step)) as log:
+        yield log
 
 
 def read_recipe(settings: Settings) -> Recipe:
@@ -154,20 +183,25 @@ def with_data(recipe: Recipe, path: Path | None) -> Recipe:
 
 
 @contextmanager
-def _locked(out: Path, checkpoint: Path) -> Iterator[None]:
-    """The run's folder, made and locked: two processes must not write into one run."""
+def _locked(out: Path, checkpoint: Path, world: World) -> Iterator[None]:
+    """The run's folder, made and locked by the first rank: two runs must not write into one folder."""
     if out.resolve() in (checkpoint.resolve(), *checkpoint.resolve().parents):
         raise OutputError(
             "--out is where the checkpoint itself is, and a source is never written to",
             where=out,
             do="Choose another --out. To go on with a run, give the checkpoint that it was started from.",
         )
+    if not world.first:
+        world.meet()
+        yield
+        return
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "run.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise OutputError("another process is training there", where=out, do="Wait for it, or stop it.") from None
+        world.meet()
         yield
 
 
@@ -199,13 +233,18 @@ def _check_gemms(plan: Plan, recipe: Recipe) -> None:
 
 
 def _build(
-    recipe: Recipe, model: ModelShape, backend: BackendName, rows: Rows | Blend, held_out: Rows | Blend | None
+    recipe: Recipe,
+    model: ModelShape,
+    backend: BackendName,
+    rows: Rows | Blend,
+    held_out: Rows | Blend | None,
+    world: World,
 ) -> Run:
     check_length(recipe, model)
     torch.manual_seed(recipe.train.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    gpt = GPT(model, recipe.precision, backend, torch.bfloat16, device)
-    return Run(recipe, gpt, MasterAdamW(gpt, recipe.optimizer), rows, held_out)
+    gpt = GPT(model, recipe.precision, backend, torch.bfloat16, device, world)
+    return Run(recipe, gpt, MasterAdamW(gpt, recipe.optimizer), rows, held_out, world=world)
 
 
 def _go_on(run: Run, here: TorchDistReader, wanted: Mapping[str, Any], out: Path, settings: Settings) -> Fp8Start:

@@ -7,16 +7,18 @@ from torch import Tensor
 
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.state import DelayedScaling, RoleState
+from precisionctl.trainer.world import ALONE, World
 
 
 class ScalingBuffers:
     """State of tensors of one code dtype: `state.scale` is FP32 `[room]`, `state.amax_history` `[room, history]`.
 
-    There is room for more tensors than have a slot; what nobody records is never changed by an update.
+    There is room for more tensors than have a slot; what nobody records is never changed by an update. All ranks of
+    `world` have the same tensors, and the same state: amaxes are those of all.
     """
 
-    def __init__(self, dtype: torch.dtype, recipe: DelayedScaling, device: torch.device) -> None:
-        self.dtype, self.recipe = dtype, recipe
+    def __init__(self, dtype: torch.dtype, recipe: DelayedScaling, device: torch.device, world: World = ALONE) -> None:
+        self.dtype, self.recipe, self._world = dtype, recipe, world
         self.state = RoleState(torch.ones(0, device=device), torch.zeros(0, recipe.amax_history_len, device=device))
         self._taken = 0
 
@@ -35,6 +37,8 @@ class ScalingBuffers:
         )
 
     def update(self) -> None:
+        row_0 = self.state.amax_history[:, 0]
+        row_0.copy_(self._world.largest(row_0))
         self.state = numerics.update_delayed(self.state, self.dtype, self.recipe)
 
     def discard_row_0(self) -> None:

@@ -32,6 +32,7 @@ from precisionctl.trainer.backend import Fp8Linear, fp8_linears
 from precisionctl.trainer.loop import Run, backward
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.state import COLLECTED
+from precisionctl.trainer.world import local
 
 Source = Literal[
     "carried",
@@ -91,7 +92,7 @@ def start_fp8(
 def start_collecting(run: Run, found: Fp8States | None) -> Fp8Start:
     """Let a BF16 run record what an FP8 run would; histories that were found go on, under the recipe of the run."""
     recipe = run.recipe.precision.delayed
-    run.recorder = Recorder(replace(run.recipe.precision, fp8=True), run.device)
+    run.recorder = Recorder(replace(run.recipe.precision, fp8=True), run.device, run.world)
     if found:
         run.recorder.load({name: change_recipe(state, found.recipe, recipe) for name, state in found.modules.items()})
     notes = ("amaxes are collected: each pass is a row of the histories in the checkpoints' sidecar",)
@@ -120,12 +121,12 @@ def _all_gemms(linears: Mapping[str, Fp8Linear]) -> Mapping[Role, int]:
 
 def _weight_amax(run: Run, linears: Mapping[str, Fp8Linear]) -> dict[str, float]:
     """Largest magnitudes, by the weights' names."""
-    split = ((name, *name.rpartition(".")[::2], values) for name, values in run.model.named_parameters())
-    return {
-        name: float(amax(values))
-        for name, module, leaf, values in split
-        if module in linears and leaf.startswith("weight")
-    }
+    split = ((name, *name.rpartition(".")[::2], values) for name, values in run.optimizer.parameters.items())
+    weights = {name: values for name, module, leaf, values in split if module in linears and leaf.startswith("weight")}
+    if not weights:
+        return {}
+    mine = torch.stack([amax(local(values).to(run.model.backend.dtype)) for values in weights.values()])
+    return dict(zip(weights, run.world.largest(mine).tolist(), strict=True))
 
 
 Known = Sequence[tuple[Source, Mapping[str, Fp8State]]]
@@ -187,9 +188,9 @@ def _sources(ways: Sequence[tuple[Source, Tensor]]) -> Counter[Source]:
 
 
 def _warm_up(run: Run) -> dict[str, Fp8State]:
-    recorder = Recorder(run.recipe.precision, run.device)
+    recorder = Recorder(run.recipe.precision, run.device, run.world)
     with run.model.recorded_by(recorder):
-        for batch, targets in islice(run.feed.coming(run.position), run.recipe.train.warmup_passes):
+        for batch, targets in islice(run.coming(), run.recipe.train.warmup_passes):
             backward(run.model, batch, targets)
             run.model.zero_grad()
     return recorder.states()

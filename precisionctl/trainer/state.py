@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Companions, Output, Reader, disk_problems
@@ -22,7 +23,7 @@ from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import TRACKER, directory_name, write_tracker
-from precisionctl.checkpoints.module import LiveModel
+from precisionctl.checkpoints.module import LiveModel, RowsOf
 from precisionctl.convert import run as convert
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
@@ -47,6 +48,7 @@ _REMOVED = ".removed"
 _STATE = "optimizer.state"
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
 _INDIFFERENT = (
+    "parallel.replicate",
     "train.keep",
     "train.save_every",
     "train.eval_every",
@@ -229,10 +231,11 @@ def save(
     """Commit the run as it stands as a new iteration of `out`, then drop those beyond `train.keep`.
 
     The state of modules that compute in FP8 goes into `_extra_state`; what is collected, or carried beside it with its
-    own date, into the sidecar. `coded` is how the source's weights were coded: weights that training leaves as they are
-    can be those codes again. Raises DiskProblem; what is under an iteration's name is complete all the same.
+    own date, into the sidecar. Each rank writes its rows where they belong, and the first all else: the bytes are the
+    same for any number of them. `coded` is how the source's weights were coded: weights that training leaves as they
+    are can be those codes again. Raises DiskProblem; what is under an iteration's name is complete all the same.
     """
-    plan = _plan(run)
+    plan, live = _plan(run), LiveModel(run.model.model, {**run.optimizer.parameters, **_optimizer_tensors(run)})
     output = Output(out / directory_name(run.step))
     writer = TorchDistWriter(
         output.partial,
@@ -244,28 +247,41 @@ def save(
         objects={RNG: _rng()},
     )
     with disk_problems(output):
-        output.begin()
-        _sign(output.partial, Saved(run.step, run.position, wanted))
-        convert(plan, LiveModel(plan.model, _parameters(run) | _optimizer_tensors(run)), writer)
-        writer.finish(_live(run))
-        if beside := _beside(run, carried):
-            sidecar.write(output.partial / sidecar.RELATIVE, beside)
-        if coded:
-            encodings_file.write(output.partial, coded)
-        output.commit()
-        write_tracker(out, run.step)
-        _prune(out, run.step, run.recipe.train.keep)
+        if run.world.first:
+            output.begin()
+            _sign(output.partial, Saved(run.step, run.position, wanted))
+            writer.lay_out()
+        run.world.meet()
+        if run.world.writes:
+            mine = RowsOf(writer, live)
+            convert(plan, live, mine)
+            mine.sync()
+        run.world.meet()
+        if run.world.first:
+            writer.finish(_live(run))
+            if beside := _beside(run, carried):
+                sidecar.write(output.partial / sidecar.RELATIVE, beside)
+            if coded:
+                encodings_file.write(output.partial, coded)
+            output.commit()
+            write_tracker(out, run.step)
+            _prune(out, run.step, run.recipe.train.keep)
+        run.world.meet()
 
 
 def _plan(run: Run) -> Plan:
     """From the live model and its optimizer to a checkpoint of both."""
-    model = make_plan(LiveModel(run.model.model, _parameters(run)), "megatron")
+    model = make_plan(LiveModel(run.model.model, _as_stored(run)), "megatron")
     optimizer = _optimizer_plan(model, run.optimizer.tensors)
     return replace(model, jobs=model.jobs + optimizer.jobs, targets={**model.targets, **optimizer.targets})
 
 
-def _parameters(run: Run) -> dict[str, Tensor]:
-    return dict(run.model.named_parameters())
+def _as_stored(run: Run) -> dict[str, Tensor]:
+    """The parameters' shapes and dtypes; one that is cut for several ranks is FP32, and stored as one that is not."""
+    return {
+        name: torch.empty(p.shape, dtype=run.model.backend.dtype if isinstance(p, DTensor) else p.dtype, device="meta")
+        for name, p in run.optimizer.parameters.items()
+    }
 
 
 def _sign(partial: Path, saved: Saved) -> None:

@@ -1,0 +1,168 @@
+"""World: the processes that train together under torchrun, and what each has of the model.
+
+Data parallelism as PyTorch's FSDP2 does it: each parameter is cut by its rows, the whole layer is there only while it
+computes, and gradients are summed in FP32. A cut parameter is FP32, and so its own master weight; what layers compute
+with is its rounding, the very values that one process has.
+
+Few words (who is ready, who failed) go through the store of `ranks`, tensors through a process group: gloo on a CPU,
+NCCL on GPUs.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from precisionctl.errors import EnvironmentProblem, RecipeError
+from precisionctl.ranks import ALONE as NO_OTHERS
+from precisionctl.ranks import Ranks, from_environment
+from precisionctl.recipe import Recipe
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class World:
+    """`mesh` is `[replicate, shard]`: the model is cut for `shard` ranks, and there are `replicate` such copies.
+    None is one process, which has all of the model and waits for nobody."""
+
+    def __init__(self, ranks: Ranks = NO_OTHERS, mesh: DeviceMesh | None = None) -> None:
+        self.rank, self.count, self.first = ranks.rank, ranks.count, ranks.first
+        self._ranks, self._mesh = ranks, mesh
+        self._meetings = 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank's part of the model is to be saved: that of the first copy is."""
+        return self._mesh is None or self._mesh.get_local_rank("replicate") == 0
+
+    def sharded(self, module: Module, dtype: torch.dtype) -> Module:
+        """The module, of whose parameters this rank keeps its rows from now on, in FP32; it computes in `dtype`.
+
+        Modules in it that are cut already are left as they are. So is what is frozen and FP32 (the bias of a router):
+        it is small, and computes in FP32.
+        """
+        if self._mesh is None:
+            return module
+        kept = {each for each in module.parameters() if not each.requires_grad and each.dtype == torch.float32}
+        module.float()
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        cut = fully_shard(module, mesh=self._mesh, mp_policy=policy, ignored_params=kept)
+        cut.set_gradient_divide_factor(1.0)  # losses are divided by the targets of all ranks
+        cut.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        return module
+
+    def rest(self, module: nn.Module) -> None:
+        """After passes without a backward, which would have let go of what a model keeps whole until then."""
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Over all ranks, of values of the same shape."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Over all ranks, of values of the same shape."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def _reduced(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        if self._mesh is None:
+            return values
+        values = values.clone()
+        dist.all_reduce(values, how)
+        return values
+
+    def meet(self) -> None:
+        """Wait until all ranks are here. Raises OutputError where one failed."""
+        self._meetings += 1
+        name = f"met {self._meetings}"
+        if self.first:
+            self._ranks.hear_all(name)
+            self._ranks.tell(name)
+        else:
+            self._ranks.tell(f"{name}.{self.rank}")
+            self._ranks.hear(name)
+
+
+ALONE = World()
+
+
+def local(values: Tensor) -> Tensor:
+    """What this rank has of a tensor that may be cut."""
+    return values.to_local().detach() if isinstance(values, DTensor) else values.detach()
+
+
+@contextmanager
+def together() -> Iterator[Ranks]:
+    """The ranks that torchrun or Slurm describe. Where one fails all end, and one of them says why: the others raise
+    SystemExit."""
+    ranks = from_environment()
+    try:
+        with ranks.together():
+            yield ranks
+    except Exception as error:
+        if ranks.store is None:
+            raise
+        speaks = True
+        with suppress(Exception):  # the store may be gone, and then nobody can be asked
+            speaks = ranks.store.add("speaks", 1) == 1
+        if not speaks:
+            raise SystemExit(1) from None
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise EnvironmentProblem(
+                f"another rank has ended without a word: {str(error).splitlines()[0]}",
+                do="Was it killed? The same command goes on from the newest checkpoint.",
+            ) from error
+        raise
+
+
+@contextmanager
+def world(ranks: Ranks, recipe: Recipe) -> Iterator[World]:
+    """What ranks are to each other in a run of this recipe. Raises RecipeError where they cannot share its work."""
+    if ranks.count == 1:
+        yield World()
+        return
+    check(ranks.count, recipe)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(_local_rank())
+    dist.init_process_group(
+        {"cuda": "nccl", "cpu": "gloo"}[device], store=ranks.store, rank=ranks.rank, world_size=ranks.count
+    )
+    try:
+        replicate = recipe.parallel.replicate
+        sizes = (replicate, ranks.count // replicate)
+        yield World(ranks, init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard")))
+    finally:
+        with suppress(Exception):  # others may be gone
+            dist.destroy_process_group()
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0"))
+
+
+def check(count: int, recipe: Recipe) -> None:
+    """Raise RecipeError for a run that cannot be dealt out to so many ranks."""
+    if count % recipe.parallel.replicate:
+        raise RecipeError(
+            f"{count} ranks cannot hold parallel.replicate = {recipe.parallel.replicate} copies of the model",
+            do="Choose a number of copies that divides the number of ranks.",
+        )
+    if recipe.train.batch_size % count:
+        raise RecipeError(
+            f"train.batch_size {recipe.train.batch_size} cannot be dealt out to {count} ranks evenly",
+            do=f"Choose a multiple of {count}, or another number of ranks.",
+        )
+    precision = recipe.precision
+    if not precision.delayed.reduce_amax:
+        raise RecipeError(
+            "precision.delayed.reduce_amax = false lets each rank have scales of its own, and a checkpoint has one set",
+            do="Leave it true.",
+        )
