@@ -101,6 +101,9 @@ def execute(
         found |= ranks.gather("found", found)
         checksums: dict[str, str] = {}
         if verify:
+            if ranks.first:
+                ranks.tell("written")  # it has heard from all
+            ranks.hear("written")  # what a rank reads back is others' work too
             checksums = check(
                 work.plan,
                 work.source,
