@@ -157,7 +157,7 @@ def _columns(found: Mapping[str, Any], direction: str, where: object) -> Columns
         raise NotUnderstood(f"FP8 state without {keys[0]}", where=where)
     read = [Columns(*(tensor(part.get(key), f"{where}, {key}") for key in keys)) for part in sources]
     for scale, history in read:
-        if scale.dim() != 1 or history.dim() != 2 or history.shape[1] != scale.shape[0]:
+        if scale.dim() != 1 or history.dim() != 2 or history.shape[1] != scale.shape[0] or not len(history):
             shapes = f"{list(scale.shape)} and {list(history.shape)}"
             raise DamagedCheckpoint(f"scale_{direction} and its history have the shapes {shapes}", where=where)
         if scale.dtype != torch.float32 or history.dtype != torch.float32:
