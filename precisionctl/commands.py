@@ -211,7 +211,7 @@ def _plan_way_back(conversion: Conversion, reader: Reader, coded: Coded) -> Work
     state = _known(conversion, reader, made.plan)
 
     def finish(changed: Mapping[str, float]) -> Fp8States | None:
-        notes.extend(of_way_back(coded, changed))
+        notes.extend(of_way_back(coded, made.codes, changed))
         return state
 
     digest = _digest(made.plan, conversion, coded)
@@ -295,7 +295,7 @@ def plan_export(export: InferenceExport) -> Work:
         notes.insert(0, f"Input scales are those recorded by iteration {made.recorded_at}, without calibration data.")
 
     def finish(changed: Mapping[str, float]) -> None:
-        notes.extend(of_way_back(coded, changed) if coded else ())
+        notes.extend(of_way_back(coded, made.codes, changed) if coded else ())
 
     digest = _digest(made.plan, export, coded)
     return Work(reader, made.plan, writer, output, finish, False, digest, notes, None, coded)

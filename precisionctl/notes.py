@@ -1,6 +1,6 @@
 """What a command tells beside its result: what stays behind, what was guessed, what was made anew."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from precisionctl.architectures.find import architecture_of, models_of_megatron_args
 from precisionctl.cast import StateChange
@@ -109,10 +109,11 @@ def of_codes(coded: Coded) -> Iterator[str]:
     )
 
 
-def of_way_back(coded: Coded, changed: Mapping[str, float]) -> Iterator[str]:
-    """What became of codes; `changed` has, for each weight that could not keep its scales, how many are others."""
-    kept = len(coded.weights) - len(changed)
-    yield f"{kept} of {len(coded.weights)} weights are the codes that they were, scale by scale."
+def of_way_back(coded: Coded, encoded: Iterable[str], changed: Mapping[str, float]) -> Iterator[str]:
+    """What became of those weights that are `encoded` and were codes before; `changed` has, for each that could not
+    keep its scales, how many of its codes are others."""
+    again = coded.weights.keys() & set(encoded)
+    yield f"{len(again) - len(changed)} of {len(again)} weights are the codes that they were, scale by scale."
     if changed:
         total = sum(coded.weights[name].rows * coded.weights[name].columns for name in changed)
         number = sum(changed.values())

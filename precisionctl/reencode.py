@@ -5,6 +5,7 @@ need not be done to scales. Only where the codes that are read have other names 
 as one tensor) are scales moved as their rows are.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,10 @@ from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.plan import Job, Plan, make_plan
 from precisionctl.quant_methods.base import CODES, Said, Scales, recognise, sibling, sized
+
+_TWO_ROUNDINGS = 2.0**-22
+"""What an amax may be off by that a scale was made of, and which was taken from that scale again: a history of one row,
+Megatron's default, keeps it so."""
 
 
 def coded_before(reader: Reader) -> Coded | None:
@@ -157,7 +162,7 @@ def _input_scales(names: Sequence[str], coded: Coded, states: Fp8States | None, 
     if states is None or state is None or not carried or not state.roles["input"].recorded:
         return carried
     recorded = float(recorded_amax(state.roles["input"], "input", states.recipe))
-    if recorded == float(amax_of(max(carried.values()))):
+    if math.isclose(recorded, float(amax_of(max(carried.values()))), rel_tol=_TWO_ROUNDINGS):
         return carried
     return dict.fromkeys(carried, recorded / FP8_MAX[CODES])
 

@@ -1,6 +1,7 @@
 """The way back: what was FP8 becomes the same codes again, whatever it has been in between."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import fp8_directories
@@ -18,7 +19,9 @@ from precisionctl.errors import DamagedCheckpoint, MappingError, PrecisionError
 from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import recorded_amax
+from precisionctl.fp8.state import DelayedScaling
 from precisionctl.param import Parallelism
+from precisionctl.precision import PRESETS
 from precisionctl.reports.inspect import describe
 from precisionctl.work import Work, execute
 
@@ -198,6 +201,20 @@ def test_calibrated_input_scales_become_state_that_waits_in_the_sidecar(tmp_path
     assert live.modules["decoder.layers.1.self_attention.linear_qkv"].roles["weight"].recorded
 
 
+@pytest.mark.parametrize("family", ["llama-3", "mixtral"])
+def test_input_scales_come_back_from_histories_of_one_row(tmp_path: Path, family: str) -> None:
+    """Megatron's default: the amax is in the scale alone, two roundings away. Parts of a group keep their scales."""
+    fp8_directories.make(tmp_path / "fp8", "fp8-tensor-vllm", family)
+    one_row = replace(
+        PRESETS["fp8-delayed"], delayed=DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")
+    )
+    run(tmp_path / "fp8", tmp_path / "megatron", "megatron", precision="fp8", recipe=one_row)
+    run(tmp_path / "megatron", tmp_path / "longer", "megatron", precision="fp8", recipe=PRESETS["fp8-delayed"])
+    for source in ("megatron", "longer"):
+        run(tmp_path / source, tmp_path / f"{source}-back", "hf", precision="fp8")
+        assert same(stored(tmp_path / f"{source}-back"), stored(tmp_path / "fp8"))
+
+
 def test_an_input_that_was_recorded_since_gets_its_own_scale(tmp_path: Path) -> None:
     fp8_directories.make(tmp_path / "fp8", "modelopt-tensor")
     run(tmp_path / "fp8", tmp_path / "bf16", "hf")
@@ -235,6 +252,18 @@ def test_an_export_keeps_codes_where_its_scales_can_be_the_old_ones(tmp_path: Pa
     for name in codes:
         assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8))
         assert torch.equal(before[f"{name}_scale"], after[f"{name}_scale"].flatten())
+
+
+def test_weights_that_an_export_leaves_in_bf16_are_no_codes_again(tmp_path: Path) -> None:
+    """Half of the layers stay in BF16: of the other seven linears all keep their codes, and it says seven."""
+    fp8_directories.make(tmp_path / "fp8", "modelopt-channel")
+    run(tmp_path / "fp8", tmp_path / "bf16", "hf")
+    recipe = replace(PRESETS["fp8-delayed"], keep_bf16=("decoder.layers.0.*",))
+    work = plan_export(InferenceExport(tmp_path / "bf16", tmp_path / "out", "vllm", "dynamic", recipe))
+    execute(work)
+    codes = [name for name, values in stored(tmp_path / "out").items() if values.dtype == torch.float8_e4m3fn]
+    assert len(codes) == 7
+    assert "7 of 7 weights are the codes that they were, scale by scale." in work.notes
 
 
 def test_codes_themselves_are_not_exported_to_an_engine(tmp_path: Path) -> None:
