@@ -4,15 +4,17 @@ Blocks are those of Megatron's tensors, in which q, k and v and gate and up stan
 mapped on their way as in a conversion.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Chunk, Reader
+from precisionctl.checkpoints.base import Chunk, Reader, whole
 from precisionctl.convert import by_workers, one_torch_thread
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.health import BLOCK, measure
@@ -25,12 +27,12 @@ from precisionctl.worker import Worker
 
 @dataclass(frozen=True)
 class _Nowhere:
-    """A target whose tensors are looked at and not kept."""
+    """A target whose tensors are looked at and not kept: all rows are wanted, and none is put anywhere."""
 
     specs: Mapping[str, TensorSpec]
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return ()
+        return [Chunk(whole(self.specs[name]), Path(os.devnull))]
 
 
 class _Amax(Worker):
