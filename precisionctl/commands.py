@@ -292,7 +292,7 @@ def plan_export(export: InferenceExport) -> Work:
     if export.scheme == "static" and export.fp8_state:
         notes.insert(0, f"Input scales that the checkpoint has not recorded are those of {export.fp8_state}.")
     elif export.scheme == "static":
-        notes.insert(0, f"Input scales are those recorded by iteration {made.recorded_at}, without calibration data.")
+        notes.insert(0, f"Input scales are those of the checkpoint's FP8 state ({made.recorded_by}).")
 
     def finish(changed: Mapping[str, float]) -> None:
         notes.extend(of_way_back(coded, made.codes, changed) if coded else ())

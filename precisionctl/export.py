@@ -37,12 +37,13 @@ _RECORD = (
 
 @dataclass(frozen=True)
 class Export:
-    """A plan, and what the directory says of itself: config.json's `quantization_config` and files beside it."""
+    """A plan, and what the directory says of itself: config.json's `quantization_config` and files beside it.
+    `recorded_by` says where input scales are from."""
 
     plan: Plan
     quantization: Mapping[str, Any]
     files: Mapping[str, bytes]
-    recorded_at: int | None
+    recorded_by: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -64,7 +65,7 @@ def make_export(
     if source.encodings:
         raise PrecisionError(
             "the weights are FP8 codes; encoding them again would round them twice",
-            do="Export the checkpoint that they were made from.",
+            do="Export the checkpoint that they were made from, or convert it with --precision bf16 first.",
         )
     plan = make_plan(source, "hf", dtype=torch.bfloat16, respelled=True)
     encoded = [job for job in plan.jobs if job.row.gemm and precision.in_fp8(job.module) and not _fused(job.writes[0])]
@@ -97,9 +98,16 @@ def make_export(
         replace(plan, jobs=jobs, targets=targets, quantization=quantization),
         quantization,
         method.spelling.files(scheme, ignored),
-        states.iteration if states else None,
+        _recorded_by(states),
         tuple(_notes(plan, precision)),
     )
+
+
+def _recorded_by(states: Fp8States | None) -> str:
+    """Who recorded a state, and when, in words."""
+    if states is None:
+        return ""
+    return states.producer if states.iteration is None else f"{states.producer}, iteration {states.iteration}"
 
 
 def _notes(plan: Plan, precision: Precision) -> Iterator[str]:

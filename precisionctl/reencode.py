@@ -112,7 +112,7 @@ def make_reencoding(source: Reader, coded: Coded) -> Export:
     for job in jobs:
         targets |= {name: coded.stored.specs[name] for name in (job.encode.input_scales if job.encode else ())}
     made = replace(plan, jobs=tuple(jobs), targets=targets, quantization=coded.quantization)
-    return Export(made, coded.quantization, coded.files, source.fp8.iteration if source.fp8 else None)
+    return Export(made, coded.quantization, coded.files)
 
 
 def check_model(coded: Coded, plan: Plan) -> None:

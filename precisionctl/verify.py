@@ -46,7 +46,8 @@ class TensorComparison:
 class Comparison:
     """`settings` has a line for each setting that makes other logits of the same weights, and for each static input
     scale that differs; `fp8` one for each difference in FP8 state, None where the state was not compared, because
-    only one side has any. `codes` tells of every weight that is FP8 codes on either side, where that was asked for."""
+    no side has any, or only one. `codes` tells of every weight that is FP8 codes on either side, where that was asked
+    for."""
 
     tensors: tuple[TensorComparison, ...]
     settings: tuple[str, ...]
@@ -63,7 +64,7 @@ class Comparison:
 
 def compare(a: Reader, b: Reader, *, fp8: bool = False, on_bytes: Callable[[int], None] = lambda n: None) -> Comparison:
     """Compare every tensor of two checkpoints, and their FP8 state where both have one; if `fp8` asks for it, the state
-    in any case, and FP8 weights code by code.
+    also where one alone has any, and FP8 weights code by code.
 
     `on_bytes` hears of stored bytes of A that have been compared. Raises MappingError where one does not fit its own
     architecture: then there is nothing to compare yet.
@@ -75,8 +76,8 @@ def compare(a: Reader, b: Reader, *, fp8: bool = False, on_bytes: Callable[[int]
         on_bytes(left.nbytes(name))
     tensors += [TensorComparison(name, "only in A", left.stored_dtype(name)) for name in left.nonzero_extras()]
     tensors += [TensorComparison(name, "only in B", right.stored_dtype(name)) for name in right.nonzero_extras()]
-    both = a.fp8 is not None and b.fp8 is not None
-    states = tuple(_state_differences(a.fp8, b.fp8)) if both or fp8 else None
+    having = sum(reader.fp8 is not None for reader in (a, b))
+    states = tuple(_state_differences(a.fp8, b.fp8)) if having == 2 or (having and fp8) else None
     codes = tuple(compare_codes(a, b)) if fp8 else ()
     return Comparison(tuple(tensors), tuple(_setting_differences(a, b)), states, codes)
 

@@ -119,9 +119,12 @@ def test_static_names_the_layer_whose_input_was_never_recorded(tmp_path: Path) -
         export(path)
 
 
-def test_the_iteration_at_which_the_scales_were_recorded_is_told(tmp_path: Path) -> None:
-    work = plan_export(InferenceExport(source(tmp_path), tmp_path / "out", "vllm"))
-    assert any("iteration 123" in note for note in work.notes)
+@pytest.mark.parametrize("iteration, told", [(123, "(test, iteration 123)"), (None, "(test)")])
+def test_who_recorded_the_scales_and_when_is_told(tmp_path: Path, iteration: int | None, told: str) -> None:
+    path = source(tmp_path)
+    sidecar.write(path / sidecar.RELATIVE, replace(sidecar.read(path / sidecar.RELATIVE), iteration=iteration))
+    work = plan_export(InferenceExport(path, tmp_path / "out", "vllm"))
+    assert work.notes[0] == f"Input scales are those of the checkpoint's FP8 state {told}."
 
 
 def test_a_shape_that_fp8_gemms_do_not_take_is_refused_at_plan_time(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def _number(value: float | None, form: str) -> str:
 
 def _state(comparison: Comparison) -> Sequence[str]:
     if comparison.fp8 is None:
-        return ["not compared: at most one side has any (--fp8 asks for both)"]
+        return ["not compared: neither side has any, or only one (a difference with --fp8)"]
     return comparison.fp8[:SHOWN] or ["equal to the last bit"]
 
 
