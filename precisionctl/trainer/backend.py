@@ -4,13 +4,15 @@ Both make modules with the same parameter names, FP8 state and numerics: `module
 Engine, on a GPU with FP8) and `modules_emulated` (plain PyTorch, anywhere).
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from precisionctl.errors import EnvironmentProblem, PrecisionError
 from precisionctl.fp8.state import Fp8State
@@ -106,6 +108,23 @@ class Backend(Protocol):
     def after_backward(self) -> None:
         """Called when a pass's gradients are complete: backward scales are updated."""
         ...
+
+    def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """`function(*arguments)`, of which nothing else is kept for the backward, where it is made once more with the
+        scales of this pass, to the same bits. Its amaxes are recorded once."""
+        ...
+
+
+def recompute(function: Callable[..., Tensor], *arguments: Any, again: AbstractContextManager[None]) -> Tensor:
+    """`function(*arguments)`, which is called once more in the backward, in the context `again`."""
+    made: Tensor = checkpoint(
+        function,
+        *arguments,
+        use_reentrant=False,
+        preserve_rng_state=False,  # nothing is drawn
+        context_fn=lambda: (nullcontext(), again),
+    )
+    return made
 
 
 def add_post_layernorm(linear: nn.Module, norm: nn.Module) -> None:

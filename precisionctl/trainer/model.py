@@ -44,6 +44,7 @@ class GPT(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         world: World = ALONE,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         if model.parallel_residual:
@@ -58,7 +59,7 @@ class GPT(nn.Module):
             for in_window in {has_window(model, layer) for layer in range(model.num_layers)}
         }
         self.embedding = Embedding(model, self.backend)
-        self.decoder = Decoder(model, self.backend)
+        self.decoder = Decoder(model, self.backend, recompute)
         if model.untied_embeddings:
             self.output_layer = nn.Linear(
                 model.hidden_size, model.padded_vocab_size, bias=False, dtype=dtype, device=device
@@ -156,11 +157,11 @@ def _embedding(rows: int, columns: int, backend: Backend) -> nn.Embedding:
 
 
 class Decoder(nn.Module):
-    def __init__(self, model: ModelShape, backend: Backend) -> None:
+    def __init__(self, model: ModelShape, backend: Backend, recompute: bool) -> None:
         super().__init__()
         numbers = range(model.num_layers)
         self.layers = nn.ModuleList(
-            backend.world.sharded(Layer(f"decoder.layers.{layer}", model, layer, backend), backend.dtype)
+            backend.world.sharded(Layer(f"decoder.layers.{layer}", model, layer, backend, recompute), backend.dtype)
             for layer in numbers
         )
         self.final_layernorm = backend.norm(model.hidden_size, norm_of(model))
@@ -176,11 +177,12 @@ class Layer(nn.Module):
     """Attention and MLP, each added to the residual stream.
 
     Their norms live in linear_qkv and linear_fc1, except before MLA and before experts, which have no such linear.
-    Gemma normalises once more, what is added.
+    Gemma normalises once more, what is added. `recompute` keeps no activation but the input for the backward.
     """
 
-    def __init__(self, name: str, model: ModelShape, number: int, backend: Backend) -> None:
+    def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
         super().__init__()
+        self.backend, self.recompute = backend, recompute
         norm, size = norm_of(model), model.hidden_size
         self.in_window = has_window(model, number)
         self.input_layernorm = backend.norm(size, norm) if model.mla else nn.Identity()
@@ -201,6 +203,11 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, positions: dict[bool, Positions]) -> Tensor:
         """`[B, S, E]` to the same."""
+        if self.recompute and torch.is_grad_enabled():
+            return self.backend.recomputed(self._through, hidden, positions)
+        return self._through(hidden, positions)
+
+    def _through(self, hidden: Tensor, positions: dict[bool, Positions]) -> Tensor:
         hidden = hidden + self.self_attention(self.input_layernorm(hidden), positions[self.in_window])
         hidden = hidden + self.mlp(self.pre_mlp_layernorm(hidden))
         return hidden

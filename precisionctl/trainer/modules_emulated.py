@@ -12,8 +12,8 @@ the history; `fp8.numerics.update_delayed` turns those rows into the next scales
 and `grad_input`, which no GEMM here uses; their state is only kept.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +26,7 @@ from precisionctl.fp8 import numerics
 from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import Norm, require_alignment
+from precisionctl.trainer.backend import Norm, recompute, require_alignment
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.scaling_buffers import ScalingBuffers, Slot
 from precisionctl.trainer.world import ALONE, World
@@ -304,3 +304,13 @@ class EmulatedBackend:
 
     def after_backward(self) -> None:
         self._backward.update()
+
+    def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        scale, recorder = self._forward.state.scale, self.recorder  # those of this pass; updates make new tensors
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            with self._forward.as_before(scale), recorder.computed_again() if recorder else nullcontext():
+                yield
+
+        return recompute(function, *arguments, again=again())

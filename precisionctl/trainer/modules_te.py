@@ -20,7 +20,7 @@ from precisionctl.fp8.state import BACKWARD, FORWARD, ROLES, Fp8State, Role, Rol
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import Norm, require_alignment
+from precisionctl.trainer.backend import Norm, recompute, require_alignment
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.segments import Segments
 from precisionctl.trainer.world import ALONE, World
@@ -257,6 +257,12 @@ class TransformerEngineBackend:
 
     def after_backward(self) -> None:
         """TE has updated the backward scales by then."""
+
+    def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        if self.recorder:
+            return recompute(function, *arguments, again=self.recorder.computed_again())
+        out: Tensor = te.checkpoint(function, *arguments, use_reentrant=False)  # it keeps the scales of this pass
+        return out
 
 
 def _recipe(precision: Precision) -> Recipe:

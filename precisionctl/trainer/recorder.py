@@ -41,6 +41,7 @@ class Recorder:
         self._slots: dict[str, dict[Role, Slot]] = {}
         self._real: Tensor | None = None
         self.measuring = False
+        self._silent = False
         self.statistics: dict[str, dict[Role, Statistics]] = {}
 
     @contextmanager
@@ -64,6 +65,15 @@ class Recorder:
         self._real = None if before is None else before[tokens]
         yield
         self._real = before
+
+    @contextmanager
+    def computed_again(self) -> Iterator[None]:
+        """Around what is computed once more: it has been recorded."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
 
     def gemm(self, module: str, values: Tensor, weight: Tensor, out: Tensor) -> None:
         """Be shown a GEMM: values `[..., in]`, in FP32 where the cast would come before their rounding, weight
@@ -123,6 +133,8 @@ class Recorder:
 
     @torch.no_grad()
     def _take(self, module: str, role: Role, seen: Seen) -> None:
+        if self._silent:
+            return
         amax = numerics.amax(seen) if isinstance(seen, Tensor) else torch.stack([numerics.amax(one) for one in seen])
         slot = self._slot(module, role, amax)
         if self.measuring:

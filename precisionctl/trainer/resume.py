@@ -243,7 +243,8 @@ def _build(
     check_length(recipe, model)
     torch.manual_seed(recipe.train.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    gpt = GPT(model, recipe.precision, backend, torch.bfloat16, device, world)
+    recompute = recipe.train.recompute == "layer"
+    gpt = GPT(model, recipe.precision, backend, torch.bfloat16, device, world=world, recompute=recompute)
     return Run(recipe, gpt, MasterAdamW(gpt, recipe.optimizer), rows, held_out, world=world)
 
 

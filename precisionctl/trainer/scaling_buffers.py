@@ -1,5 +1,7 @@
 """ScalingBuffers: the delayed-scaling state of many tensors side by side, so that one call updates all of them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +42,17 @@ class ScalingBuffers:
         row_0 = self.state.amax_history[:, 0]
         row_0.copy_(self._world.largest(row_0))
         self.state = numerics.update_delayed(self.state, self.dtype, self.recipe)
+
+    @contextmanager
+    def as_before(self, scale: Tensor) -> Iterator[None]:
+        """Around what is computed once more: it casts with the scales that there were, `[room]`, and its amaxes, which
+        are in a history already, are forgotten."""
+        now = self.state
+        self.state = RoleState(scale, torch.zeros(len(scale), 1, device=scale.device))
+        try:
+            yield
+        finally:
+            self.state = now
 
     def discard_row_0(self) -> None:
         self.state.amax_history[:, 0] = 0

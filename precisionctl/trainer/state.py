@@ -49,6 +49,7 @@ _STATE = "optimizer.state"
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
 _INDIFFERENT = (
     "parallel.replicate",
+    "train.recompute",
     "train.keep",
     "train.save_every",
     "train.eval_every",

@@ -9,6 +9,7 @@ NCCL on GPUs.
 """
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -26,6 +27,9 @@ from precisionctl.ranks import Ranks, from_environment
 from precisionctl.recipe import Recipe
 
 Module = TypeVar("Module", bound=nn.Module)
+
+_SPEAKING = 2.0
+"""Seconds that the rank which says what happened is given for it: torchrun stops all others when the first one ends."""
 
 
 class World:
@@ -113,6 +117,7 @@ def together() -> Iterator[Ranks]:
         with suppress(Exception):  # the store may be gone, and then nobody can be asked
             speaks = ranks.store.add("speaks", 1) == 1
         if not speaks:
+            time.sleep(_SPEAKING)
             raise SystemExit(1) from None
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise EnvironmentProblem(

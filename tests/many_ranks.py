@@ -1,0 +1,185 @@
+"""Runs of several ranks, for test_distributed.py: forked from this one process, which has imported torch already.
+
+`python many_ranks.py FOLDER` makes them all in FOLDER, and ends with what each step and each rank said in `told.json`.
+"""
+
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import torch
+from test_ranks import free_port
+from training import make_source, make_text, settings
+
+from precisionctl.cli import main
+from precisionctl.errors import DiskProblem
+from precisionctl.trainer import resume as trainer
+from precisionctl.trainer import state
+from precisionctl.trainer.backend import fp8_linears
+from precisionctl.trainer.loop import Run
+
+FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
+MOE = {"model_type": "mixtral", "num_local_experts": 4}
+told: dict[str, dict[str, Any]] = {}
+
+
+def fork(count: int, job: Callable[[int], object]) -> Iterator[tuple[int, object]]:
+    """Exit code of each rank, and what `job` returned to it as JSON."""
+    where = {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    children = []
+    for rank in range(count):
+        receiver, sender = os.pipe()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.environ.update(where, RANK=str(rank))
+                os.write(sender, json.dumps(job(rank)).encode())
+                code = 0
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        os.close(sender)
+        children.append((child, receiver))
+    for child, receiver in children:
+        with os.fdopen(receiver, "rb") as said:
+            answer = json.loads(said.read() or "null")
+        yield os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def at_step(step: int, what: Callable[[], object], rank: int, mine: int) -> Iterator[None]:
+    """One rank does something after an update."""
+    before = trainer.train
+
+    def train(run: Run, log: Any, save: Any, on_step: Any) -> Any:
+        clip = run.optimizer.clip
+
+        def clipped() -> float:
+            if run.step == step and rank == mine:
+                what()
+            return clip()
+
+        run.optimizer.clip = clipped  # type: ignore[method-assign]
+        return before(run, log, save, on_step)
+
+    trainer.train = train  # type: ignore[assignment]
+    yield
+
+
+def dump(run: Run, name: str, rank: int) -> None:
+    states = {module: linear.fp8_state() for module, linear in fp8_linears(run.model).items()}
+    plain = {
+        (module, role): (part.scale, part.amax_history)
+        for module, found in states.items()
+        if found
+        for role, part in found.roles.items()
+    }
+    torch.save(plain, FOLDER / f"{name}.{rank}.pt")
+
+
+def run(name: str, count: int, out: str = "", source: str = "source", kill: int | None = None, **changes: Any) -> None:
+    """Each rank trains, and dumps the FP8 state that it starts with and that it ends with."""
+
+    def job(rank: int) -> object:
+        steps: list[object] = []
+        started, save = trainer.start_fp8, state.save
+
+        def start(made: Run, *what: Any, **how: Any) -> Any:
+            found = started(made, *what, **how)
+            dump(made, f"{name}.start", rank)
+            return found
+
+        def saved(made: Run, *what: Any) -> None:
+            dump(made, f"{name}.end", rank)
+            save(made, *what)
+
+        trainer.start_fp8, state.save = start, saved  # type: ignore[assignment]
+        made = settings(FOLDER / source, FOLDER / "text", FOLDER / (out or name), **changes)
+        with at_step(kill if kill is not None else -1, die, rank, count - 1):
+            trainer.resume(made, lambda _: None, lambda step: steps.append([step.step, step.loss, step.held_out_loss]))
+        return steps
+
+    ends = list(fork(count, job))
+    told[name] = {"codes": [code for code, _ in ends], "said": [said for _, said in ends]}
+
+
+def run_command(name: str, what: Callable[[], object], count: int = 2, **changes: Any) -> None:
+    """The command itself, in which the last rank meets something in its third update; what it shows."""
+
+    def job(rank: int) -> object:
+        made = settings(FOLDER / "source", FOLDER / "text", FOLDER / name, train__save_every=1, **changes)
+        options = [f"--set={override}" for override in made.overrides]
+        words = ["resume", made.checkpoint, "--precision=bf16", f"--data={made.data}", f"--out={made.out}", *options]
+        from precisionctl import console
+
+        shown = io.StringIO()
+        console._err.file = shown
+        code: object = 0
+        try:
+            with at_step(2, what, rank, count - 1), redirect_stderr(shown):
+                main([str(word) for word in words])
+        except SystemExit as end:
+            code = end.code
+        return [code, shown.getvalue()]
+
+    ends = list(fork(count, job))
+    told[name] = {"codes": [code for code, _ in ends], "said": [said for _, said in ends]}
+
+
+def fails() -> None:
+    raise DiskProblem("the disk of the last rank failed")
+
+
+def signalled() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def all_runs() -> None:
+    held_out = make_text(FOLDER / "held_out", seed=1, words=300)
+    make_text(FOLDER / "text")
+    make_source(FOLDER / "source")
+    make_source(FOLDER / "moe", **MOE)
+    exact = {
+        "optimizer__clip_norm": 0,
+        "data__held_out": held_out,
+        "collect_amax": True,
+        "precision__delayed__amax_history_len": 16,
+    }
+    fp8 = {
+        "precision": "fp8",
+        "train__micro_batch_size": 4,
+        "optimizer__lr": 0.001,
+        "data__held_out": held_out,
+    }
+    for source in ("source", "moe"):
+        run(f"{source} alone", 1, source=source, **exact)
+        run(f"{source} two", 2, source=source, **exact)
+        run(f"{source} fp8 alone", 1, source=source, **fp8)
+        run(f"{source} fp8 two", 2, source=source, **fp8)
+        run(f"{source} fp8 two, recomputed", 2, source=source, train__recompute="layer", **fp8)
+    run("four alone", 1, train__micro_batch_size=1, train__steps=1)
+    for copies in (1, 2, 4):
+        run(f"four in {copies}", 4, train__micro_batch_size=1, train__steps=1, parallel__replicate=copies)
+    run("2 of 2-1-4", 2, "2-1-4", kill=3, **fp8)
+    run("1 of 2-1-4", 1, "2-1-4", kill=5, **fp8)
+    run("4 of 2-1-4", 4, "2-1-4", **fp8)
+    run_command("killed", die)
+    run_command("failed", fails)
+    run_command("signalled", signalled)
+    run_command("uneven", die, train__batch_size=5, train__micro_batch_size=1)
+
+
+if __name__ == "__main__":
+    all_runs()
+    (FOLDER / "told.json").write_text(json.dumps(told))

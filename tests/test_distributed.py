@@ -1,0 +1,190 @@
+"""Training by 2 and 4 ranks (gloo, on the CPU), held against one process. The runs are made by many_ranks.py, once."""
+
+import filecmp
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.errors import RecipeError
+from precisionctl.fp8 import sidecar
+from precisionctl.recipe import load_recipe
+from precisionctl.trainer import world
+from precisionctl.trainer.metrics import FILE, read_metrics
+from precisionctl.trainer.state import _OptimizerOf
+
+Told = dict[str, dict[str, Any]]
+models = pytest.mark.parametrize("model", ["source", "moe"])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    program = Path(__file__).with_name("many_ranks.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, program, folder], check=True, env=environment, stdout=subprocess.DEVNULL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def told(place: Path) -> Told:
+    found: Told = json.loads((place / "told.json").read_text())
+    return found
+
+
+def steps(told: Told, name: str) -> Any:
+    """Step, loss and held-out loss of each update; the first rank alone speaks."""
+    assert not any(told[name]["codes"]), told[name]
+    first, *others = told[name]["said"]
+    assert first and not any(others)
+    return first
+
+
+def differing(a: Path, b: Path) -> set[str]:
+    names = sorted(str(path.relative_to(a)) for path in a.rglob("*") if path.is_file())
+    assert names == sorted(str(path.relative_to(b)) for path in b.rglob("*") if path.is_file())
+    return {name for name in names if not filecmp.cmp(a / name, b / name, shallow=False)}
+
+
+def moments(checkpoint: Path) -> dict[str, Tensor]:
+    source = _OptimizerOf(TorchDistReader(checkpoint))
+    return {name: read_tensor(source, name) for name in source.specs if ".exp_avg." in name}
+
+
+@models
+def test_two_ranks_make_every_bit_of_one_process_with_as_many_micro_batches(
+    place: Path, told: Told, model: str
+) -> None:
+    """The FP32 sum of two gradients is the same either way around; nothing else is between ranks here, as gradients
+    are not clipped by a norm, whose sum has another order."""
+    assert steps(told, f"{model} two") == steps(told, f"{model} alone")
+    last = [place / f"{model} {ranks}/iter_0000006" for ranks in ("alone", "two")]
+    assert differing(*last) == {str(sidecar.RELATIVE)}  # histories have other rows: one for a pass of all ranks
+
+
+def test_amaxes_are_the_largest_of_what_one_process_sees_in_as_many_passes(place: Path) -> None:
+    """What two ranks collected while they had the same weights as one process: each row is of two of its rows."""
+    one, two = (sidecar.find(place / f"source {ranks}/iter_0000006") for ranks in ("alone", "two"))
+    assert one and two and set(one.modules) == set(two.modules)
+    for name, state in one.modules.items():
+        for role in ("input", "weight", "grad_output", "k", "v"):
+            if role in state.roles:
+                rows = state.roles[role].amax_history[-12:]
+                assert bool(rows.all())
+                assert torch.equal(two.modules[name].roles[role].amax_history[-6:], rows.view(6, 2).amax(1))
+                assert not two.modules[name].roles[role].amax_history[:-6].any()
+
+
+def test_amaxes_of_experts_are_the_largest_of_all_ranks_and_none_of_those_that_none_saw(place: Path) -> None:
+    """Of an expert that saw no token in a pass there is no row, so the two histories have rows in common, not all."""
+    one, two = (sidecar.find(place / f"moe {ranks}/iter_0000006") for ranks in ("alone", "two"))
+    assert one and two
+    for name, state in one.modules.items():
+        for role, part in state.roles.items():
+            assert torch.equal(two.modules[name].roles[role].amax_history.amax(-1), part.amax_history.amax(-1))
+            assert torch.equal(two.modules[name].roles[role].recorded_each, part.recorded_each)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+def test_gradients_of_four_ranks_are_those_of_one_process_but_for_the_order_of_a_sum(
+    place: Path, told: Told, copies: int
+) -> None:
+    """Three FP32 additions in another order: each of them rounds by 2^-24 of a partial sum at most, here of gradients
+    that cancel little, so a few 2^-24 of a tensor's norm. The first moment is a tenth of the gradient."""
+    ((_, alone, _),), ((_, loss, _),) = steps(told, "four alone"), steps(told, f"four in {copies}")
+    assert abs(loss - alone) < 4 * 2**-24 * alone
+    expected = moments(place / "four alone/iter_0000001")
+    found = moments(place / f"four in {copies}/iter_0000001")
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= 8 * 2**-24 * tensor.norm(), name
+
+
+@models
+def test_fp8_of_two_ranks_is_that_of_one_process_but_for_rounding(place: Path, told: Told, model: str) -> None:
+    """The same rows in a pass, so the same amaxes; but the gradient of a weight is rounded to BF16 for each rank, by up
+    to 2^-9 of it. Updates are apart by about as much, and so a loss by less than that share of itself."""
+    alone, two = steps(told, f"{model} fp8 alone"), steps(told, f"{model} fp8 two")
+    assert [step for step, _, _ in two] == [step for step, _, _ in alone] == [1, 2, 3, 4, 5, 6]
+    assert two[0][1] == pytest.approx(alone[0][1], rel=1e-6)
+    assert [loss for _, loss, _ in two] == pytest.approx([loss for _, loss, _ in alone], rel=2**-9)
+    looks = [[(step, held_out) for step, _, held_out in each if held_out is not None] for each in (alone, two)]
+    assert [step for step, _ in looks[1]] == [step for step, _ in looks[0]] == [3, 6]
+    assert [loss for _, loss in looks[1]] == pytest.approx([loss for _, loss in looks[0]], rel=2**-9)
+
+
+@models
+def test_all_ranks_have_the_same_fp8_state(place: Path, told: Told, model: str) -> None:
+    for when in ("start", "end"):
+        first, second = (torch.load(place / f"{model} fp8 two.{when}.{rank}.pt") for rank in (0, 1))
+        alone = torch.load(place / f"{model} fp8 alone.{when}.0.pt")
+        assert first.keys() == second.keys() == alone.keys() and first
+        for key, (scale, history) in first.items():
+            assert torch.equal(scale, second[key][0]) and torch.equal(history, second[key][1])
+            if when == "start":  # of the weights that both have; the sums of a GEMM have another order
+                assert torch.equal(history != 0, alone[key][1] != 0)
+                assert torch.allclose(history, alone[key][1], rtol=2**-7, atol=0)
+
+
+@models
+def test_recomputing_layers_changes_no_bit_of_any_rank(place: Path, told: Told, model: str) -> None:
+    assert steps(told, f"{model} fp8 two, recomputed") == steps(told, f"{model} fp8 two")
+    last = [place / f"{model} fp8 two{how}/iter_0000006" for how in ("", ", recomputed")]
+    assert not differing(*last)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(place: Path, told: Told) -> None:
+    """Killed with two ranks and with one, ended by four; each pass has the same rows in all of them."""
+    assert -signal.SIGKILL in told["2 of 2-1-4"]["codes"] and 0 not in told["2 of 2-1-4"]["codes"]
+    assert told["1 of 2-1-4"]["codes"] == [-signal.SIGKILL]
+    assert [step for step, _, _ in steps(told, "4 of 2-1-4")] == [5, 6]
+    made, alone = read_metrics(place / "2-1-4" / FILE), steps(told, "source fp8 alone")
+    assert [row["step"] for row in made] == list(range(1, 7))
+    assert [row["loss"] for row in made] == pytest.approx([loss for _, loss, _ in alone], rel=2**-9)
+    assert [row["loss"] for row in made[:2]] == [loss for _, loss, _ in steps(told, "source fp8 two")[:2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("killed", "another rank has ended without a word"),
+        ("failed", "the disk of the last rank failed"),
+        ("uneven", "train.batch_size 5 cannot be dealt out to 2 ranks evenly"),
+    ],
+)
+def test_whatever_happens_to_a_rank_all_end_and_one_of_them_says_so(
+    place: Path, told: Told, name: str, message: str
+) -> None:
+    said = [end for end in told[name]["said"] if end]
+    assert all(code for code, _ in said) and len(said) == (1 if name == "killed" else 2)
+    shown = "".join(text for _, text in said)
+    assert shown.count("╭") == 1 and message in " ".join(shown.replace("│", " ").split())
+    left = sorted(path.name for path in (place / name).glob("iter_*")) if (place / name).exists() else []
+    assert left == ([] if name == "uneven" else ["iter_0000001", "iter_0000002"])
+
+
+def test_a_signal_to_one_rank_is_for_all(place: Path, told: Told) -> None:
+    assert [code for code, _ in told["signalled"]["said"]] == [1, 1]
+    assert (place / "signalled/iter_0000003/metadata.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("train.batch_size=30", "train.batch_size 30 cannot be dealt out to 4 ranks evenly"),
+        ("parallel.replicate=3", "4 ranks cannot hold parallel.replicate = 3 copies"),
+        ("precision.delayed.reduce_amax=false", "scales of its own"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(change: str, message: str) -> None:
+    world.check(4, load_recipe("fp8-delayed"))
+    with pytest.raises(RecipeError, match=message):
+        world.check(4, load_recipe("fp8-delayed", [change]))
