@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ from precisionctl.checkpoints.megatron_run import Carried, MegatronReader, carri
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError
-from precisionctl.export import make_export
+from precisionctl.export import make_export, plan_of_values, served
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
@@ -25,6 +26,7 @@ from precisionctl.notes import (
     left_behind,
     of_codes,
     of_family,
+    of_input_scales,
     of_padding,
     of_payloads,
     of_stages,
@@ -36,6 +38,7 @@ from precisionctl.plan import Plan, check_fp8_gemm, make_plan
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import Scheme, quant_methods
 from precisionctl.reencode import check_model, coded_before, make_reencoding, seeded
+from precisionctl.schemes import best_scheme
 from precisionctl.targets import CONTAINERS, hf_writer, megatron_writer
 from precisionctl.work import Finish, Work, open_output
 
@@ -108,17 +111,20 @@ class Conversion:
 
 @dataclass(frozen=True)
 class InferenceExport:
-    """What to export, for which engine (a name in engines/). `scheme` static needs recorded input scales; `recipe`
-    says which modules stay in BF16."""
+    """What to export, for which engine (a name in engines/) on `ranks` GPUs. `scheme` static needs recorded input
+    scales; None is the best that there is. `recipe` says which modules stay in BF16, and `keep_misfits` that those do
+    whose shapes the engine refuses."""
 
     source: Path
     destination: Path
     target: str
-    scheme: Scheme = "static"
+    scheme: Scheme | None = None
     recipe: Precision | None = None
     iteration: int | None = None
     max_shard_size: int = MAX_SHARD_SIZE
     fp8_state: Path | None = None
+    ranks: int = 1
+    keep_misfits: bool = False
 
 
 def plan_conversion(conversion: Conversion) -> Work:
@@ -262,6 +268,7 @@ def _as_export(conversion: Conversion) -> InferenceExport:
         conversion.source,
         conversion.destination,
         target="vllm",
+        scheme="static",
         recipe=conversion.recipe,
         iteration=conversion.iteration,
         max_shard_size=conversion.max_shard_size,
@@ -273,26 +280,33 @@ def plan_export(export: InferenceExport) -> Work:
     """Plan `export-inference`. Raises MissingFp8State where `static` needs what was never recorded."""
     reader = open_checkpoint(export.source, export.iteration)
     engine = engine_named(export.target)
-    method = quant_methods()[engine.spells[export.scheme]]
-    if export.scheme == "dynamic" and export.fp8_state:
-        raise RecipeError("dynamic input scales are made by the engine, of no state", do="Leave --fp8-state out.")
-    made = make_export(reader, method, export.scheme, export.recipe or PRESETS["fp8-delayed"], export.fp8_state)
-    if found := engine.check_experts(made.codes, method.name, export.scheme):
+    precision = export.recipe or PRESETS["fp8-delayed"]
+    plan, coded = plan_of_values(reader), coded_before(reader)
+    if coded:
+        check_model(coded, plan)
+    given = read_state(export.fp8_state, plan.gemms) if export.fp8_state else None
+    recorded = filled(reader.fp8, given, None)
+    states = recorded or seeded(reader, coded, plan)
+    codes = coded if reader.encodings else None
+    scheme, why = (export.scheme, "") if export.scheme else best_scheme(engine, plan, precision, states, codes)
+    if scheme != "static" and export.fp8_state:
+        raise RecipeError(f"{scheme} input scales are made by the engine, of no state", do="Leave --fp8-state out.")
+    method = quant_methods()[engine.spells[scheme]]
+    refusal = partial(engine.refusal, scheme=scheme, served=served(plan, export.ranks))
+    made = make_export(plan, states, method, scheme, precision, refusal, keep_refused=export.keep_misfits)
+    if found := engine.check_experts(made.codes, method.name, scheme):
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}",
             where=found[0].where,
-            do="Export with --scheme static, or name the experts in keep_bf16 of a --recipe.",
+            do="Export with --scheme static or block, or name the experts in keep_bf16 of a --recipe.",
         )
     output = open_output(export.destination, export.source, export.fp8_state)
     writer = hf_writer(output, made.plan, reader.companions, export=made, max_shard_size=export.max_shard_size)
-    coded = coded_before(reader)
-    if coded:
-        check_model(coded, made.plan)
-    notes = [*left_behind(reader), *made.notes, f"Serve it with: {engine.command.format(path=export.destination)}"]
-    if export.scheme == "static" and export.fp8_state:
-        notes.insert(0, f"Input scales that the checkpoint has not recorded are those of {export.fp8_state}.")
-    elif export.scheme == "static":
-        notes.insert(0, f"Input scales are those of the checkpoint's FP8 state ({made.recorded_by}).")
+    notes = [f"Scheme {scheme}: {why}."] if why else []
+    if scheme == "static":
+        notes += of_input_scales(recorded, export.fp8_state)
+    notes += left_behind(reader)
+    notes += [*made.notes, f"Serve it with: {engine.serve(export.destination, export.ranks)}"]
 
     def finish(changed: Mapping[str, float]) -> None:
         notes.extend(of_way_back(coded, made.codes, changed) if coded else ())

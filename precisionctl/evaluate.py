@@ -1,8 +1,9 @@
 """evaluate: perplexity on text, in the precision that a checkpoint is stored in.
 
 FP8 codes are evaluated as an engine computes with them: the stored codes as weights, inputs cast with their
-static scale, or with one for each token. A Megatron checkpoint with delayed-scaling state in its `_extra_state`
-is evaluated in FP8 with the scales it would go on with. Everything else is plain BF16, FP16 or FP32.
+static scale, or with one for each token, or for each group of a token where weights have blocks. A Megatron
+checkpoint with delayed-scaling state in its `_extra_state` is evaluated in FP8 with the scales it would go on with.
+Everything else is plain BF16, FP16 or FP32.
 """
 
 import math
@@ -26,7 +27,7 @@ from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.data import Rows, load_rows
 from precisionctl.trainer.loop import summed_loss
 from precisionctl.trainer.model import GPT
-from precisionctl.trainer.modules_emulated import GroupedLinear, Linear, Quantized, Quantizer, Quantizers
+from precisionctl.trainer.modules_emulated import GroupedLinear, Linear, Quantized, Quantizers
 from precisionctl.trainer.tokenizer import load_tokenizer
 
 ROWS_AT_A_TIME = 4
@@ -131,27 +132,29 @@ class _HasInputScales(Protocol):
 def _quantise(model: GPT, reader: Reader, plan: Plan) -> str | None:
     """Let linears whose weights are stored as codes compute with those, under one input scale for a module, all of its
     experts, as engines do. Returns how, in words.
-
-    Weights with scales for blocks compute with what their codes decode to.
     """
     scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
     device = model.output_weight.device
     stored = [job for job in plan.jobs if any(name in reader.encodings for name in job.reads)]
-    direct = [job for job in stored if _by_row(reader, job)]
     fixed: dict[str, float] = {}
-    for job in direct:
+    for job in stored:
         for name in job.reads:
             fixed[job.module] = max(fixed.get(job.module, 0.0), scales.get(name, 0.0))
-    for job in direct:
-        scale = fixed[job.module]
-        inputs: Quantizer = StaticInputs(torch.tensor(scale, device=device)) if scale else TokenInputs()
-        weight = _stored_weight(reader, job, plan, device)
+    kinds: dict[str, None] = {}
+    for job in stored:
+        group = 0 if _by_row(reader, job) else reader.encodings[job.reads[0]].block[1]
+        inputs = _inputs(fixed[job.module], group, device)
+        weight = _stored_blocks(reader, job, plan, device) if group else _stored_weight(reader, job, plan, device)
         # A linear asks for its gradient's quantizer too; no gradient is taken here.
         _set_quantizers(model, job, {"input": inputs, "weight": weight, "grad_output": inputs})
-    if not stored:
-        return None
-    how = f"FP8 codes with {'static' if scales else 'dynamic per-token'} input scales"
-    return how if len(direct) == len(stored) else f"{how}, those of blocks decoded"
+        kinds[inputs.words] = None
+    return f"FP8 codes with {' and '.join(kinds)} input scales" if stored else None
+
+
+def _inputs(fixed: float, group: int, device: torch.device) -> "StaticInputs | TokenInputs | GroupInputs":
+    if fixed:
+        return StaticInputs(torch.tensor(fixed, device=device))
+    return GroupInputs(group) if group else TokenInputs()
 
 
 def _by_row(reader: Reader, job: Job) -> bool:
@@ -178,6 +181,23 @@ def _stored_weight(reader: Reader, job: Job, plan: Plan, device: torch.device) -
     return StoredWeight(merged.to(device), job.row.merge(by_row, plan.model).to(device))
 
 
+def _stored_blocks(reader: Reader, job: Job, plan: Plan, device: torch.device) -> "StoredBlocks":
+    """What a fused weight's codes decode to, FP32 `[out, in]`."""
+    parts = [reader.encodings[name].decode_rows(read_tensor(reader, name), 0, torch.float32) for name in job.reads]
+    return StoredBlocks(job.row.merge(parts, plan.model).to(device))
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """A weight whose blocks have scales, decoded. Engines' kernels apply those within the sum, in FP32, so products of
+    decoded numbers in FP32 are theirs but for the order of FP32's own roundings."""
+
+    values: Tensor
+
+    def quantize(self, values: Tensor) -> Quantized:
+        return Quantized(self.values, self.values.new_ones(()))
+
+
 @dataclass(frozen=True)
 class StoredWeight:
     """A weight that is codes already: `scale_inv` is FP32 `[out, 1]`."""
@@ -195,6 +215,7 @@ class StaticInputs:
     (csrc/quantization/w8a8/fp8/common.cu, static_scaled_fp8_quant)."""
 
     scale_inv: Tensor
+    words = "static"
 
     def quantize(self, values: Tensor) -> Quantized:
         return Quantized(numerics.encode(values, self.scale_inv.reciprocal(), CODES), self.scale_inv)
@@ -209,9 +230,37 @@ class TokenInputs:
     """Inputs `[tokens, in]` with a scale_inv for each token, its amax / 448, divided by it as vLLM does
     (dynamic_per_token_scaled_fp8_quant)."""
 
+    words = "dynamic per-token"
+
     def quantize(self, values: Tensor) -> Quantized:
         amax = values.abs().amax(1, keepdim=True).float()
         scale_inv = (amax / numerics.FP8_MAX[CODES]).clamp_min(SMALLEST_TOKEN_SCALE)
         codes = torch.empty(values.shape, dtype=CODES, device=values.device)
         numerics.encode_by_scale_inv(values, scale_inv, codes, torch.empty(numerics.PIECE, device=values.device))
         return Quantized(codes, scale_inv)
+
+
+SMALLEST_GROUP_AMAX = 1e-10
+"""vLLM's and SGLang's floor for the amax of a group (per_token_group_quant_fp8, eps)."""
+
+
+@dataclass(frozen=True)
+class GroupInputs:
+    """Inputs `[tokens, in]` with a scale_inv for so many values of each token, their amax / 448, divided by it as
+    vLLM's and SGLang's kernels do (per_token_group_quant_fp8). A last group may be shorter."""
+
+    size: int
+
+    @property
+    def words(self) -> str:
+        return f"dynamic per-{self.size}"
+
+    def quantize(self, values: Tensor) -> Quantized:
+        tokens, columns = values.shape
+        groups = torch.nn.functional.pad(values.float(), (0, -columns % self.size)).view(-1, self.size)
+        amax = groups.abs().amax(1, keepdim=True).clamp_min(SMALLEST_GROUP_AMAX)
+        scale_inv = amax / numerics.FP8_MAX[CODES]
+        codes = torch.empty(groups.shape, dtype=CODES, device=values.device)
+        numerics.encode_by_scale_inv(groups, scale_inv, codes, torch.empty(numerics.PIECE, device=values.device))
+        decoded = numerics.decode(codes, scale_inv).view(tokens, -1)[:, :columns]
+        return Quantized(decoded, decoded.new_ones(()))

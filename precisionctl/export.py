@@ -1,32 +1,22 @@
 """An export's plan: the weights of FP8 GEMMs become E4M3 codes, with the scales that training already knows."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
 from precisionctl.architectures.find import architecture_of
-from precisionctl.cast import Encode, filled, read_state
+from precisionctl.cast import Encode
+from precisionctl.engines.shapes import Served, in_step
 from precisionctl.errors import MissingFp8State, PrecisionError
-from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
-from precisionctl.plan import Job, Plan, Source, check_fp8_gemm, make_plan
+from precisionctl.plan import Job, Plan, Source, make_plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import CODES, QuantMethod, Scheme
-
-
-class StatefulSource(Source, Protocol):
-    """A Source that knows its FP8 state, and which of its tensors are codes."""
-
-    @property
-    def fp8(self) -> Fp8States | None: ...
-    @property
-    def encodings(self) -> Mapping[str, Encoding]: ...
-
 
 _HEAD = "lm_head"
 _RECORD = (
@@ -37,13 +27,11 @@ _RECORD = (
 
 @dataclass(frozen=True)
 class Export:
-    """A plan, and what the directory says of itself: config.json's `quantization_config` and files beside it.
-    `recorded_by` says where input scales are from."""
+    """A plan, and what the directory says of itself: config.json's `quantization_config` and files beside it."""
 
     plan: Plan
     quantization: Mapping[str, Any]
     files: Mapping[str, bytes]
-    recorded_by: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -52,35 +40,55 @@ class Export:
         return [name for job in self.plan.jobs if job.encode for name in job.encode.weight_scales]
 
 
-def make_export(
-    source: StatefulSource, method: QuantMethod, scheme: Scheme, precision: Precision, fp8_state: Path | None = None
-) -> Export:
-    """Plan a directory of E4M3 weights for inference; everything else in BF16.
+Refusal = Callable[[str, TensorSpec], str | None]
+"""What an engine has against a weight of this name and shape as FP8; None for nothing."""
 
-    `precision` says which modules stay in BF16; experts that a family stores as one tensor do, too, for no engine reads
-    such codes. One weight scale and one input scale for each fused group, and one input scale for all experts of a
-    layer. Raises MissingFp8State where `static` asks for an input amax that was never recorded, and PrecisionError
-    for shapes that FP8 GEMMs do not take and for weights that are codes already.
+
+def plan_of_values(source: Source) -> Plan:
+    """The plan of the directory that an export makes, before anything of it is encoded."""
+    return make_plan(source, "hf", dtype=torch.bfloat16, respelled=True)
+
+
+def in_fp8(plan: Plan, precision: Precision) -> list[Job]:
+    """Jobs whose weights an export encodes; experts that a family stores as one tensor it does not, for no engine reads
+    such codes."""
+    wanted = (job for job in plan.jobs if job.row.gemm and precision.in_fp8(job.module))
+    return [job for job in wanted if not _fused(job.writes[0])]
+
+
+def make_export(
+    plan: Plan,
+    states: Fp8States | None,
+    method: QuantMethod,
+    scheme: Scheme,
+    precision: Precision,
+    refusal: Refusal | None = None,
+    *,
+    keep_refused: bool = False,
+) -> Export:
+    """Make a plan of values one of a directory of E4M3 weights for inference; everything else is in BF16.
+
+    `precision` says which modules stay in BF16. What has a shape that the engine refuses does too if `keep_refused`,
+    with all that engines want to have the same form. For `static`, one weight scale and one input scale for each fused
+    group, and one input scale for all experts of a layer. Raises MissingFp8State where `static` asks for an input amax
+    that was never recorded, and PrecisionError for shapes that are refused.
     """
-    if source.encodings:
-        raise PrecisionError(
-            "the weights are FP8 codes; encoding them again would round them twice",
-            do="Export the checkpoint that they were made from, or convert it with --precision bf16 first.",
-        )
-    plan = make_plan(source, "hf", dtype=torch.bfloat16, respelled=True)
-    encoded = [job for job in plan.jobs if job.row.gemm and precision.in_fp8(job.module) and not _fused(job.writes[0])]
+    refusal = refusal or partial(served(plan).refusal, scheme=scheme, ragged="last")
+    encoded = in_fp8(plan, precision)
+    kept = _refused(plan, encoded, refusal)
+    if kept and not keep_refused:
+        raise _misfits(kept, scheme)
+    alongside = {in_step(name) for name in kept}
+    encoded = [job for job in encoded if not any(in_step(name) in alongside for name in job.writes)]
     for job in encoded:
-        check_fp8_gemm(job, plan.model)
-        if scheme == "dynamic" and not job.row.moves(plan.model):
+        if scheme != "static" and not job.row.moves(plan.model):
             raise PrecisionError(
                 f"`{job.writes[0]}` is stored as [in, out]: its rows are not the channels that have scales",
                 where=f"architecture {plan.model.architecture}",
                 do="Export with --scheme static, which has one scale for all of a weight.",
             )
     assert method.spelling is not None, "engines name methods that exports are written in"
-    given = read_state(fp8_state, plan.gemms) if fp8_state else None
-    states = filled(source.fp8, given, None)
-    inputs = _input_scales(states, encoded) if scheme == "static" else {}
+    inputs = input_scales(states, encoded) if scheme == "static" else {}
     encodings = {job.name: _encode(job, plan, method, scheme, inputs.get(job.module)) for job in encoded}
     jobs = tuple(replace(job, encode=encodings.get(job.name)) for job in plan.jobs)
     codes = {name for encode in encodings.values() for name in encode.weight_scales}
@@ -88,7 +96,7 @@ def make_export(
     for name, spec in plan.targets.items():
         targets[name] = replace(spec, dtype=CODES) if name in codes else spec
         if name in codes:
-            targets |= method.spelling.specs(method.scales(name, spec, scheme), spec)
+            targets |= method.spelling.specs(method.scales(name, spec, scheme), spec, scheme)
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]
     ignored = list(dict.fromkeys(map(_module, (*matrices, *_shared(plan)))))
     if _HEAD not in ignored:  # what transformers calls every head, whatever its tensor is called
@@ -98,23 +106,42 @@ def make_export(
         replace(plan, jobs=jobs, targets=targets, quantization=quantization),
         quantization,
         method.spelling.files(scheme, ignored),
-        _recorded_by(states),
-        tuple(_notes(plan, precision)),
+        tuple(_notes(plan, precision, kept)),
     )
 
 
-def _recorded_by(states: Fp8States | None) -> str:
-    """Who recorded a state, and when, in words."""
-    if states is None:
-        return ""
-    return states.producer if states.iteration is None else f"{states.producer}, iteration {states.iteration}"
+def served(plan: Plan, ranks: int = 1) -> Served:
+    """A plan's model on so many GPUs."""
+    return Served(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
 
 
-def _notes(plan: Plan, precision: Precision) -> Iterator[str]:
+def _refused(plan: Plan, jobs: list[Job], refusal: Refusal) -> dict[str, str]:
+    """What is wrong with the shapes of weights, by name."""
+    found = {name: refusal(name, plan.targets[name]) for job in jobs for name in job.writes}
+    return {name: what for name, what in found.items() if what}
+
+
+def _misfits(refused: Mapping[str, str], scheme: Scheme) -> PrecisionError:
+    name, what = next(iter(refused.items()))
+    others = "--scheme dynamic, whose channels have no blocks; or " if scheme == "block" else ""
+    return PrecisionError(
+        f"{len(refused)} weights have shapes that are refused, the first is `{name}`: {what}",
+        do=f"Choose {others}--keep-misfits, which leaves them in BF16 with what is computed with them; or name modules "
+        "in keep_bf16 of a --recipe.",
+    )
+
+
+def _notes(plan: Plan, precision: Precision, kept: Mapping[str, str]) -> Iterator[str]:
     if any(_fused(job.writes[0]) and precision.in_fp8(job.module) for job in plan.jobs if job.row.gemm):
         yield (
             f"Experts stay in BF16: {plan.model.architecture} stores those of a layer as one tensor, "
             "and no engine reads FP8 codes of that."
+        )
+    if kept:
+        name, what = next(iter(kept.items()))
+        yield (
+            f"{len(kept)} weights stay in BF16 for their shapes, with what is computed with them; the first is {name}: "
+            f"{what}."
         )
 
 
@@ -133,8 +160,9 @@ def _shared(plan: Plan) -> list[str]:
     return [alias.hf for alias in aliases if getattr(plan.model, alias.switch) and not alias.written]
 
 
-def _input_scales(states: Fp8States | None, jobs: list[Job]) -> dict[str, float]:
-    """scale_inv of each module's input: the largest amax of its history (of all its experts') over E4M3's largest."""
+def input_scales(states: Fp8States | None, jobs: list[Job]) -> dict[str, float]:
+    """scale_inv of each module's input: the largest amax of its history (of all its experts') over E4M3's largest.
+    Raises MissingFp8State where one was never recorded."""
     if states is None:
         raise MissingFp8State(
             "the checkpoint holds no FP8 state, so no input scales are known",

@@ -1,6 +1,7 @@
 """What a command tells beside its result: what stays behind, what was guessed, what was made anew."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from precisionctl.architectures.find import architecture_of, models_of_megatron_args
 from precisionctl.cast import StateChange
@@ -10,6 +11,7 @@ from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_run import of_megatron
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state_writer import TeVersion
+from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, Parallelism
 
@@ -109,6 +111,18 @@ def of_codes(coded: Coded) -> Iterator[str]:
     )
 
 
+def of_input_scales(recorded: Fp8States | None, file: Path | None) -> Iterator[str]:
+    """Where the fixed input scales of an export are from; `recorded` is the FP8 state that they are of, None where the
+    source's weights are codes that came with some."""
+    if file:
+        yield f"Input scales that the checkpoint has not recorded are those of {file}."
+    elif recorded:
+        when = "" if recorded.iteration is None else f", iteration {recorded.iteration}"
+        yield f"Input scales are those of the checkpoint's FP8 state ({recorded.producer}{when})."
+    else:
+        yield "Input scales are those that the source's weights came with."
+
+
 def of_way_back(coded: Coded, encoded: Iterable[str], changed: Mapping[str, float]) -> Iterator[str]:
     """What became of those weights that are `encoded` and were codes before; `changed` has, for each that could not
     keep its scales, how many of its codes are others."""
@@ -119,6 +133,7 @@ def of_way_back(coded: Coded, encoded: Iterable[str], changed: Mapping[str, floa
         number = sum(changed.values())
         worst = max(changed, key=lambda name: changed[name])
         yield (
-            f"{len(changed)} have blocks with new scales, as their values have changed since or their rows were put "
-            f"apart: {number:,.0f} of {total:,} codes are others than under the old scales, most of them in {worst}."
+            f"{len(changed)} have blocks with new scales, as their values have changed since, their rows were put "
+            f"apart or other blocks were asked for: {number:,.0f} of {total:,} codes are others than under the old "
+            f"scales, most of them in {worst}."
         )

@@ -190,8 +190,10 @@ class Directory(Protocol):
     def stored(self) -> Chunked: ...
 
 
-def check(reader: Reader, engine: Engine) -> list[Finding]:
-    """The rules of `engine` that a Hugging Face directory breaks. Raises UnknownFormat for anything else."""
+def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
+    """The rules of `engine` that a Hugging Face directory breaks on so many GPUs.
+
+    Raises UnknownFormat for anything else."""
     if not isinstance(reader, Directory):
         raise UnknownFormat(
             f"{engine.title} loads Hugging Face directories, this is {reader.container}",
@@ -199,4 +201,4 @@ def check(reader: Reader, engine: Engine) -> list[Finding]:
             do=f"Make one: precisionctl export-inference {reader.path} DST --target {engine.name}",
         )
     stored = reader.stored
-    return engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name))
+    return engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks)

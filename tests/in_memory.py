@@ -10,7 +10,7 @@ from torch import Tensor
 from precisionctl import convert
 from precisionctl.checkpoints.base import Chunk, Companions, Reader, read_tensor, whole
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
-from precisionctl.export import make_export
+from precisionctl.export import make_export, plan_of_values
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
@@ -89,7 +89,7 @@ def with_state(reader: Reader, *, seed: int = 0) -> InMemory:
 
 def export(source: Reader, directory: Path, method: str, scheme: Scheme) -> HuggingFaceReader:
     """`source` exported for inference, and opened."""
-    made = make_export(source, quant_methods()[method], scheme, PRESETS["fp8-delayed"])
+    made = make_export(plan_of_values(source), source.fp8, quant_methods()[method], scheme, PRESETS["fp8-delayed"])
     directory.mkdir()
     writer = HuggingFaceWriter(
         directory, made.plan.targets, source.companions, {}, quantization=made.quantization, extra_files=made.files

@@ -458,7 +458,7 @@ def test_what_a_checkpoint_carries_comes_before_the_file(place: Path, calibrated
 
 def test_an_export_takes_its_input_scales_from_the_file(place: Path, calibrated: Calibrated, tmp_path: Path) -> None:
     with pytest.raises(MissingFp8State, match="precisionctl calibrate"):
-        plan_export(InferenceExport(place / "source", tmp_path / "a", target="vllm"))
+        plan_export(InferenceExport(place / "source", tmp_path / "a", target="vllm", scheme="static"))
     export = InferenceExport(place / "source", tmp_path / "b", target="vllm", fp8_state=calibrated.out)
     execute(plan_export(export))
     with safe_open(tmp_path / "b/model.safetensors", "pt") as file:

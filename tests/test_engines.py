@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from precisionctl.engines.base import engines
+from precisionctl.engines.shapes import Served
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES, quant_methods
 
@@ -11,18 +12,18 @@ ENGINES = engines()
 METHODS = quant_methods()
 LAYER = "model.layers.0"
 LINEARS = {
-    f"{LAYER}.self_attn.q_proj": (32, 32),
-    f"{LAYER}.self_attn.k_proj": (16, 32),
-    f"{LAYER}.self_attn.v_proj": (16, 32),
-    f"{LAYER}.self_attn.o_proj": (32, 32),
-    f"{LAYER}.mlp.gate_proj": (48, 32),
-    f"{LAYER}.mlp.up_proj": (48, 32),
-    f"{LAYER}.mlp.down_proj": (32, 48),
+    f"{LAYER}.self_attn.q_proj": (256, 256),
+    f"{LAYER}.self_attn.k_proj": (128, 256),
+    f"{LAYER}.self_attn.v_proj": (128, 256),
+    f"{LAYER}.self_attn.o_proj": (256, 256),
+    f"{LAYER}.mlp.gate_proj": (384, 256),
+    f"{LAYER}.mlp.up_proj": (384, 256),
+    f"{LAYER}.mlp.down_proj": (256, 384),
 }
 BF16 = {
-    "model.embed_tokens.weight": TensorSpec((64, 32), torch.bfloat16),
-    f"{LAYER}.input_layernorm.weight": TensorSpec((32,), torch.bfloat16),
-    "lm_head.weight": TensorSpec((64, 32), torch.bfloat16),
+    "model.embed_tokens.weight": TensorSpec((512, 256), torch.bfloat16),
+    f"{LAYER}.input_layernorm.weight": TensorSpec((256,), torch.bfloat16),
+    "lm_head.weight": TensorSpec((512, 256), torch.bfloat16),
 }
 EVERY = pytest.mark.parametrize(
     "engine, scheme", [(engine, scheme) for engine in ENGINES.values() for scheme in engine.spells]
@@ -34,9 +35,18 @@ def exported(engine, scheme):
     method = METHODS[engine.spells[scheme]]
     specs = dict(BF16)
     for module, shape in LINEARS.items():
-        name, weight = f"{module}.weight", TensorSpec(shape, CODES)
-        specs |= {name: weight} | method.spelling.specs(method.scales(name, weight, scheme), weight)
+        weight = TensorSpec(shape, CODES)
+        specs[f"{module}.weight"] = weight
+        specs |= method.spelling.specs(method.scales(f"{module}.weight", weight, scheme), weight, scheme)
     return {"quantization_config": method.spelling.config(scheme, ["lm_head", "model.embed_tokens"])}, specs
+
+
+def scale(engine, scheme, module):
+    return f"{LAYER}.{module}.{METHODS[engine.spells[scheme]].weight_scales[0]}"
+
+
+def ignored(engine, scheme, config):
+    return config["quantization_config"][METHODS[engine.spells[scheme]].spelling.ignored]
 
 
 def one(name):
@@ -72,22 +82,23 @@ def test_static_compressed_tensors_are_not_for_tensorrt_llm():
 @EVERY
 def test_a_missing_scale_is_one_line_that_names_it(engine, scheme):
     config, specs = exported(engine, scheme)
-    del specs[f"{LAYER}.mlp.down_proj.weight_scale"]
+    name = scale(engine, scheme, "mlp.down_proj")
+    del specs[name]
     (line,) = findings(engine, config, specs)
-    assert f"{LAYER}.mlp.down_proj.weight_scale" in line
+    assert name in line
 
 
 def test_channel_scales_without_their_second_dimension_stop_vllm():
     config, specs = exported(ENGINES["vllm"], "dynamic")
     name = f"{LAYER}.self_attn.o_proj.weight_scale"
-    (line,) = findings(ENGINES["vllm"], config, specs | {name: TensorSpec((32,), torch.float32)})
-    assert line.startswith(f"{name}: shape [32], not [32, 1]")
+    (line,) = findings(ENGINES["vllm"], config, specs | {name: TensorSpec((256,), torch.float32)})
+    assert line.startswith(f"{name}: shape [256], not [256, 1]")
 
 
 @EVERY
 def test_scales_as_llm_compressor_rounds_them_still_load(engine, scheme):
     config, specs = exported(engine, scheme)
-    name = f"{LAYER}.self_attn.o_proj.weight_scale"
+    name = scale(engine, scheme, "self_attn.o_proj")
     rounded = TensorSpec(specs[name].shape, torch.bfloat16)
     assert findings(engine, config, specs | {name: rounded}) == []
     (line,) = findings(engine, config, specs | {name: TensorSpec(rounded.shape, torch.int32)})
@@ -98,8 +109,8 @@ def test_scales_as_llm_compressor_rounds_them_still_load(engine, scheme):
 def test_a_weight_that_no_fp8_gemm_takes_is_named(engine, scheme):
     config, specs = exported(engine, scheme)
     name = f"{LAYER}.mlp.down_proj.weight"
-    (line,) = findings(engine, config, specs | {name: TensorSpec((32, 40), CODES)})
-    assert line.startswith(f"{name}: shape [32, 40]")
+    (line,) = findings(engine, config, specs | {name: TensorSpec((256, 376), CODES)})
+    assert line.startswith(f"{name}: shape [256, 376]")
 
 
 @EVERY
@@ -107,10 +118,10 @@ def test_a_linear_left_in_bf16_must_be_ignored_by_name(engine, scheme):
     config, specs = exported(engine, scheme)
     module = f"{LAYER}.mlp.down_proj"
     values = {name: spec for name, spec in specs.items() if not name.startswith(module)}
-    values[f"{module}.weight"] = TensorSpec((32, 48), torch.bfloat16)
+    values[f"{module}.weight"] = TensorSpec((256, 384), torch.bfloat16)
     (line,) = findings(engine, config, values)
     assert line.startswith(f"{module}.weight") and "not ignored" in line
-    config["quantization_config"]["ignore"].append(module)
+    ignored(engine, scheme, config).append(module)
     assert findings(engine, config, values) == []
     (line,) = findings(engine, config, specs)
     assert "is ignored" in line
@@ -120,7 +131,7 @@ def test_a_linear_left_in_bf16_must_be_ignored_by_name(engine, scheme):
 def test_e5m2_weights_are_refused(engine, scheme):
     config, specs = exported(engine, scheme)
     name = f"{LAYER}.self_attn.o_proj.weight"
-    (line,) = findings(engine, config, specs | {name: TensorSpec((32, 32), torch.float8_e5m2)})
+    (line,) = findings(engine, config, specs | {name: TensorSpec((256, 256), torch.float8_e5m2)})
     assert "float8_e5m2" in line
 
 
@@ -129,8 +140,8 @@ def test_part_of_a_fused_group_in_bf16_is_refused(engine, scheme):
     config, specs = exported(engine, scheme)
     module = f"{LAYER}.self_attn.k_proj"
     specs = {name: spec for name, spec in specs.items() if not name.startswith(module)}
-    specs[f"{module}.weight"] = TensorSpec((16, 32), torch.bfloat16)
-    config["quantization_config"]["ignore"].append(module)
+    specs[f"{module}.weight"] = TensorSpec((128, 256), torch.bfloat16)
+    ignored(engine, scheme, config).append(module)
     (line,) = findings(engine, config, specs)
     assert "not all that it is fused with" in line
 
@@ -144,3 +155,69 @@ def test_scales_that_differ_in_a_fused_group_cost_accuracy(engine, kind):
     (finding,) = engine.check(*exported(engine, "static"), read)
     assert not finding.rule.fatal
     assert f"{kind} scales [1.0, 0.5]" in finding.what
+
+
+BY_LINEAR = {  # rows and columns that `quant_method: fp8` was found to load, or not; and on how many GPUs
+    "a latent projection as DeepSeek has it": ("kv_a_proj_with_mqa", (576, 512), 1, {"transformers"}),
+    "the last of a fused group": ("self_attn.v_proj", (192, 256), 1, {"sglang", "tensorrt-llm", "transformers"}),
+    "another of a fused group": ("self_attn.k_proj", (192, 256), 1, set(ENGINES)),
+    "alone": ("self_attn.o_proj", (192, 256), 1, {"transformers"}),
+    "less than a block, alone": ("self_attn.o_proj", (64, 256), 1, set()),
+    "inputs that end in a block": ("self_attn.o_proj", (256, 192), 1, set(ENGINES)),
+    "inputs cut in a block": ("mlp.down_proj", (256, 768), 4, set(ENGINES)),
+    "inputs cut between blocks": ("mlp.down_proj", (256, 768), 2, set()),
+    "outputs cut in a block": ("mlp.gate_proj", (640, 256), 2, set(ENGINES)),
+    "keys cut in a block": ("self_attn.k_proj", (256, 256), 4, set(ENGINES)),
+    "keys of as many GPUs as heads": ("self_attn.k_proj", (256, 256), 2, set()),
+    "heads copied to more GPUs": ("self_attn.k_proj", (256, 256), 4, set(), {"num_key_value_heads": 2}),
+    "as many as cannot be cut": ("mlp.gate_proj", (640, 256), 3, set(ENGINES)),
+}
+
+
+@pytest.mark.parametrize("case", BY_LINEAR.values(), ids=BY_LINEAR)
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_blocks_are_cut_and_joined_whole(engine, case):
+    """vLLM: validate_fp8_block_shape; SGLang the same for the last of a fused group too; transformers divides."""
+    module, shape, ranks, refusing, *settings = case
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4} | (settings[0] if settings else {})
+    weight = TensorSpec(shape, CODES)
+    name = f"model.layers.1.{module}.weight"
+    served = Served.of(heads, ranks)
+    finding = engine.check_shape(name, weight, "block", served)
+    assert (finding is not None) == (engine.name in refusing), finding
+    if finding:
+        assert finding.rule == engine.blocks and finding.rule.fatal
+
+
+def test_a_part_of_a_gpu_that_no_fp8_gemm_takes_is_refused_in_any_scheme():
+    vllm, served = ENGINES["vllm"], Served(4, 4, 2)
+    finding = vllm.check_shape(f"{LAYER}.mlp.gate_proj.weight", TensorSpec((48, 64), CODES), "dynamic", served)
+    assert finding and finding.what == "shape [24, 64] on each of 2 GPUs, of which FP8 GEMMs need multiples of 16"
+    assert not vllm.check_shape(f"{LAYER}.mlp.gate_proj.weight", TensorSpec((64, 64), CODES), "dynamic", served)
+
+
+def test_weights_stored_as_one_are_told_apart_by_their_heads():
+    """Phi-3's `qkv_proj`: 4 heads of 96 for queries, 2 for keys: 384, 192, 192."""
+    vllm, served = ENGINES["vllm"], Served(4, 2)
+    name = f"{LAYER}.self_attn.qkv_proj.weight"
+    assert vllm.check_shape(name, TensorSpec((768, 256), CODES), "block", served)
+    assert not vllm.check_shape(name, TensorSpec((1024, 256), CODES), "block", served)
+
+
+def test_what_deepseek_leaves_unnamed_is_known_to_be_bf16():
+    config, specs = exported(ENGINES["vllm"], "block")
+    specs["model.layers.3.mlp.gate.weight"] = TensorSpec((8, 256), torch.bfloat16)
+    config["quantization_config"]["modules_to_not_convert"] = []
+    assert findings(ENGINES["vllm"], config, specs) == []
+
+
+def test_latent_projections_are_one_linear_to_engines():
+    config, specs = exported(ENGINES["vllm"], "block")
+    module = f"{LAYER}.self_attn"
+    specs[f"{module}.q_a_proj.weight"] = TensorSpec((128, 256), torch.bfloat16)
+    config["quantization_config"]["modules_to_not_convert"].append(f"{module}.q_a_proj")
+    weight = TensorSpec((576, 256), CODES)
+    specs |= {f"{module}.kv_a_proj_with_mqa.weight": weight}
+    specs[f"{module}.kv_a_proj_with_mqa.weight_scale_inv"] = TensorSpec((5, 2), torch.float32)
+    (line,) = findings(ENGINES["vllm"], config, specs)
+    assert "not all that it is fused with" in line

@@ -124,7 +124,7 @@ def test_who_recorded_the_scales_and_when_is_told(tmp_path: Path, iteration: int
     path = source(tmp_path)
     sidecar.write(path / sidecar.RELATIVE, replace(sidecar.read(path / sidecar.RELATIVE), iteration=iteration))
     work = plan_export(InferenceExport(path, tmp_path / "out", "vllm"))
-    assert work.notes[0] == f"Input scales are those of the checkpoint's FP8 state {told}."
+    assert f"Input scales are those of the checkpoint's FP8 state {told}." in work.notes
 
 
 def test_a_shape_that_fp8_gemms_do_not_take_is_refused_at_plan_time(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_shape_that_fp8_gemms_do_not_take_is_refused_at_plan_time(tmp_path: Pa
 
 
 def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(PrecisionError, match="Known: tensorrt-llm, vllm"):
+    with pytest.raises(PrecisionError, match="Known: sglang, tensorrt-llm, transformers, vllm"):
         export(source(tmp_path), target="llama.cpp")
 
 
@@ -157,11 +157,18 @@ def test_convert_to_fp8_hugging_face_is_this_export(tmp_path: Path) -> None:
     assert all(torch.equal(stored[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
 
 
-def test_codes_are_not_exported_again(tmp_path: Path) -> None:
+def test_an_export_of_an_export_has_its_codes(tmp_path: Path) -> None:
     path = source(tmp_path)
-    export(path)
-    with pytest.raises(PrecisionError, match="round them twice"):
-        plan_export(InferenceExport(path.with_name("vllm-static"), tmp_path / "again", "vllm", "dynamic"))
+    first = export(path)
+    work = plan_export(InferenceExport(path.with_name("vllm-static"), tmp_path / "again", "tensorrt-llm"))
+    assert work.notes[0] == "Scheme static: the weights are FP8 codes of that kind already."
+    execute(work)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    for name, values in first.items():
+        if "input_scale" in name:
+            assert again[name].item() == pytest.approx(values.item(), rel=1e-7)
+        else:
+            assert torch.equal(again[name].flatten().view(torch.uint8), values.flatten().view(torch.uint8)), name
 
 
 def test_what_a_recipe_keeps_in_bf16_is_left_so_and_ignored_by_name(tmp_path: Path) -> None:

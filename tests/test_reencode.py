@@ -15,7 +15,7 @@ from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands import Conversion, InferenceExport, plan_conversion, plan_export
-from precisionctl.errors import DamagedCheckpoint, MappingError, PrecisionError
+from precisionctl.errors import DamagedCheckpoint, MappingError
 from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import recorded_amax
@@ -266,12 +266,6 @@ def test_weights_that_an_export_leaves_in_bf16_are_no_codes_again(tmp_path: Path
     assert "7 of 7 weights are the codes that they were, scale by scale." in work.notes
 
 
-def test_codes_themselves_are_not_exported_to_an_engine(tmp_path: Path) -> None:
-    fp8_directories.make(tmp_path / "fp8", "fp8-block")
-    with pytest.raises(PrecisionError, match="round them twice"):
-        plan_export(InferenceExport(tmp_path / "fp8", tmp_path / "out", "vllm", "dynamic"))
-
-
 def test_encodings_of_another_model_are_refused(tmp_path: Path) -> None:
     fp8_directories.make(tmp_path / "fp8", "fp8-block")
     run(tmp_path / "fp8", tmp_path / "one", "hf")
@@ -400,11 +394,12 @@ def test_a_run_that_changes_nothing_goes_back_to_the_same_codes(trainable: Path,
 
 
 def test_inspect_and_eval_take_codes(trainable: Path, tmp_path: Path) -> None:
-    """Blocks are evaluated as what they decode to: as their BF16 directory, to the last bit."""
+    """Blocks are evaluated as engines compute with them: not as their BF16 directory, but nearly."""
     run(trainable, tmp_path / "bf16", "hf")
     found = [
         evaluate(open_checkpoint(path), tmp_path / "text.txt", sequence_length=32)
         for path in (trainable, tmp_path / "bf16")
     ]
-    assert found[0].loss == found[1].loss and "FP8 codes" in found[0].precision
+    assert 0 < abs(found[0].loss - found[1].loss) < 0.01 * found[1].loss
+    assert found[0].precision == "FP8 codes with dynamic per-128 input scales"
     assert describe(open_checkpoint(trainable))["precision"] == "float8_e4m3fn codes"

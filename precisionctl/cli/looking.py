@@ -82,9 +82,12 @@ def inspect(
 @click.argument("a", metavar="A", type=CHECKPOINT)
 @click.argument("b", metavar="[B]", type=CHECKPOINT, required=False)
 @click.option("--fp8", is_flag=True, help="FP8 weights code by code; and a difference where one side has no FP8 state.")
-@click.option("--target", metavar="ENGINE", help="Hold A against an engine's rules: vllm or tensorrt-llm.")
+@click.option(
+    "--target", metavar="ENGINE", help="Hold A against the rules of vllm, sglang, tensorrt-llm or transformers."
+)
+@click.option("--tp", "ranks", type=POSITIVE, default=1, help="With --target: GPUs that the engine cuts A for.")
 @json_option
-def verify(a: Path, b: Path | None, fp8: bool, target: str | None, json_wanted: bool) -> None:
+def verify(a: Path, b: Path | None, fp8: bool, target: str | None, ranks: int, json_wanted: bool) -> None:
     """Compare checkpoint A with B, tensor by tensor, whatever their formats; or A with an engine's rules.
 
     FP8 codes are equal to BF16 values when they are their encoding under the scale stored with them.
@@ -98,7 +101,7 @@ def verify(a: Path, b: Path | None, fp8: bool, target: str | None, json_wanted: 
     elif target is None:
         same = check_codes(a, json_wanted)
     else:
-        same = check_rules(a, str(target), json_wanted)
+        same = check_rules(a, str(target), ranks, json_wanted)
     raise click.exceptions.Exit(0 if same else 1)
 
 
@@ -135,7 +138,7 @@ def check_codes(path: Path, json_wanted: bool) -> bool:
     return all(weight.idempotent for weight in weights)
 
 
-def check_rules(path: Path, target: str, json_wanted: bool) -> bool:
+def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.commands import engine_named
@@ -143,7 +146,7 @@ def check_rules(path: Path, target: str, json_wanted: bool) -> bool:
     from precisionctl.verify import check
 
     engine = engine_named(target)
-    findings = check(open_checkpoint(path), engine)
+    findings = check(open_checkpoint(path), engine, ranks)
     if json_wanted:
         print_json([asdict(finding) for finding in findings])
     else:

@@ -10,6 +10,7 @@ from precisionctl.cli.group import print_json
 from precisionctl.cli.options import (
     CHECKPOINT,
     NEW_PATH,
+    POSITIVE,
     Size,
     Writing,
     fp8_state_option,
@@ -62,7 +63,7 @@ def convert(recipe: str | None, how: Writing, **what: Any) -> None:
 
     DESTINATION appears only when it is complete; the same command run again goes on where one was stopped.
     `--to hf --precision fp8` gives weights that were FP8 before the codes that they had; others it rounds, as
-    `export-inference --target vllm` does.
+    `export-inference --target vllm --scheme static` does.
     """
     from precisionctl.commands import Conversion, plan_conversion
 
@@ -76,14 +77,14 @@ def convert(recipe: str | None, how: Writing, **what: Any) -> None:
 @click.command("export-inference")
 @click.argument("source", metavar="CHECKPOINT", type=CHECKPOINT)
 @click.argument("destination", type=NEW_PATH)
-@click.option("--target", required=True, metavar="ENGINE", help="Which engine will load it: vllm or tensorrt-llm.")
+@click.option("--target", required=True, metavar="ENGINE", help="vllm, sglang, tensorrt-llm or transformers.")
 @click.option(
     "--scheme",
-    type=click.Choice(["static", "dynamic"]),
-    default="static",
-    show_default=True,
-    help="Input scales from the FP8 state, or made by the engine token by token.",
+    type=click.Choice(["static", "dynamic", "block"]),
+    help="Input scales from the FP8 state; or by token, weights by channel; or all by blocks of 128. Else the best.",
 )
+@click.option("--tp", "ranks", type=POSITIVE, default=1, show_default=True, help="GPUs that the engine cuts it for.")
+@click.option("--keep-misfits", is_flag=True, help="Leave weights in BF16 whose shapes the engine refuses.")
 @fp8_state_option
 @click.option("--recipe", help="Recipe whose keep_bf16 names modules to leave in BF16: a bundled name or a TOML file.")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
@@ -92,7 +93,8 @@ def convert(recipe: str | None, how: Writing, **what: Any) -> None:
 def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
     """Write CHECKPOINT as FP8 for an inference engine, with the scales that training recorded.
 
-    No calibration data is needed. The weights of FP8 GEMMs are rounded to E4M3; the rest is BF16.
+    No calibration data is needed. The weights of FP8 GEMMs are rounded to E4M3; the rest is BF16. Weights that are FP8
+    codes already stay those where they fit the scheme.
     """
     from precisionctl.commands import InferenceExport, plan_export
 

@@ -14,15 +14,13 @@ from torch import Tensor
 
 import precisionctl.engines
 from precisionctl.discover import discover
+from precisionctl.engines.shapes import FUSED, LATENT, Ragged, Served
 from precisionctl.errors import PrecisionctlError
-from precisionctl.param import GEMM_ALIGNMENT, TensorSpec
-from precisionctl.quant_methods.base import CODES, Scales, Scheme, recognise, stored_scales
+from precisionctl.param import TensorSpec
+from precisionctl.quant_methods.base import CODES, Scales, Scheme, Spelling, recognise, stored_scales
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of scales that load; llm-compressor writes the model's own."""
-
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""Linears that every engine here computes as one, with one scale where scales are per tensor."""
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 
@@ -52,8 +50,9 @@ class Finding:
 @dataclass(frozen=True)
 class Engine:
     """`spells` is the quant method that an export to this engine is written in, by scheme; `reads` every pair of
-    method and scheme that it loads, `reads_experts` those that it loads for experts too. `command` serves a directory,
-    in place of `{path}`."""
+    method and scheme that it loads, `reads_experts` those that it loads for experts too. `ragged` says which linears'
+    rows may end within a block of scales. `command` serves a directory, in place of `{path}`, and `on_ranks` tells it
+    of several GPUs, in place of `{ranks}`."""
 
     name: str
     title: str
@@ -61,18 +60,25 @@ class Engine:
     reads: frozenset[tuple[str, str]]
     reads_experts: frozenset[tuple[str, str]]
     command: str
+    on_ranks: str
     quantisation: Rule
     scales: Rule
     aligned: Rule
+    blocks: Rule
+    ragged: Ragged
     fused: Rule
     all_or_none: Rule
     experts: Rule
 
+    def serve(self, path: object, ranks: int) -> str:
+        """The command that serves a directory."""
+        return (self.command + (self.on_ranks if ranks > 1 else "")).format(path=path, ranks=ranks)
+
     def check(
-        self, config: Mapping[str, Any], specs: Mapping[str, TensorSpec], read: Callable[[str], Tensor]
+        self, config: Mapping[str, Any], specs: Mapping[str, TensorSpec], read: Callable[[str], Tensor], ranks: int = 1
     ) -> list[Finding]:
-        """Every rule that a directory breaks. `config` is config.json, `specs` all stored tensors with their
-        scales, and `read` gives a scale's value."""
+        """Every rule that a directory breaks on so many GPUs. `config` is config.json, `specs` all stored tensors with
+        their scales, and `read` gives a scale's value."""
         try:
             method = recognise(config)
             scales = stored_scales(config, specs)
@@ -83,17 +89,28 @@ class Engine:
         scheme = method.says(config["quantization_config"]).scheme
         if (method.name, scheme) not in self.reads or method.spelling is None:
             return [Finding("config.json", f"{method.name} with {scheme} activations", self.quantisation)]
-        expected = {name: method.spelling.specs(found, specs[name]) for name, found in scales.items()}
+        expected = {name: method.spelling.specs(found, specs[name], scheme) for name, found in scales.items()}
+        served = Served.of(config, ranks)
+        shapes = (self.check_shape(name, specs[name], scheme, served) for name in scales)
         return [
             *_uncommon(scales, specs, self.quantisation),
-            *_misshapen(expected, specs, self.scales),
-            *_unaligned(scales, specs, self.aligned),
-            *_unnamed(config["quantization_config"], scales, specs, self.quantisation),
+            *_misshapen(expected, specs, self.scales, scheme),
+            *(finding for finding in shapes if finding),
+            *_unnamed(config["quantization_config"], method.spelling, scales, specs, self.quantisation),
             *_torn(scales, specs, self.all_or_none),
             *_unequal(scales, read, self.fused),
             *_unequal_experts(scales, read, self.experts),
             *self.check_experts(scales, method.name, scheme),
         ]
+
+    def check_shape(self, name: str, spec: TensorSpec, scheme: str, served: Served) -> Finding | None:
+        """What is wrong with the shape of a weight that is to be codes, or is."""
+        what = self.refusal(name, spec, scheme, served)
+        return Finding(name, what, self.blocks if scheme == "block" else self.aligned) if what else None
+
+    def refusal(self, name: str, spec: TensorSpec, scheme: str, served: Served) -> str | None:
+        """The same without the rule."""
+        return served.refusal(name, spec, scheme, self.ragged)
 
     def check_experts(self, names: Iterable[str], method: str, scheme: str) -> list[Finding]:
         """What of these weights, which are codes, it does not load because they are experts'."""
@@ -116,34 +133,33 @@ def _uncommon(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rul
 
 
 def _misshapen(
-    expected: Mapping[str, Mapping[str, TensorSpec]], specs: Mapping[str, TensorSpec], rule: Rule
+    expected: Mapping[str, Mapping[str, TensorSpec]], specs: Mapping[str, TensorSpec], rule: Rule, scheme: str
 ) -> Iterator[Finding]:
+    dtypes = (*FLOATS, torch.float8_e8m0fnu) if scheme == "block" else FLOATS
     for tensors in expected.values():
         for name, spec in tensors.items():
             stored = specs[name]
             one = stored.rows * stored.columns == 1  # [] and [1] are loaded alike
             if stored.shape != spec.shape and not one:
                 yield Finding(name, f"shape {list(stored.shape)}, not {list(spec.shape)}", rule)
-            if stored.dtype not in FLOATS:
+            if stored.dtype not in dtypes:
                 yield Finding(name, f"{stored.dtype}, not FP32", rule)
 
 
-def _unaligned(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule) -> Iterator[Finding]:
-    for name in scales:
-        if any(size % GEMM_ALIGNMENT for size in specs[name].shape):
-            yield Finding(name, f"shape {list(specs[name].shape)}", rule)
-
-
 def _unnamed(
-    quantization: Mapping[str, Any], scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule
+    quantization: Mapping[str, Any],
+    spelling: Spelling,
+    scales: Mapping[str, Scales],
+    specs: Mapping[str, TensorSpec],
+    rule: Rule,
 ) -> Iterator[Finding]:
     """A linear is either FP8 codes or ignored by its full name; anything else is read as what it is not."""
-    ignored = set(quantization.get("ignore", ()))
+    ignored = set(quantization.get(spelling.ignored) or ())
     for name in _linears(specs):
         module = name.removesuffix(".weight")
         if name in scales and module in ignored:
             yield Finding(name, "FP8 codes, but its module is ignored", rule)
-        if name not in scales and module not in ignored:
+        if name not in scales and module not in ignored and not module.endswith(spelling.never):
             yield Finding(name, f"{specs[name].dtype} values, but its module is not ignored", rule)
 
 
@@ -153,9 +169,9 @@ def _linears(specs: Mapping[str, TensorSpec]) -> list[str]:
     return [name for name in weights if "embed" not in name]
 
 
-def _groups(specs: Mapping[str, Any]) -> Iterator[list[str]]:
+def _groups(specs: Mapping[str, Any], groups: Iterable[tuple[str, ...]] = FUSED) -> Iterator[list[str]]:
     """The weights of each group of linears that engines fuse."""
-    for group in FUSED:
+    for group in groups:
         first = f".{group[0]}.weight"
         for name in specs:
             if name.endswith(first):
@@ -173,7 +189,7 @@ def _experts(names: Iterable[str]) -> dict[tuple[str, str], list[str]]:
 
 
 def _torn(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule) -> Iterator[Finding]:
-    for group in (*_groups(specs), *_experts(specs).values()):
+    for group in (*_groups(specs, (*FUSED, LATENT)), *_experts(specs).values()):
         quantised = [name for name in group if name in scales]
         if quantised and len(quantised) < len(group):
             yield Finding(quantised[0], "FP8 codes, but not all that it is fused with", rule)

@@ -8,10 +8,20 @@ from precisionctl.engines.base import Engine, Rule
 ENGINE = Engine(
     name="tensorrt-llm",
     title="TensorRT-LLM",
-    spells={"static": "modelopt", "dynamic": "modelopt"},
-    reads=frozenset({("modelopt", "static"), ("modelopt", "dynamic"), ("compressed-tensors", "dynamic")}),
-    reads_experts=frozenset({("modelopt", "static")}),
+    spells={"static": "modelopt", "dynamic": "modelopt", "block": "fp8"},
+    reads=frozenset(
+        {
+            ("modelopt", "static"),
+            ("modelopt", "dynamic"),
+            ("modelopt", "block"),
+            ("compressed-tensors", "dynamic"),
+            ("compressed-tensors", "block"),
+            ("fp8", "block"),
+        }
+    ),
+    reads_experts=frozenset({("modelopt", "static"), ("fp8", "block")}),
     command="trtllm-serve {path}",
+    on_ranks=" --tp_size {ranks}",
     quantisation=Rule(
         "quant_algo must be FP8 or FP8_PER_CHANNEL_PER_TOKEN, and name every module left out",
         "TensorRT-LLM tensorrt_llm/quantization/modelopt_config.py, models/quant_config_utils.py",
@@ -21,6 +31,11 @@ ENGINE = Engine(
         "TensorRT-LLM _torch/modules/linear.py FP8QDQLinearMethod, FP8RowwiseLinearMethod",
     ),
     aligned=Rule("both dimensions of an FP8 weight must be multiples of 16", "cuBLASLt FP8 GEMM"),
+    blocks=Rule(
+        "blocks of 128 must not be cut by a GPU's share or by the next linear of a fused one",
+        "TensorRT-LLM _torch/modules/linear.py FP8BlockScalesLinearMethod",
+    ),
+    ragged="alone",
     fused=Rule(
         "it rescales the group to the largest in BF16, which rounds the weights twice",
         "TensorRT-LLM _torch/modules/linear.py rescale_fused_weights",

@@ -5,19 +5,29 @@ from precisionctl.engines.base import Engine, Rule
 ENGINE = Engine(
     name="vllm",
     title="vLLM",
-    spells={"static": "compressed-tensors", "dynamic": "compressed-tensors"},
+    spells={"static": "compressed-tensors", "dynamic": "compressed-tensors", "block": "fp8"},
     reads=frozenset(
         {
             ("compressed-tensors", "static"),
             ("compressed-tensors", "dynamic"),
+            ("compressed-tensors", "block"),
             ("modelopt", "static"),
             ("modelopt", "dynamic"),
+            ("modelopt", "block"),
+            ("fp8", "block"),
         }
     ),
     reads_experts=frozenset(
-        {("compressed-tensors", "static"), ("compressed-tensors", "dynamic"), ("modelopt", "static")}
+        {
+            ("compressed-tensors", "static"),
+            ("compressed-tensors", "dynamic"),
+            ("compressed-tensors", "block"),
+            ("modelopt", "static"),
+            ("fp8", "block"),
+        }
     ),
     command="vllm serve {path}",
+    on_ranks=" --tensor-parallel-size {ranks}",
     quantisation=Rule(
         "quantization_config must say of each linear what it is",
         "vLLM 0.33 compressed_tensors.py get_scheme, modelopt.py",
@@ -27,6 +37,11 @@ ENGINE = Engine(
         "vLLM 0.33 compressed_tensors_w8a8_fp8.py create_weights, modelopt.py",
     ),
     aligned=Rule("both dimensions of an FP8 weight must be multiples of 16", "CUTLASS and torch._scaled_mm"),
+    blocks=Rule(
+        "blocks of 128 must not be cut by a GPU's share or by the next linear of a fused one; the last may be, uncut",
+        "vLLM 0.33 fp8_utils.py validate_fp8_block_shape, validate_fp8_block_shape_moe, per_token_group_quant_fp8",
+    ),
+    ragged="last",
     fused=Rule(
         "it requantises the group with the largest, in FP16, which rounds the weights twice",
         "vLLM 0.33 w8a8_utils.py requantize_with_max_scale",

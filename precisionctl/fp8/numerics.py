@@ -191,8 +191,8 @@ def _encode_pieces(
 
 
 def _window(factor: Tensor, rows: slice, columns: slice) -> Tensor:
-    """The part of `[]`, `[1]`, `[rows, 1]` or `[rows, columns]` that goes with a piece."""
-    by_row = factor[rows] if factor.dim() == 2 else factor
+    """The part of `[]`, `[1]`, `[rows, 1]` or `[rows, columns]` that goes with a piece; one row is for all."""
+    by_row = factor[rows] if factor.dim() == 2 and len(factor) > 1 else factor
     return by_row[:, columns] if by_row.dim() == 2 and by_row.shape[1] > 1 else by_row
 
 

@@ -22,9 +22,10 @@ from precisionctl.fp8 import encoding as fp8
 from precisionctl.fp8.encoding import Encoding, grid_shape
 from precisionctl.param import TensorSpec
 
-Scheme = Literal["static", "dynamic"]
+Scheme = Literal["static", "dynamic", "block"]
 """`static`: a scale for each weight and one, fixed, for its input. `dynamic`: a scale for each output channel,
-and one for each token that the engine makes while it runs."""
+and one for each token that the engine makes while it runs. `block`: a scale for 128 x 128 values of a weight, and one
+for 128 of a token that the engine makes."""
 
 CODES = torch.float8_e4m3fn
 """What every engine reads; none takes E5M2 weights."""
@@ -35,6 +36,12 @@ Block = tuple[int | None, int | None]
 TENSOR: Block = (None, None)
 CHANNEL: Block = (1, None)
 _KINDS = {TENSOR: "per-tensor", CHANNEL: "per-channel"}
+
+SQUARE = (128, 128)
+"""DeepSeek's blocks, the only ones that every engine here has kernels for."""
+
+BLOCKS: Mapping[Scheme, Block] = {"static": TENSOR, "dynamic": CHANNEL, "block": SQUARE}
+"""How many rows and columns of a weight share a scale, by scheme."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +55,9 @@ class Said:
     @property
     def scheme(self) -> str:
         """A Scheme, or in words what is none."""
-        if (self.blocks, self.static) == ((TENSOR,), True):
-            return "static"
-        if (self.blocks, self.static) == ((CHANNEL,), False):
-            return "dynamic"
+        for scheme, block in BLOCKS.items():
+            if (self.blocks, self.static) == ((block,), scheme == "static"):
+                return scheme
         weights = " or ".join(_KINDS.get(block, "block") for block in self.blocks)
         return f"{weights} weights and {'static' if self.static else 'dynamic'}"
 
@@ -80,20 +86,24 @@ class Scales:
 
 @dataclass(frozen=True)
 class Spelling:
-    """How an export is spelled. Shapes are those of scale tensors; `config(scheme, ignored)` is the
-    `quantization_config`, with the full names of the linear and embedding modules that are not quantised, and `files`
-    are the files beside it, by name."""
+    """How an export is spelled. `shapes` gives that of the tensor that holds a grid of so many rows and columns of
+    scales, by scheme. `config(scheme, ignored)` is the `quantization_config`, with the full names of the linear and
+    embedding modules that are not quantised under the key `ignored`, and `files` are the files beside it, by name.
+    Modules with a name that ends in one of `never` are known not to be quantised, named or not."""
 
-    tensor_scale: tuple[int, ...]
-    channel_scale: Callable[[int], tuple[int, ...]]
+    shapes: Mapping[str, Callable[[int, int], tuple[int, ...]]]
     config: Callable[[Scheme, Sequence[str]], dict[str, Any]]
-    files: Callable[[Scheme, Sequence[str]], dict[str, bytes]]
+    files: Callable[[Scheme, Sequence[str]], dict[str, bytes]] = lambda scheme, ignored: {}
+    ignored: str = "ignore"
+    never: tuple[str, ...] = ()
 
-    def specs(self, scales: Scales, weight: TensorSpec) -> dict[str, TensorSpec]:
+    def specs(self, scales: Scales, weight: TensorSpec, scheme: str) -> dict[str, TensorSpec]:
         """The scale tensors to store beside a weight, all FP32."""
-        if scales.input is None:
-            return {scales.weight: TensorSpec(self.channel_scale(weight.rows), torch.float32)}
-        return {name: TensorSpec(self.tensor_scale, torch.float32) for name in scales.names}
+        shape = self.shapes[scheme]
+        found = {scales.weight: shape(*grid_shape(weight.rows, weight.columns, scales.block))}
+        if scales.input is not None:
+            found[scales.input] = shape(1, 1)
+        return {name: TensorSpec(size, torch.float32) for name, size in found.items()}
 
 
 @dataclass(frozen=True)
@@ -112,9 +122,7 @@ class QuantMethod:
     def scales(self, weight: str, spec: TensorSpec, scheme: Scheme) -> Scales:
         """The scales of a weight in an export."""
         name, given = sibling(weight, self.weight_scales[0]), sibling(weight, self.input_scales[0])
-        if scheme == "static":
-            return Scales(name, given, sized(TENSOR, spec))
-        return Scales(name, None, sized(CHANNEL, spec))
+        return Scales(name, given if scheme == "static" else None, sized(BLOCKS[scheme], spec))
 
 
 _SLICE = re.compile(r"(.+)(\[\d+\])")

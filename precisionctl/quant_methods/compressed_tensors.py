@@ -94,9 +94,11 @@ QUANT_METHOD = QuantMethod(
     name="compressed-tensors",
     says=says,
     spelling=Spelling(
-        tensor_scale=(1,),
-        channel_scale=lambda rows: (rows, 1),
+        shapes={
+            "static": lambda rows, columns: (1,),
+            "dynamic": lambda rows, columns: (rows, 1),
+            "block": lambda rows, columns: (rows, columns),  # llm-compressor's, read alone
+        },
         config=config,
-        files=lambda scheme, ignored: {},
     ),
 )

@@ -5,11 +5,23 @@ DeepSeek's format, one scale for 128 x 128 values, and that of whoever writes on
 `scale_fmt: ue8m0` scales are powers of two, stored in FP32 or as E8M0.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precisionctl.errors import PrecisionError, shown
-from precisionctl.quant_methods.base import TENSOR, QuantMethod, Said, block_of
+from precisionctl.quant_methods.base import SQUARE, TENSOR, QuantMethod, Said, Scheme, Spelling, block_of
+
+
+def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
+    """DeepSeek's four keys, and the modules left out: by full names, since engines match them in four ways."""
+    assert scheme == "block", "with one scale for a tensor, no two engines read the same names"
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": list(SQUARE),
+        "modules_to_not_convert": list(ignored),
+    }
 
 
 def says(config: Mapping[str, Any]) -> Said:
@@ -28,4 +40,11 @@ QUANT_METHOD = QuantMethod(
     says=says,
     weight_scales=("weight_scale_inv", "weight_scale"),
     input_scales=("activation_scale", "input_scale"),
+    spelling=Spelling(
+        shapes={"block": lambda rows, columns: (rows, columns)},
+        config=config,
+        ignored="modules_to_not_convert",
+        # DeepSeek's own directories name none of these.
+        never=("lm_head", "shared_head.head", ".gate", "eh_proj"),
+    ),
 )

@@ -69,5 +69,13 @@ def says(config: Mapping[str, Any]) -> Said:
 QUANT_METHOD = QuantMethod(
     name="modelopt",
     says=says,
-    spelling=Spelling(tensor_scale=(), channel_scale=lambda rows: (rows,), config=config, files=files),
+    spelling=Spelling(
+        shapes={
+            "static": lambda rows, columns: (),
+            "dynamic": lambda rows, columns: (rows,),
+            "block": lambda rows, columns: (rows, 1, columns, 1),  # ModelOpt's own, read alone
+        },
+        config=config,
+        files=files,
+    ),
 )

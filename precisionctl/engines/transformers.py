@@ -1,0 +1,52 @@
+"""transformers: what it asks of an FP8 directory. Run in 5.23, on a CPU.
+
+Of compressed-tensors it computes with inputs that it rounds to FP8 and back, or, told `dequantize=True`, without; of
+`quant_method: fp8` it decodes the weights wherever there is no GPU with FP8. ModelOpt's directories it takes for BF16.
+"""
+
+from precisionctl.engines.base import Engine, Rule
+
+ENGINE = Engine(
+    name="transformers",
+    title="transformers",
+    spells={"static": "compressed-tensors", "dynamic": "compressed-tensors", "block": "fp8"},
+    reads=frozenset(
+        {
+            ("compressed-tensors", "static"),
+            ("compressed-tensors", "dynamic"),
+            ("compressed-tensors", "block"),
+            ("fp8", "block"),
+        }
+    ),
+    reads_experts=frozenset({("compressed-tensors", "static"), ("compressed-tensors", "dynamic"), ("fp8", "block")}),
+    command="transformers serve {path}",
+    on_ranks="",
+    quantisation=Rule(
+        "other methods are skipped with a warning, and codes taken for weights",
+        "transformers 5.23 quantizers/auto.py, integrations/compressed_tensors.py",
+    ),
+    scales=Rule(
+        "scales are loaded into parameters of fixed shapes",
+        "transformers 5.23 integrations/finegrained_fp8.py FP8Linear; compressed-tensors 0.20",
+    ),
+    aligned=Rule("both dimensions of an FP8 weight must be multiples of 16", "torch._scaled_mm"),
+    blocks=Rule(
+        "the size of a block is the weight's by the number of scales, so all must be whole",
+        "transformers 5.23 integrations/finegrained_fp8.py Fp8Dequantize",
+    ),
+    ragged="never",
+    fused=Rule(
+        "linears are computed apart, each with its own scales; other engines fuse them",
+        "compressed-tensors 0.20 quantization/lifecycle/forward.py",
+        fatal=False,
+    ),
+    experts=Rule(
+        "experts are computed apart, each with its own scale; other engines take the largest",
+        "transformers 5.23 integrations/compressed_tensors.py",
+        fatal=False,
+    ),
+    all_or_none=Rule(
+        "experts are one tensor in memory, and have one dtype",
+        "transformers 5.23 core_model_loading.py MergeModulelist",
+    ),
+)

@@ -1,0 +1,322 @@
+"""Exports in blocks of 128 x 128, and what an export makes of weights that are FP8 codes already."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import fp8_directories
+import in_memory
+import pico
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+from precisionctl import convert
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.module import LiveModel
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands import Conversion, InferenceExport, engine_named, plan_conversion, plan_export
+from precisionctl.errors import PrecisionError
+from precisionctl.evaluate import GroupInputs, load
+from precisionctl.fp8 import sidecar
+from precisionctl.plan import make_plan
+from precisionctl.precision import Precision
+from precisionctl.trainer.model import GPT
+from precisionctl.verify import check, compare
+from precisionctl.work import execute
+
+WHOLE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+"""A Llama of which every linear is whole blocks."""
+MLA = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 128, "v_head_dim": 64}
+SIZES = {
+    "llama-3": WHOLE,
+    "qwen3": WHOLE,
+    "qwen3-moe": {**WHOLE, "moe_intermediate_size": 128},
+    "mixtral": WHOLE,
+    "deepseek-v3": {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, **MLA},
+}
+TOKENS = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(0))
+ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers")
+DEQUANTIZES = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+
+
+def export(source: Path, out: Path, target: str = "vllm", scheme: str | None = "block", **more: object) -> list[str]:
+    work = plan_export(InferenceExport(source, out, target, scheme, **more))  # type: ignore[arg-type]
+    execute(work, workers=1, verify=True)
+    return work.notes
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def quantization(directory: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((directory / "config.json").read_text())["quantization_config"]
+    return found
+
+
+def slow_scales(weight: torch.Tensor) -> torch.Tensor:
+    """Of each block the largest magnitude over 448, one after the other."""
+    rows, columns = weight.shape
+    grid = torch.empty(-(-rows // 128), -(-columns // 128))
+    for i in range(len(grid)):
+        for j in range(grid.shape[1]):
+            grid[i, j] = weight[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)].abs().max().float() / 448
+    return grid
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_each_block_is_divided_by_its_largest_magnitude_over_448(tmp_path: Path, family: str) -> None:
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **SIZES[family])
+    export(tmp_path / "hf", tmp_path / "out")
+    plain, made = stored(tmp_path / "hf"), stored(tmp_path / "out")
+    codes = [name for name, values in made.items() if values.dtype == torch.float8_e4m3fn]
+    assert len(codes) >= 14
+    for name in codes:
+        grid = made[f"{name}_scale_inv"]
+        assert torch.equal(grid, slow_scales(plain[name])) and grid.dtype == torch.float32
+        scale = grid.repeat_interleave(128, 0)[: len(plain[name])].repeat_interleave(128, 1)[:, : plain[name].shape[1]]
+        assert torch.equal(made[name].float(), (plain[name].float() / scale).to(torch.float8_e4m3fn).float())
+    config = quantization(tmp_path / "out")
+    ignored = config.pop("modules_to_not_convert")
+    assert config == {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+    }
+    linears = {name.removesuffix(".weight") for name, values in plain.items() if values.dim() == 2}
+    assert set(ignored) | {name.removesuffix(".weight") for name in codes} == linears  # type: ignore[call-overload]
+    for engine in ENGINES:
+        assert check(open_checkpoint(tmp_path / "out"), engine_named(engine)) == []
+    assert compare(open_checkpoint(tmp_path / "hf"), open_checkpoint(tmp_path / "out")).equal
+
+
+def test_codes_and_scales_are_those_of_transformers_own_quantiser(tmp_path: Path) -> None:
+    """It multiplies by 448 / amax, which rounds another time: scales to one FP32 rounding, codes but for near ties."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, **WHOLE)
+    export(tmp_path / "hf", tmp_path / "out")
+
+    class Quantizer:
+        quantization_config = FineGrainedFP8Config()
+
+    made, total, other = stored(tmp_path / "out"), 0, 0
+    for name, weight in stored(tmp_path / "hf").items():
+        if made[name].dtype != torch.float8_e4m3fn:
+            continue
+        theirs = Fp8Quantize(Quantizer()).convert({name: weight})
+        scale = theirs[f"{name}_scale_inv"]
+        assert torch.allclose(made[f"{name}_scale_inv"], scale, rtol=3e-7, atol=0)
+        total += weight.numel()
+        apart = (theirs[name].view(torch.uint8).int() - made[name].view(torch.uint8).int()).abs()
+        assert apart.max() <= 1
+        other += int(apart.sum())
+    assert total > 500_000 and other < total / 500
+
+
+def in_fp32(directory: Path) -> None:
+    """Everything that is not FP8, so that nothing else rounds."""
+    tensors = {name: t.float() if t.dtype == torch.bfloat16 else t for name, t in stored(directory).items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+
+
+@DEQUANTIZES
+@pytest.mark.parametrize("family", SIZES)
+def test_transformers_loads_blocks_and_its_logits_are_those_of_our_own_decoding(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It asks for accelerate before it looks whether there is a GPU to place anything on.
+    monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True)
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **SIZES[family])
+    export(tmp_path / "hf", tmp_path / "out", "transformers")
+    in_fp32(tmp_path / "out")
+    reader = HuggingFaceReader(tmp_path / "out")
+    plan = make_plan(reader, "megatron", dtype=torch.float32)
+    ours = GPT(plan.model, Precision(fp8=False), "emulated", torch.float32)
+    convert.run(plan, reader, LiveModel(plan.model, dict(ours.named_parameters())))
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+        assert (ours(TOKENS)[..., :250] - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_evaluation_is_what_compressed_tensors_simulates_of_groups(tmp_path: Path) -> None:
+    """The same codes under llm-compressor's names: transformers rounds the inputs of linears by 128 of a token."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, **WHOLE)
+    export(tmp_path / "hf", tmp_path / "out")
+    in_fp32(tmp_path / "out")
+    tensors = {name.replace("weight_scale_inv", "weight_scale"): t for name, t in stored(tmp_path / "out").items()}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**fp8, "strategy": "block", "block_structure": [128, 128], "dynamic": False},
+        "input_activations": {**fp8, "strategy": "group", "group_size": 128, "dynamic": True},
+    }
+    respelled = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": config["quantization_config"]["modules_to_not_convert"],
+    }
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"quantization_config": respelled}))
+    assert check(open_checkpoint(tmp_path / "out"), engine_named("vllm")) == []
+    model, precision = load(HuggingFaceReader(tmp_path / "out"))
+    assert precision == "FP8 codes with dynamic per-128 input scales"
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    reader = HuggingFaceReader(tmp_path / "out")
+    plan = make_plan(reader, "megatron", dtype=torch.float32)
+    plain = GPT(plan.model, Precision(fp8=False), "emulated", torch.float32)
+    convert.run(plan, reader, LiveModel(plan.model, dict(plain.named_parameters())))
+    with torch.no_grad():
+        ours, expected = model(TOKENS)[..., :250], theirs(TOKENS).logits
+        rounding = (plain(TOKENS)[..., :250] - expected).norm()
+    assert rounding > 0.001 * expected.norm()
+    assert (ours - expected).norm() < 0.01 * rounding
+
+
+def test_a_group_of_inputs_has_the_scale_of_its_largest_and_a_short_last_one_its_own() -> None:
+    values = torch.tensor([[448.0, 1.0, 3.5, -0.5, 0.25]])
+    quantized = GroupInputs(2).quantize(values)
+    assert quantized.codes.tolist() == [[448.0, 1.0, 3.5, -0.5, 0.25]]
+    one = GroupInputs(4).quantize(torch.tensor([[448.0, 0.0005, 0.0, 0.0, 0.0005]]))
+    assert one.codes[0, 1] == 0 and one.codes[0, 4].item() == pytest.approx(0.0005, rel=1e-6)
+    assert GroupInputs(4).quantize(torch.zeros(1, 4)).codes.tolist() == [[0.0] * 4]
+
+
+def test_shapes_that_an_engine_refuses_are_found_before_anything_is_read(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, **{**WHOLE, "intermediate_size": 320})
+    with pytest.raises(PrecisionError, match=r"4 weights.*gate_proj.*320, 256.*--scheme dynamic.*--keep-misfits"):
+        export(tmp_path / "hf", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    export(tmp_path / "hf", tmp_path / "channels", scheme="dynamic")
+    notes = export(tmp_path / "hf", tmp_path / "out", keep_misfits=True)
+    made = stored(tmp_path / "out")
+    kept = {name for name, values in made.items() if ".mlp." in name and values.dtype == torch.bfloat16}
+    assert len(kept) == 6 and any("weights stay in BF16 for their shapes" in note for note in notes)
+    assert made["model.layers.0.self_attn.k_proj.weight"].dtype == torch.float8_e4m3fn
+    assert {name.removesuffix(".weight") for name in kept} <= set(
+        quantization(tmp_path / "out")["modules_to_not_convert"]  # type: ignore[call-overload]
+    )
+    for engine in ENGINES:
+        assert check(open_checkpoint(tmp_path / "out"), engine_named(engine)) == []
+
+
+def test_shapes_are_those_of_one_gpu(tmp_path: Path) -> None:
+    """384 inner rows are three blocks, which two GPUs would cut in the second."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, **WHOLE)
+    with pytest.raises(PrecisionError, match="on each of 2 GPUs"):
+        export(tmp_path / "hf", tmp_path / "out", ranks=2)
+    notes = export(tmp_path / "hf", tmp_path / "out", ranks=2, keep_misfits=True)
+    assert any(note.endswith("--tensor-parallel-size 2") for note in notes)
+    vllm, reader = engine_named("vllm"), open_checkpoint(tmp_path / "out")
+    assert check(reader, vllm, 2) == []
+    assert {finding.where for finding in check(reader, vllm, 4)} >= {"model.layers.0.self_attn.o_proj.weight"}
+
+
+def test_where_one_part_of_experts_cannot_be_codes_none_is(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "qwen3-moe", dtype=torch.bfloat16, **{**WHOLE, "moe_intermediate_size": 192})
+    export(tmp_path / "hf", tmp_path / "out", keep_misfits=True)
+    made = stored(tmp_path / "out")
+    assert all(values.dtype == torch.bfloat16 for name, values in made.items() if ".experts." in name)
+    assert made["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    assert check(open_checkpoint(tmp_path / "out"), engine_named("vllm")) == []
+
+
+def test_ragged_latent_attention_is_for_every_engine_but_transformers(tmp_path: Path) -> None:
+    """DeepSeek's own 576 rows: 512 and 64."""
+    sizes = SIZES["deepseek-v3"] | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    pico.save(tmp_path / "hf", "deepseek-v3", dtype=torch.bfloat16, **sizes)
+    for engine in ("vllm", "sglang", "tensorrt-llm"):
+        export(tmp_path / "hf", tmp_path / engine, engine)
+        assert stored(tmp_path / engine)["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (5, 2)
+    with pytest.raises(PrecisionError, match="kv_a_proj_with_mqa"):
+        export(tmp_path / "hf", tmp_path / "transformers", "transformers")
+    export(tmp_path / "hf", tmp_path / "transformers", "transformers", keep_misfits=True)
+    kept = {name for name, values in stored(tmp_path / "transformers").items() if values.dtype == torch.bfloat16}
+    assert {"model.layers.0.self_attn.q_a_proj.weight", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"} <= kept
+
+
+@pytest.mark.parametrize("spelling, scheme", [("fp8-block", "block"), ("fp8-block-bf16", "block")])
+def test_blocks_pass_through_to_the_byte(tmp_path: Path, spelling: str, scheme: str) -> None:
+    """Random codes under random scales: whoever makes scales anew is found out."""
+    fp8_directories.make(tmp_path / "fp8", spelling, **WHOLE)
+    before = stored(tmp_path / "fp8")
+    notes = export(tmp_path / "fp8", tmp_path / "out", scheme=None)
+    assert notes[0] == "Scheme block: the weights are FP8 codes of that kind already."
+    assert "14 of 14 weights are the codes that they were, scale by scale." in notes
+    after = stored(tmp_path / "out")
+    for name, values in before.items():
+        if name.endswith("_scale_inv"):
+            assert torch.equal(values.float(), after[name])
+        else:
+            assert torch.equal(values.view(torch.uint8), after[name].view(torch.uint8)), name
+
+
+def test_codes_of_a_megatron_checkpoint_were_blocks_and_are_again(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "fp8-block", **WHOLE)
+    execute(plan_conversion(Conversion(tmp_path / "fp8", tmp_path / "megatron", "megatron")), workers=1)
+    export(tmp_path / "megatron", tmp_path / "out")
+    before, after = stored(tmp_path / "fp8"), stored(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
+
+
+@pytest.mark.parametrize("spelling", ["modelopt-tensor", "compressed-tensor"])
+def test_fixed_input_scales_go_along_with_codes_per_tensor(tmp_path: Path, spelling: str) -> None:
+    fp8_directories.make(tmp_path / "fp8", spelling, **WHOLE)
+    before = stored(tmp_path / "fp8")
+    notes = export(tmp_path / "fp8", tmp_path / "out", scheme="static")
+    assert "Input scales are those that the source's weights came with." in notes
+    after = stored(tmp_path / "out")
+    for alone in ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"):
+        assert torch.equal(before[f"{alone}.weight"].view(torch.uint8), after[f"{alone}.weight"].view(torch.uint8))
+        for kind in ("weight_scale", "input_scale"):
+            assert after[f"{alone}.{kind}"].item() == pytest.approx(before[f"{alone}.{kind}"].item(), rel=1e-7)
+    fused = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    largest = max(before[f"{name}.input_scale"].item() for name in fused)
+    assert [after[f"{name}.input_scale"].item() for name in fused] == [pytest.approx(largest, rel=1e-7)] * 3
+    assert any(note.startswith("4 of 14 weights are the codes") for note in notes)
+    assert any(note.startswith("10 have blocks with new scales") for note in notes)
+
+
+def test_codes_of_another_scheme_are_encoded_anew_and_counted(tmp_path: Path) -> None:
+    made = fp8_directories.make(tmp_path / "fp8", "modelopt-channel", **WHOLE)
+    notes = export(tmp_path / "fp8", tmp_path / "out")
+    assert any(note.startswith("14 have blocks with new scales") for note in notes)
+    after = stored(tmp_path / "out")
+    for name, weight in made.items():
+        assert torch.equal(after[f"{name}_scale_inv"], slow_scales(weight.values))
+
+
+def best(source: Path, target: str = "vllm") -> str:
+    work = plan_export(InferenceExport(source, source.with_name("out"), target))
+    (note,) = [note for note in work.notes if note.startswith("Scheme ")]
+    return note
+
+
+def test_the_target_alone_gets_the_best_scheme_that_the_state_allows(tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    pico.save(source, dtype=torch.bfloat16, **WHOLE)
+    assert best(source).startswith("Scheme dynamic: the checkpoint holds no FP8 state")
+    states = in_memory.recorded(HuggingFaceReader(source))
+    sidecar.write(source / sidecar.RELATIVE, states)
+    for target in ENGINES:
+        assert best(source, target).startswith("Scheme static: every input has been recorded")
+    without = {name: state for name, state in states.modules.items() if "layers.1.mlp.linear_fc1" not in name}
+    sidecar.write(source / sidecar.RELATIVE, replace(states, modules=without))
+    assert "`decoder.layers.1.mlp.linear_fc1` was never recorded" in best(source)
+
+
+def test_experts_get_blocks_where_an_engine_has_no_channels_for_them(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "mixtral", dtype=torch.bfloat16, **WHOLE)
+    assert best(tmp_path / "hf").startswith("Scheme dynamic")
+    assert best(tmp_path / "hf", "tensorrt-llm").startswith("Scheme block")
