@@ -135,8 +135,7 @@ def test_other_families_decode_too(tmp_path: Path, family: str) -> None:
         assert torch.equal(stored[name], weight.values.bfloat16())
 
 
-def test_memory_is_that_of_the_buffers(tmp_path: Path) -> None:
-    """Pieces smaller than a block's rows decode as the whole does."""
+def test_pieces_of_fewer_rows_than_a_block_decode_as_the_whole_does(tmp_path: Path) -> None:
     from precisionctl import worker
 
     made = fp8_directories.make(tmp_path / "fp8", "fp8-block", **fp8_directories.RAGGED)

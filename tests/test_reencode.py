@@ -10,6 +10,7 @@ import torch
 import training
 from safetensors.torch import load_file, save_file
 
+from precisionctl import worker
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -102,6 +103,24 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> Non
     kept = [(tmp_path / f"megatron{w}" / "release" / encodings_file.RELATIVE).read_bytes() for w in (1, 2)]
     made = [(tmp_path / f"back{w}" / "model.safetensors").read_bytes() for w in (1, 2)]
     assert kept[0] == kept[1] and made[0] == made[1]
+
+
+@pytest.mark.parametrize("spelling", ["fp8-block", "compressed-tensor", "compressed-mxfp8"])
+def test_pieces_of_fewer_rows_than_a_block_make_the_same_codes(
+    tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some blocks get new scales, most keep theirs: in one piece, and in pieces of 7 rows."""
+    fp8_directories.make(tmp_path / "fp8", spelling, **fp8_directories.RAGGED)
+    run(tmp_path / "fp8", tmp_path / "bf16", "hf")
+    values = stored(tmp_path / "bf16")
+    values[UP][130:140] *= 1.3
+    save_file(values, tmp_path / "bf16" / "model.safetensors", metadata={"format": "pt"})
+    notes = []
+    for rows in (192, 7):
+        monkeypatch.setattr(worker, "BUFFER", 4 * 192 * rows)
+        notes.append(run(tmp_path / "bf16", tmp_path / f"{rows}", "hf", precision="fp8").notes)
+    assert same(stored(tmp_path / "7"), stored(tmp_path / "192")) and notes[0] == notes[1]
+    assert any("13 of 14 weights are the codes that they were" in note for note in notes[0])
 
 
 @pytest.mark.parametrize(

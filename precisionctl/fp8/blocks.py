@@ -30,15 +30,18 @@ class Fit:
 
     def see(self, values: Tensor, row: int) -> None:
         """`values` `[n, columns]` are rows `[row, row + n)`, in the dtype that they are stored in."""
+        high = self.block[0]
+        here = slice(row // high, -(-(row + len(values)) // high))  # of the grid, which may be large
+        row -= here.start * high
         if self.amax.numel() == 1:
             self.amax = torch.maximum(self.amax, numerics.amax(values))
         else:
-            self._reduce(self.amax, values.abs().float(), row)
+            self._reduce(self.amax[here], values.abs().float(), row)
         if self.carried is None:
             return
-        misfit = torch.zeros_like(self.amax)
-        self._reduce(misfit, self._differs(values, self._encoding(self.candidate), row), row)
-        self.fits &= misfit == 0
+        misfit = torch.zeros_like(self.amax[here])
+        self._reduce(misfit, self._differs(values, self._encoding(self.candidate[here]), row), row)
+        self.fits[here] &= misfit == 0
 
     def _differs(self, values: Tensor, encoding: Encoding, row: int) -> Tensor:
         """1 where a value is no code's under an encoding, FP32. A value that has been BF16 once is one that is a
