@@ -134,6 +134,10 @@ class RunView:
         else:
             _log_line(step, self._steps)
 
+    def say(self, line: str) -> None:
+        """Something that stays on the screen."""
+        _err.print(line, soft_wrap=True, markup=False)
+
 
 LOG_EVERY = 10
 """Steps between two lines where stderr is no terminal."""

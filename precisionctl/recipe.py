@@ -1,4 +1,5 @@
-"""Recipe = [precision] [train] [data] [optimizer] [schedule] [parallel]: what a run does, from one strict TOML file.
+"""Recipe = [precision] [train] [data] [optimizer] [schedule] [parallel] [guard]: what a run does, from one
+strict TOML file.
 
 Every key has a default here, so a recipe file says only what it changes. Unknown keys are refused with
 the nearest known one; `--set train.steps=200` overrides one key.
@@ -136,6 +137,24 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+class Guard:
+    """What watches FP8. Every `shadow_every` steps (0: never) an update's passes are made in BF16 too, and the gap of
+    the losses, training or held-out, is judged: a warning beyond `warn_at`, and `act` when it was beyond `act_at` for
+    `act_after` looks running: `stop`, or `bf16` for the next `bf16_steps` steps."""
+
+    shadow_every: int = 0
+    warn_at: float = 0.0025
+    act_at: float = 0.01
+    act_after: int = 3
+    act: Literal["stop", "bf16"] = "stop"
+    bf16_steps: int = 100
+
+    def __post_init__(self) -> None:
+        _require("guard", self, shadow_every=FROM_0, warn_at=ABOVE_0, act_at=ABOVE_0)
+        _require("guard", self, act_after=ABOVE_0, bf16_steps=ABOVE_0)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that decides a run besides its checkpoint."""
 
@@ -145,6 +164,7 @@ class Recipe:
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     parallel: Parallel = field(default_factory=Parallel)
+    guard: Guard = field(default_factory=Guard)
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:

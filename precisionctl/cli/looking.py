@@ -178,7 +178,7 @@ def compare(
     if json_wanted:
         print_json(comparison.as_json())
     else:
-        console.show_tables([comparison.table()])
+        console.show_tables(comparison.tables())
     if max_gap is not None and not comparison.within(max_gap):
         click.echo(f"A mean gap is larger than {max_gap:.2%}.", err=True)
         raise click.exceptions.Exit(1)

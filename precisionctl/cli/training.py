@@ -30,6 +30,7 @@ backend_option = click.option(
 @click.option("--cold-start", is_flag=True, help="Begin FP8 at scale 1 with empty histories, whatever is carried.")
 @fp8_state_option
 @click.option("--collect-amax", is_flag=True, help="In BF16, record what an FP8 run to come starts from.")
+@click.option("--shadow-every", type=POSITIVE, help="Make every so many steps in BF16 too, and compare (guard).")
 def resume(**what: Any) -> None:
     """Go on training CHECKPOINT, in BF16 or FP8, pretraining or SFT.
 
@@ -39,6 +40,7 @@ def resume(**what: Any) -> None:
     from precisionctl import console
     from precisionctl.reports import run as report
     from precisionctl.trainer import resume as trainer
+    from precisionctl.trainer.metrics import StepMetrics
 
     with console.RunView() as view:
 
@@ -46,7 +48,12 @@ def resume(**what: Any) -> None:
             console.show_lines(report.beginning(started))
             view.start(report.precision(started), started.recipe.train.steps)
 
-        finished = trainer.resume(trainer.Settings(**what), on_start, view.step, view.tokenized)
+        def on_step(step: StepMetrics) -> None:
+            view.step(step)
+            for line in report.warnings(step):
+                view.say(line)
+
+        finished = trainer.resume(trainer.Settings(**what), on_start, on_step, view.tokenized)
     if finished.speaks:
         console.show_lines(report.ending(finished))
     raise click.exceptions.Exit(1 if finished.signal else 0)

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from precisionctl.errors import DataError
-from precisionctl.reports.curves import Curve, read_curves, relative
+from precisionctl.reports.curves import Curve, read_curves, read_shadows, relative
 from precisionctl.reports.table import Table, percent
 
 LAST_STEPS = 100
@@ -33,11 +33,27 @@ class Gap:
 
 
 @dataclass(frozen=True)
+class Looks:
+    """What the guard of a run has seen: FP8 against BF16 from the same weights, at each of its looks."""
+
+    run: str
+    looks: int
+    now: float
+    mean: float
+    worst: float
+    worst_step: int
+    cosine: float
+    norm_ratio: float
+    warnings: int
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """The curves of all runs, and the gaps of all but the first."""
+    """The curves of all runs, the gaps of all but the first, and what those with a guard have seen."""
 
     curves: Sequence[Curve]
     gaps: Sequence[Gap]
+    looks: Sequence[Looks] = ()
 
     def within(self, limit: float) -> bool:
         """False where a mean gap is larger than `limit`, either way, or not a number."""
@@ -46,7 +62,28 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         """Gaps as ratios, not percents."""
         runs = [asdict(gap) for gap in self.gaps]
-        return {"against": self.curves[0].name, "mean_over_last": LAST_STEPS, "runs": runs}
+        shadows = [asdict(look) for look in self.looks]
+        return {"against": self.curves[0].name, "mean_over_last": LAST_STEPS, "runs": runs, "shadows": shadows}
+
+    def tables(self) -> list[Table]:
+        return [self.table(), *([self.shadows()] if self.looks else [])]
+
+    def shadows(self) -> Table:
+        rows = [
+            (
+                each.run,
+                str(each.looks),
+                *map(percent, (each.now, each.mean, each.worst)),
+                str(each.worst_step),
+                f"{each.cosine:.4f}",
+                f"{each.norm_ratio:.4f}",
+                str(each.warnings),
+            )
+            for each in self.looks
+        ]
+        gaps = ("gap now", "mean gap", "worst gap", "at step")
+        columns = ("run", "looks", *gaps, "gradients' cosine", "norm ratio", "warnings")
+        return Table("FP8 against BF16 from the same weights", columns, rows)
 
     def table(self) -> Table:
         rows = [
@@ -60,7 +97,27 @@ class Comparison:
 def compare(paths: Sequence[Path]) -> Comparison:
     """Read the runs at `paths` and set them against the first. Raises DataError for a run without metrics."""
     curves = read_curves(paths)
-    return Comparison(curves, [find_gap(curve, curves[0]) for curve in curves[1:]])
+    looks = [look for path, curve in zip(paths, curves, strict=True) if (look := find_looks(path, curve.name))]
+    return Comparison(curves, [find_gap(curve, curves[0]) for curve in curves[1:]], looks)
+
+
+def find_looks(path: Path, name: str) -> Looks | None:
+    """None for a run without a guard."""
+    rows = read_shadows(path)
+    if not rows:
+        return None
+    worst = max(rows, key=lambda row: (math.isnan(row["gap"]), abs(row["gap"])))
+    return Looks(
+        run=name,
+        looks=len(rows),
+        now=rows[-1]["gap"],
+        mean=fmean(row["gap"] for row in rows),
+        worst=worst["gap"],
+        worst_step=worst["step"],
+        cosine=fmean(row["grad_cosine"] for row in rows),
+        norm_ratio=fmean(row["grad_norm_ratio"] for row in rows),
+        warnings=sum(row.get("decision") != "ok" for row in rows),
+    )
 
 
 def find_gap(curve: Curve, first: Curve) -> Gap:
@@ -90,5 +147,5 @@ def draw(comparison: Comparison, *, png: Path | None, html: Path | None) -> None
     if png:
         plot.write_png(comparison.curves, png)
     if html:
-        parts = [html_table(comparison.table()), plot.svg(comparison.curves)]
+        parts = [*map(html_table, comparison.tables()), plot.svg(comparison.curves)]
         html.write_text(page("Loss curves", parts), encoding="utf-8")

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.metrics import FILE, read_metrics
+from precisionctl.trainer.metrics import FILE, SHADOWS, read_metrics
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,16 @@ class Curve:
     def against(self, first: "Curve") -> dict[int, float]:
         """The relative gap to `first` at each step that both runs have."""
         return {step: relative(self.losses[step], loss) for step, loss in first.losses.items() if step in self.losses}
+
+
+def read_shadows(path: Path) -> list[dict[str, Any]]:
+    """The looks of a run's guard, in order: lines of `shadow.jsonl` beside its metrics; none where it is not there.
+    Raises DataError for one that no run wrote."""
+    file = (path if path.is_dir() else path.parent) / SHADOWS
+    rows = read_metrics(file) if file.exists() else []
+    if any(not isinstance(row.get(key), float) for row in rows for key in ("gap", "grad_cosine", "grad_norm_ratio")):
+        raise DataError("a line is not what a guard writes", where=file)
+    return rows
 
 
 def relative(loss: float, first: float) -> float:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 from precisionctl.calibrate import Calibrated
 from precisionctl.fp8.state import Role
+from precisionctl.reports.table import percent
+from precisionctl.trainer.metrics import StepMetrics
 from precisionctl.trainer.resume import Finished, Started
 from precisionctl.trainer.start import Source
 
@@ -33,6 +35,22 @@ def fp8_sources(counts: Mapping[Source, Mapping[Role, int]]) -> str:
     return "; ".join(
         f"{source}: {', '.join(f'{role} {count}' for role, count in roles.items())}" for source, roles in counts.items()
     )
+
+
+def warnings(step: StepMetrics) -> list[str]:
+    """What the guard has to say of a step, if it is not content."""
+    shadow = step.shadow
+    if shadow is None or shadow.decision == "ok":
+        return []
+    gaps = f"FP8's loss {shadow.loss:.4f} is {percent(shadow.gap)} from BF16's"
+    if shadow.held_out_gap is not None:
+        gaps += f", {percent(shadow.held_out_gap)} on held-out data"
+    lowest = min(shadow.modules, key=lambda name: shadow.modules[name].cosine)
+    then = {"warn": "", "stop": "; the run stops", "bf16": "; the next steps are in BF16"}[shadow.decision]
+    return [
+        f"Guard, step {shadow.step}: {gaps}; gradients' cosine {shadow.gradients.cosine:.4f}, "
+        f"lowest {shadow.modules[lowest].cosine:.4f} in {lowest}{then}"
+    ]
 
 
 def ending(finished: Finished) -> list[str]:

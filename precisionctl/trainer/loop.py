@@ -7,11 +7,12 @@ to go on exactly where it was.
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from types import FrameType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,15 +24,29 @@ from precisionctl.trainer.metrics import MetricsLog, StepMetrics
 from precisionctl.trainer.model import GPT, loss
 from precisionctl.trainer.optim import MasterAdamW, learning_rate
 from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.shadow import Shadow
 from precisionctl.trainer.world import ALONE, World
 
 OnStep = Callable[[StepMetrics], None]
 
 
+class Watch(Protocol):
+    """What a run asks of its guard (`guard.Guard`)."""
+
+    @property
+    def stops(self) -> bool: ...
+    @property
+    def kept(self) -> Mapping[str, object]: ...
+    def begin(self, run: "Run") -> None: ...
+    def before_passes(self, run: "Run", batches: Sequence[Batch], targets: int) -> None: ...
+    def after_passes(self, run: "Run", loss: float) -> None: ...
+    def seen(self) -> Shadow | None: ...
+
+
 @dataclass
 class Run:
     """A run in memory, the part of it that a rank has. A BF16 run may have a recorder, to which its passes are
-    shown."""
+    shown; so has an FP8 run while it computes in BF16."""
 
     recipe: Recipe
     model: GPT
@@ -42,6 +57,7 @@ class Run:
     position: int = 0
     recorder: Recorder | None = None
     world: World = ALONE
+    guard: Watch | None = None
     feed: Feed = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,17 +89,22 @@ def train(run: Run, log: MetricsLog | None, save: Callable[[], None], on_step: O
     """Go on to the recipe's last step, saving as it says; on SIGTERM or SIGINT save and return that signal. Of several
     ranks the first has a log and hears of steps, and a signal to one of them is for all.
 
-    Raises PrecisionError, with nothing saved, where the loss or the gradients stop being numbers.
+    Raises PrecisionError, with nothing saved, where the loss or the gradients stop being numbers, and where the guard
+    has stopped the run, which is saved.
     """
     last = run.recipe.train.steps
-    with run.shown(), stop_signals() as received:
+    with stop_signals() as received:
         while run.step < last:
-            metrics = _measured_step(run, log.tokens if log else 0)
+            if run.guard:
+                run.guard.begin(run)
+            with run.shown():
+                metrics = _measured_step(run, log.tokens if log else 0)
             if log:
                 log.write(metrics)
                 on_step(metrics)
             stop = _agreed(run, received)
-            if stop or run.step == last or run.step % run.recipe.train.save_every == 0:
+            guarded = run.guard is not None and run.guard.stops
+            if stop or guarded or run.step == last or run.step % run.recipe.train.save_every == 0:
                 if log:
                     log.sync()
                 save()
@@ -101,11 +122,12 @@ def _agreed(run: Run, received: list[signal.Signals]) -> signal.Signals | None:
 def update(run: Run) -> tuple[float, float, int]:
     """One optimizer step. Returns its loss (the mean over its targets), the gradients' norm and its targets."""
     batches, targets = run.batches(run.position)
-    total = torch.zeros((), device=run.device)
-    for batch in batches:
-        total += backward(run.model, batch, targets)
-        run.optimizer.collect()
-    mean, norm = float(run.world.sum(total)) / targets, run.optimizer.clip()
+    if run.guard:
+        run.guard.before_passes(run, batches, targets)
+    mean = passes(run, batches, targets)
+    if run.guard:
+        run.guard.after_passes(run, mean)
+    norm = run.optimizer.clip()
     if not (math.isfinite(mean) and math.isfinite(norm)):
         raise PrecisionError(
             f"step {run.step + 1} has loss {mean} and gradient norm {norm}",
@@ -116,6 +138,16 @@ def update(run: Run) -> tuple[float, float, int]:
     run.step += 1
     run.position += run.recipe.train.batch_size
     return mean, norm, targets
+
+
+def passes(run: Run, batches: Sequence[Batch], targets: int) -> float:
+    """Forward and backward of an update's micro-batches; the optimizer has collected their gradients. Returns the mean
+    loss over its `targets`."""
+    total = torch.zeros((), device=run.device)
+    for batch in batches:
+        total += backward(run.model, batch, targets)
+        run.optimizer.collect()
+    return float(run.world.sum(total)) / targets
 
 
 def backward(model: GPT, batch: Batch, targets: int) -> Tensor:
@@ -158,6 +190,8 @@ def _measured_step(run: Run, tokens: int) -> StepMetrics:
         tokens_per_second=targets / seconds,
         seconds=seconds,
         held_out_loss=held_out_loss(run.model, run.held_out, train.micro_batch_size) if look and run.held_out else None,
+        fp8=run.recorder is None if run.guard else None,
+        shadow=run.guard.seen() if run.guard else None,
     )
 
 

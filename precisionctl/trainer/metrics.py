@@ -1,23 +1,25 @@
-"""What a run writes down of itself: `metrics.jsonl`, a line a step, and TensorBoard events where that is installed."""
+"""What a run writes down of itself: `metrics.jsonl`, a line a step; `shadow.jsonl`, a line each time its guard looks;
+and TensorBoard events where that is installed."""
 
-import dataclasses
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from precisionctl.checkpoints.base import sync
 from precisionctl.errors import DataError
+from precisionctl.trainer.shadow import Shadow
 
 FILE = "metrics.jsonl"
+SHADOWS = "shadow.jsonl"
 
 
 @dataclass(frozen=True)
 class StepMetrics:
     """One optimizer step. `loss` is the mean over its target tokens, in nats; `seconds` its wall clock.
 
-    `tokens` counts target tokens since the run began.
+    `tokens` counts target tokens since the run began. `fp8` is what the step computed in, in a run that may switch.
     """
 
     step: int
@@ -28,20 +30,25 @@ class StepMetrics:
     tokens_per_second: float
     seconds: float
     held_out_loss: float | None = None
+    fp8: bool | None = None
+    shadow: Shadow | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Without what was not measured."""
-        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        """Without what was not measured, and without the shadow, which has a file of its own."""
+        return {key: value for key, value in vars(self).items() if value is not None and key != "shadow"}
 
 
 class MetricsLog:
     """Appends steps to a run's folder, after dropping those beyond `step`, which the run will make again."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        path = folder / FILE
-        kept = _keep_up_to(path, step)
-        self.tokens = int(kept[-1]["tokens"]) if kept else 0
-        self._file = open(path, "a", encoding="utf-8")
+        kept = _keep_up_to(folder / FILE, step)
+        self.tokens = int(kept[-1].get("tokens", 0)) if kept else 0
+        self._file = open(folder / FILE, "a", encoding="utf-8")
+        self._shadows = folder / SHADOWS
+        self._shadow_file: TextIO | None = None
+        if self._shadows.exists():
+            _keep_up_to(self._shadows, step)
         self._board = _tensorboard(folder / "tensorboard", step)
 
     @property
@@ -59,13 +66,29 @@ class MetricsLog:
             step = values.pop("step")
             for key, value in values.items():
                 self._board.add_scalar(key, value, step)
+        if metrics.shadow:
+            self._write_shadow(metrics.shadow)
+
+    def _write_shadow(self, shadow: Shadow) -> None:
+        if self._shadow_file is None:
+            self._shadow_file = open(self._shadows, "a", encoding="utf-8")
+        self._shadow_file.write(json.dumps(shadow.as_dict()) + "\n")
+        self._shadow_file.flush()
+        if self._board:
+            for key, value in shadow.numbers().items():
+                self._board.add_scalar(f"shadow/{key}", value, shadow.step)
 
     def sync(self) -> None:
         """Wait until the lines are on the disk: before a checkpoint that continues them is."""
-        os.fsync(self._file.fileno())
+        for file in self._open_files():
+            os.fsync(file.fileno())
+
+    def _open_files(self) -> list[TextIO]:
+        return [self._file, *([self._shadow_file] if self._shadow_file else [])]
 
     def close(self) -> None:
-        self._file.close()
+        for file in self._open_files():
+            file.close()
         if self._board:
             self._board.close()
 
@@ -79,7 +102,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _read_line(line: str, number: int, path: Path) -> dict[str, Any]:
     try:
         row: dict[str, Any] = json.loads(line)
-        return row | {"step": int(row["step"]), "loss": float(row["loss"]), "tokens": int(row.get("tokens", 0))}
+        counted = {"tokens": int(row["tokens"])} if "tokens" in row else {}
+        return row | {"step": int(row["step"]), "loss": float(row["loss"])} | counted
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         raise DataError(
             f"line {number} is not a step's metrics: {line[:80]!r}",

@@ -78,6 +78,17 @@ class MasterAdamW:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Those that are collected, FP32, by parameter name."""
+        return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Those that are collected, and let go of them."""
+        taken = self.gradients
+        self._adamw.zero_grad()
+        return taken
+
     def clip(self) -> float:
         """The global norm of the gradients, which are then scaled down to `clip_norm` if it is above."""
         norm = nn.utils.clip_grad_norm_(self.masters.values(), self._clip_norm)

@@ -27,6 +27,7 @@ from precisionctl.reencode import coded_before
 from precisionctl.trainer import state
 from precisionctl.trainer.backend import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
+from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.loop import OnStep, Run, train
 from precisionctl.trainer.metrics import MetricsLog
 from precisionctl.trainer.model import GPT
@@ -53,6 +54,7 @@ class Settings:
     cold_start: bool = False
     collect_amax: bool = False
     fp8_state: Path | None = None
+    shadow_every: int | None = None
 
     @property
     def start(self) -> Mapping[str, object]:
@@ -159,6 +161,13 @@ def read_recipe(settings: Settings) -> Recipe:
     name = settings.recipe or {"bf16": "bf16", "fp8": "fp8-delayed"}[settings.precision]
     recipe = load_recipe(name, settings.overrides)
     recipe = replace(recipe, precision=replace(recipe.precision, fp8=settings.precision == "fp8"))
+    if settings.shadow_every is not None:
+        recipe = replace(recipe, guard=replace(recipe.guard, shadow_every=settings.shadow_every))
+    if not recipe.precision.fp8 and (recipe.guard.shadow_every or recipe.precision.schedule):
+        raise RecipeError(
+            "a guard and a schedule of precisions are of an FP8 run, and this one is in BF16",
+            do="Give --precision fp8, or leave out --shadow-every, guard.shadow_every and precision.schedule.",
+        )
     stateful = recipe.precision.fp8 and recipe.precision.scaling == "delayed"
     asked = {"--cold-start empties": settings.cold_start, "--fp8-state is": settings.fp8_state}
     if not stateful and (wanted := [what for what, value in asked.items() if value]):
@@ -245,7 +254,9 @@ def _build(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     recompute = recipe.train.recompute == "layer"
     gpt = GPT(model, recipe.precision, backend, torch.bfloat16, device, world=world, recompute=recompute)
-    return Run(recipe, gpt, MasterAdamW(gpt, recipe.optimizer), rows, held_out, world=world)
+    guarded = recipe.precision.fp8 and (recipe.guard.shadow_every or recipe.precision.schedule)
+    guard = Guard(recipe) if guarded else None
+    return Run(recipe, gpt, MasterAdamW(gpt, recipe.optimizer), rows, held_out, guard=guard, world=world)
 
 
 def _go_on(run: Run, here: TorchDistReader, wanted: Mapping[str, Any], out: Path, settings: Settings) -> Fp8Start:
@@ -256,6 +267,8 @@ def _go_on(run: Run, here: TorchDistReader, wanted: Mapping[str, Any], out: Path
     state.load_optimizer(here, run)
     state.load_rng(here)
     run.step, run.position = saved.step, saved.position
+    if run.guard and saved.guard:
+        run.guard = Guard(run.recipe, **saved.guard)
     beside = sidecar.find(here.path)
     return start_collecting(run, beside) if settings.collect_amax else go_on_fp8(run, here.fp8, beside)
 

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.plan import Plan, make_plan
-from precisionctl.recipe import Recipe
+from precisionctl.recipe import Guard, Recipe
 from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.loop import Run
 
@@ -57,17 +57,21 @@ _INDIFFERENT = (
     "data.blend",
     "data.held_out",
     "data.cache",
+    *(f"guard.{key.name}" for key in fields(Guard)),
 )
-"""Recipe keys that change no number of a run; `data.path` and `data.blend` are covered by what is in the files."""
+"""Recipe keys that change no number of a run; `data.path` and `data.blend` are covered by what is in the files.
+A guard changes none until it acts, and then its user must be able to tell it something else."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What `run.json` says. `identity` is everything that makes a run this one, by name."""
+    """What `run.json` says. `identity` is everything that makes a run this one, by name; `guard` what its guard, if
+    it has one, keeps in mind."""
 
     step: int
     position: int
     identity: Mapping[str, Any]
+    guard: Mapping[str, Any] | None = None
 
 
 def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict[str, Any]:
@@ -78,8 +82,8 @@ def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict
     stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     keys = {key: value for key, value in _flat(asdict(recipe)).items() if key not in _INDIFFERENT}
     keys |= _flat({"model": asdict(source.model)})
-    if recipe.schedule.kind == "constant":
-        del keys["train.steps"]  # no rate depends on it: such a run may be made longer
+    if recipe.schedule.kind == "constant" and not recipe.precision.schedule:
+        del keys["train.steps"]  # no rate and no precision depends on it: such a run may be made longer
     return {"source": hashlib.sha256(json.dumps(stats).encode()).hexdigest(), "data": data, **start, **keys}
 
 
@@ -128,9 +132,18 @@ def read_saved(reader: TorchDistReader) -> Saved | None:
         raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None
     if not (type(saved.step) is type(saved.position) is int and isinstance(saved.identity, dict)):
         raise DamagedCheckpoint("not what a run writes: a value of the wrong type", where=file)
+    if saved.guard is not None and not _is_kept(saved.guard):
+        raise DamagedCheckpoint("not what a run writes: what its guard keeps is of the wrong type", where=file)
     if "data" not in saved.identity:
         raise DamagedCheckpoint("not what a run writes: it does not say on which data", where=file)
     return saved
+
+
+def _is_kept(guard: object) -> bool:
+    match guard:
+        case {"gaps": list(gaps), "bf16_until": int(), **more} if not more:
+            return all(isinstance(gap, float) for gap in gaps)
+    return False
 
 
 def check_same(saved: Saved, wanted: Mapping[str, Any], out: Path) -> None:
@@ -250,7 +263,7 @@ def save(
     with disk_problems(output):
         if run.world.first:
             output.begin()
-            _sign(output.partial, Saved(run.step, run.position, wanted))
+            _sign(output.partial, Saved(run.step, run.position, wanted, run.guard.kept if run.guard else None))
             writer.lay_out()
         run.world.meet()
         if run.world.writes:
@@ -292,14 +305,19 @@ def _sign(partial: Path, saved: Saved) -> None:
 
 
 def _live(run: Run) -> Fp8States | None:
-    """State of the modules that compute in FP8."""
-    live = {name: state for name, linear in fp8_linears(run.model).items() if (state := linear.fp8_state())}
+    """State of the modules that compute in FP8; during steps in BF16, as their recorder has it."""
+    recorded = run.recorder.states() if run.recorder else {}
+    live = {
+        name: state
+        for name, linear in fp8_linears(run.model).items()
+        if (state := recorded.get(name) or linear.fp8_state())
+    }
     return Fp8States(run.recipe.precision.delayed, live, producer=PRODUCER, iteration=run.step) if live else None
 
 
 def _beside(run: Run, carried: Fp8States | None) -> Fp8States | None:
     """What is collected, which has grown out of what was carried; else that."""
-    if run.recorder is None:
+    if run.recorder is None or run.recipe.precision.fp8:
         return carried
     raw = carried.raw if carried else {}
     return Fp8States(run.recipe.precision.delayed, run.recorder.states(), raw, COLLECTED, run.step)

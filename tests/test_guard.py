@@ -1,0 +1,294 @@
+"""The guard: looking at FP8 beside BF16 changes nothing, says what is so, and what it decides survives every kill."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_resume import losses, scales
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+from training import make_source, make_text, run, settings
+
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import DamagedCheckpoint, DataError, PrecisionError, RecipeError
+from precisionctl.evaluate import load
+from precisionctl.precision import Precision
+from precisionctl.reports.compare import compare
+from precisionctl.reports.run import warnings
+from precisionctl.trainer.data import IGNORED, Batch, Feed
+from precisionctl.trainer.metrics import SHADOWS, StepMetrics
+from precisionctl.trainer.model import GPT
+from precisionctl.trainer.resume import Settings, read_recipe, read_rows, resume
+from precisionctl.trainer.shadow import Likeness, Shadow, liken
+
+COARSE = {"checkpoint": "trained", "load": "weights", "precision__delayed__margin": 17}
+"""FP8 made bad on purpose: scales so small that most of a tensor underflows, under a model that has learned."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("guard")
+    make_source(folder / "source")
+    make_text(folder / "text.txt")
+    make_text(folder / "held_out.txt", seed=1, words=300)
+    learning = settings(
+        folder / "source", folder / "text.txt", folder / "trained", train__steps=40, train__save_every=40
+    )
+    run(learning)
+    return folder
+
+
+def watched(place: Path, out: Path, **changes: Any) -> Settings:
+    source = place / changes.pop("checkpoint", "source")
+    return settings(source, place / "text.txt", out, "fp8", **{"shadow_every": 1} | changes)
+
+
+def looks(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / SHADOWS).read_text().splitlines()]
+
+
+def contents(folder: Path, *without: str) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in without)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision__scaling": "current"}, {"data__held_out": "held_out.txt"}], ids=str
+)
+def test_looking_changes_no_loss_and_no_byte_and_interrupts_no_healthy_run(
+    place: Path, tmp_path: Path, changes: dict[str, str]
+) -> None:
+    changes = {key: str(place / value) if "held_out" in key else value for key, value in changes.items()}
+    _, alone, plain = run(watched(place, tmp_path / "alone", shadow_every=None, **changes))
+    _, seen, same = run(watched(place, tmp_path / "seen", shadow_every=2, **changes))
+    assert same == plain
+    assert contents(seen.checkpoint, "run.json") == contents(alone.checkpoint, "run.json")
+    assert [(look["step"], look["decision"]) for look in looks(tmp_path / "seen")] == [(2, "ok"), (4, "ok"), (6, "ok")]
+    assert not (tmp_path / "alone" / SHADOWS).exists()
+
+
+def by_hand(model: GPT, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss and FP64 gradients over all targets of some batches, with nothing of the trainer's."""
+    targets = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+    total, gradients = 0.0, {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    for batch in batches:
+        logits = model(batch.tokens)[..., : model.model.vocab_size].float()
+        each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+        loss = each[batch.labels.flatten() != IGNORED].sum()
+        total += float(loss.detach())
+        made = torch.autograd.grad(loss / targets, list(model.parameters()))
+        for name, gradient in zip(gradients, made, strict=True):
+            gradients[name] += gradient.double()
+    return total / targets, gradients
+
+
+def test_what_is_seen_is_what_two_models_give(place: Path, tmp_path: Path) -> None:
+    held_out = str(place / "held_out.txt")
+    made = watched(place, tmp_path / "run", shadow_every=5, train__save_every=4, train__keep=9, data__held_out=held_out)
+    run(made)
+    (look,) = looks(tmp_path / "run")
+    source = TorchDistReader(tmp_path / "run", 4)
+    fp8, _ = load(source)
+    bf16 = GPT(source.model, Precision(fp8=False))
+    bf16.load_state_dict(fp8.state_dict())
+
+    recipe = read_recipe(made)
+    position = json.loads((source.path / "precisionctl/run.json").read_text())["position"]
+    rows = read_rows(source, recipe.data)
+    batches = list(Feed(rows, recipe.train, torch.device("cpu")).batches(position))
+    beside = read_rows(source, replace(recipe.data, path=held_out))
+    held = [beside.batch(range(row, row + 1)) for row in range(len(beside))]
+    for model, kind in ((fp8, ""), (bf16, "_bf16")):
+        with torch.no_grad():
+            total, targets = 0.0, 0
+            for batch in held:
+                logits = model(batch.tokens)[..., : source.model.vocab_size].float()
+                log = logits.log_softmax(-1).gather(-1, batch.labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+                total -= float(log[batch.labels != IGNORED].sum())
+                targets += int((batch.labels != IGNORED).sum())
+        assert look[f"held_out_loss{kind}"] == pytest.approx(total / targets, rel=1e-6)
+    (loss, of_fp8), (loss_bf16, of_bf16) = by_hand(fp8, batches), by_hand(bf16, batches)
+    assert look["loss"] == pytest.approx(loss, rel=1e-6) and look["loss_bf16"] == pytest.approx(loss_bf16, rel=1e-6)
+    assert look["gap"] == pytest.approx(loss / loss_bf16 - 1, rel=1e-3) and abs(look["gap"]) > 1e-6
+    modules = {name.rpartition(".")[0] for name in of_fp8}
+    assert set(look["modules"]) == modules
+    for module in modules:
+        a, b = (
+            torch.cat([g.flatten() for name, g in which.items() if name.rpartition(".")[0] == module])
+            for which in (of_fp8, of_bf16)
+        )
+        expected = [float(cosine_similarity(a, b, dim=0)), float(a.norm() / b.norm())]
+        assert look["modules"][module] == pytest.approx(expected, rel=1e-5)
+    a, b = (torch.cat([g.flatten() for g in which.values()]) for which in (of_fp8, of_bf16))
+    assert look["grad_cosine"] == pytest.approx(float(cosine_similarity(a, b, dim=0)), rel=1e-5)
+    assert look["grad_norm_ratio"] == pytest.approx(float(a.norm() / b.norm()), rel=1e-5)
+    assert look["grad_cosine"] < 0.9999
+
+
+def test_gradients_that_are_zero_or_not_there_have_a_likeness_too() -> None:
+    there, zero = torch.tensor([3.0, 4.0]), torch.zeros(2)
+    whole, modules = liken(
+        {"a.weight": there, "b.weight": zero, "c.weight": zero, "d.weight": there},
+        {"a.weight": 2 * there.flip(0), "b.weight": there, "c.weight": zero},
+    )
+    assert modules == {
+        "a": Likeness(pytest.approx(24 / 25), 0.5),
+        "b": Likeness(0.0, 0.0),
+        "c": Likeness(1.0, 1.0),
+        "d": Likeness(0.0, math.inf),
+    }
+    assert whole == Likeness(pytest.approx(48 / math.sqrt(50 * 125)), pytest.approx(math.sqrt(50 / 125)))
+
+
+def test_bad_fp8_is_warned_of_and_stops_the_run_for_good(place: Path, tmp_path: Path) -> None:
+    out, said = tmp_path / "run", list[str]()
+    made = watched(place, out, train__save_every=100, train__steps=8, **COARSE)
+    with pytest.raises(PrecisionError, match="the guard stopped the run after step 3: FP8's loss was"):
+        resume(made, lambda started: None, lambda step: said.extend(warnings(step)))
+    found = looks(out)
+    assert [(look["step"], look["decision"], look["beyond"]) for look in found] == [
+        (1, "warn", 1),
+        (2, "warn", 2),
+        (3, "stop", 3),
+    ]
+    assert min(abs(look["gap"]) for look in found) > 0.01
+    assert len(said) == 3 and said[2].startswith("Guard, step 3: FP8's loss") and said[2].endswith("the run stops")
+    assert [path.name for path in out.glob("iter_*")] == ["iter_0000003"]
+    with pytest.raises(PrecisionError, match="the guard stopped the run after step 3"):
+        run(made)
+    assert looks(out) == found
+    _, finished, more = run(replace(made, overrides=(*made.overrides, "guard.act_at=1000")))
+    assert (finished.step, len(more)) == (8, 5)
+
+
+def test_a_gap_between_the_limits_is_warned_of_and_one_good_look_starts_the_count_anew(
+    place: Path, tmp_path: Path
+) -> None:
+    run(watched(place, tmp_path / "warned", guard__act_at=1000.0, **COARSE))
+    assert [(look["decision"], look["beyond"]) for look in looks(tmp_path / "warned")] == [("warn", 0)] * 6
+    gaps = [abs(look["gap"]) for look in looks(tmp_path / "warned")]
+    limit = sorted(gaps)[2]  # three looks are within it
+    counts, running = [], 0
+    for gap in gaps:
+        running = running + 1 if gap > limit else 0
+        counts.append(running)
+    run(watched(place, tmp_path / "counted", guard__act_at=limit, guard__act_after=6, **COARSE))
+    assert [look["beyond"] for look in looks(tmp_path / "counted")] == counts
+
+
+class Killed(Exception):
+    pass
+
+
+def run_with_kills(made: Settings, steps: set[int]) -> None:
+    """Run it to its end; at each of these steps it dies, with nothing saved but what was."""
+
+    def die(step: StepMetrics) -> None:
+        if step.step in steps:
+            steps.remove(step.step)
+            raise Killed
+
+    while True:
+        try:
+            resume(made, lambda started: None, die)
+            return
+        except Killed:
+            pass
+
+
+SWITCHED = {
+    "guard": {"guard__act": "bf16", "guard__act_after": 2, "guard__bf16_steps": 3, **COARSE},
+    "schedule": {
+        "precision__schedule": "[{until = 0.25, fp8 = true}, {until = 0.75, fp8 = false}, {fp8 = true}]",
+    },
+    "current": {
+        "precision__schedule": "[{until = 0.25, fp8 = false}, {fp8 = true}]",
+        "precision__scaling": "current",
+    },
+}
+IN_FP8 = {
+    "guard": [True, True, False, False, False, True, True, False],
+    "schedule": [True, True, False, False, False, False, True, True],
+    "current": [False, False, True, True, True, True, True, True],
+}
+
+
+@pytest.mark.parametrize("way", SWITCHED)
+def test_a_run_that_switches_and_is_killed_decides_and_ends_the_same(place: Path, tmp_path: Path, way: str) -> None:
+    whole = watched(place, tmp_path / "whole", train__steps=8, train__save_every=2, **SWITCHED[way])
+    run(whole)
+    run_with_kills(replace(whole, out=tmp_path / "killed"), {1, 3, 4, 5, 6, 7, 8})
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert [dict(row)["fp8"] for row in losses(tmp_path / "whole")] == IN_FP8[way]
+    assert looks(tmp_path / "killed") == looks(tmp_path / "whole")
+    assert [look["step"] for look in looks(tmp_path / "whole")] == [n for n, fp8 in enumerate(IN_FP8[way], 1) if fp8]
+    for step in (6, 8):
+        name = f"iter_000000{step}"
+        assert contents(tmp_path / "killed" / name) == contents(tmp_path / "whole" / name)
+
+
+def test_a_schedule_is_the_runs_that_it_stands_for_one_after_another(place: Path, tmp_path: Path) -> None:
+    """FP8, then BF16 that collects, then FP8: each goes on from the checkpoint of the one before."""
+    constant = {"schedule__kind": "constant"}
+    made = watched(place, tmp_path / "one", shadow_every=None, **constant, **SWITCHED["schedule"])
+    _, one, _ = run(replace(made, overrides=(*made.overrides, "train.steps=8")))
+    losses_of_one = [dict(row)["loss"] for row in losses(tmp_path / "one")]
+
+    text, parts, source = place / "text.txt", [], place / "source"
+    for number, (precision, steps) in enumerate([("fp8", 2), ("bf16", 6), ("fp8", 8)]):
+        collect = {"collect_amax": precision == "bf16"}
+        part = settings(source, text, tmp_path / str(number), precision, train__steps=steps, **constant, **collect)
+        _, finished, found = run(part)
+        parts += found
+        source = finished.checkpoint
+    assert losses_of_one == parts and len(parts) == 8
+    last = scales(open_checkpoint(finished.checkpoint).fp8)
+    assert scales(open_checkpoint(one.checkpoint).fp8) == {
+        key: value for key, value in last.items() if "core_attention" not in key[0]
+    }
+
+
+@pytest.mark.parametrize(
+    "ends", ["[{until = 0.5}]", "[{until = 0.5}, {until = 0.4}, {fp8 = false}]", "[{until = 0.0}]"]
+)
+def test_phases_that_do_not_follow_one_another_to_the_end_are_refused(place: Path, tmp_path: Path, ends: str) -> None:
+    with pytest.raises(RecipeError, match=r"the phases of precision\.schedule end at"):
+        run(watched(place, tmp_path / "run", precision__schedule=ends))
+
+
+@pytest.mark.parametrize("changes", [{"shadow_every": 2}, {"guard__shadow_every": 2}, SWITCHED["schedule"]], ids=str)
+def test_a_bf16_run_has_nothing_to_guard(place: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="this one is in BF16"):
+        run(settings(place / "source", place / "text.txt", tmp_path / "run", "bf16", **changes))
+
+
+@pytest.mark.parametrize("kept", [[], {"gaps": []}, {"gaps": ["x"], "bf16_until": 1}, {"gaps": [], "bf16_until": "1"}])
+def test_a_damaged_memory_of_the_guard_is_one_clear_error(place: Path, tmp_path: Path, kept: Any) -> None:
+    made = watched(place, tmp_path / "run", train__steps=1)
+    _, finished, _ = run(made)
+    note = finished.checkpoint / "precisionctl/run.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"guard": kept}))
+    with pytest.raises(DamagedCheckpoint, match="what its guard keeps"):
+        run(made)
+
+
+def test_compare_tells_what_the_guards_of_runs_have_seen(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 2.0}\n')
+    shadows = [
+        Shadow(1, 2.02, 2.0, Likeness(0.9, 1.0), {"x": Likeness(0.9, 1.0)}, decision="warn"),
+        Shadow(2, 1.99, 2.0, Likeness(0.8, 0.5), {"x": Likeness(0.8, 0.5)}),
+    ]
+    file = tmp_path / "b" / SHADOWS
+    file.write_text("".join(json.dumps(shadow.as_dict()) + "\n" for shadow in shadows))
+    (found,) = compare([tmp_path / "a", tmp_path / "b"]).tables()[1].rows
+    assert list(found) == ["b", "2", "-0.50 %", "+0.25 %", "+1.00 %", "1", "0.8500", "0.7500", "1"]
+    file.write_text('{"step": 1, "loss": 2.0}\n')
+    with pytest.raises(DataError, match="not what a guard writes"):
+        compare([tmp_path / "a", tmp_path / "b"])
