@@ -29,6 +29,8 @@ BUILD = (
 )
 VLLM = ("--no-build-isolation", "--no-binary=vllm", "vllm==0.33.0")
 WITHOUT_KERNELS = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": "0.33.0"}
+WHOLE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "moe_intermediate_size": 128}
+"""Of which every linear is whole blocks."""
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -47,7 +49,7 @@ def parts(name):
 
 def through_vllm(tmp_path, python, family, method, scheme):
     """The tensors of an export, and the parameters that vLLM made of them."""
-    pico.save(tmp_path / "source", family, dtype=torch.bfloat16)
+    pico.save(tmp_path / "source", family, dtype=torch.bfloat16, **(WHOLE if scheme == "block" else {}))
     source = in_memory.with_state(HuggingFaceReader(tmp_path / "source"))
     in_memory.export(source, tmp_path / "exported", method, scheme)
     out = tmp_path / "loaded.safetensors"
@@ -58,9 +60,14 @@ def through_vllm(tmp_path, python, family, method, scheme):
     return load_file(tmp_path / "exported" / "model.safetensors"), load_file(out)
 
 
+SPELLINGS = [
+    *((method, scheme) for method in ("compressed-tensors", "modelopt") for scheme in ("static", "dynamic")),
+    ("fp8", "block"),
+]
+
+
 @pytest.mark.parametrize("family", ["llama-3", "llama-tied", "llama-all-biases", "mistral"])
-@pytest.mark.parametrize("scheme", ["static", "dynamic"])
-@pytest.mark.parametrize("method", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize(("method", "scheme"), SPELLINGS)
 def test_vllm_loads_every_parameter_with_the_values_that_are_stored(tmp_path, python, family, scheme, method):
     stored, loaded = through_vllm(tmp_path, python, family, method, scheme)
     for name, values in loaded.items():
@@ -72,7 +79,7 @@ def test_vllm_loads_every_parameter_with_the_values_that_are_stored(tmp_path, py
 
 
 EXPERTS = {"mixtral": ("w1", "w3", "w2"), "qwen3-moe": ("gate_proj", "up_proj", "down_proj")}
-ROUTED = re.compile(r"(.+\.experts)\.routed_experts\.(w13|w2)_(weight|weight_scale|input_scale)")
+ROUTED = re.compile(r"(.+\.experts)\.routed_experts\.(w13|w2)_(weight|weight_scale_inv|weight_scale|input_scale)")
 
 
 def of_experts(name, count, family):
@@ -86,7 +93,7 @@ def of_experts(name, count, family):
 
 @pytest.mark.parametrize("family", EXPERTS)
 @pytest.mark.parametrize(
-    ("method", "scheme"), [("compressed-tensors", "static"), ("compressed-tensors", "dynamic"), ("modelopt", "static")]
+    ("method", "scheme"), [spelling for spelling in SPELLINGS if spelling != ("modelopt", "dynamic")]
 )
 def test_vllm_loads_experts_with_the_values_that_are_stored(tmp_path, python, family, method, scheme):
     stored, loaded = through_vllm(tmp_path, python, family, method, scheme)
