@@ -289,6 +289,8 @@ def plan_export(export: InferenceExport) -> Work:
     states = recorded or seeded(reader, coded, plan)
     codes = coded if reader.encodings else None
     scheme, why = (export.scheme, "") if export.scheme else best_scheme(engine, plan, precision, states, codes)
+    if scheme not in engine.spells:
+        raise PrecisionError(f"no {scheme} for {engine.title}", do=f"Choose --scheme {' or '.join(engine.spells)}.")
     if scheme != "static" and export.fp8_state:
         raise RecipeError(f"{scheme} input scales are made by the engine, of no state", do="Leave --fp8-state out.")
     method = quant_methods()[engine.spells[scheme]]

@@ -19,6 +19,7 @@ from precisionctl import convert
 from precisionctl.checkpoints.base import Reader, read_tensor
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.fp8 import numerics, sidecar
+from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.plan import Job, Plan, make_plan
 from precisionctl.precision import Precision
@@ -142,19 +143,20 @@ def _quantise(model: GPT, reader: Reader, plan: Plan) -> str | None:
             fixed[job.module] = max(fixed.get(job.module, 0.0), scales.get(name, 0.0))
     kinds: dict[str, None] = {}
     for job in stored:
-        group = 0 if _by_row(reader, job) else reader.encodings[job.reads[0]].block[1]
-        inputs = _inputs(fixed[job.module], group, device)
-        weight = _stored_blocks(reader, job, plan, device) if group else _stored_weight(reader, job, plan, device)
+        by_row = _by_row(reader, job)
+        groups = None if by_row else GroupInputs.like(reader.encodings[job.reads[0]])
+        inputs = _inputs(fixed[job.module], groups, device)
+        weight = _stored_weight(reader, job, plan, device) if by_row else _stored_blocks(reader, job, plan, device)
         # A linear asks for its gradient's quantizer too; no gradient is taken here.
         _set_quantizers(model, job, {"input": inputs, "weight": weight, "grad_output": inputs})
         kinds[inputs.words] = None
     return f"FP8 codes with {' and '.join(kinds)} input scales" if stored else None
 
 
-def _inputs(fixed: float, group: int, device: torch.device) -> "StaticInputs | TokenInputs | GroupInputs":
-    if fixed:
-        return StaticInputs(torch.tensor(fixed, device=device))
-    return GroupInputs(group) if group else TokenInputs()
+def _inputs(
+    fixed: float, groups: "GroupInputs | None", device: torch.device
+) -> "StaticInputs | TokenInputs | GroupInputs":
+    return StaticInputs(torch.tensor(fixed, device=device)) if fixed else groups or TokenInputs()
 
 
 def _by_row(reader: Reader, job: Job) -> bool:
@@ -247,9 +249,16 @@ SMALLEST_GROUP_AMAX = 1e-10
 @dataclass(frozen=True)
 class GroupInputs:
     """Inputs `[tokens, in]` with a scale_inv for so many values of each token, their amax / 448, divided by it as
-    vLLM's and SGLang's kernels do (per_token_group_quant_fp8). A last group may be shorter."""
+    vLLM's and SGLang's kernels do (per_token_group_quant_fp8), or by the next power of two where weights have such
+    scales. A last group may be shorter."""
 
     size: int
+    power_of_2: bool = False
+
+    @classmethod
+    def like(cls, weight: Encoding) -> "GroupInputs":
+        """For the inputs of a weight that is encoded so."""
+        return cls(weight.block[1], weight.scale_inv.dtype.itemsize == 1)
 
     @property
     def words(self) -> str:
@@ -260,6 +269,8 @@ class GroupInputs:
         groups = torch.nn.functional.pad(values.float(), (0, -columns % self.size)).view(-1, self.size)
         amax = groups.abs().amax(1, keepdim=True).clamp_min(SMALLEST_GROUP_AMAX)
         scale_inv = amax / numerics.FP8_MAX[CODES]
+        if self.power_of_2:
+            scale_inv = numerics.power_of_2_above(scale_inv)
         codes = torch.empty(groups.shape, dtype=CODES, device=values.device)
         numerics.encode_by_scale_inv(groups, scale_inv, codes, torch.empty(numerics.PIECE, device=values.device))
         decoded = numerics.decode(codes, scale_inv).view(tokens, -1)[:, :columns]

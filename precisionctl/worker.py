@@ -195,8 +195,8 @@ class Worker:
                 fits[name].see(values, row)
         if encode.shared:
             share(list(fits.values()))
-        changed = dict.fromkeys((name for name, fit in fits.items() if fit.carried and not fit.fits.all()), 0.0)
         made = {name: self._made(fit, encode.weight_scales[name], encode.power_of_2) for name, fit in fits.items()}
+        changed = dict.fromkeys((name for name, fit in fits.items() if fit.carried and not fit.fits.all()), 0.0)
         for name, row, values in pieces():
             if name not in encode.blocks:
                 self._put_values(name, row, values)

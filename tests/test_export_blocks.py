@@ -10,7 +10,7 @@ import pico
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from precisionctl import convert
@@ -146,39 +146,44 @@ def test_transformers_loads_blocks_and_its_logits_are_those_of_our_own_decoding(
         assert (ours(TOKENS)[..., :250] - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_evaluation_is_what_compressed_tensors_simulates_of_groups(tmp_path: Path) -> None:
-    """The same codes under llm-compressor's names: transformers rounds the inputs of linears by 128 of a token."""
-    pico.save(tmp_path / "hf", dtype=torch.bfloat16, **WHOLE)
-    export(tmp_path / "hf", tmp_path / "out")
-    in_fp32(tmp_path / "out")
-    tensors = {name.replace("weight_scale_inv", "weight_scale"): t for name, t in stored(tmp_path / "out").items()}
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+def respelled(directory: Path) -> None:
+    """The same codes as llm-compressor spells blocks, which transformers computes with on a CPU."""
+    tensors = {name.replace("weight_scale_inv", "weight_scale"): t for name, t in stored(directory).items()}
+    config = json.loads((directory / "config.json").read_text())
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],
         "weights": {**fp8, "strategy": "block", "block_structure": [128, 128], "dynamic": False},
         "input_activations": {**fp8, "strategy": "group", "group_size": 128, "dynamic": True},
     }
-    respelled = {
+    quantization_config = {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": config["quantization_config"]["modules_to_not_convert"],
     }
-    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"quantization_config": respelled}))
-    assert check(open_checkpoint(tmp_path / "out"), engine_named("vllm")) == []
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config}))
+    assert check(open_checkpoint(directory), engine_named("vllm")) == []
+
+
+@DEQUANTIZES
+def test_evaluation_is_what_compressed_tensors_simulates_of_groups(tmp_path: Path) -> None:
+    """transformers rounds the inputs of linears by groups of a token."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, **WHOLE)
+    export(tmp_path / "hf", tmp_path / "out", "transformers")
+    in_fp32(tmp_path / "out")
+    respelled(tmp_path / "out")
     model, precision = load(HuggingFaceReader(tmp_path / "out"))
     assert precision == "FP8 codes with dynamic per-128 input scales"
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    reader = HuggingFaceReader(tmp_path / "out")
-    plan = make_plan(reader, "megatron", dtype=torch.float32)
-    plain = GPT(plan.model, Precision(fp8=False), "emulated", torch.float32)
-    convert.run(plan, reader, LiveModel(plan.model, dict(plain.named_parameters())))
+    plain = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
     with torch.no_grad():
         ours, expected = model(TOKENS)[..., :250], theirs(TOKENS).logits
-        rounding = (plain(TOKENS)[..., :250] - expected).norm()
+        rounding = (plain(TOKENS).logits - expected).norm()
     assert rounding > 0.001 * expected.norm()
     assert (ours - expected).norm() < 0.01 * rounding
 
@@ -190,6 +195,24 @@ def test_a_group_of_inputs_has_the_scale_of_its_largest_and_a_short_last_one_its
     one = GroupInputs(4).quantize(torch.tensor([[448.0, 0.0005, 0.0, 0.0, 0.0005]]))
     assert one.codes[0, 1] == 0 and one.codes[0, 4].item() == pytest.approx(0.0005, rel=1e-6)
     assert GroupInputs(4).quantize(torch.zeros(1, 4)).codes.tolist() == [[0.0] * 4]
+
+
+def test_inputs_of_mxfp8_are_rounded_by_32_under_powers_of_two(tmp_path: Path) -> None:
+    """A linear alone, in float64 from the bytes on the disk."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    export(tmp_path / "hf", tmp_path / "out", "vllm", "mxfp8")
+    model, precision = load(HuggingFaceReader(tmp_path / "out"))
+    assert precision == "FP8 codes with dynamic per-32 input scales"
+    made, name = stored(tmp_path / "out"), "model.layers.0.self_attn.o_proj.weight"
+    weight = made[name].double().view(64, 2, 32) * (made[f"{name}_scale"].double() - 127).exp2()[..., None]
+    values = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    groups = values.double().view(16, 2, 32)
+    scale = (groups.abs().amax(2, keepdim=True) / 448).log2().ceil().exp2()
+    inputs = (groups / scale).float().to(torch.float8_e4m3fn).double() * scale
+    expected = inputs.view(16, 64) @ weight.view(64, 64).t()
+    with torch.no_grad():
+        found = model.decoder.layers[0].self_attention.linear_proj(values)
+    assert torch.equal(found.double(), expected.bfloat16().double())
 
 
 def test_shapes_that_an_engine_refuses_are_found_before_anything_is_read(tmp_path: Path) -> None:
@@ -320,3 +343,45 @@ def test_experts_get_blocks_where_an_engine_has_no_channels_for_them(tmp_path: P
     pico.save(tmp_path / "hf", "mixtral", dtype=torch.bfloat16, **WHOLE)
     assert best(tmp_path / "hf").startswith("Scheme dynamic")
     assert best(tmp_path / "hf", "tensorrt-llm").startswith("Scheme block")
+
+
+@pytest.mark.parametrize("target", ["vllm", "transformers"])
+def test_mx_scales_are_the_next_powers_of_two_as_bytes(tmp_path: Path, target: str) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    export(tmp_path / "hf", tmp_path / "out", target, "mxfp8")
+    plain, made = stored(tmp_path / "hf"), stored(tmp_path / "out")
+    codes = [name for name, values in made.items() if values.dtype == torch.float8_e4m3fn]
+    assert len(codes) == 14
+    for name in codes:
+        bytes_ = made[f"{name}_scale"]
+        rows, columns = plain[name].shape
+        assert bytes_.dtype == torch.uint8 and bytes_.shape == (rows, columns // 32)
+        amax = plain[name].view(rows, -1, 32).abs().amax(2).double()
+        scale = (bytes_.double() - 127).exp2()
+        assert (amax / scale <= 448).all() and (amax / (scale / 2) > 448).all()
+        values = plain[name].double().view(rows, -1, 32) / scale[..., None]
+        assert torch.equal(made[name].float(), values.float().to(torch.float8_e4m3fn).float().view(rows, columns))
+    assert check(open_checkpoint(tmp_path / "out"), engine_named(target)) == []
+    assert compare(open_checkpoint(tmp_path / "hf"), open_checkpoint(tmp_path / "out")).equal
+
+
+def test_scales_that_bytes_cannot_hold_are_not_kept_for_mx(tmp_path: Path) -> None:
+    """A channel's scale is one for every 32 of it, but no power of two."""
+    made = fp8_directories.make(tmp_path / "fp8", "modelopt-channel")
+    notes = export(tmp_path / "fp8", tmp_path / "out", scheme="mxfp8")
+    assert any(note.startswith("0 of 14 weights are the codes") for note in notes)
+    reader = HuggingFaceReader(tmp_path / "out")
+    for name, weight in made.items():
+        decoded = reader.encodings[name].decode_rows(stored(tmp_path / "out")[name], 0, torch.float32)
+        assert (decoded - weight.values).norm() < 0.05 * weight.values.norm()
+
+
+def test_groups_of_32_pass_through_and_are_the_best_for_an_engine_that_takes_them(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "modelopt-mxfp8")
+    notes = export(tmp_path / "fp8", tmp_path / "out", "transformers", None)
+    assert notes[0] == "Scheme mxfp8: the weights are FP8 codes of that kind already."
+    before, after = stored(tmp_path / "fp8"), stored(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
+    with pytest.raises(PrecisionError, match="no mxfp8 for SGLang. Choose --scheme static or dynamic or block"):
+        export(tmp_path / "fp8", tmp_path / "sglang", "sglang", "mxfp8")

@@ -25,7 +25,7 @@ BOTH = pytest.mark.parametrize(
     "method", [METHODS["compressed-tensors"], METHODS["modelopt"]], ids=lambda method: method.name
 )
 WRITTEN: list[tuple[str, Scheme]] = [
-    *((name, scheme) for name in ("compressed-tensors", "modelopt") for scheme in ("static", "dynamic")),
+    *((name, scheme) for name in ("compressed-tensors", "modelopt") for scheme in ("static", "dynamic", "mxfp8")),
     ("fp8", "block"),
 ]
 EACH = pytest.mark.parametrize("method, scheme", [(METHODS[name], scheme) for name, scheme in WRITTEN], ids=str)

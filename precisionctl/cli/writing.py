@@ -80,8 +80,8 @@ def convert(recipe: str | None, how: Writing, **what: Any) -> None:
 @click.option("--target", required=True, metavar="ENGINE", help="vllm, sglang, tensorrt-llm or transformers.")
 @click.option(
     "--scheme",
-    type=click.Choice(["static", "dynamic", "block"]),
-    help="Input scales from the FP8 state; or by token, weights by channel; or all by blocks of 128. Else the best.",
+    type=click.Choice(["static", "dynamic", "block", "mxfp8"]),
+    help="Input scales from the FP8 state; by token, weights by channel; all by 128 or (mxfp8) 32. Else the best.",
 )
 @click.option("--tp", "ranks", type=POSITIVE, default=1, show_default=True, help="GPUs that the engine cuts it for.")
 @click.option("--keep-misfits", is_flag=True, help="Leave weights in BF16 whose shapes the engine refuses.")

@@ -106,7 +106,7 @@ class Engine:
     def check_shape(self, name: str, spec: TensorSpec, scheme: str, served: Served) -> Finding | None:
         """What is wrong with the shape of a weight that is to be codes, or is."""
         what = self.refusal(name, spec, scheme, served)
-        return Finding(name, what, self.blocks if scheme == "block" else self.aligned) if what else None
+        return Finding(name, what, self.blocks if scheme in ("block", "mxfp8") else self.aligned) if what else None
 
     def refusal(self, name: str, spec: TensorSpec, scheme: str, served: Served) -> str | None:
         """The same without the rule."""
@@ -135,7 +135,8 @@ def _uncommon(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rul
 def _misshapen(
     expected: Mapping[str, Mapping[str, TensorSpec]], specs: Mapping[str, TensorSpec], rule: Rule, scheme: str
 ) -> Iterator[Finding]:
-    dtypes = (*FLOATS, torch.float8_e8m0fnu) if scheme == "block" else FLOATS
+    exponents = {"block": (*FLOATS, torch.float8_e8m0fnu), "mxfp8": (torch.uint8, torch.float8_e8m0fnu)}
+    dtypes = exponents.get(scheme, FLOATS)
     for tensors in expected.values():
         for name, spec in tensors.items():
             stored = specs[name]
@@ -143,7 +144,7 @@ def _misshapen(
             if stored.shape != spec.shape and not one:
                 yield Finding(name, f"shape {list(stored.shape)}, not {list(spec.shape)}", rule)
             if stored.dtype not in dtypes:
-                yield Finding(name, f"{stored.dtype}, not FP32", rule)
+                yield Finding(name, f"{stored.dtype}, not {spec.dtype}", rule)
 
 
 def _unnamed(

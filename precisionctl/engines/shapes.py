@@ -68,9 +68,9 @@ class Served:
             return f"shape {list(spec.shape)} cannot be cut for {self.ranks} GPUs"
         if any(size % GEMM_ALIGNMENT for size in (*parts, columns)):
             return f"shape {shape}, of which FP8 GEMMs need multiples of {GEMM_ALIGNMENT}"
-        if scheme != "block":
+        if scheme not in ("block", "mxfp8"):
             return None
-        high, wide = SQUARE
+        high, wide = SQUARE if scheme == "block" else (1, 32)
         if columns % wide:
             return f"shape {shape}, whose inputs are no multiple of {wide}"
         if any(rows % high for rows in parts) and (cut or not self._may_be_ragged(linear, parts, ragged)):

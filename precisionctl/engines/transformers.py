@@ -9,12 +9,18 @@ from precisionctl.engines.base import Engine, Rule
 ENGINE = Engine(
     name="transformers",
     title="transformers",
-    spells={"static": "compressed-tensors", "dynamic": "compressed-tensors", "block": "fp8"},
+    spells={
+        "static": "compressed-tensors",
+        "dynamic": "compressed-tensors",
+        "block": "fp8",
+        "mxfp8": "compressed-tensors",
+    },
     reads=frozenset(
         {
             ("compressed-tensors", "static"),
             ("compressed-tensors", "dynamic"),
             ("compressed-tensors", "block"),
+            ("compressed-tensors", "mxfp8"),
             ("fp8", "block"),
         }
     ),

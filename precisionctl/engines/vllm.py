@@ -5,7 +5,7 @@ from precisionctl.engines.base import Engine, Rule
 ENGINE = Engine(
     name="vllm",
     title="vLLM",
-    spells={"static": "compressed-tensors", "dynamic": "compressed-tensors", "block": "fp8"},
+    spells={"static": "compressed-tensors", "dynamic": "compressed-tensors", "block": "fp8", "mxfp8": "modelopt"},
     reads=frozenset(
         {
             ("compressed-tensors", "static"),
@@ -14,6 +14,8 @@ ENGINE = Engine(
             ("modelopt", "static"),
             ("modelopt", "dynamic"),
             ("modelopt", "block"),
+            ("modelopt", "mxfp8"),
+            ("compressed-tensors", "mxfp8"),
             ("fp8", "block"),
         }
     ),

@@ -73,10 +73,12 @@ class Fit:
         return Encoding(self.dtype, torch.where(grid.isfinite() & (grid > 0), grid, 1.0), self.block)
 
     def encoding(self, dtype: torch.dtype, *, power_of_2: bool = False) -> Encoding:
-        """The scales to encode with, stored in `dtype`: those that fit, and new ones, powers of two if asked for."""
+        """The scales to encode with, stored in `dtype`: those that fit, and new ones, powers of two if asked for. What
+        `dtype` cannot hold does not fit either."""
+        self.fits &= self.candidate.to(dtype).float() == self.candidate
         new = numerics.scale_inv(self.amax, self.dtype)
         if power_of_2 or dtype.itemsize == 1:
-            new = _power_of_2_above(new)
+            new = numerics.power_of_2_above(new)
         grid = torch.where(self.fits, self.candidate, new.to(dtype).float())
         return Encoding(self.dtype, grid.to(dtype), self.block)
 
@@ -88,10 +90,3 @@ def share(fits: Sequence[Fit]) -> None:
     all_fit = torch.stack([fit.fits for fit in fits]).all(0) & same
     for fit in fits:
         fit.amax, fit.fits = amax, all_fit
-
-
-def _power_of_2_above(scales: Tensor) -> Tensor:
-    """The smallest power of two that is not less, within E8M0's range."""
-    mantissa, exponent = torch.frexp(scales)  # mantissas from 1/2 on
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    return torch.ldexp(torch.ones_like(scales), exponent.clamp(-127, 127))

@@ -166,6 +166,13 @@ def scale_inv(amax: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(quotient.isfinite() & (quotient > 0), quotient, 1.0)
 
 
+def power_of_2_above(scales: Tensor) -> Tensor:
+    """The smallest power of two that is not less, within E8M0's range."""
+    mantissa, exponent = torch.frexp(scales)  # mantissas from 1/2 on
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    return torch.ldexp(torch.ones_like(scales), exponent.clamp(-127, 127))
+
+
 def encode_by_scale_inv(values: Tensor, scale_inv: Tensor, codes: Tensor, scratch: Tensor) -> None:
     """The cast of inference formats: `saturate(values / scale_inv)` into `codes`, both `[rows, columns]`.
 

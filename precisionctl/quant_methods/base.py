@@ -22,10 +22,10 @@ from precisionctl.fp8 import encoding as fp8
 from precisionctl.fp8.encoding import Encoding, grid_shape
 from precisionctl.param import TensorSpec
 
-Scheme = Literal["static", "dynamic", "block"]
+Scheme = Literal["static", "dynamic", "block", "mxfp8"]
 """`static`: a scale for each weight and one, fixed, for its input. `dynamic`: a scale for each output channel,
 and one for each token that the engine makes while it runs. `block`: a scale for 128 x 128 values of a weight, and one
-for 128 of a token that the engine makes."""
+for 128 of a token that the engine makes. `mxfp8`: a power of two for 32 values of a row, of either."""
 
 CODES = torch.float8_e4m3fn
 """What every engine reads; none takes E5M2 weights."""
@@ -40,7 +40,7 @@ _KINDS = {TENSOR: "per-tensor", CHANNEL: "per-channel"}
 SQUARE = (128, 128)
 """DeepSeek's blocks, the only ones that every engine here has kernels for."""
 
-BLOCKS: Mapping[Scheme, Block] = {"static": TENSOR, "dynamic": CHANNEL, "block": SQUARE}
+BLOCKS: Mapping[Scheme, Block] = {"static": TENSOR, "dynamic": CHANNEL, "block": SQUARE, "mxfp8": (1, 32)}
 """How many rows and columns of a weight share a scale, by scheme."""
 
 
@@ -98,12 +98,13 @@ class Spelling:
     never: tuple[str, ...] = ()
 
     def specs(self, scales: Scales, weight: TensorSpec, scheme: str) -> dict[str, TensorSpec]:
-        """The scale tensors to store beside a weight, all FP32."""
+        """The scale tensors to store beside a weight: FP32, or exponents as bytes."""
         shape = self.shapes[scheme]
         found = {scales.weight: shape(*grid_shape(weight.rows, weight.columns, scales.block))}
         if scales.input is not None:
             found[scales.input] = shape(1, 1)
-        return {name: TensorSpec(size, torch.float32) for name, size in found.items()}
+        dtype = torch.uint8 if scheme == "mxfp8" else torch.float32
+        return {name: TensorSpec(size, dtype) for name, size in found.items()}
 
 
 @dataclass(frozen=True)

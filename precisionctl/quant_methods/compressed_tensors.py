@@ -21,13 +21,16 @@ from precisionctl.quant_methods.base import (
 )
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_MX = _FP8 | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _WEIGHTS: Mapping[Scheme, dict[str, Any]] = {
     "static": _FP8 | {"strategy": "tensor", "dynamic": False},
     "dynamic": _FP8 | {"strategy": "channel", "dynamic": False},
+    "mxfp8": _MX | {"dynamic": False},
 }
 _INPUTS: Mapping[Scheme, dict[str, Any]] = {
     "static": _FP8 | {"strategy": "tensor", "dynamic": False},
     "dynamic": _FP8 | {"strategy": "token", "dynamic": True},
+    "mxfp8": _MX | {"dynamic": True},
 }
 
 
@@ -35,7 +38,7 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": _WEIGHTS[scheme], "input_activations": _INPUTS[scheme]}
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": "mxfp8-quantized" if scheme == "mxfp8" else "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": list(ignored),
@@ -98,6 +101,7 @@ QUANT_METHOD = QuantMethod(
             "static": lambda rows, columns: (1,),
             "dynamic": lambda rows, columns: (rows, 1),
             "block": lambda rows, columns: (rows, columns),  # llm-compressor's, read alone
+            "mxfp8": lambda rows, columns: (rows, columns),
         },
         config=config,
     ),

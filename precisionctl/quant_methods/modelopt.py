@@ -12,7 +12,8 @@ from typing import Any
 from precisionctl.errors import PrecisionError, shown
 from precisionctl.quant_methods.base import CHANNEL, TENSOR, QuantMethod, Said, Scheme, Spelling, together
 
-_ALGORITHMS: Mapping[Scheme, str] = {"static": "FP8", "dynamic": "FP8_PER_CHANNEL_PER_TOKEN"}
+_ALGORITHMS: Mapping[Scheme, str] = {"static": "FP8", "dynamic": "FP8_PER_CHANNEL_PER_TOKEN", "mxfp8": "MXFP8"}
+_GROUPS: Mapping[Scheme, dict[str, int]] = {"mxfp8": {"group_size": 32}}
 _FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 # It names the format, not who wrote the files: readers look for this name before they read on.
@@ -28,6 +29,7 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
         "quant_algo": _ALGORITHMS[scheme],
         "producer": _PRODUCER,
         "quant_method": "modelopt",
+        **_GROUPS.get(scheme, {}),
     }
 
 
@@ -36,6 +38,7 @@ def files(scheme: Scheme, ignored: Sequence[str]) -> dict[str, bytes]:
         "quant_algo": _ALGORITHMS[scheme],
         "kv_cache_quant_algo": None,
         "exclude_modules": sorted(ignored),
+        **_GROUPS.get(scheme, {}),
     }
     text = json.dumps({"producer": _PRODUCER, "quantization": quantization}, indent=4)
     return {"hf_quant_config.json": text.encode()}
@@ -74,6 +77,7 @@ QUANT_METHOD = QuantMethod(
             "static": lambda rows, columns: (),
             "dynamic": lambda rows, columns: (rows,),
             "block": lambda rows, columns: (rows, 1, columns, 1),  # ModelOpt's own, read alone
+            "mxfp8": lambda rows, columns: (rows, columns),
         },
         config=config,
         files=files,
