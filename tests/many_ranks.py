@@ -171,6 +171,8 @@ def all_runs() -> None:
     run("four alone", 1, train__micro_batch_size=1, train__steps=1)
     for copies in (1, 2, 4):
         run(f"four in {copies}", 4, train__micro_batch_size=1, train__steps=1, parallel__replicate=copies)
+    still = {"optimizer__lr": 1e-30, "optimizer__weight_decay": 0, "train__batch_size": 6, "train__steps": 1}
+    run("three", 3, source="moe", **still)
     run("2 of 2-1-4", 2, "2-1-4", kill=3, **fp8)
     run("1 of 2-1-4", 1, "2-1-4", kill=5, **fp8)
     run("4 of 2-1-4", 4, "2-1-4", **fp8)
