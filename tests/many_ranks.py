@@ -168,14 +168,22 @@ def all_runs() -> None:
         run(f"{source} fp8 alone", 1, source=source, **fp8)
         run(f"{source} fp8 two", 2, source=source, **fp8)
         run(f"{source} fp8 two, recomputed", 2, source=source, train__recompute="layer", **fp8)
+        run(f"{source} guarded alone", 1, source=source, shadow_every=2, **fp8)
+        run(f"{source} guarded two", 2, source=source, shadow_every=2, train__recompute="layer", **fp8)
     run("four alone", 1, train__micro_batch_size=1, train__steps=1)
+    look = {**fp8, "train__micro_batch_size": 1, "train__steps": 1, "shadow_every": 1}
     for copies in (1, 2, 4):
+        run(f"guarded, four in {copies}", 4, parallel__replicate=copies, **look)
         run(f"four in {copies}", 4, train__micro_batch_size=1, train__steps=1, parallel__replicate=copies)
     still = {"optimizer__lr": 1e-30, "optimizer__weight_decay": 0, "train__batch_size": 6, "train__steps": 1}
     run("three", 3, source="moe", **still)
     run("2 of 2-1-4", 2, "2-1-4", kill=3, **fp8)
     run("1 of 2-1-4", 1, "2-1-4", kill=5, **fp8)
     run("4 of 2-1-4", 4, "2-1-4", **fp8)
+    phases = {**fp8, "precision__schedule": "[{until = 0.2}, {until = 0.7, fp8 = false}, {}]"}
+    run("phases", 2, **phases)
+    run("phases, killed", 2, "phases killed", kill=3, **phases)
+    run("phases, gone on", 2, "phases killed", **phases)
     run_command("killed", die)
     run_command("failed", fails)
     run_command("signalled", signalled)

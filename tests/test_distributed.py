@@ -21,7 +21,7 @@ from precisionctl.errors import RecipeError
 from precisionctl.fp8 import sidecar
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer import world
-from precisionctl.trainer.metrics import FILE, read_metrics
+from precisionctl.trainer.metrics import FILE, SHADOWS, read_metrics
 from precisionctl.trainer.state import _OptimizerOf
 
 Told = dict[str, dict[str, Any]]
@@ -153,6 +153,47 @@ def test_recomputing_layers_changes_no_bit_of_any_rank(place: Path, told: Told, 
     assert steps(told, f"{model} fp8 two, recomputed") == steps(told, f"{model} fp8 two")
     last = [place / f"{model} fp8 two{how}/iter_0000006" for how in ("", ", recomputed")]
     assert not differing(*last)
+
+
+def guard_s_looks(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / SHADOWS).read_text().splitlines()]
+
+
+@models
+def test_the_guard_of_two_ranks_changes_nothing_and_sees_what_that_of_one_process_does(
+    place: Path, told: Told, model: str
+) -> None:
+    """Losses are apart as those of the runs are. Likenesses are of rounding, which is another one where an amax or
+    a weight differs in its last bit, so they are near as a whole; the test of copies holds them to the sums."""
+    assert steps(told, f"{model} guarded two") == steps(told, f"{model} fp8 two")
+    last = [place / f"{model} {how} two/iter_0000006" for how in ("fp8", "guarded")]
+    assert differing(*last) == {"precisionctl/run.json"}
+    alone, two = (guard_s_looks(place / f"{model} guarded {ranks}") for ranks in ("alone", "two"))
+    assert [look["step"] for look in two] == [look["step"] for look in alone] == [2, 4, 6]
+    for ours, expected in zip(two, alone, strict=True):
+        for key in ("loss", "loss_bf16", "held_out_loss", "held_out_loss_bf16"):
+            assert ours[key] == pytest.approx(expected[key], rel=2**-9)
+        for key in ("grad_cosine", "grad_norm_ratio"):
+            assert ours[key] == pytest.approx(expected[key], abs=2**-6)
+        assert list(ours["modules"]) == list(expected["modules"])
+
+
+def test_copies_of_the_model_change_nothing_of_what_the_guard_sees(place: Path) -> None:
+    """A rank that has all of a gradient and one that has a part of it come to the same."""
+    (cut,), (copied,), (both,) = (guard_s_looks(place / f"guarded, four in {copies}") for copies in (1, 4, 2))
+    for other in (copied, both):
+        assert other["loss_bf16"] == cut["loss_bf16"] and other["loss"] == cut["loss"]
+        for module, like in cut["modules"].items():
+            assert other["modules"][module] == pytest.approx(like, rel=1e-5)
+
+
+def test_phases_of_two_ranks_go_on_after_a_kill_as_if_it_had_not_been(place: Path, told: Told) -> None:
+    whole, gone_on = steps(told, "phases"), steps(told, "phases, gone on")
+    assert told["phases, killed"]["codes"][1] == -signal.SIGKILL
+    assert gone_on == whole[2:] and len(whole) == 6
+    places = [place / "phases", place / "phases killed"]
+    assert not differing(*(each / "iter_0000006" for each in places))
+    assert [row["fp8"] for row in read_metrics(places[1] / FILE)] == [True, False, False, False, True, True]
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(place: Path, told: Told) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_resume import losses, scales
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
@@ -15,6 +16,7 @@ from training import make_source, make_text, run, settings
 
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import DamagedCheckpoint, DataError, PrecisionError, RecipeError
 from precisionctl.evaluate import load
 from precisionctl.precision import Precision
@@ -25,6 +27,7 @@ from precisionctl.trainer.metrics import SHADOWS, StepMetrics
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.resume import Settings, read_recipe, read_rows, resume
 from precisionctl.trainer.shadow import Likeness, Shadow, liken
+from precisionctl.work import execute
 
 COARSE = {"checkpoint": "trained", "load": "weights", "precision__delayed__margin": 17}
 """FP8 made bad on purpose: scales so small that most of a tensor underflows, under a model that has learned."""
@@ -164,6 +167,37 @@ def test_bad_fp8_is_warned_of_and_stops_the_run_for_good(place: Path, tmp_path: 
     assert looks(out) == found
     _, finished, more = run(replace(made, overrides=(*made.overrides, "guard.act_at=1000")))
     assert (finished.step, len(more)) == (8, 5)
+
+
+def with_outliers(source: Path, out: Path) -> Path:
+    """The same model in BF16, where powers of two cost nothing: a channel of each norm is louder, and the weights that
+    read it are quieter. In FP8 the rest of the norm's output is lost beside it."""
+    execute(plan_conversion(Conversion(source, out, to="hf")))
+    (file,) = out.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith("layernorm.weight"):
+            tensor[3] *= 2**16
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")):
+            tensor[:, 3] /= 2**16
+    save_file(tensors, file, {"format": "pt"})
+    return out
+
+
+def test_outliers_are_caught_at_the_first_look_and_the_run_goes_on_as_one_in_bf16(place: Path, tmp_path: Path) -> None:
+    still = {"optimizer__lr": 1e-12}  # the weights stay, so that each step's loss may be set against BF16's
+    source, text = with_outliers(place / "trained", tmp_path / "source"), place / "text.txt"
+    _, _, expected = run(settings(source, text, tmp_path / "bf16", **still))
+    acting = {"shadow_every": 2, "guard__act": "bf16", "guard__act_after": 1, "guard__bf16_steps": 4}
+    run(settings(source, text, tmp_path / "run", "fp8", **acting, **still))
+    (look,) = looks(tmp_path / "run")
+    assert (look["step"], look["decision"]) == (2, "bf16") and abs(look["gap"]) > 0.01
+    found = [dict(row) for row in losses(tmp_path / "run")]
+    assert [row["fp8"] for row in found] == [True, True, False, False, False, False]
+    assert [row["loss"] for row in found[2:]] == pytest.approx(expected[2:], rel=1e-4)
+    assert min(abs(row["loss"] / loss - 1) for row, loss in zip(found[:2], expected, strict=False)) > 0.005
+    run(settings(place / "trained", text, tmp_path / "healthy", "fp8", load="weights", **acting, **still))
+    assert [dict(row)["fp8"] for row in losses(tmp_path / "healthy")] == [True] * 6
 
 
 def test_a_gap_between_the_limits_is_warned_of_and_one_good_look_starts_the_count_anew(
