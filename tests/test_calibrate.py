@@ -32,6 +32,7 @@ from precisionctl.errors import (
     UnknownFormat,
 )
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import Fp8State, Role, RoleState
 from precisionctl.plan import make_plan
 from precisionctl.recipe import load_recipe
@@ -272,7 +273,10 @@ def test_collected_histories_go_on_from_those_that_the_checkpoint_had(place: Pat
         return run(made)[1].checkpoint
 
     first = collect(place / "source", tmp_path / "first", 1)
+    measured = {"decoder.layers.0.mlp.linear_fc1": {"input": measure(torch.ones(2, 32), torch.float8_e4m3fn, None)}}
+    sidecar.write(first / sidecar.RELATIVE, replace(sidecar.read(first / sidecar.RELATIVE), statistics=measured))
     second = collect(first, tmp_path / "second", 1)
+    assert sidecar.read(second / sidecar.RELATIVE).statistics == measured
     before, after = (sidecar.read(each / sidecar.RELATIVE).modules for each in (first, second))
     for name, state in after.items():
         for role, part in state.roles.items():

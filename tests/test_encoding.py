@@ -100,6 +100,15 @@ def test_a_value_between_two_codes_is_a_change_too() -> None:
     assert not fit.fits.any()
 
 
+def test_infinity_tells_nothing_of_its_code() -> None:
+    carried = Encoding(torch.float8_e4m3fn, torch.tensor([[2.0**127]]), (1, 2))
+    values = carried.decode_rows(torch.tensor([[2.0, 4.0]]).to(torch.float8_e4m3fn), 0, torch.float32)
+    assert values.isinf().all()
+    fit = Fit(1, 2, (1, 2), torch.float8_e4m3fn, carried)
+    fit.see(values, 0)
+    assert not fit.fits.any()
+
+
 @pytest.mark.parametrize("amax, expected", [(448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (0.0, 1.0), (1e-30, None)])
 def test_new_powers_of_two_are_the_smallest_under_which_nothing_saturates(amax: float, expected: float | None) -> None:
     fit = Fit(1, 2, (1, 2), torch.float8_e4m3fn, None)

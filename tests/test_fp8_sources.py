@@ -174,7 +174,7 @@ def test_a_hostile_scale_stops_a_conversion(tmp_path: Path, value: float) -> Non
     assert not (tmp_path / "hf").exists()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e36])
 def test_a_hostile_input_scale_becomes_no_state(tmp_path: Path, value: float) -> None:
     fp8_directories.make(tmp_path / "fp8", "modelopt-tensor")
     file = tmp_path / "fp8" / "model.safetensors"

@@ -155,6 +155,9 @@ def test_of_experts_the_extremes_are_told_and_how_many_were_silent():
     together = RoleState(torch.stack([p.scale for p in parts]), torch.stack([p.amax_history for p in parts]))
     history = read_history(together, "input", RECIPE)
     assert (history.smallest, history.largest, history.growth, history.silent) == (0.5, 4.0, 8.0, 1)
+    together.amax_history[0, 1:] = math.inf
+    history = read_history(together, "input", RECIPE)
+    assert history.infinite and history.silent == 1
 
 
 MODULES = [f"decoder.layers.{layer}.mlp.linear_{part}" for layer in range(3) for part in ("fc1", "fc2")]

@@ -6,7 +6,6 @@ become FP8 again as it was FP8 before.
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, Stored, make_header, read_described
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
+from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales, encoding
 from precisionctl.safe_files import check_link
@@ -29,6 +29,7 @@ QUANT_CONFIG = "hf_quant_config.json"
 RELATIVE = Path("precisionctl/encodings.safetensors")
 FORMAT_VERSION = 1
 _KEY = "precisionctl"
+_LARGEST = torch.finfo(torch.float32).max / FP8_MAX[torch.float8_e4m3fn]
 
 
 class StoredEncodings(Mapping[str, Encoding]):
@@ -80,12 +81,12 @@ class Coded:
 
     def input_scale(self, name: str) -> float | None:
         """The fixed scale_inv of a weight's input; None where there is none. Raises DamagedCheckpoint for one that is
-        negative, infinite or NaN."""
+        negative or NaN, or of an amax that FP32 does not hold."""
         given = self.scales[name].input
         if given is None:
             return None
         value = float(read_tensor(self.stored, given).float().reshape(()))
-        if not 0 <= value < math.inf:
+        if not 0 <= value <= _LARGEST:
             raise DamagedCheckpoint(f"{given} holds a scale that is negative, infinite or NaN", where=self.path)
         return value
 

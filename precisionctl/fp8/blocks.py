@@ -45,10 +45,10 @@ class Fit:
 
     def _differs(self, values: Tensor, encoding: Encoding, row: int) -> Tensor:
         """1 where a value is no code's under an encoding, FP32. A value that has been BF16 once is one that is a
-        code's in BF16, whatever it is stored in now."""
+        code's in BF16, whatever it is stored in now. Infinity tells nothing of its code."""
         back = encoding.decode_rows(encoding.encode_rows(values, row), row, torch.float32)
         same = (back.to(values.dtype) == values) | (back.bfloat16() == values) | (back.isnan() & values.isnan())
-        return (~same).float()
+        return (~same | values.isinf()).float()
 
     def changed(self, values: Tensor, codes: Tensor, row: int) -> int:
         """How many of the codes that were made are other than under the scales that were carried."""

@@ -45,7 +45,8 @@ def read_history(state: RoleState, role: Role, recipe: DelayedScaling) -> Histor
     rows = state.amax_history.reshape(len(scales), -1)
     # a history of one row rests at zero: its amax went into the scale
     kept = rows[:, 1:] if rows.shape[1] > 1 else recorded_amax(state, role, recipe).reshape(-1, 1)
-    each = [_of_one(amaxes[amaxes > 0], scale) for amaxes, scale in zip(kept, scales, strict=True)]
+    recorded = [amaxes[amaxes > 0] for amaxes in kept]
+    each = [_of_one(amaxes, scale) for amaxes, scale in zip(recorded, scales, strict=True)]
     found = [one for one in each if one is not None]
     if not found:
         return _from_scales(state, role, recipe)
@@ -58,8 +59,8 @@ def read_history(state: RoleState, role: Role, recipe: DelayedScaling) -> Histor
         newest=max(one.newest for one in found),
         growth=max(growths) if growths else None,
         used=max(one.used for one in found) / largest,
-        infinite=any(one.infinite for one in found),
-        silent=len(each) - len(found),
+        infinite=bool(kept.isinf().any()),
+        silent=sum(not len(amaxes) for amaxes in recorded),
     )
 
 

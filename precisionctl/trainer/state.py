@@ -319,8 +319,8 @@ def _beside(run: Run, carried: Fp8States | None) -> Fp8States | None:
     """What is collected, which has grown out of what was carried; else that."""
     if run.recorder is None or run.recipe.precision.fp8:
         return carried
-    raw = carried.raw if carried else {}
-    return Fp8States(run.recipe.precision.delayed, run.recorder.states(), raw, COLLECTED, run.step)
+    collected = Fp8States(run.recipe.precision.delayed, run.recorder.states(), producer=COLLECTED, iteration=run.step)
+    return replace(collected, raw=carried.raw, statistics=carried.statistics) if carried else collected
 
 
 def _common(run: Run) -> dict[str, object]:
