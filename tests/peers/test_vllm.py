@@ -56,7 +56,7 @@ def through_vllm(tmp_path, python, family, method, scheme):
     environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": ""}
     subprocess.run([python, SCRIPT, tmp_path / "exported", out], check=True, capture_output=True, env=environment)
     with safe_open(out, "pt") as file:
-        assert file.metadata()["quantization"] == method
+        assert file.metadata()["quantization"] == (f"{method}_mxfp8" if scheme == "mxfp8" else method)
     return load_file(tmp_path / "exported" / "model.safetensors"), load_file(out)
 
 
@@ -67,7 +67,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize("family", ["llama-3", "llama-tied", "llama-all-biases", "mistral"])
-@pytest.mark.parametrize(("method", "scheme"), SPELLINGS)
+@pytest.mark.parametrize(("method", "scheme"), [*SPELLINGS, ("modelopt", "mxfp8")])
 def test_vllm_loads_every_parameter_with_the_values_that_are_stored(tmp_path, python, family, scheme, method):
     stored, loaded = through_vllm(tmp_path, python, family, method, scheme)
     for name, values in loaded.items():

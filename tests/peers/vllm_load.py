@@ -3,15 +3,24 @@ its parameters go into OUT, a safetensors file, but for those that it did not fi
 
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import save_file
 from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.quantization import fp8, modelopt
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
+
+# Kernels for blocks ask for a GPU, or for a newer CPU than this; loading needs none.
+fp8.init_fp8_linear_kernel = modelopt.init_mxfp8_linear_kernel = lambda **_: SimpleNamespace(
+    input_quant_key=lambda: None
+)
+fp8.select_fp8_moe_backend = lambda *_, **__: (Fp8MoeBackend.TRITON, None)
 
 OPTIONAL = ("q_scale", "k_scale", "v_scale", "prob_scale", "zero_point")  # of the KV cache: 1 where not stored
 
