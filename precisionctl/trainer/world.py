@@ -119,12 +119,23 @@ def together() -> Iterator[Ranks]:
         if not speaks:
             time.sleep(_SPEAKING)
             raise SystemExit(1) from None
+        if ranks.first:
+            _hear_out(ranks)
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise EnvironmentProblem(
                 f"another rank has ended without a word: {str(error).splitlines()[0]}",
                 do="Was it killed? The same command goes on from the newest checkpoint.",
             ) from error
         raise
+
+
+def _hear_out(ranks: Ranks) -> None:
+    """Wait until all have asked who speaks, for the store ends with the first rank; not for long, as one may be dead."""
+    assert ranks.store is not None
+    until = time.monotonic() + _SPEAKING / 2  # the others leave after all of it
+    with suppress(Exception):
+        while ranks.store.add("speaks", 0) < ranks.count and time.monotonic() < until:
+            time.sleep(0.02)
 
 
 @contextmanager
