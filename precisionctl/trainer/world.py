@@ -130,7 +130,7 @@ def together() -> Iterator[Ranks]:
 
 
 def _hear_out(ranks: Ranks) -> None:
-    """Wait until all have asked who speaks, for the store ends with the first rank; not for long, as one may be dead."""
+    """Wait until all have asked who speaks, as the store ends with the first rank; not for long: one may be dead."""
     assert ranks.store is not None
     until = time.monotonic() + _SPEAKING / 2  # the others leave after all of it
     with suppress(Exception):
