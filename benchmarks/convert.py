@@ -98,6 +98,7 @@ def recorded_state(model: Any) -> Any:
 
 def child(task: str, source: Path, target: Path, workers: int) -> None:
     """One run in this process; prints seconds and memory above what importing took, its workers' included."""
+    import precisionctl.commands  # noqa: F401  # start-up, which `plan` would otherwise pay for
     from precisionctl.work import execute
 
     take_memory(target.parent, source)
