@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from precisionctl.checkpoints.base import Chunk, Writer, sync, whole
 from precisionctl.fp8.encoding import Encoding
@@ -32,6 +31,8 @@ class LiveModel:
         return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
 
     def chunks(self, name: str) -> Sequence[Chunk]:
+        from torch.distributed.tensor import DTensor  # half a second that files need not wait for
+
         tensor, box = self.tensors[name], whole(self.specs[name])
         if not isinstance(tensor, DTensor):
             return [Chunk(box, tensor)]
