@@ -21,9 +21,10 @@ from typing import Any, Literal
 import torch
 
 from precisionctl import convert
-from precisionctl.checkpoints.base import Output, Reader, disk_problems, sync
+from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.output import Output, disk_problems, sync
 from precisionctl.errors import DamagedCheckpoint, OutputError, PrecisionError, RecipeError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States

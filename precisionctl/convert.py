@@ -20,7 +20,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from precisionctl.checkpoints.base import Chunk, Chunked, forget, sync
+from precisionctl.checkpoints.base import Chunk, Chunked
+from precisionctl.checkpoints.output import forget, sync
 from precisionctl.errors import OutputError
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.journal import Journal

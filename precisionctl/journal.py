@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from precisionctl.checkpoints.base import Output
+from precisionctl.checkpoints.output import Output
 from precisionctl.errors import OutputError
 
 PATIENCE = 3.0

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from precisionctl.checkpoints import encodings_file
-from precisionctl.checkpoints.base import Output, Reader, Writer, disk_problems
+from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_keys import write_tracker
 from precisionctl.checkpoints.megatron_masters import prove_masters
 from precisionctl.checkpoints.megatron_run import MegatronReader, WithOptimizer
+from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.convert import OnBytes, check, run
 from precisionctl.errors import DiskProblem, OutputError
 from precisionctl.fp8.state import Fp8States

@@ -22,10 +22,11 @@ from te_states import same
 
 from precisionctl import convert, journal, worker
 from precisionctl.architectures.moves import Grouped
-from precisionctl.checkpoints.base import Output, Reader, read_tensor
+from precisionctl.checkpoints.base import Reader, read_tensor
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.output import Output
 from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import (
     CheckpointError,
@@ -359,7 +360,7 @@ KILL = """
 import os, signal, sys
 from pathlib import Path
 from precisionctl import convert, commands, work, worker
-from precisionctl.checkpoints import base
+from precisionctl.checkpoints import output
 convert.SYNC_EVERY = 20_000
 stage, source, destination = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
 calls = 0
@@ -372,7 +373,7 @@ def count(function):
         return function(*arguments, **named)
     return counted
 worker.write_rows = count(worker.write_rows)
-base.sync = count(base.sync)  # what the commit calls
+output.sync = count(output.sync)  # what the commit calls
 work.execute(commands.plan_conversion(commands.Conversion(source, destination, "megatron", "fp8")), workers=1)
 """
 

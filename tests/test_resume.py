@@ -41,7 +41,7 @@ from precisionctl.work import execute
 KILLED = """
 import os, signal, sys
 from training import settings
-from precisionctl.checkpoints.base import Output
+from precisionctl.checkpoints.output import Output
 from precisionctl.trainer import state
 from precisionctl.trainer.resume import resume
 from pathlib import Path

@@ -1,15 +1,12 @@
-"""Readers, Writers and their chunks; how a tensor is cut for tensor parallelism; output by rename.
+"""Readers, Writers and their chunks; how a tensor is cut for tensor parallelism.
 
 A Reader or a Writer says, for each logical tensor, which chunks hold it: a box of the tensor and the
 place of its bytes. Everything that moves data is arithmetic on those boxes, written once, here and in
 `lower.py`: a `torch_dist` chunk, a slice of a stacked tensor, a rank file's shard are all the same thing.
 """
 
-import errno
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, DestinationExists, DiskProblem
+from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
@@ -266,93 +263,3 @@ def _transfer_run(file: int, data: memoryview, offset: int, call: Callable[..., 
         if done == 0:
             raise DamagedCheckpoint("a file ends before its tensors do", where=chunk.place, do="Is the copy whole?")
         data, offset = data[done:], offset + done
-
-
-@dataclass(frozen=True)
-class Output:
-    """A directory that appears at `path` only when it is complete; built beside it as `path.partial`."""
-
-    path: Path
-
-    @property
-    def partial(self) -> Path:
-        return self.path.with_name(self.path.name + ".partial")
-
-    @property
-    def journal(self) -> Path:
-        return self.path.with_name(self.path.name + ".journal")
-
-    def check_free(self) -> None:
-        """Raise DestinationExists where something is at `path`."""
-        if os.path.lexists(self.path):
-            raise DestinationExists(
-                "something is already there", where=self.path, do="Choose another destination or remove it."
-            )
-
-    @property
-    def token(self) -> Path:
-        """In the partial directory, the identity of the journal that says what is done there."""
-        return self.partial / ".unfinished"
-
-    def share_journal(self, rank: int) -> Path:
-        """In the partial directory, what another rank than the first has done."""
-        return self.partial / f".unfinished.{rank}"
-
-    def begin(self) -> None:
-        """Make an empty partial directory."""
-        self.check_free()
-        if self.partial.exists():
-            shutil.rmtree(self.partial)
-        self.partial.mkdir(parents=True)
-
-    def commit(self) -> None:
-        """Sync every file, then rename."""
-        for directory, _, names in os.walk(self.partial):
-            for path in [Path(directory, name) for name in names] + [Path(directory)]:
-                sync(path)
-        for file in self.partial.glob(f"{self.token.name}*"):
-            file.unlink()
-        os.rename(self.partial, self.path)
-        sync(self.path.parent)
-        self.journal.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or directory is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def forget(file: Path) -> None:
-    """Let go of a synced file's pages in memory, so that reading it reads the disk (where the system knows how)."""
-    sync(file)
-    if hasattr(os, "posix_fadvise"):
-        handle = os.open(file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
-
-
-@contextmanager
-def disk_problems(output: Output) -> Iterator[None]:
-    """Turn what a disk can do to a long write into one error that says how to go on."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS):
-            raise
-        raise DiskProblem(
-            f"the disk failed: {error.strerror}",
-            where=output.partial,
-            do=_MENDS.get(error.errno, "What is done is kept there. Make room and run the same command again."),
-        ) from error
-
-
-_MENDS = {
-    errno.EROFS: "Choose a destination that can be written to.",
-    errno.EFBIG: "What is done is kept. Raise the limit on file sizes (ulimit -f) and run the same command again.",
-}

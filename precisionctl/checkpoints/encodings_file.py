@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from precisionctl.checkpoints.base import Chunk, Chunked, read_tensor, sync, whole
+from precisionctl.checkpoints.base import Chunk, Chunked, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json
+from precisionctl.checkpoints.output import sync
 from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, Stored, make_header, read_described
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8.encoding import CODES, Encoding, grid_shape

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Chunk, Writer, sync, whole
+from precisionctl.checkpoints.base import Chunk, Writer, whole
+from precisionctl.checkpoints.output import sync
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from precisionctl.checkpoints.base import sync
+from precisionctl.checkpoints.output import sync
 from precisionctl.errors import DataError
 from precisionctl.trainer.shadow import Shadow
 

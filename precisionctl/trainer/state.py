@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from precisionctl.checkpoints import encodings_file
-from precisionctl.checkpoints.base import Companions, Output, Reader, disk_problems
+from precisionctl.checkpoints.base import Companions, Reader
 from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import TRACKER, directory_name, write_tracker
 from precisionctl.checkpoints.module import LiveModel, RowsOf
+from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.convert import run as convert
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar

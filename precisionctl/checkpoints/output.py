@@ -1,0 +1,101 @@
+"""Output: a directory that is there only when it is whole, and what a disk can do to it."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from precisionctl.errors import DestinationExists, DiskProblem
+
+
+@dataclass(frozen=True)
+class Output:
+    """A directory that appears at `path` only when it is complete; built beside it as `path.partial`."""
+
+    path: Path
+
+    @property
+    def partial(self) -> Path:
+        return self.path.with_name(self.path.name + ".partial")
+
+    @property
+    def journal(self) -> Path:
+        return self.path.with_name(self.path.name + ".journal")
+
+    def check_free(self) -> None:
+        """Raise DestinationExists where something is at `path`."""
+        if os.path.lexists(self.path):
+            raise DestinationExists(
+                "something is already there", where=self.path, do="Choose another destination or remove it."
+            )
+
+    @property
+    def token(self) -> Path:
+        """In the partial directory, the identity of the journal that says what is done there."""
+        return self.partial / ".unfinished"
+
+    def share_journal(self, rank: int) -> Path:
+        """In the partial directory, what another rank than the first has done."""
+        return self.partial / f".unfinished.{rank}"
+
+    def begin(self) -> None:
+        """Make an empty partial directory."""
+        self.check_free()
+        if self.partial.exists():
+            shutil.rmtree(self.partial)
+        self.partial.mkdir(parents=True)
+
+    def commit(self) -> None:
+        """Sync every file, then rename."""
+        for directory, _, names in os.walk(self.partial):
+            for path in [Path(directory, name) for name in names] + [Path(directory)]:
+                sync(path)
+        for file in self.partial.glob(f"{self.token.name}*"):
+            file.unlink()
+        os.rename(self.partial, self.path)
+        sync(self.path.parent)
+        self.journal.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or directory is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def forget(file: Path) -> None:
+    """Let go of a synced file's pages in memory, so that reading it reads the disk (where the system knows how)."""
+    sync(file)
+    if hasattr(os, "posix_fadvise"):
+        handle = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
+@contextmanager
+def disk_problems(output: Output) -> Iterator[None]:
+    """Turn what a disk can do to a long write into one error that says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS):
+            raise
+        raise DiskProblem(
+            f"the disk failed: {error.strerror}",
+            where=output.partial,
+            do=_MENDS.get(error.errno, "What is done is kept there. Make room and run the same command again."),
+        ) from error
+
+
+_MENDS = {
+    errno.EROFS: "Choose a destination that can be written to.",
+    errno.EFBIG: "What is done is kept. Raise the limit on file sizes (ulimit -f) and run the same command again.",
+}
