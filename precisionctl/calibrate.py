@@ -30,7 +30,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.plan import make_plan
 from precisionctl.recipe import Recipe, load_recipe
-from precisionctl.trainer import state
+from precisionctl.trainer import run_folder
 from precisionctl.trainer.backend import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, Feed, Rows
 from precisionctl.trainer.loop import backward, stop_signals
@@ -89,7 +89,7 @@ def calibrate(asked: Calibration, on_pass: OnPass = lambda done, total: None) ->
     check_length(recipe, source.model)
     rows = read_rows(source, recipe.data)
     passes, notes = _passes(asked.passes, len(rows), recipe.train.micro_batch_size)
-    wanted = state.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend)
+    wanted = run_folder.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend)
     with disk_problems(output), _locked(output), stop_signals() as received:
         recorder = Recorder(recipe.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         before = _go_on(recorder, output, wanted)
@@ -201,7 +201,7 @@ def _go_on(recorder: Recorder, output: Output, wanted: Mapping[str, Any]) -> int
         raise DamagedCheckpoint(f"not what a calibration writes: {error}", where=identity) from None
     if not isinstance(found, dict):
         raise DamagedCheckpoint("not what a calibration writes: no table", where=identity)
-    state.check_same(state.Saved(0, 0, found), wanted, output.partial)
+    run_folder.check_same(run_folder.Saved(0, 0, found), wanted, output.partial)
     if not saved:
         return 0
     states = sidecar.read(saved[max(saved)])

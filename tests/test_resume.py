@@ -58,7 +58,7 @@ def child(out, moment, precision):
     if kind == "tracker":
         state.write_tracker = die
     if kind == "drop":
-        state._prune = die
+        state.prune = die
     precision, _, collect = precision.partition(" ")
     made = settings(
         Path(source), Path(data), Path(out), precision, data__held_out=held_out, collect_amax=bool(collect)

@@ -24,7 +24,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.plan import Plan, check_fp8_gemm, make_plan
 from precisionctl.recipe import Data, Recipe, load_recipe
 from precisionctl.reencode import coded_before
-from precisionctl.trainer import state
+from precisionctl.trainer import run_folder, state
 from precisionctl.trainer.backend import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
 from precisionctl.trainer.guard import Guard
@@ -125,8 +125,8 @@ def _resume(
         rows = read_rows(source, recipe.data, out / "tokens", on_tokens)
         beside = replace(recipe.data, path=recipe.data.held_out, blend=(), packing=False)
         held_out = read_rows(source, beside, out / "tokens", on_tokens) if beside.path else None
-        wanted = state.identity(source, rows.fingerprint, recipe, load=load, **settings.start)
-        here = state.newest(out)
+        wanted = run_folder.identity(source, rows.fingerprint, recipe, load=load, **settings.start)
+        here = run_folder.newest(out)
         backend = choose_backend(settings.backend)
         plan = make_plan(source, "megatron")
         if settings.collect_amax:
@@ -261,9 +261,9 @@ def _build(
 
 def _go_on(run: Run, here: TorchDistReader, wanted: Mapping[str, Any], out: Path, settings: Settings) -> Fp8Start:
     """Exactly where the run was."""
-    saved = state.read_saved(here)
+    saved = run_folder.read_saved(here)
     assert saved is not None, "the newest iteration is ours"
-    state.check_same(saved, wanted, out)
+    run_folder.check_same(saved, wanted, out)
     state.load_optimizer(here, run)
     state.load_rng(here)
     run.step, run.position = saved.step, saved.position
@@ -280,7 +280,7 @@ def _start(run: Run, source: Reader, load: Load, settings: Settings, given: Fp8S
             raise CheckpointError("no optimizer state that can be read", where=source.path, do="Use --load weights.")
         state.load_optimizer(source, run)
         state.load_rng(source)
-        saved = state.read_saved(source)
+        saved = run_folder.read_saved(source)
         run.step = source.iteration or 0
         if saved and saved.identity["data"] == run.rows.fingerprint:
             run.position = saved.position
