@@ -1,32 +1,28 @@
-"""What `convert` and `export-inference` are asked, and how that is planned."""
+"""What `convert` is asked, and how that is planned."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from precisionctl import __version__
 from precisionctl.cast import by_module, check_modules, filled, fp8_state, read_state
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
 from precisionctl.checkpoints.megatron_run import Carried, MegatronReader, carried, of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.engines.base import Engine, engines
-from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError
-from precisionctl.export import make_export, plan_of_values, served
+from precisionctl.checkpoints.output import Output
+from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
+from precisionctl.inference import InferenceExport, plan_export_of
 from precisionctl.notes import (
     left_behind,
     of_codes,
     of_family,
-    of_input_scales,
     of_padding,
     of_payloads,
     of_stages,
@@ -35,12 +31,10 @@ from precisionctl.notes import (
 )
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.plan import Plan, check_fp8_gemm, make_plan
-from precisionctl.precision import PRESETS, Precision
-from precisionctl.quant_methods.base import Scheme, quant_methods
-from precisionctl.reencode import check_model, coded_before, make_reencoding, seeded
-from precisionctl.schemes import best_scheme
+from precisionctl.precision import Precision
+from precisionctl.reencode import coded_before, make_reencoding, seeded
 from precisionctl.targets import CONTAINERS, hf_writer, megatron_writer
-from precisionctl.work import Finish, Work, open_output
+from precisionctl.work import Finish, Work, digest_of, open_output
 
 PrecisionChoice = Literal["keep", "bf16", "fp32", "fp8"]
 _VALUES: Mapping[PrecisionChoice, torch.dtype | None] = {
@@ -109,24 +103,6 @@ class Conversion:
         return self.recipe is None or self.recipe.in_fp8(module)
 
 
-@dataclass(frozen=True)
-class InferenceExport:
-    """What to export, for which engine (a name in engines/) on `ranks` GPUs. `scheme` static needs recorded input
-    scales; None is the best that there is. `recipe` says which modules stay in BF16, and `keep_misfits` that those do
-    whose shapes the engine refuses."""
-
-    source: Path
-    destination: Path
-    target: str
-    scheme: Scheme | None = None
-    recipe: Precision | None = None
-    iteration: int | None = None
-    max_shard_size: int = MAX_SHARD_SIZE
-    fp8_state: Path | None = None
-    ranks: int = 1
-    keep_misfits: bool = False
-
-
 def plan_conversion(conversion: Conversion) -> Work:
     """Plan `convert`. Raises what opening and planning raise, and DestinationExists.
 
@@ -137,7 +113,12 @@ def plan_conversion(conversion: Conversion) -> Work:
     if conversion.to == "hf" and conversion.precision == "fp8":
         if coded and coded.quantization and conversion.recipe is None:
             return _plan_way_back(conversion, reader, coded)
-        return plan_export(_as_export(conversion))
+        return plan_export_of(reader, coded, _as_export(conversion))
+    return _plan_values(conversion, reader, coded)
+
+
+def _plan_values(conversion: Conversion, reader: Reader, coded: Coded | None) -> Work:
+    """Values as they are in the result, and FP8 state where it goes."""
     trained = _trained(reader) if conversion.to == "megatron" and not conversion.drop_optimizer else None
     plan = make_plan(
         reader,
@@ -148,57 +129,77 @@ def plan_conversion(conversion: Conversion) -> Work:
     )
     state = _known(conversion, reader, plan)
     seeds = seeded(reader, coded, plan) if state is None else None
-    if conversion.precision == "fp8":
+    unasked = seeds is not None and conversion.precision != "fp8"  # what nobody has trained with waits in the sidecar
+    if not unasked:
         state = state or seeds
+    _check_fp8(conversion, plan, state)
+    run = _carried(conversion, trained)
+    output = open_output(conversion.destination, conversion.source, conversion.reference, conversion.fp8_state)
+    writer = _writer(conversion, reader, plan, output, run, live=conversion.fills_extra_state and not unasked)
+    makes = conversion.fills_extra_state and (conversion.precision == "fp8" or state is not None)
+    notes = _notes(conversion, reader, plan, run if trained else None)
+    notes += state.notes if state else ()
+    if conversion.fp8_state:
+        notes.append(f"FP8 state that the checkpoint has not recorded is that of {conversion.fp8_state}.")
+    if makes:
+        cut = plan.model.moe is not None and conversion.container != "torch"
+        notes += of_payloads(conversion.te_version, conversion.parallelism.expert if cut else None)
+    if reader.encodings and coded:
+        notes += of_codes(coded)
+    finish = _make_state(state, conversion, plan, notes) if makes else lambda found: state or seeds
+    digest = digest_of(plan, conversion, conversion.fp8_state, coded)
+    return Work(reader, plan, writer, output, finish, makes, digest, notes, trained, coded)
+
+
+def _check_fp8(conversion: Conversion, plan: Plan, state: Fp8States | None) -> None:
+    """Raise what keeps a GEMM from FP8, and a state from this model."""
     for job in plan.jobs:
         if conversion.precision == "fp8" and job.row.gemm and conversion.in_fp8(job.module):
             check_fp8_gemm(job, plan.model)
     if state:
         check_modules(state, plan.gemms)
-    output = open_output(conversion.destination, conversion.source, conversion.reference, conversion.fp8_state)
-    ranks_files = conversion.container == "torch"
-    run = carried(trained, conversion.parallelism, generators=not ranks_files) if trained else Carried()
+
+
+def _carried(conversion: Conversion, trained: MegatronReader | None) -> Carried:
+    """What comes along of a run; generators have no place in rank files."""
+    return (
+        carried(trained, conversion.parallelism, generators=conversion.container != "torch") if trained else Carried()
+    )
+
+
+def _writer(conversion: Conversion, reader: Reader, plan: Plan, output: Output, run: Carried, live: bool) -> Writer:
+    """The Writer of the container that is asked for; FP8 state that is `live` goes where a run takes it up."""
     if conversion.to == "hf":
-        writer: Writer = hf_writer(
+        return hf_writer(
             output,
             plan,
             reader.companions,
             container=conversion.container,
             max_shard_size=conversion.max_shard_size,
         )
-    else:
-        unasked = state is None and seeds is not None  # what nobody has trained with waits in the sidecar
-        live = conversion.fills_extra_state and not unasked
-        fp8_in: Literal["extra_state", "sidecar"] = "extra_state" if live else "sidecar"
-        writer = megatron_writer(
-            output,
-            plan,
-            reader.companions,
-            container=conversion.container,
-            run=run,
-            fp8_in=fp8_in,
-            te=conversion.te_version,
-        )
+    return megatron_writer(
+        output,
+        plan,
+        reader.companions,
+        container=conversion.container,
+        run=run,
+        fp8_in="extra_state" if live else "sidecar",
+        te=conversion.te_version,
+    )
+
+
+def _notes(conversion: Conversion, reader: Reader, plan: Plan, run: Carried | None) -> list[str]:
+    """What is told of the family, the vocabulary, the stages, and of a run that comes along."""
     told = conversion.architecture is not None
-    notes = [*of_family(reader, conversion.to, told=told), *left_behind(reader, carried=trained is not None)]
+    notes = [*of_family(reader, conversion.to, told=told), *left_behind(reader, carried=run is not None)]
     if of_megatron(reader):
         notes += of_padding(reader.model, plan.model)
     notes += of_stages(plan.parallelism, plan.model.num_layers)
-    if run.left:
+    if run and run.left:
         notes.append(f"Stays behind, as it belongs to ranks or to Megatron's own classes: {', '.join(run.left)}.")
-    if trained and ranks_files:
+    if run and conversion.container == "torch":
         notes.append("Go on from it with --no-load-rng: the states of random generators are not in this format here.")
-    notes += state.notes if state else ()
-    if conversion.fp8_state:
-        notes.append(f"FP8 state that the checkpoint has not recorded is that of {conversion.fp8_state}.")
-    makes = conversion.fills_extra_state and (conversion.precision == "fp8" or state is not None)
-    if makes:
-        cut = plan.model.moe is not None and conversion.container != "torch"
-        notes += of_payloads(conversion.te_version, conversion.parallelism.expert if cut else None)
-    finish = _make_state(state, conversion, plan, notes) if makes else lambda found: state or seeds
-    if reader.encodings and coded:
-        notes += of_codes(coded)
-    return Work(reader, plan, writer, output, finish, makes, _digest(plan, conversion, coded), notes, trained, coded)
+    return notes
 
 
 def _plan_way_back(conversion: Conversion, reader: Reader, coded: Coded) -> Work:
@@ -220,7 +221,7 @@ def _plan_way_back(conversion: Conversion, reader: Reader, coded: Coded) -> Work
         notes.extend(of_way_back(coded, made.codes, changed))
         return state
 
-    digest = _digest(made.plan, conversion, coded)
+    digest = digest_of(made.plan, conversion, conversion.fp8_state, coded)
     return Work(reader, made.plan, writer, output, finish, False, digest, notes, None, coded)
 
 
@@ -276,55 +277,6 @@ def _as_export(conversion: Conversion) -> InferenceExport:
     )
 
 
-def plan_export(export: InferenceExport) -> Work:
-    """Plan `export-inference`. Raises MissingFp8State where `static` needs what was never recorded."""
-    reader = open_checkpoint(export.source, export.iteration)
-    engine = engine_named(export.target)
-    precision = export.recipe or PRESETS["fp8-delayed"]
-    plan, coded = plan_of_values(reader), coded_before(reader)
-    if coded:
-        check_model(coded, plan)
-    given = read_state(export.fp8_state, plan.gemms) if export.fp8_state else None
-    recorded = filled(reader.fp8, given, None)
-    states = recorded or seeded(reader, coded, plan)
-    codes = coded if reader.encodings else None
-    scheme, why = (export.scheme, "") if export.scheme else best_scheme(engine, plan, precision, states, codes)
-    if scheme not in engine.spells:
-        raise PrecisionError(f"no {scheme} for {engine.title}", do=f"Choose --scheme {' or '.join(engine.spells)}.")
-    if scheme != "static" and export.fp8_state:
-        raise RecipeError(f"{scheme} input scales are made by the engine, of no state", do="Leave --fp8-state out.")
-    method = quant_methods()[engine.spells[scheme]]
-    refusal = partial(engine.refusal, scheme=scheme, served=served(plan, export.ranks))
-    made = make_export(plan, states, method, scheme, precision, refusal, keep_refused=export.keep_misfits)
-    if found := engine.check_experts(made.codes, method.name, scheme):
-        raise PrecisionError(
-            f"{engine.title} does not load {found[0].what}",
-            where=found[0].where,
-            do="Export with --scheme static or block, or name the experts in keep_bf16 of a --recipe.",
-        )
-    output = open_output(export.destination, export.source, export.fp8_state)
-    writer = hf_writer(output, made.plan, reader.companions, export=made, max_shard_size=export.max_shard_size)
-    notes = [f"Scheme {scheme}: {why}."] if why else []
-    if scheme == "static":
-        notes += of_input_scales(recorded, export.fp8_state)
-    notes += left_behind(reader)
-    notes += [*made.notes, f"Serve it with: {engine.serve(export.destination, export.ranks)}"]
-
-    def finish(changed: Mapping[str, float]) -> None:
-        notes.extend(of_way_back(coded, made.codes, changed) if coded else ())
-
-    digest = _digest(made.plan, export, coded)
-    return Work(reader, made.plan, writer, output, finish, False, digest, notes, None, coded)
-
-
-def engine_named(name: str) -> Engine:
-    """Raises PrecisionError with the known names."""
-    known = engines()
-    if name not in known:
-        raise PrecisionError(f"no engine `{name}`", do=f"Known: {', '.join(known)}.")
-    return known[name]
-
-
 def _make_state(carried: Fp8States | None, conversion: Conversion, plan: Plan, notes: list[str]) -> Finish:
     """State that a run will take up: what is carried, held against the weights; for `fp8`, of every FP8 GEMM."""
     recipe = conversion.recipe.delayed if conversion.recipe else None
@@ -338,9 +290,3 @@ def _make_state(carried: Fp8States | None, conversion: Conversion, plan: Plan, n
         return change.states
 
     return make
-
-
-def _digest(plan: Plan, command: Conversion | InferenceExport, coded: Coded | None = None) -> str:
-    files = [file for file in (coded.path if coded else None, command.fp8_state) if file and file.is_file()]
-    about = [[file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    return hashlib.sha256(f"{__version__} {plan.digest} {command} {about}".encode()).hexdigest()

@@ -1,11 +1,13 @@
 """Work: a planned command, and how it is done: written beside the destination, checked, renamed."""
 
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from precisionctl import __version__
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import Coded
@@ -54,6 +56,14 @@ class Work:
     def iteration(self) -> int | None:
         """Of the result: weights alone belong to no run."""
         return self.trained.iteration if self.trained else None
+
+
+def digest_of(plan: Plan, command: object, fp8_state: Path | None, coded: Coded | None) -> str:
+    """What makes a command this one: a partial result of any other is not gone on with. Files beside the source count
+    by size and time."""
+    files = [file for file in (coded.path if coded else None, fp8_state) if file and file.is_file()]
+    about = [[file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return hashlib.sha256(f"{__version__} {plan.digest} {command} {about}".encode()).hexdigest()
 
 
 def open_output(destination: Path, *sources: Path | None) -> Output:

@@ -20,7 +20,7 @@ from precisionctl.calibrate import Calibrated, Calibration, calibrate
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
-from precisionctl.commands import Conversion, InferenceExport, plan_conversion, plan_export
+from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import (
     DamagedCheckpoint,
     DestinationExists,
@@ -34,6 +34,7 @@ from precisionctl.errors import (
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import Fp8State, Role, RoleState
+from precisionctl.inference import InferenceExport, plan_export
 from precisionctl.plan import make_plan
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.resume import resume

@@ -15,11 +15,11 @@ from precisionctl.cast import check_modules, fp8_state, from_other_experts
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import InferenceExport, plan_export
 from precisionctl.engines.base import engines
 from precisionctl.errors import MappingError, MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.inference import InferenceExport, plan_export
 from precisionctl.param import TensorSpec
 from precisionctl.plan import make_plan
 from precisionctl.precision import PRESETS

@@ -1,6 +1,7 @@
 """Exports: which scale each tensor gets, from where, and what is refused."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from safetensors.torch import load_file
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, InferenceExport, plan_conversion, plan_export
+from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.inference import InferenceExport, plan_export
 from precisionctl.param import Parallelism
 from precisionctl.plan import make_plan
 from precisionctl.precision import PRESETS
@@ -155,6 +157,20 @@ def test_convert_to_fp8_hugging_face_is_this_export(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "converted" / "model.safetensors")
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
+
+
+def test_convert_to_fp8_hugging_face_takes_the_family_and_files_it_is_told(tmp_path: Path) -> None:
+    path = source(tmp_path)
+    expected = export(path)
+    execute(plan_conversion(Conversion(path, tmp_path / "megatron", "megatron")))
+    for files in (tmp_path / "megatron").rglob("precisionctl/hf"):
+        shutil.rmtree(files)
+    told = Conversion(tmp_path / "megatron", tmp_path / "told", "hf", precision="fp8", reference=path)
+    execute(plan_conversion(told))
+    stored = load_file(tmp_path / "told" / "model.safetensors")
+    assert all(torch.equal(stored[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
+    family = replace(told, destination=tmp_path / "mistral", reference=None, architecture="mistral")
+    assert plan_conversion(family).plan.model.architecture == "mistral"
 
 
 def test_an_export_of_an_export_has_its_codes(tmp_path: Path) -> None:

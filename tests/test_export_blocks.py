@@ -17,10 +17,11 @@ from precisionctl import convert
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, InferenceExport, engine_named, plan_conversion, plan_export
+from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import PrecisionError
 from precisionctl.evaluate import GroupInputs, load
 from precisionctl.fp8 import sidecar
+from precisionctl.inference import InferenceExport, engine_named, plan_export
 from precisionctl.plan import make_plan
 from precisionctl.precision import Precision
 from precisionctl.trainer.model import GPT

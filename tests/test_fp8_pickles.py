@@ -22,8 +22,9 @@ from safetensors.torch import load_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron_legacy_ranks import FILE
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, InferenceExport, plan_conversion, plan_export
+from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnsafePickle
+from precisionctl.inference import InferenceExport, plan_export
 from precisionctl.param import Parallelism
 from precisionctl.verify import compare
 from precisionctl.work import execute

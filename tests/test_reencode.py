@@ -15,12 +15,13 @@ from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, InferenceExport, plan_conversion, plan_export
+from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import DamagedCheckpoint, MappingError
 from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import DelayedScaling
+from precisionctl.inference import InferenceExport, plan_export
 from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS
 from precisionctl.reports.inspect import describe

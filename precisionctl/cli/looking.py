@@ -141,7 +141,7 @@ def check_codes(path: Path, json_wanted: bool) -> bool:
 def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
-    from precisionctl.commands import engine_named
+    from precisionctl.inference import engine_named
     from precisionctl.reports import verify as report
     from precisionctl.verify import check
 

@@ -96,7 +96,7 @@ def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
     No calibration data is needed. The weights of FP8 GEMMs are rounded to E4M3; the rest is BF16. Weights that are FP8
     codes already stay those where they fit the scheme.
     """
-    from precisionctl.commands import InferenceExport, plan_export
+    from precisionctl.inference import InferenceExport, plan_export
 
     export = InferenceExport(recipe=precision_of(recipe), **what)
     do_work(lambda: plan_export(export), how)

@@ -31,7 +31,8 @@ SIZES = {
 CONVERT = """
 import json, sys
 from pathlib import Path
-from precisionctl.commands import Conversion, InferenceExport, plan_conversion, plan_export
+from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.inference import InferenceExport, plan_export
 from precisionctl.work import execute
 def memory(field):
     return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) / 1024

@@ -1,0 +1,94 @@
+"""What `export-inference` is asked, and how that is planned."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from precisionctl.cast import filled, read_state
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.encodings_file import Coded
+from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.engines.base import Engine, engines
+from precisionctl.errors import PrecisionError, RecipeError
+from precisionctl.export import make_export, plan_of_values, served
+from precisionctl.notes import left_behind, of_input_scales, of_way_back
+from precisionctl.precision import PRESETS, Precision
+from precisionctl.quant_methods.base import Scheme, quant_methods
+from precisionctl.reencode import check_model, coded_before, seeded
+from precisionctl.schemes import best_scheme
+from precisionctl.targets import hf_writer
+from precisionctl.work import Work, digest_of, open_output
+
+
+@dataclass(frozen=True)
+class InferenceExport:
+    """What to export, for which engine (a name in engines/) on `ranks` GPUs. `scheme` static needs recorded input
+    scales; None is the best that there is. `recipe` says which modules stay in BF16, and `keep_misfits` that those do
+    whose shapes the engine refuses."""
+
+    source: Path
+    destination: Path
+    target: str
+    scheme: Scheme | None = None
+    recipe: Precision | None = None
+    iteration: int | None = None
+    max_shard_size: int = MAX_SHARD_SIZE
+    fp8_state: Path | None = None
+    ranks: int = 1
+    keep_misfits: bool = False
+
+
+def plan_export(export: InferenceExport) -> Work:
+    """Plan `export-inference`. Raises MissingFp8State where `static` needs what was never recorded."""
+    reader = open_checkpoint(export.source, export.iteration)
+    return plan_export_of(reader, coded_before(reader), export)
+
+
+def plan_export_of(reader: Reader, coded: Coded | None, export: InferenceExport) -> Work:
+    """Plan the export of an open source whose weights may have been codes before. Raises as `plan_export`."""
+    engine = engine_named(export.target)
+    precision = export.recipe or PRESETS["fp8-delayed"]
+    plan = plan_of_values(reader)
+    if coded:
+        check_model(coded, plan)
+    given = read_state(export.fp8_state, plan.gemms) if export.fp8_state else None
+    recorded = filled(reader.fp8, given, None)
+    states = recorded or seeded(reader, coded, plan)
+    codes = coded if reader.encodings else None
+    scheme, why = (export.scheme, "") if export.scheme else best_scheme(engine, plan, precision, states, codes)
+    if scheme not in engine.spells:
+        raise PrecisionError(f"no {scheme} for {engine.title}", do=f"Choose --scheme {' or '.join(engine.spells)}.")
+    if scheme != "static" and export.fp8_state:
+        raise RecipeError(f"{scheme} input scales are made by the engine, of no state", do="Leave --fp8-state out.")
+    method = quant_methods()[engine.spells[scheme]]
+    refusal = partial(engine.refusal, scheme=scheme, served=served(plan, export.ranks))
+    made = make_export(plan, states, method, scheme, precision, refusal, keep_refused=export.keep_misfits)
+    if found := engine.check_experts(made.codes, method.name, scheme):
+        raise PrecisionError(
+            f"{engine.title} does not load {found[0].what}",
+            where=found[0].where,
+            do="Export with --scheme static or block, or name the experts in keep_bf16 of a --recipe.",
+        )
+    output = open_output(export.destination, export.source, export.fp8_state)
+    writer = hf_writer(output, made.plan, reader.companions, export=made, max_shard_size=export.max_shard_size)
+    notes = [f"Scheme {scheme}: {why}."] if why else []
+    if scheme == "static":
+        notes += of_input_scales(recorded, export.fp8_state)
+    notes += left_behind(reader)
+    notes += [*made.notes, f"Serve it with: {engine.serve(export.destination, export.ranks)}"]
+
+    def finish(changed: Mapping[str, float]) -> None:
+        notes.extend(of_way_back(coded, made.codes, changed) if coded else ())
+
+    digest = digest_of(made.plan, export, export.fp8_state, coded)
+    return Work(reader, made.plan, writer, output, finish, False, digest, notes, None, coded)
+
+
+def engine_named(name: str) -> Engine:
+    """Raises PrecisionError with the known names."""
+    known = engines()
+    if name not in known:
+        raise PrecisionError(f"no engine `{name}`", do=f"Known: {', '.join(known)}.")
+    return known[name]
