@@ -1,0 +1,29 @@
+"""Recipe = [precision] [train] [data] [optimizer] [schedule] [parallel] [guard]: what a run does, from one strict TOML
+file. Every key has a default, so a file says only what it changes.
+"""
+
+from precisionctl.recipe.load import bundled_recipes, find_recipe, load_recipe
+from precisionctl.recipe.sections import (
+    Data,
+    Guard,
+    Optimizer,
+    Parallel,
+    Recipe,
+    Schedule,
+    Share,
+    Train,
+)
+
+__all__ = [
+    "Data",
+    "Guard",
+    "Optimizer",
+    "Parallel",
+    "Recipe",
+    "Schedule",
+    "Share",
+    "Train",
+    "bundled_recipes",
+    "find_recipe",
+    "load_recipe",
+]

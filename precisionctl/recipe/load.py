@@ -1,0 +1,135 @@
+"""A recipe from one TOML file, strictly: unknown keys are refused with the nearest known one, and
+`--set train.steps=200` overrides one key.
+"""
+
+import dataclasses
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import GenericAlias
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from precisionctl.errors import RecipeError
+from precisionctl.recipe.sections import Recipe
+
+Table = dict[str, Any]
+Made = TypeVar("Made")
+
+
+def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """The recipe of a TOML file, else the bundled one of that name, with `key=value` overrides applied.
+
+    Raises RecipeError for a file that is not there, bad TOML, an unknown key or a value of the wrong type.
+    """
+    file = find_recipe(name)
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"not TOML: {error}", where=file) from None
+    for override in overrides:
+        _override(table, override)
+    return _make(Recipe, table, prefix="", where=file)
+
+
+def find_recipe(name: str | Path) -> Path:
+    """A path first, then a bundled name. Raises RecipeError that lists the bundled names."""
+    if Path(name).is_file():
+        return Path(name)
+    bundled = bundled_recipes()
+    try:
+        return bundled[str(name)]
+    except KeyError:
+        raise RecipeError(f"no recipe {name}", do=f"Give a TOML file or one of: {', '.join(bundled)}.") from None
+
+
+def bundled_recipes() -> Mapping[str, Path]:
+    """The recipes that come with the program, by name."""
+    package = Path(__file__).parent.parent
+    folder = package / "recipes"  # in a wheel; a checkout has them beside the package
+    files = (folder if folder.is_dir() else package.parent / "recipes").glob("*.toml")
+    return {file.stem: file for file in sorted(files)}
+
+
+def _override(table: Table, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)+", key.strip()):
+        raise RecipeError(f"--set wants section.key=value, not {override!r}")
+    if key.strip() not in _known_keys(Recipe):
+        raise _unknown_key(key.strip(), f"--set {override}")
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise RecipeError(f"{section} in --set {override} is a value, not a section")
+    table[last] = _toml_value(text)
+
+
+def _toml_value(text: str) -> Any:
+    """The TOML value `text` spells; a word that spells none is a string, as on any command line."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _make(kind: type[Made], table: Table, prefix: str, where: Path) -> Made:
+    """A frozen dataclass from a TOML table, strictly."""
+    hints = get_type_hints(kind)
+    for key in table:
+        if key not in hints:
+            raise _unknown_key(prefix + key, where)
+    fields = {key: _value(hints[key], value, prefix + key, where) for key, value in table.items()}
+    try:
+        return kind(**fields)
+    except TypeError:
+        raise RecipeError(f"[{prefix.rstrip('.')}] lacks a key it needs", where=where) from None
+
+
+def _value(hint: Any, value: Any, key: str, where: Path) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
+        return _make(hint, value, f"{key}.", where)
+    if hint == tuple[str, ...] and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    item = _item(hint)
+    if item and isinstance(value, list) and all(isinstance(table, dict) for table in value):
+        return tuple(_make(item, table, f"{key}.", where) for table in value)
+    if get_origin(hint) is Literal and value in get_args(hint):
+        return value
+    if hint is float and type(value) is int and abs(value) < 1 << 63:
+        return float(value)
+    if type(value) is hint:  # not isinstance: true is no integer here
+        return value
+    raise RecipeError(f"{key} = {value!r} is not {_words(hint)}", where=where)
+
+
+def _item(hint: Any) -> type | None:
+    """What a tuple of dataclasses holds; None for another type."""
+    item = get_args(hint)[0] if get_origin(hint) is tuple else None
+    return item if isinstance(item, type) and dataclasses.is_dataclass(item) else None
+
+
+def _words(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if isinstance(hint, GenericAlias):
+        return "a list of tables" if _item(hint) else "a list of strings"
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+    return words.get(hint, "a section")
+
+
+def _unknown_key(key: str, where: Path | str) -> RecipeError:
+    known = {name.rpartition(".")[2]: name for name in reversed([*_known_keys(Recipe)])}
+    near = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
+    hint = f"Did you mean {known[near[0]]}?" if near else f"Known keys: {', '.join(known.values())}."
+    return RecipeError(f"unknown key {key}", where=where, do=hint)
+
+
+def _known_keys(kind: type, prefix: str = "") -> Iterable[str]:
+    for key, hint in get_type_hints(kind).items():
+        yield prefix + key
+        inner = _item(hint) or hint
+        if dataclasses.is_dataclass(inner) and isinstance(inner, type):
+            yield from _known_keys(inner, f"{prefix}{key}.")

@@ -1,0 +1,153 @@
+"""What a recipe says, section by section: every key, its default, and what it may be."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from precisionctl.errors import RecipeError
+from precisionctl.precision import Precision
+
+Bounds = tuple[str, Callable[[float], bool]]
+"""What a number must be, in words and as a rule that no NaN passes."""
+
+ABOVE_0: Bounds = ("above 0 and finite", lambda value: 0 < value < math.inf)
+FROM_0: Bounds = ("0 or above, and finite", lambda value: 0 <= value < math.inf)
+BELOW_1: Bounds = ("from 0 to below 1", lambda value: 0 <= value < 1)
+SHARE: Bounds = ("from 0 to 1", lambda value: 0 <= value <= 1)
+SEED: Bounds = ("from 0 to 4294967295", lambda value: 0 <= value < 2**32)
+
+
+def _require(section: str, table: object, **bounds: Bounds) -> None:
+    """Raise RecipeError for a value of a section that is out of its bounds."""
+    for key, (words, holds) in bounds.items():
+        if not holds(value := getattr(table, key)):
+            raise RecipeError(f"{section}.{key} = {value} must be {words}")
+
+
+@dataclass(frozen=True)
+class Train:
+    """How long, in what batches, and what is kept. Steps are optimizer steps; sizes are sequences. `recompute` of a
+    layer keeps its input alone for the backward, and makes the rest once more then."""
+
+    steps: int = 1000
+    batch_size: int = 32
+    micro_batch_size: int = 1
+    seed: int = 0
+    save_every: int = 500
+    keep: int = 2
+    eval_every: int = 100
+    warmup_passes: int = 8
+    recompute: Literal["none", "layer"] = "none"
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "batch_size", "micro_batch_size", "save_every", "keep", "eval_every")
+        _require("train", self, seed=SEED, warmup_passes=FROM_0, **dict.fromkeys(counts, ABOVE_0))
+        if self.batch_size % self.micro_batch_size:
+            raise RecipeError(
+                f"train.batch_size {self.batch_size} is no multiple of train.micro_batch_size {self.micro_batch_size}"
+            )
+
+
+@dataclass(frozen=True)
+class Share:
+    """One data set of a blend, and how many rows of it come for how many of the others."""
+
+    path: str
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require("data.blend", self, weight=ABOVE_0)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and held-out files (see docs/data.md): one `path`, or several in a `blend`; tokens per sequence, whether
+    conversations share one (`packing`), and where tokens are kept (`cache`, else the run's own folder)."""
+
+    path: str = ""
+    blend: tuple[Share, ...] = ()
+    held_out: str = ""
+    sequence_length: int = 1024
+    packing: bool = False
+    cache: str = ""
+
+    def __post_init__(self) -> None:
+        _require("data", self, sequence_length=ABOVE_0)
+        if self.path and self.blend:
+            raise RecipeError("data.path and data.blend are both given", do="Put the path into the blend.")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW (Loshchilov and Hutter, 2019). `clip_norm` bounds the global norm of the gradients; 0 is no bound."""
+
+    lr: float = 1e-5
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require("optimizer", self, lr=ABOVE_0, beta1=BELOW_1, beta2=BELOW_1)
+        _require("optimizer", self, epsilon=ABOVE_0, weight_decay=FROM_0, clip_norm=FROM_0)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over a run, as a share of `optimizer.lr`.
+
+    Linear warm-up over `warmup_steps`; then `cosine` falls to `min_ratio` at the last step, `wsd` stays and
+    falls linearly to it over the last `decay_steps`, `constant` stays.
+    """
+
+    kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    min_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        _require("schedule", self, warmup_steps=FROM_0, decay_steps=FROM_0, min_ratio=SHARE)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the ranks of torchrun share a model: `replicate` copies of it, each cut for the ranks that have it (1 is
+    FSDP, more is HSDP, as many as ranks is DDP)."""
+
+    replicate: int = 1
+
+    def __post_init__(self) -> None:
+        _require("parallel", self, replicate=ABOVE_0)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What watches FP8. Every `shadow_every` steps (0: never) an update's passes are made in BF16 too, and the gap of
+    the losses, training or held-out, is judged: a warning beyond `warn_at`, and `act` when it was beyond `act_at` for
+    `act_after` looks running: `stop`, or `bf16` for the next `bf16_steps` steps."""
+
+    shadow_every: int = 0
+    warn_at: float = 0.0025
+    act_at: float = 0.01
+    act_after: int = 3
+    act: Literal["stop", "bf16"] = "stop"
+    bf16_steps: int = 100
+
+    def __post_init__(self) -> None:
+        _require("guard", self, shadow_every=FROM_0, warn_at=ABOVE_0, act_at=ABOVE_0)
+        _require("guard", self, act_after=ABOVE_0, bf16_steps=ABOVE_0)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides a run besides its checkpoint."""
+
+    precision: Precision = field(default_factory=lambda: Precision(fp8=False))
+    train: Train = field(default_factory=Train)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    parallel: Parallel = field(default_factory=Parallel)
+    guard: Guard = field(default_factory=Guard)
