@@ -229,10 +229,6 @@ class ModelShape:
         return self.position_embedding == "learned_absolute"
 
     @property
-    def norm_bias(self) -> bool:
-        return self.normalization == "LayerNorm"
-
-    @property
     def shared_experts(self) -> bool:
         return self.moe is not None and self.moe.shared_ffn_hidden_size is not None
 

@@ -8,10 +8,16 @@ from torch import Tensor
 
 from precisionctl.architectures.find import architecture_of, supported
 from precisionctl.architectures.moves import QKV
-from precisionctl.architectures.param_map import Architecture, Either, Row, all_rows
+from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.lower import lower
 from precisionctl.model_shape import MLA, ModelShape, MoE
+
+
+def all_rows(table: Architecture) -> list[Row]:
+    """The rows in every spelling."""
+    return [each for row in table.rows for each in ((row,) if isinstance(row, Row) else (*row.first, *row.second))]
+
 
 ROWS = [
     pytest.param(row, id=row.megatron)

@@ -200,11 +200,6 @@ def _any_stored(rows: tuple[Row, ...], stored: Mapping[str, object], model: Mode
     return any(name in stored for row, place in places if place is not None for name in names(row, "hf", place))
 
 
-def all_rows(table: Architecture) -> tuple[Row, ...]:
-    """The rows in every spelling."""
-    return tuple(each for row in table.rows for each in ((row,) if isinstance(row, Row) else (*row.first, *row.second)))
-
-
 def names(row: Row, layout: Layout, place: Place) -> tuple[str, ...]:
     """A row's tensors at one place."""
     templates = row.hf if layout == "hf" else (row.megatron,)

@@ -6,7 +6,7 @@ become FP8 again as it was FP8 before.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,31 +33,42 @@ _KEY = "precisionctl"
 _LARGEST = torch.finfo(torch.float32).max / FP8_MAX[torch.float8_e4m3fn]
 
 
-class StoredEncodings(Mapping[str, Encoding]):
-    """The encodings of weights by name, from tensors in files. The grids of a large model are gigabytes where channels
-    have scales, so none is kept but the last: whoever decodes asks for one weight's many times over."""
+class EncodingsOnDemand(Mapping[str, Encoding]):
+    """The encodings of weights by name, read from files when they are asked for. The grids of a large model are
+    gigabytes where channels have scales, so none is kept but the last: whoever decodes asks for one weight's many times
+    over."""
 
-    def __init__(
-        self, stored: Chunked, weights: Mapping[str, TensorSpec], scales: Mapping[str, Scales], where: object
-    ) -> None:
-        self._stored, self._weights, self._scales, self._where = stored, weights, scales, where
+    def __init__(self, weights: Collection[str], read: Callable[[str], Encoding]) -> None:
+        self._weights, self._read = weights, read
         self._last: tuple[str, Encoding] | None = None
 
     def __getitem__(self, name: str) -> Encoding:
+        if name not in self._weights:
+            raise KeyError(name)
         if self._last is None or self._last[0] != name:
-            scales = self._scales[name]
-            scale = read_tensor(self._stored, scales.weight)
-            self._last = name, encoding(scale, scales, self._weights[name], self._where)
+            self._last = name, self._read(name)
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._scales)
+        return iter(self._weights)
 
     def __len__(self) -> int:
-        return len(self._scales)
+        return len(self._weights)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._scales
+        return name in self._weights
+
+
+def stored_encodings(
+    stored: Chunked, weights: Mapping[str, TensorSpec], scales: Mapping[str, Scales], where: object
+) -> EncodingsOnDemand:
+    """Those of weights by the tensors in `stored` that hold their scales."""
+
+    def read(name: str) -> Encoding:
+        scale = read_tensor(stored, scales[name].weight)
+        return encoding(scale, scales[name], weights[name], where)
+
+    return EncodingsOnDemand(scales, read)
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class Coded:
 
     @property
     def encodings(self) -> Mapping[str, Encoding]:
-        return StoredEncodings(self.stored, self.weights, self.scales, self.path)
+        return stored_encodings(self.stored, self.weights, self.scales, self.path)
 
     def input_scale(self, name: str) -> float | None:
         """The fixed scale_inv of a weight's input; None where there is none. Raises DamagedCheckpoint for one that is

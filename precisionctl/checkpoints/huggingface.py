@@ -14,7 +14,7 @@ from precisionctl.architectures.find import from_hf_config
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions
-from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, Coded, StoredEncodings, Within
+from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, Coded, Within, stored_encodings
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, Spelling, index_of, read_stored, spelling_of
 from precisionctl.checkpoints.safetensors_file import Stored, split_shards
@@ -74,7 +74,7 @@ class HuggingFaceReader:
 
     @cached_property
     def encodings(self) -> Mapping[str, Encoding]:
-        return StoredEncodings(self.stored, self.specs, self._scales, self.path)
+        return stored_encodings(self.stored, self.specs, self._scales, self.path)
 
     @property
     def coded(self) -> Coded | None:

@@ -19,7 +19,7 @@ from precisionctl.checkpoints.megatron_extra_state import Experts, Saved, as_sta
 from precisionctl.checkpoints.megatron_keys import EXTRA_STATE, find_iteration, iteration_in
 from precisionctl.checkpoints.megatron_legacy_buckets import FILE as BUCKETS
 from precisionctl.checkpoints.megatron_legacy_buckets import bucket_tensors
-from precisionctl.checkpoints.megatron_legacy_codes import Found, LegacyEncodings, codes_of
+from precisionctl.checkpoints.megatron_legacy_codes import Found, codes_of, encodings_of
 from precisionctl.checkpoints.megatron_legacy_names import (
     count_experts,
     count_layers,
@@ -83,7 +83,7 @@ class LegacyReader:
         self._shards = self._model_shards()
         self._tensors = assembled(self._shards, self.parallelism, self._parallel)
         self.specs = {name: tensor.spec for name, tensor in self._tensors.items()}
-        self.encodings: Mapping[str, Encoding] = LegacyEncodings(self._tensors, self._fp8)
+        self.encodings: Mapping[str, Encoding] = encodings_of(self._tensors, self._fp8)
 
     @property
     def files(self) -> Sequence[Path]:

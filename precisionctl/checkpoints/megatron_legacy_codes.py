@@ -1,12 +1,13 @@
 """FP8 weights in the files of ranks: each shard has scales of its own, and the whole weight one grid of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import shard_boxes
+from precisionctl.checkpoints.encodings_file import EncodingsOnDemand
 from precisionctl.checkpoints.megatron_legacy_shards import Logical, Shard
 from precisionctl.checkpoints.te_tensors import Fp8Located
 from precisionctl.checkpoints.torch_zip import Located, read_located
@@ -35,54 +36,42 @@ def codes_of(weight: Fp8Located, path: Path, found: Found) -> Located:
     return codes._replace(dtype=CODES)
 
 
-class LegacyEncodings(Mapping[str, Encoding]):
-    """How the codes among tensors decode, by logical name; read when they are asked for, and the last is kept."""
+def encodings_of(tensors: Mapping[str, Logical], found: Found) -> EncodingsOnDemand:
+    """How the codes among tensors decode, by logical name."""
+    weights = {name: tensor for name, tensor in tensors.items() if tensor.spec.dtype == CODES}
 
-    def __init__(self, tensors: Mapping[str, Logical], found: Found) -> None:
-        self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.spec.dtype == CODES}
-        self._found = found
-        self._last: tuple[str, Encoding] | None = None
+    def read(name: str) -> Encoding:
+        shards = [_of_replicas(name, replicas, found) for replicas in weights[name].shards]
+        return _together(name, weights[name].spec, shards)
 
-    def __getitem__(self, name: str) -> Encoding:
-        if self._last is None or self._last[0] != name:
-            tensor = self._tensors[name]
-            shards = [self._of_replicas(name, replicas) for replicas in tensor.shards]
-            self._last = name, _together(name, tensor.spec, shards)
-        return self._last[1]
+    return EncodingsOnDemand(weights, read)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
 
-    def __len__(self) -> int:
-        return len(self._tensors)
+def _of_replicas(name: str, replicas: tuple[Shard, ...], found: Found) -> Encoding:
+    """Of a shard. Raises DamagedCheckpoint where its replicas have other scales."""
+    first, *others = (_of_shard(name, shard, found) for shard in replicas)
+    for shard, other in zip(replicas[1:], others, strict=True):
+        if first.block != other.block or not torch.equal(first.scale_inv.float(), other.scale_inv.float()):
+            raise DamagedCheckpoint(
+                f"`{name}` has other scales than in {replicas[0].rank.path.parent.name}",
+                where=shard.rank.path,
+                do="Ranks that hold the same tensor must agree. Do these files belong to one checkpoint?",
+            )
+    return first
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
 
-    def _of_replicas(self, name: str, replicas: tuple[Shard, ...]) -> Encoding:
-        """Of a shard. Raises DamagedCheckpoint where its replicas have other scales."""
-        first, *others = (self._of_shard(name, shard) for shard in replicas)
-        for shard, other in zip(replicas[1:], others, strict=True):
-            if first.block != other.block or not torch.equal(first.scale_inv.float(), other.scale_inv.float()):
-                raise DamagedCheckpoint(
-                    f"`{name}` has other scales than in {replicas[0].rank.path.parent.name}",
-                    where=shard.rank.path,
-                    do="Ranks that hold the same tensor must agree. Do these files belong to one checkpoint?",
-                )
-        return first
-
-    def _of_shard(self, name: str, shard: Shard) -> Encoding:
-        path, weight = shard.rank.path, self._found.get((shard.rank.path, shard.tensor.offset))
-        if weight is None:
-            raise DamagedCheckpoint(f"`{name}` is FP8 codes without scales", where=path)
-        spec = TensorSpec(shard.tensor.shape, CODES)
-        scale = read_located(path, weight.scale_inv)
-        block = weight.block or (max(1, spec.rows), max(1, spec.columns))
-        high, wide = grid_shape(spec.rows, spec.columns, block)
-        grid = scale.reshape(-1, scale.shape[-1] if scale.dim() else 1)
-        if weight.block is None and grid.numel() != 1 or grid.shape[0] < high or grid.shape[1] < wide:
-            raise DamagedCheckpoint(f"`{name}` has scales of {list(scale.shape)}", where=path)
-        return encoding(grid[:high, :wide].contiguous(), Scales(name, None, block), spec, path)  # what pads is cut off
+def _of_shard(name: str, shard: Shard, found: Found) -> Encoding:
+    path, weight = shard.rank.path, found.get((shard.rank.path, shard.tensor.offset))
+    if weight is None:
+        raise DamagedCheckpoint(f"`{name}` is FP8 codes without scales", where=path)
+    spec = TensorSpec(shard.tensor.shape, CODES)
+    scale = read_located(path, weight.scale_inv)
+    block = weight.block or (max(1, spec.rows), max(1, spec.columns))
+    high, wide = grid_shape(spec.rows, spec.columns, block)
+    grid = scale.reshape(-1, scale.shape[-1] if scale.dim() else 1)
+    if weight.block is None and grid.numel() != 1 or grid.shape[0] < high or grid.shape[1] < wide:
+        raise DamagedCheckpoint(f"`{name}` has scales of {list(scale.shape)}", where=path)
+    return encoding(grid[:high, :wide].contiguous(), Scales(name, None, block), spec, path)  # what pads is cut off
 
 
 def _together(name: str, spec: TensorSpec, shards: list[Encoding]) -> Encoding:
