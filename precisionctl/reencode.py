@@ -34,12 +34,16 @@ Megatron's default, keeps it so."""
 def coded_before(reader: Reader) -> Coded | None:
     """How a checkpoint's weights are coded, or were: by the names that a Hugging Face directory has for them when it
     is written. None where nothing is known of that."""
-    if isinstance(reader, HuggingFaceReader):
-        coded = reader.coded
-    else:
-        coded = encodings_file.find(reader.path) if reader.path and not reader.encodings else None
+    coded = coded_as_stored(reader)
     renamed = reader.layout == "megatron" or any(name.endswith("]") for name in reader.encodings)
     return _moved(reader, coded) if reader.encodings and renamed else coded
+
+
+def coded_as_stored(reader: Reader) -> Coded | None:
+    """What a checkpoint's own files say of that, with no scale moved."""
+    if isinstance(reader, HuggingFaceReader):
+        return reader.coded
+    return encodings_file.find(reader.path) if reader.path and not reader.encodings else None
 
 
 def _moved(reader: Reader, coded: Coded | None) -> Coded:

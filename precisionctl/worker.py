@@ -7,6 +7,7 @@ bytes are copied and no number is looked at. Otherwise each piece is decoded, ro
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from math import prod
 from types import MappingProxyType
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from precisionctl.checkpoints.base import Chunked, check_rows, read_rows, rows_h
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.blocks import Fit, share
-from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.encoding import Encoding, grid_shape
 from precisionctl.lower import Segment, lower
 from precisionctl.plan import Job, Plan
 
@@ -43,10 +44,14 @@ def written(job: Job) -> Sequence[str]:
     return (*job.writes, *job.encode.weight_scales.values(), *job.encode.input_scales) if job.encode else job.writes
 
 
+_FIT = 17
+"""Bytes that a Fit holds for each block of a tensor: amax, candidate, misfit and scale in FP32, and whether it fits."""
+
+
 def held_bytes(plan: Plan) -> int:
     """The most memory that a worker holds for this plan: its buffers, or a row of a tensor that is longer; a row
     of the table that does more than move, as read and as made, in FP32 at worst; and where it encodes or decodes, what
-    a piece becomes on the way there and back."""
+    a piece becomes on the way there and back, and the grids of scales."""
     rows = [spec.columns * max(4, spec.dtype.itemsize) for spec in plan.targets.values()]
     computed = (
         [0]
@@ -57,8 +62,14 @@ def held_bytes(plan: Plan) -> int:
             if not job.row.moves(plan.model)
         ]
     )
-    recoded = 6 * BUFFER if any(job.encode for job in plan.jobs) else 0
-    return 2 * max(BUFFER, *rows) + 4 * numerics.PIECE + max(computed, default=0) + recoded
+    recoded = [6 * BUFFER + _FIT * _blocks(plan, job.encode) for job in plan.jobs if job.encode]
+    return 2 * max(BUFFER, *rows) + 4 * numerics.PIECE + max(computed, default=0) + max(recoded, default=0)
+
+
+def _blocks(plan: Plan, encode: Encode) -> int:
+    """The blocks with a scale in the tensors that a job encodes."""
+    specs = ((plan.targets[name], block) for name, block in encode.blocks.items())
+    return sum(prod(grid_shape(spec.rows, spec.columns, block)) for spec, block in specs)
 
 
 class Worker:

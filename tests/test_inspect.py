@@ -1,13 +1,17 @@
 from pathlib import Path
 
+import fp8_directories
 import pico
+import pytest
 import torch
 
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.reports.inspect import describe, tables
+from precisionctl.work import execute
 
 RECIPE = DelayedScaling(amax_history_len=4)
 MODULE = "decoder.layers.0.mlp.linear_fc1"
@@ -48,3 +52,21 @@ def test_experts_and_latents_are_told(tmp_path: Path) -> None:
     summary = dict(tables(describe(open_checkpoint(tmp_path)))[0].rows)
     assert summary["attention"] == "4 heads of latents of 16"
     assert summary["experts"] == "4 of 8 for a token, MLP 32, and shared ones of 32, in 2 layers"
+
+
+@pytest.mark.parametrize(
+    ("spelling", "words"),
+    [
+        ("fp8-block", "fp8: 14 with a scale for each block of 128 x 128"),
+        ("compressed-channel", "compressed-tensors: 14 with a scale for each channel"),
+        ("modelopt-tensor", "modelopt: 14 with a scale for each tensor; static input scales for 14"),
+    ],
+)
+def test_the_spelling_of_fp8_weights_is_told_and_still_known_of_values_made_of_them(
+    tmp_path: Path, spelling: str, words: str
+) -> None:
+    made = fp8_directories.make(tmp_path / "fp8", spelling, **fp8_directories.RAGGED)
+    assert len(made) == 14  # of two layers: q, k, v, o, gate, up and down
+    assert dict(tables(describe(open_checkpoint(tmp_path / "fp8")))[0].rows)["FP8 weights"] == words
+    execute(plan_conversion(Conversion(tmp_path / "fp8", tmp_path / "megatron", "megatron")), workers=1)
+    assert dict(tables(describe(open_checkpoint(tmp_path / "megatron")))[0].rows)["were FP8 weights"] == words

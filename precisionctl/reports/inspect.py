@@ -11,6 +11,8 @@ from torch import Tensor
 from precisionctl.checkpoints.base import Reader
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
+from precisionctl.param import TensorSpec
+from precisionctl.reencode import coded_as_stored
 from precisionctl.reports.table import Table, size
 
 Description = Mapping[str, Any]
@@ -34,6 +36,7 @@ def describe(reader: Reader) -> Description:
         "files": len(reader.files),
         "bytes_by_dtype": dict(nbytes.most_common()),
         "precision": _precision(nbytes, reader),
+        "coded": _coded(reader),
         "model": asdict(reader.model),
         "fp8": _fp8(reader.fp8, reader.iteration) if reader.fp8 else None,
     }
@@ -44,6 +47,26 @@ def _precision(nbytes: Counter[str], reader: Reader) -> str:
     codes = sorted({str(reader.specs[name].dtype).removeprefix("torch.") for name in reader.encodings})
     stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
     return f"{stored} with delayed-scaling state" if reader.fp8 else stored
+
+
+def _coded(reader: Reader) -> dict[str, Any] | None:
+    """How FP8 weights are spelled, or were before they became values; how many share scales in which way."""
+    coded = coded_as_stored(reader)
+    if coded is None:
+        return None
+    shared = Counter(_sharing(coded.weights[name], scales.block) for name, scales in coded.scales.items())
+    return {
+        "quant_method": coded.quantization.get("quant_method"),
+        "weights_by_scale": dict(shared.most_common()),
+        "static_input_scales": sum(scales.input is not None for scales in coded.scales.values()),
+    }
+
+
+def _sharing(spec: TensorSpec, block: tuple[int, int]) -> str:
+    """Who shares a scale, in a few words."""
+    if block[0] >= spec.rows and block[1] >= spec.columns:
+        return "tensor"
+    return "channel" if block[0] == 1 and block[1] >= spec.columns else f"block of {block[0]} x {block[1]}"
 
 
 def _fp8(states: Fp8States, iteration: int | None) -> dict[str, Any]:
@@ -109,9 +132,20 @@ def summary(description: Description) -> Table:
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
     ]
+    if description["coded"]:
+        rows.append(_coded_row(description))
     if description["fp8"]:
         rows += _fp8_rows(description["fp8"])
     return Table(description["path"], ("", ""), rows)
+
+
+def _coded_row(description: Description) -> tuple[str, str]:
+    coded = description["coded"]
+    by_scale = ", ".join(f"{count} with a scale for each {who}" for who, count in coded["weights_by_scale"].items())
+    static = coded["static_input_scales"]
+    inputs = f"; static input scales for {static}" if static else ""
+    title = "FP8 weights" if "codes" in description["precision"] else "were FP8 weights"
+    return title, f"{coded['quant_method'] or 'of no Hugging Face spelling'}: {by_scale}{inputs}"
 
 
 def _attention(model: Mapping[str, Any]) -> str:
