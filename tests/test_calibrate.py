@@ -13,8 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors import safe_open
-from test_resume import scales
-from training import SMALL, make_source, make_text, run, settings
+from training import SMALL, make_source, make_text, run, scales, settings
 
 from precisionctl.calibrate import Calibrated, Calibration, calibrate
 from precisionctl.checkpoints.base import read_tensor

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_resume import losses, scales
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
-from training import make_source, make_text, run, settings
+from training import contents, losses, make_place, run, scales, settings
 
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
@@ -35,10 +34,7 @@ COARSE = {"checkpoint": "trained", "load": "weights", "precision__delayed__margi
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("guard")
-    make_source(folder / "source")
-    make_text(folder / "text.txt")
-    make_text(folder / "held_out.txt", seed=1, words=300)
+    folder = make_place(tmp_path_factory.mktemp("guard"))
     learning = settings(
         folder / "source", folder / "text.txt", folder / "trained", train__steps=40, train__save_every=40
     )
@@ -53,11 +49,6 @@ def watched(place: Path, out: Path, **changes: Any) -> Settings:
 
 def looks(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / SHADOWS).read_text().splitlines()]
-
-
-def contents(folder: Path, *without: str) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in without)
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize(

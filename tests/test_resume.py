@@ -1,7 +1,6 @@
 """`resume`: runs that are killed, stopped, branched and continued are the runs that they would have been."""
 
 import fcntl
-import filecmp
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ import pytest
 import torch
 from pico import save as save_pico
 from test_megatron_core import SAVED_ARGS
-from training import SMALL, make_source, make_text, run, settings
+from training import SMALL, contents, losses, make_place, make_source, make_text, run, scales, settings
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
@@ -81,12 +80,7 @@ ROWS = Rows(np.zeros(2, np.int32), None, EvenCut(1, 1), padding=0, largest=0, di
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a source and texts; nothing in a test changes them."""
-    folder = tmp_path_factory.mktemp("resume")
-    make_source(folder / "source")
-    make_text(folder / "text.txt")
-    make_text(folder / "held_out.txt", seed=1, words=300)
-    return folder
+    return make_place(tmp_path_factory.mktemp("resume"))
 
 
 @pytest.fixture(scope="module")
@@ -106,27 +100,6 @@ def megatron_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def losses(out: Path) -> list[tuple[Any, ...]]:
-    """Of each step what does not depend on the clock."""
-    timed = ("seconds", "tokens_per_second")
-    return [tuple((key, value) for key, value in row.items() if key not in timed) for row in read_metrics(out / FILE)]
-
-
-def same_files(a: Path, b: Path) -> bool:
-    names = sorted(path.relative_to(a) for path in a.rglob("*") if path.is_file())
-    assert names == sorted(path.relative_to(b) for path in b.rglob("*") if path.is_file())
-    return all(filecmp.cmp(a / name, b / name, shallow=False) for name in names)
-
-
-def scales(states: Fp8States | None) -> dict[tuple[str, str], tuple[float, list[float]]]:
-    assert states is not None
-    return {
-        (name, role): (float(part.scale), part.amax_history.tolist())
-        for name, state in states.modules.items()
-        for role, part in state.roles.items()
-    }
-
-
 def same_state(a: Fp8States | None, b: Fp8States) -> bool:
     return a is not None and (scales(a), a.iteration, a.recipe) == (scales(b), b.iteration, b.recipe)
 
@@ -140,7 +113,7 @@ def test_a_run_killed_at_any_step_ends_as_one_that_never_was(place: Path, tmp_pa
     whole = tmp_path / "run-whole"
     assert [row[0] for row in losses(whole)] == [("step", step) for step in range(1, 7)]
     assert losses(out) == losses(whole)
-    assert same_files(out / "iter_0000006", whole / "iter_0000006")
+    assert contents(out / "iter_0000006") == contents(whole / "iter_0000006")
     assert sorted(path.name for path in out.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
@@ -510,7 +483,7 @@ def test_a_blend_of_text_and_packed_conversations_stopped_between_updates_goes_o
     whole = going(tmp_path / "whole", 6)
     parts = going(tmp_path / "parts", 3) + going(tmp_path / "parts", 6)
     assert parts == whole and len(set(whole)) == 6
-    assert same_files(tmp_path / "parts" / "iter_0000006", tmp_path / "whole" / "iter_0000006")
+    assert contents(tmp_path / "parts" / "iter_0000006") == contents(tmp_path / "whole" / "iter_0000006")
     assert len([path for path in (tmp_path / "parts" / "tokens").iterdir() if path.is_dir()]) == 2
     with pytest.raises(OutputError, match=r"differs in data \("):
         recipe.write_text(recipe.read_text().replace("0.75", "0.5"))

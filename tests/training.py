@@ -1,4 +1,5 @@
-"""What a run in the tests is made of: a pico Llama with a tokenizer of 60 words, and text in those words."""
+"""What a run in the tests is made of: a pico Llama with a tokenizer of 60 words, and text in those words; and what is
+looked at of one that was made."""
 
 import random
 from collections.abc import Mapping
@@ -9,6 +10,8 @@ from pico import save as save_pico
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from precisionctl.fp8.state import Fp8States
+from precisionctl.trainer.metrics import FILE, read_metrics
 from precisionctl.trainer.resume import Finished, Settings, Started, resume
 
 WORDS = [f"w{number}" for number in range(60)]
@@ -52,6 +55,14 @@ def make_text(file: Path, *, seed: int = 0, words: int = 2000) -> Path:
     return file
 
 
+def make_place(folder: Path) -> Path:
+    """A folder with a source and texts, for all tests of a module: nothing in them changes it."""
+    make_source(folder / "source")
+    make_text(folder / "text.txt")
+    make_text(folder / "held_out.txt", seed=1, words=300)
+    return folder
+
+
 def settings(source: Path, data: Path, out: Path, precision: Any = "bf16", **changes: Any) -> Settings:
     """SMALL, changed by recipe keys with `__` for the dot (`train__steps=3`) and by fields of Settings."""
     fields: Mapping[str, Any] = {key: value for key, value in changes.items() if "__" not in key}
@@ -66,3 +77,25 @@ def run(made: Settings) -> tuple[Started, Finished, list[float]]:
     losses: list[float] = []
     finished = resume(made, started.append, lambda metrics: losses.append(metrics.loss))
     return started[0], finished, losses
+
+
+def losses(out: Path) -> list[tuple[Any, ...]]:
+    """Of each step what does not depend on the clock."""
+    timed = ("seconds", "tokens_per_second")
+    return [tuple((key, value) for key, value in row.items() if key not in timed) for row in read_metrics(out / FILE)]
+
+
+def contents(folder: Path, *without: str) -> dict[str, bytes]:
+    """Every file of a folder, but for some names."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in without)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def scales(states: Fp8States | None) -> dict[tuple[str, str], tuple[float, list[float]]]:
+    """Scale and history by module and role."""
+    assert states is not None
+    return {
+        (name, role): (float(part.scale), part.amax_history.tolist())
+        for name, state in states.modules.items()
+        for role, part in state.roles.items()
+    }
