@@ -6,8 +6,8 @@ as one tensor) are scales moved as their rows are.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -47,13 +47,13 @@ def coded_as_stored(reader: Reader) -> Coded | None:
 
 
 def _moved(reader: Reader, coded: Coded | None) -> Coded:
-    """The encodings of codes under other names: scales in memory, moved as their rows are."""
+    """The encodings of codes under other names: scales moved as their rows are."""
     method = recognise({"quantization_config": coded.quantization}) if coded else None
     kinds = (method.weight_scales[0], method.input_scales[0]) if method else ("weight_scale", "input_scale")
     weights: dict[str, TensorSpec] = {}
     scales: dict[str, Scales] = {}
-    tensors: dict[str, Tensor] = {}
     plan = make_plan(reader, "hf", respelled=True)
+    stored = _Moved(reader, plan)
     for job in plan.jobs:
         if not any(name in reader.encodings for name in job.reads):
             continue
@@ -66,11 +66,11 @@ def _moved(reader: Reader, coded: Coded | None) -> Coded:
             scales[name] = Scales(
                 sibling(name, kinds[0]), sibling(name, kinds[1]) if given[0] is not None else None, encoding.block
             )
-            tensors[scales[name].weight] = encoding.scale_inv.contiguous()
+            stored.add(scales[name].weight, encoding.scale_inv, job, name)
             if (fixed := scales[name].input) is not None:
-                tensors[fixed] = torch.tensor(max(value for value in given if value is not None))
+                stored.add_fixed(fixed, max(value for value in given if value is not None))
     quantization, files = (coded.quantization, coded.files) if coded else ({}, {})
-    return Coded(weights, scales, _InMemory(tensors), quantization, files)
+    return Coded(weights, scales, stored, quantization, files)
 
 
 def _encodings(reader: Reader, job: Job, plan: Plan) -> list[Encoding]:
@@ -83,16 +83,36 @@ def _encodings(reader: Reader, job: Job, plan: Plan) -> list[Encoding]:
     return [of_rows(read[0].dtype, grid, read[0], wide) for grid, wide in zip(grids, columns, strict=False)]
 
 
-@dataclass(frozen=True)
-class _InMemory:
-    tensors: Mapping[str, Tensor]
+class _Moved:
+    """The scales of codes under other names, moved whenever they are asked for: the grids of a large model are
+    gigabytes. Those of the last job are kept."""
 
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
+    def __init__(self, reader: Reader, plan: Plan) -> None:
+        self.specs: dict[str, TensorSpec] = {}
+        self._reader, self._plan = reader, plan
+        self._jobs: dict[str, tuple[Job, str]] = {}
+        self._fixed: dict[str, Tensor] = {}
+        self._last: tuple[Job, dict[str, Tensor]] | None = None
+
+    def add(self, name: str, scale_inv: Tensor, job: Job, weight: str) -> None:
+        """The scales of a weight that a job writes, seen once to know their shape."""
+        self.specs[name] = TensorSpec(tuple(scale_inv.shape), scale_inv.dtype)
+        self._jobs[name] = job, weight
+
+    def add_fixed(self, name: str, value: float) -> None:
+        """The fixed scale of a weight's input."""
+        self._fixed[name] = torch.tensor(value)
+        self.specs[name] = TensorSpec((), torch.float32)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return [Chunk(whole(self.specs[name]), self.tensors[name])]
+        place = self._fixed[name] if name in self._fixed else self._grid(*self._jobs[name])
+        return [Chunk(whole(self.specs[name]), place)]
+
+    def _grid(self, job: Job, weight: str) -> Tensor:
+        if self._last is None or self._last[0] is not job:
+            encodings = zip(job.writes, _encodings(self._reader, job, self._plan), strict=False)
+            self._last = job, {name: encoding.scale_inv.contiguous() for name, encoding in encodings}
+        return self._last[1][weight]
 
 
 def make_reencoding(source: Reader, coded: Coded) -> Export:

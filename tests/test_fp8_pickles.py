@@ -8,6 +8,7 @@ import copyreg
 import enum
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnsafePickle
 from precisionctl.inference import InferenceExport, plan_export
 from precisionctl.param import Parallelism
+from precisionctl.reencode import coded_before
 from precisionctl.verify import compare
 from precisionctl.work import execute
 
@@ -212,6 +214,16 @@ def test_every_release_is_read_as_what_its_codes_decode_to(
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert compare(reader, open_checkpoint(plain)).equal
+
+
+def test_moved_scales_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's rows stand elsewhere in Hugging Face's, so scales are moved; a model's together are gigabytes."""
+    fp8, _ = make(tmp_path, Stubs(FORMS["block 2.20"], monkeypatch))
+    coded = coded_before(open_checkpoint(fp8))
+    assert coded is not None and len(coded.scales) == 14
+    held = [weakref.ref(coded.stored.chunks(scales.weight)[0].place) for scales in coded.scales.values()]
+    left = {name for name, grid in zip(coded.scales, held, strict=True) if grid() is not None}
+    assert left == {"model.layers.1.mlp.down_proj.weight"}
 
 
 @pytest.mark.parametrize("form", [FORMS["1.3"], FORMS["block 2.20"]], ids=["tensor", "block"])
