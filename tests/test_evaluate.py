@@ -10,6 +10,7 @@ import pico
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedTokenizerFast
@@ -18,7 +19,10 @@ from precisionctl import convert
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
-from precisionctl.evaluate import TokenInputs, evaluate, load
+from precisionctl.cli import main
+from precisionctl.errors import DataError
+from precisionctl.evaluate import evaluate, load
+from precisionctl.evaluate.quantizers import TokenInputs
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.plan import make_plan
@@ -94,6 +98,83 @@ def test_the_same_checkpoint_gives_the_same_perplexity_to_the_last_bit(tmp_path,
     assert first == second and first.precision == "bfloat16"
 
 
+def independent(logits, source, labels):
+    """Loss, its reference, KL(source || stored) and agreement, in float64, from logits `[rows, length, V]`."""
+    stored, reference = (F.softmax(each.double(), -1) for each in (logits, source))
+    losses = [-p.gather(-1, labels[..., None]).log().mean() for p in (stored, reference)]
+    kl = (reference * (reference.log() - stored.log())).sum(-1).mean()
+    return [*losses, kl, (stored.argmax(-1) == reference.argmax(-1)).double().mean()]
+
+
+def rows_of(text: Path, length: int):
+    ids = [WORDS.index(word) for word in text.read_text().split()] + [0]
+    return torch.tensor([ids[start : start + length + 1] for start in range(0, len(ids) - length, length)])
+
+
+def test_kl_and_top_1_agreement_are_those_of_transformers_logits(tmp_path, text, monkeypatch):
+    """Two models of which one is the other, disturbed; and logits are made piece by piece, to the same numbers."""
+    source = save(tmp_path / "source")
+    changed = save(tmp_path / "changed")
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05 * parameter.std())
+    changed.save_pretrained(tmp_path / "changed")
+    rows = rows_of(text, 24)
+    with torch.no_grad():
+        logits, reference = (model(rows[:, :-1]).logits for model in (changed, source))
+    loss, other, kl, top1 = (float(each) for each in independent(logits, reference, rows[:, 1:]))
+    sizes = []
+    made = GPT.logits
+
+    def spied(model, hidden):
+        logits = made(model, hidden)
+        sizes.append(logits.numel())
+        return logits
+
+    monkeypatch.setattr(GPT, "logits", spied)
+    readers = [HuggingFaceReader(tmp_path / name) for name in ("changed", "source")]
+    for at_a_time in (1 << 24, 256 * 7):  # the vocabulary of 250 and its padding, for 7 tokens
+        monkeypatch.setattr("precisionctl.evaluate.measure.LOGITS_AT_A_TIME", at_a_time)
+        sizes.clear()
+        found = evaluate(readers[0], text, against=readers[1], sequence_length=24)
+        assert max(sizes) <= at_a_time
+        assert found.loss == pytest.approx(loss, abs=1e-5) and found.against.loss == pytest.approx(other, abs=1e-5)
+        assert found.against.perplexity == pytest.approx(math.exp(other), rel=1e-5)
+        assert found.against.kl == pytest.approx(kl, rel=1e-3) and kl > 1e-5
+        assert found.against.top1 == pytest.approx(top1) and 0.5 < top1 < 1
+
+
+def test_a_checkpoint_against_itself_is_no_distance_away(tmp_path, text):
+    save(tmp_path / "model", dtype=torch.bfloat16)
+    readers = [HuggingFaceReader(tmp_path / "model") for _ in range(2)]
+    found = evaluate(readers[0], text, against=readers[1], sequence_length=16)
+    assert (found.against.kl, found.against.top1, found.against.loss) == (0, 1, found.loss)
+
+
+def test_the_command_prints_both_perplexities_and_json_has_every_number(tmp_path, text):
+    save(tmp_path / "model", dtype=torch.bfloat16)
+    words = ["eval", str(tmp_path / "model"), "--against", str(tmp_path / "model"), "--data", str(text)]
+    shown, said = (CliRunner().invoke(main, [*words, *more]) for more in ([], ["--json"]))
+    assert shown.exit_code == said.exit_code == 0
+    first, second, third = shown.stdout.splitlines()
+    assert first.startswith("perplexity ") and second.endswith("of the source, bfloat16")
+    assert third == "KL divergence 0 nats a token, top-1 agreement 100.00%"
+    found = json.loads(said.stdout)
+    assert found["against"] == {"perplexity": found["perplexity"], "loss": found["loss"]} | {
+        "precision": "bfloat16",
+        "kl": 0,
+        "top1": 1,
+    }
+
+
+def test_a_reference_with_another_vocabulary_is_refused(tmp_path, text):
+    save(tmp_path / "model")
+    pico.save(tmp_path / "other", vocab_size=300)
+    with pytest.raises(DataError, match="vocabulary of 300"):
+        evaluate(HuggingFaceReader(tmp_path / "model"), text, against=HuggingFaceReader(tmp_path / "other"))
+
+
 EXPORTS = [("llama-3", "static"), ("llama-3", "dynamic"), ("llama-tied", "static"), ("llama-all-biases", "dynamic")]
 OF_EXPERTS = [("mixtral", "static"), ("qwen3-moe", "dynamic"), ("deepseek-v3", "static")]
 
@@ -107,12 +188,21 @@ def exported(tmp_path, request):
     source = HuggingFaceReader(tmp_path / "source")
     directory = tmp_path / "exported"
     in_memory.export(in_memory.with_state(source), directory, "compressed-tensors", scheme)
+    in_fp32(directory)
+    return directory
+
+
+def in_fp32(directory, output=1.0):
+    """What is no FP8 becomes FP32, and the output layer so many times as large."""
     file = directory / "model.safetensors"
     tensors = {name: t.float() if t.dtype == torch.bfloat16 else t for name, t in load_file(file).items()}
+    settings = {"dtype": "float32"}
+    if output != 1:
+        tensors["lm_head.weight"] = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]) * output
+        settings["tie_word_embeddings"] = False
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
-    return directory
+    (directory / "config.json").write_text(json.dumps(config | settings))
 
 
 @DEQUANTIZES
@@ -144,6 +234,25 @@ def test_fp8_engines_are_simulated_as_compressed_tensors_does_it(exported):
     assert rounding > 0.001 * expected.norm()
     assert (ours - expected).norm() < 0.001 * rounding
     assert precision.startswith("FP8 codes with ")
+
+
+@DEQUANTIZES
+def test_kl_of_an_export_is_that_of_compressed_tensors_simulation_in_transformers(exported, text):
+    """With an output layer that makes some tokens likelier than others, as training does."""
+    paths = exported, exported.parent / "source"
+    for path in paths:
+        in_fp32(path, output=40.0)
+    ours, reference = map(HuggingFaceReader, paths)
+    found = evaluate(ours, text, against=reference, sequence_length=32)
+    rows = rows_of(text, 32)
+    with torch.no_grad():
+        theirs, source = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(rows[:, :-1]).logits for path in paths
+        )
+    loss, other, kl, top1 = (float(each) for each in independent(theirs, source, rows[:, 1:]))
+    assert kl > 1e-4 and found.against.kl == pytest.approx(kl, rel=0.01)
+    assert found.loss == pytest.approx(loss, abs=1e-4) and found.against.loss == pytest.approx(other, abs=1e-5)
+    assert found.against.top1 == pytest.approx(top1, abs=0.011)  # of 192 targets, two near ties
 
 
 def test_both_spellings_of_an_export_evaluate_alike(tmp_path, text):
@@ -215,6 +324,15 @@ def test_a_megatron_checkpoint_with_live_state_computes_in_fp8_with_its_scales(t
     with torch.no_grad():
         assert torch.equal(model(TOKENS), expected(TOKENS))
     assert precision == "FP8 with delayed scaling, bfloat16 weights"
+
+
+def test_a_reference_never_computes_in_fp8(trained):
+    plain, precision = load(trained, plain=True)
+    expected = GPT(trained.model, Precision(fp8=False), "emulated")
+    expected.load_state_dict(trained.tensors)
+    with torch.no_grad():
+        assert torch.equal(plain(TOKENS), expected(TOKENS)) and not torch.equal(plain(TOKENS), load(trained)[0](TOKENS))
+    assert precision == "bfloat16"
 
 
 def test_a_module_without_state_stays_in_bf16(trained):

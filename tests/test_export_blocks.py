@@ -19,7 +19,8 @@ from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import PrecisionError
-from precisionctl.evaluate import GroupInputs, load
+from precisionctl.evaluate import load
+from precisionctl.evaluate.quantizers import GroupInputs
 from precisionctl.fp8 import sidecar
 from precisionctl.inference import InferenceExport, engine_named, plan_export
 from precisionctl.plan import make_plan

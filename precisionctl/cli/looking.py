@@ -187,21 +187,31 @@ def compare(
 @click.command("eval")
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--data", type=DATA, required=True, help="Text, JSONL, parquet, a folder, as resume takes it.")
+@click.option("--against", type=CHECKPOINT, help="The BF16 source: its perplexity too, KL divergence, top-1 agreement.")
 @click.option("--sequence-length", type=POSITIVE, default=1024, show_default=True, help="At most the model's own.")
 @iteration_option
 @json_option
-def evaluate(checkpoint: Path, data: Path, sequence_length: int, iteration: int | None, json_wanted: bool) -> None:
+def evaluate(
+    checkpoint: Path,
+    data: Path,
+    against: Path | None,
+    sequence_length: int,
+    iteration: int | None,
+    json_wanted: bool,
+) -> None:
     """Perplexity of CHECKPOINT on text, in the precision it is stored in."""
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.evaluate import evaluate as measure
+    from precisionctl.reports import evaluation as report
 
+    reader, reference = open_checkpoint(checkpoint, iteration), open_checkpoint(against) if against else None
     with console.rows_progress("evaluating") as on_rows:
-        found = measure(open_checkpoint(checkpoint, iteration), data, sequence_length=sequence_length, on_rows=on_rows)
+        found = measure(reader, data, against=reference, sequence_length=sequence_length, on_rows=on_rows)
     if json_wanted:
         print_json(found.as_json())
     else:
-        console.show_lines([f"perplexity {found.perplexity:.4f} over {found.tokens:,} tokens, {found.precision}"])
+        console.show_lines(report.lines(found))
 
 
 @click.command()

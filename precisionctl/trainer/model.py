@@ -77,6 +77,10 @@ class GPT(nn.Module):
 
         `real`, bool `[B, S]`, is False at padding, which a recorder leaves out. `segments` are texts that share rows:
         each is then what it would be alone."""
+        return self.logits(self.hidden(tokens, real, segments))
+
+    def hidden(self, tokens: Tensor, real: Tensor | None = None, segments: Segments | None = None) -> Tensor:
+        """As `forward`, but what comes before the output layer, `[B, S, E]`."""
         recorder = self.backend.recorder
         place = self._places(tokens, segments)
         with recorder.forward_pass(real) if recorder else self.backend.forward_pass():
@@ -85,7 +89,11 @@ class GPT(nn.Module):
                 hidden.requires_grad_()  # gradients are recorded even where no parameter is to have one
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: (recorder or self.backend).after_backward())  # its gradient is the last
-            hidden = self.decoder(hidden, self._positions(place, segments))
+            decoded: Tensor = self.decoder(hidden, self._positions(place, segments))
+        return decoded
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., E]` to `[..., V]`."""
         logits = F.linear(hidden, self.output_weight)
         cap = self.model.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -1,0 +1,136 @@
+"""Perplexity on text, and how far a stored precision is from the values that it stands for.
+
+Rows come one batch after another from memory-mapped tokens, and logits are made for so many positions at a time that
+they fit: memory grows neither with the text nor with what the vocabulary has to do with its length.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from precisionctl.checkpoints.base import Reader
+from precisionctl.errors import DataError
+from precisionctl.evaluate.stored import load
+from precisionctl.trainer.data import IGNORED, Batch, load_rows
+from precisionctl.trainer.model import GPT
+from precisionctl.trainer.tokenizer import load_tokenizer
+
+ROWS_AT_A_TIME = 4
+
+LOGITS_AT_A_TIME = 1 << 24
+"""64 MB in FP32; a handful of tensors of that size are alive at once."""
+
+OnRows = Callable[[int, int], None]
+"""Hears of rows evaluated, and of all rows."""
+
+
+@dataclass(frozen=True)
+class Against:
+    """What a reference makes of the same text: its `perplexity` and `loss`, computed in `precision`; `kl`, the mean
+    over all targets of KL(reference || stored) of the next token's distribution, in nats; and `top1`, the share of
+    targets at which both find the same token the likeliest."""
+
+    perplexity: float
+    loss: float
+    precision: str
+    kl: float
+    top1: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`loss` is the mean cross entropy in nats over `tokens` targets; perplexity is its exponential."""
+
+    perplexity: float
+    loss: float
+    tokens: int
+    precision: str
+    against: Against | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def evaluate(
+    reader: Reader,
+    data: Path,
+    *,
+    against: Reader | None = None,
+    sequence_length: int = 1024,
+    device: torch.device | str | None = None,
+    on_rows: OnRows = lambda done, total: None,
+) -> Evaluation:
+    """Perplexity of a checkpoint on a text file (or JSONL, as `resume` takes it), with the checkpoint's tokenizer; and
+    `against` another one, whose values are computed with in the dtype they have, or decode to, never in FP8. Without a
+    `device` on the GPU, where there is one.
+
+    The text is cut into rows of `sequence_length` targets (at most what the models have places for), each without the
+    context of the one before; a shorter rest is left out. Raises DataError for text or a tokenizer that cannot be used,
+    and for a reference with another vocabulary.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    readers = [reader] if against is None else [reader, against]
+    length = min(sequence_length, *(each.model.max_position_embeddings for each in readers))
+    rows = load_rows(data, load_tokenizer(reader.companions), length)
+    rows.require_vocabulary(reader.model.vocab_size)
+    model, precision = load(reader, device)
+    if against is None:
+        reference, of_reference = None, ""
+    else:
+        _require_one_vocabulary(reader, against)
+        reference, of_reference = load(against, device, plain=True)
+    total, tokens = torch.zeros(4, dtype=torch.float64), 0
+    for start in range(0, len(rows), ROWS_AT_A_TIME):
+        end = min(start + ROWS_AT_A_TIME, len(rows))
+        batch = rows.batch(range(start, end)).to(model.output_weight.device)
+        total += _sums(model, reference, batch)
+        tokens += batch.targets
+        on_rows(end, len(rows))
+    loss, other, kl, agreed = (total / tokens).tolist()
+    compared = Against(math.exp(other), other, of_reference, kl, agreed) if reference else None
+    return Evaluation(math.exp(loss), loss, tokens, precision, compared)
+
+
+def _require_one_vocabulary(reader: Reader, against: Reader) -> None:
+    sizes = reader.model.vocab_size, against.model.vocab_size
+    if sizes[0] != sizes[1]:
+        raise DataError(
+            f"a vocabulary of {sizes[1]} tokens cannot be held against one of {sizes[0]}",
+            where=against.path,
+            do="Give the checkpoint that the other one was made from.",
+        )
+
+
+@torch.no_grad()
+def _sums(model: GPT, reference: GPT | None, batch: Batch) -> Tensor:
+    """Over a batch's targets, FP64 `[4]`: cross entropy, that of the reference, KL divergence, and how many agree."""
+    wanted = batch.labels != IGNORED
+    labels = batch.labels[wanted]
+    models = [model, reference] if reference else [model]
+    hidden = [each.hidden(batch.tokens, batch.real, batch.segments)[wanted] for each in models]
+    total = torch.zeros(4, dtype=torch.float64)
+    piece = max(1, LOGITS_AT_A_TIME // model.model.padded_vocab_size)
+    for start in range(0, len(labels), piece):
+        here = slice(start, start + piece)
+        logs = [_log_probabilities(each, values[here]) for each, values in zip(models, hidden, strict=True)]
+        total += _compared(logs, labels[here]).cpu()
+    return total
+
+
+def _log_probabilities(model: GPT, hidden: Tensor) -> Tensor:
+    """`[positions, E]` to FP32 `[positions, vocab_size]`; the vocabulary's padding takes no part."""
+    return F.log_softmax(model.logits(hidden)[:, : model.model.vocab_size].float(), -1)
+
+
+def _compared(logs: Sequence[Tensor], labels: Tensor) -> Tensor:
+    stored, reference = logs[0], logs[-1]
+    losses = [F.nll_loss(each, labels, reduction="none") for each in (stored, reference)]
+    kl = F.kl_div(stored, reference, reduction="none", log_target=True).sum(-1)
+    agreed = stored.argmax(-1) == reference.argmax(-1)
+    return torch.stack([each.double().sum() for each in (*losses, kl, agreed)])

@@ -1,0 +1,102 @@
+"""How an inference engine's GEMM gets its tensors: the stored weights as they are, inputs cast as its kernels do it.
+
+Quantizers, in the trainer's words: each gives codes, or what they decode to, and the multiplier that decodes them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from precisionctl.fp8 import numerics
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.quant_methods.base import CODES
+from precisionctl.trainer.modules_emulated import Quantized
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """A weight whose blocks have scales, decoded. Engines' kernels apply those within the sum, in FP32, so products of
+    decoded numbers in FP32 are theirs but for the order of FP32's own roundings."""
+
+    values: Tensor
+
+    def quantize(self, values: Tensor) -> Quantized:
+        return Quantized(self.values, self.values.new_ones(()))
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight that is codes already: `scale_inv` is FP32 `[out, 1]`."""
+
+    codes: Tensor
+    scale_inv: Tensor
+
+    def quantize(self, values: Tensor) -> Quantized:
+        return Quantized(self.codes, self.scale_inv.t())
+
+
+@dataclass(frozen=True)
+class StaticInputs:
+    """Inputs under one fixed scale_inv, FP32 `[]`, multiplied by its reciprocal as vLLM does
+    (csrc/quantization/w8a8/fp8/common.cu, static_scaled_fp8_quant)."""
+
+    scale_inv: Tensor
+    words = "static"
+
+    def quantize(self, values: Tensor) -> Quantized:
+        return Quantized(numerics.encode(values, self.scale_inv.reciprocal(), CODES), self.scale_inv)
+
+
+SMALLEST_TOKEN_SCALE = 1 / (448 * 512)
+"""vLLM's floor for a token's scale_inv (csrc/quantization/utils.cuh, min_scaling_factor)."""
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """Inputs `[tokens, in]` with a scale_inv for each token, its amax / 448, divided by it as vLLM does
+    (dynamic_per_token_scaled_fp8_quant)."""
+
+    words = "dynamic per-token"
+
+    def quantize(self, values: Tensor) -> Quantized:
+        amax = values.abs().amax(1, keepdim=True).float()
+        scale_inv = (amax / numerics.FP8_MAX[CODES]).clamp_min(SMALLEST_TOKEN_SCALE)
+        codes = torch.empty(values.shape, dtype=CODES, device=values.device)
+        numerics.encode_by_scale_inv(values, scale_inv, codes, torch.empty(numerics.PIECE, device=values.device))
+        return Quantized(codes, scale_inv)
+
+
+SMALLEST_GROUP_AMAX = 1e-10
+"""vLLM's and SGLang's floor for the amax of a group (per_token_group_quant_fp8, eps)."""
+
+
+@dataclass(frozen=True)
+class GroupInputs:
+    """Inputs `[tokens, in]` with a scale_inv for so many values of each token, their amax / 448, divided by it as
+    vLLM's and SGLang's kernels do (per_token_group_quant_fp8), or by the next power of two where weights have such
+    scales. A last group may be shorter."""
+
+    size: int
+    power_of_2: bool = False
+
+    @classmethod
+    def like(cls, weight: Encoding) -> "GroupInputs":
+        """For the inputs of a weight that is encoded so."""
+        return cls(weight.block[1], weight.scale_inv.dtype.itemsize == 1)
+
+    @property
+    def words(self) -> str:
+        return f"dynamic per-{self.size}"
+
+    def quantize(self, values: Tensor) -> Quantized:
+        tokens, columns = values.shape
+        groups = torch.nn.functional.pad(values.float(), (0, -columns % self.size)).view(-1, self.size)
+        amax = groups.abs().amax(1, keepdim=True).clamp_min(SMALLEST_GROUP_AMAX)
+        scale_inv = amax / numerics.FP8_MAX[CODES]
+        if self.power_of_2:
+            scale_inv = numerics.power_of_2_above(scale_inv)
+        codes = torch.empty(groups.shape, dtype=CODES, device=values.device)
+        numerics.encode_by_scale_inv(groups, scale_inv, codes, torch.empty(numerics.PIECE, device=values.device))
+        decoded = numerics.decode(codes, scale_inv).view(tokens, -1)[:, :columns]
+        return Quantized(decoded, decoded.new_ones(()))

@@ -1,0 +1,131 @@
+"""A checkpoint as a model that computes in the precision it is stored in.
+
+FP8 codes are computed with as an engine does: the stored codes as weights, inputs cast with their static scale, or
+with one for each token, or for each group of a token where weights have blocks. A Megatron checkpoint with
+delayed-scaling state in its `_extra_state` computes in FP8 with the scales it would go on with. Everything else is
+plain BF16, FP16 or FP32.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from precisionctl import convert
+from precisionctl.checkpoints.base import Reader, read_tensor
+from precisionctl.checkpoints.module import LiveModel
+from precisionctl.evaluate.quantizers import GroupInputs, StaticInputs, StoredBlocks, StoredWeight, TokenInputs
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import Fp8States
+from precisionctl.plan import Job, Plan, make_plan
+from precisionctl.precision import Precision
+from precisionctl.quant_methods.base import CODES
+from precisionctl.trainer.backend import fp8_linears
+from precisionctl.trainer.model import GPT
+from precisionctl.trainer.modules_emulated import GroupedLinear, Linear, Quantizers
+
+EMBEDDING = "embedding.word_embeddings.weight"
+"""Never FP8 codes: its dtype is that of all values beside them."""
+
+
+def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = False) -> tuple[GPT, str]:
+    """The model of a checkpoint, ready to compute in the precision it is stored in, and that precision in words.
+
+    A `plain` one computes with its values, or what its codes decode to, in the dtype of those that are no codes."""
+    dtype = make_plan(reader, "megatron").targets[EMBEDDING].dtype
+    plan = make_plan(reader, "megatron", dtype=dtype)
+    states = None if plain else _live_state(reader)
+    model = GPT(plan.model, _precision(states, plan), "emulated", dtype, device)
+    convert.run(plan, reader, LiveModel(plan.model, dict(model.named_parameters())))
+    stored = str(dtype).removeprefix("torch.")
+    if states is None:
+        return model, (None if plain else _quantise(model, reader, plan)) or stored
+    for name, linear in fp8_linears(model).items():
+        linear.set_fp8_state(states.modules[name])
+    return model, f"FP8 with delayed scaling, {stored} weights"
+
+
+def _live_state(reader: Reader) -> Fp8States | None:
+    """The state that the checkpoint's next step would compute with; None where that step is not in FP8.
+
+    State in a sidecar is carried, not used: its modules are in BF16. State that lacks a scale is none yet.
+    """
+    states = reader.fp8
+    if states is None or reader.layout != "megatron" or reader.path is None:
+        return None
+    carried = sidecar.find(reader.path)
+    live = states.without(carried.modules) if carried else states
+    used = [state.roles[role] for state in live.modules.values() if state.of_gemm for role in ("input", "weight")]
+    return live if used and all(role.recorded for role in used) else None
+
+
+def _precision(states: Fp8States | None, plan: Plan) -> Precision:
+    if states is None:
+        return Precision(fp8=False)
+    kept = tuple(name for name in plan.gemms if name not in states.modules)
+    return Precision(fp8=True, delayed=states.recipe, keep_bf16=kept)
+
+
+@runtime_checkable
+class _HasInputScales(Protocol):
+    """A Hugging Face directory: it knows the static input scale_inv of its weights, by the weight's name."""
+
+    @property
+    def input_scales(self) -> Mapping[str, float]: ...
+
+
+def _quantise(model: GPT, reader: Reader, plan: Plan) -> str | None:
+    """Let linears whose weights are stored as codes compute with those, under one input scale for a module, all of its
+    experts, as engines do. Returns how, in words.
+    """
+    scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
+    device = model.output_weight.device
+    stored = [job for job in plan.jobs if any(name in reader.encodings for name in job.reads)]
+    fixed: dict[str, float] = {}
+    for job in stored:
+        for name in job.reads:
+            fixed[job.module] = max(fixed.get(job.module, 0.0), scales.get(name, 0.0))
+    kinds: dict[str, None] = {}
+    for job in stored:
+        by_row = _by_row(reader, job)
+        groups = None if by_row else GroupInputs.like(reader.encodings[job.reads[0]])
+        inputs = _inputs(fixed[job.module], groups, device)
+        weight = _stored_weight(reader, job, plan, device) if by_row else _stored_blocks(reader, job, plan, device)
+        # A linear asks for its gradient's quantizer too; no gradient is taken here.
+        _set_quantizers(model, job, {"input": inputs, "weight": weight, "grad_output": inputs})
+        kinds[inputs.words] = None
+    return f"FP8 codes with {' and '.join(kinds)} input scales" if stored else None
+
+
+def _inputs(fixed: float, groups: GroupInputs | None, device: torch.device) -> StaticInputs | TokenInputs | GroupInputs:
+    return StaticInputs(torch.tensor(fixed, device=device)) if fixed else groups or TokenInputs()
+
+
+def _by_row(reader: Reader, job: Job) -> bool:
+    """Whether codes have scales that can be applied to a GEMM's result: one for each output channel, or for all."""
+    return all(reader.encodings[name].scale_inv.shape[1] == 1 for name in job.reads)
+
+
+def _set_quantizers(model: GPT, job: Job, quantizers: Quantizers) -> None:
+    linear = model.get_submodule(job.module)
+    if isinstance(linear, GroupedLinear):
+        assert job.expert is not None
+        linear.quantizers[job.expert] = quantizers
+    else:
+        assert isinstance(linear, Linear), "nothing else has weights that are codes"
+        linear.quantizers = quantizers
+
+
+def _stored_weight(reader: Reader, job: Job, plan: Plan, device: torch.device) -> StoredWeight:
+    """A fused weight's codes `[out, in]`, and a scale_inv for each of its rows."""
+    codes = [read_tensor(reader, name).view(torch.uint8) for name in job.reads]  # torch cannot cut FP8 tensors
+    named = zip(job.reads, codes, strict=True)
+    by_row = [reader.encodings[name].scales(0, *part.shape).expand(len(part), 1) for name, part in named]
+    merged = job.row.merge(codes, plan.model).view(CODES)
+    return StoredWeight(merged.to(device), job.row.merge(by_row, plan.model).to(device))
+
+
+def _stored_blocks(reader: Reader, job: Job, plan: Plan, device: torch.device) -> StoredBlocks:
+    """What a fused weight's codes decode to, FP32 `[out, in]`."""
+    parts = [reader.encodings[name].decode_rows(read_tensor(reader, name), 0, torch.float32) for name in job.reads]
+    return StoredBlocks(job.row.merge(parts, plan.model).to(device))
