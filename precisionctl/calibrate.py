@@ -87,6 +87,7 @@ def calibrate(asked: Calibration, on_pass: OnPass = lambda done, total: None) ->
     output = _output(asked)
     source = open_checkpoint(asked.checkpoint, asked.iteration)
     check_length(recipe, source.model)
+    recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
     rows = read_rows(source, recipe.data)
     passes, notes = _passes(asked.passes, len(rows), recipe.train.micro_batch_size)
     wanted = run_folder.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend)
@@ -110,11 +111,13 @@ def calibrate(asked: Calibration, on_pass: OnPass = lambda done, total: None) ->
 
 def _recipe(asked: Calibration) -> Recipe:
     recipe = load_recipe(asked.recipe or "fp8-delayed", asked.overrides)
-    if recipe.precision.scaling != "delayed":
+    precision = replace(recipe.precision, fp8=True)
+    if not precision.keeps_state:
         raise RecipeError(
-            "current scaling keeps no state to calibrate", do="Choose a recipe with precision.scaling=delayed."
+            f"{precision.scaling} scaling keeps no state to calibrate",
+            do="Choose a recipe with precision.scaling=delayed.",
         )
-    return with_data(replace(recipe, precision=replace(recipe.precision, fp8=True)), asked.data)
+    return with_data(replace(recipe, precision=precision), asked.data)
 
 
 def _output(asked: Calibration) -> Output:

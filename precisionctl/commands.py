@@ -30,8 +30,8 @@ from precisionctl.notes import (
     of_way_back,
 )
 from precisionctl.param import ONE_RANK, Layout, Parallelism
-from precisionctl.plan import Plan, check_fp8_gemm, make_plan
-from precisionctl.precision import Precision
+from precisionctl.plan import Plan, check_fp8_gemms, make_plan
+from precisionctl.precision import PRESETS, Precision
 from precisionctl.reencode import coded_before, make_reencoding, seeded
 from precisionctl.targets import CONTAINERS, hf_writer, megatron_writer
 from precisionctl.work import Finish, Work, digest_of, open_output
@@ -96,11 +96,12 @@ class Conversion:
     @property
     def fills_extra_state(self) -> bool:
         """Whether FP8 state goes where a run takes it up: delayed scaling keeps some, other recipes none."""
-        delayed = self.recipe is None or self.recipe.scaling == "delayed"
+        delayed = self.recipe is None or self.recipe.keeps_state
         return self.to == "megatron" and self.precision in ("keep", "fp8") and delayed
 
-    def in_fp8(self, module: str) -> bool:
-        return self.recipe is None or self.recipe.in_fp8(module)
+    def numerics(self, plan: Plan) -> Precision:
+        """What is asked for, of the layers that the plan's model has."""
+        return (self.recipe or PRESETS["fp8-delayed"]).of_layers(plan.model.num_layers)
 
 
 def plan_conversion(conversion: Conversion) -> Work:
@@ -153,9 +154,8 @@ def _plan_values(conversion: Conversion, reader: Reader, coded: Coded | None) ->
 
 def _check_fp8(conversion: Conversion, plan: Plan, state: Fp8States | None) -> None:
     """Raise what keeps a GEMM from FP8, and a state from this model."""
-    for job in plan.jobs:
-        if conversion.precision == "fp8" and job.row.gemm and conversion.in_fp8(job.module):
-            check_fp8_gemm(job, plan.model)
+    if conversion.precision == "fp8":
+        check_fp8_gemms(plan, conversion.numerics(plan))
     if state:
         check_modules(state, plan.gemms)
 
@@ -283,7 +283,7 @@ def _make_state(carried: Fp8States | None, conversion: Conversion, plan: Plan, n
 
     def make(weight_amax: Mapping[str, float]) -> Fp8States:
         known = carried.modules if carried else {}
-        wanted = conversion.in_fp8 if conversion.precision == "fp8" else known.__contains__
+        wanted = conversion.numerics(plan).in_fp8 if conversion.precision == "fp8" else known.__contains__
         amax = by_module(weight_amax, {module: shape for module, shape in plan.gemms.items() if wanted(module)})
         change = fp8_state(carried, amax, recipe)
         notes.extend(of_state(change))

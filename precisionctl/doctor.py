@@ -143,8 +143,8 @@ def _nvfp4(capability: Capability, cuda: tuple[int, ...]) -> str | None:
 _RECIPES: tuple[tuple[str, Callable[[Capability, tuple[int, ...]], str | None], str], ...] = (
     ("DelayedScaling", _per_tensor, "; `resume --backend emulated` runs it"),
     ("Float8CurrentScaling", _per_tensor, "; `resume --backend emulated` runs it"),
-    ("Float8BlockScaling", _block, ""),
-    ("MXFP8BlockScaling", _mx, ""),
+    ("Float8BlockScaling", _block, "; `resume --backend emulated` runs it"),
+    ("MXFP8BlockScaling", _mx, "; `resume --backend emulated` runs it"),
     ("NVFP4BlockScaling", _nvfp4, ""),
 )
 

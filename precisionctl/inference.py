@@ -49,8 +49,8 @@ def plan_export(export: InferenceExport) -> Work:
 def plan_export_of(reader: Reader, coded: Coded | None, export: InferenceExport) -> Work:
     """Plan the export of an open source whose weights may have been codes before. Raises as `plan_export`."""
     engine = engine_named(export.target)
-    precision = export.recipe or PRESETS["fp8-delayed"]
     plan = plan_of_values(reader)
+    precision = (export.recipe or PRESETS["fp8-delayed"]).of_layers(plan.model.num_layers)
     if coded:
         check_model(coded, plan)
     given = read_state(export.fp8_state, plan.gemms) if export.fp8_state else None

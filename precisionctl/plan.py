@@ -24,7 +24,8 @@ from precisionctl.architectures.param_map import Alias, Architecture, Row, fille
 from precisionctl.cast import Encode
 from precisionctl.errors import MappingError, MissingTensor, PrecisionError, UnmappedTensor
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import GEMM_ALIGNMENT, ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
+from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
+from precisionctl.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -292,11 +293,18 @@ def _optimizer_jobs(jobs: Iterable[Job], source: Source, target: Layout) -> list
     return carried
 
 
-def check_fp8_gemm(job: Job, model: ModelShape) -> None:
-    """Raise PrecisionError where an FP8 GEMM does not take a weight's shape."""
+def check_fp8_gemms(plan: Plan, precision: Precision) -> None:
+    """Raise PrecisionError where an FP8 GEMM does not take the shape of a weight that is to be in FP8. `precision` is
+    of the plan's layers."""
+    for job in plan.jobs:
+        if job.row.gemm and precision.in_fp8(job.module):
+            _check_fp8_gemm(job, plan.model, precision.alignment)
+
+
+def _check_fp8_gemm(job: Job, model: ModelShape, alignment: int) -> None:
     shape = job.row.shape(model)
-    if any(size % GEMM_ALIGNMENT for size in shape):
+    if any(size % alignment for size in shape):
         raise PrecisionError(
-            f"`{job.name}` is {list(shape)}: FP8 GEMMs need multiples of {GEMM_ALIGNMENT}",
+            f"`{job.name}` is {list(shape)}: FP8 GEMMs need multiples of {alignment}",
             do="Keep the module in BF16 (keep_bf16 in a recipe), or use --precision bf16.",
         )

@@ -54,9 +54,9 @@ def test_documents_are_laid_end_to_end_and_every_token_but_the_first_is_a_target
     rows = load_rows(path, tokenizer(), sequence_length=5)  # a b c <eos> d <eos> | e e a b <eos>
     assert len(rows) == 2
     batch = rows.batch([0, 1])
-    pad = " <eos>" * 11
+    pad = " <eos>" * 27
     assert [read(ids) for ids in batch.tokens.tolist()] == ["a b c <eos> d" + pad, "<eos> e e a b" + pad]
-    nothing = " ." * 11
+    nothing = " ." * 27
     assert [read(ids) for ids in batch.labels.tolist()] == ["b c <eos> d <eos>" + nothing, "e e a b <eos>" + nothing]
     assert batch.targets == 10
 
@@ -76,8 +76,8 @@ def test_only_the_assistants_words_and_the_end_of_its_turn_are_targets(tmp_path:
     path = write_rows(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
     rows = load_rows(path, tokenizer(template), sequence_length=64)
     batch = rows.batch([0])
-    assert read(batch.tokens[0].tolist()) == "<user> a b ? <end> <bot> c d <end> <user> e <end> <bot> a" + " <eos>" * 2
-    assert read(batch.labels[0].tolist()) == ". . . . . c d <end> . . . . a <end> . ."
+    assert read(batch.tokens[0].tolist()) == "<user> a b ? <end> <bot> c d <end> <user> e <end> <bot> a" + " <eos>" * 18
+    assert read(batch.labels[0].tolist()) == ". . . . . c d <end> . . . . a <end>" + " ." * 18
     assert batch.targets == 5
 
 

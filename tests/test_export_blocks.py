@@ -192,11 +192,11 @@ def test_evaluation_is_what_compressed_tensors_simulates_of_groups(tmp_path: Pat
 
 def test_a_group_of_inputs_has_the_scale_of_its_largest_and_a_short_last_one_its_own() -> None:
     values = torch.tensor([[448.0, 1.0, 3.5, -0.5, 0.25]])
-    quantized = GroupInputs(2).quantize(values)
+    quantized = GroupInputs(2).quantize(values).rows
     assert quantized.codes.tolist() == [[448.0, 1.0, 3.5, -0.5, 0.25]]
-    one = GroupInputs(4).quantize(torch.tensor([[448.0, 0.0005, 0.0, 0.0, 0.0005]]))
+    one = GroupInputs(4).quantize(torch.tensor([[448.0, 0.0005, 0.0, 0.0, 0.0005]])).rows
     assert one.codes[0, 1] == 0 and one.codes[0, 4].item() == pytest.approx(0.0005, rel=1e-6)
-    assert GroupInputs(4).quantize(torch.zeros(1, 4)).codes.tolist() == [[0.0] * 4]
+    assert GroupInputs(4).quantize(torch.zeros(1, 4)).rows.codes.tolist() == [[0.0] * 4]
 
 
 def test_inputs_of_mxfp8_are_rounded_by_32_under_powers_of_two(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def slow_mx_scale(amax):
         byte, mantissa = bits >> 23, bits & 0x7FFFFF
         if (mantissa > 0 and byte != 0xFE) and not (byte == 0 and mantissa <= 0x400000):
             byte += 1
-    return 1.0 if byte == 0 else 2.0 ** (127 - byte)
+    return 2.0 ** (127 - byte)
 
 
 def slow_loss(values, scale_of, height, width, dtype):
@@ -106,7 +106,7 @@ def check_against_slow(values, dtype, delayed, square):
         "delayed": slow_loss(numbers, slow_single_scale(delayed), *everything, dtype),
         "current": slow_loss(numbers, current, *everything, dtype),
         "block": slow_loss(numbers, slow_block_scale, 128 if square else 1, 128, E4M3),
-        "mx": slow_loss(numbers, slow_mx_scale, 1, 32, E4M3),
+        "mxfp8": slow_loss(numbers, slow_mx_scale, 1, 32, E4M3),
     }
     for scaling, (under, over, error) in expected.items():
         loss = found.losses[scaling]
@@ -183,8 +183,8 @@ def test_an_outlier_channel_starves_one_scale_for_all_and_leaves_blocks_alone():
     expected = math.erf(smallest / math.sqrt(2)) * 511 / 512
     assert losses["current"].underflow == pytest.approx(expected, abs=0.005)
     assert losses["block"].underflow == pytest.approx(expected / 4, abs=0.01)  # one block of four in every row
-    assert losses["mx"].underflow == pytest.approx(expected / 16, abs=0.005)
-    assert losses["current"].saturated == losses["block"].saturated == losses["mx"].saturated == 0
+    assert losses["mxfp8"].underflow == pytest.approx(expected / 16, abs=0.005)
+    assert losses["current"].saturated == losses["block"].saturated == losses["mxfp8"].saturated == 0
 
 
 def test_an_outlier_row_of_a_weight_costs_its_square_blocks_only():
@@ -193,7 +193,7 @@ def test_an_outlier_row_of_a_weight_costs_its_square_blocks_only():
     losses = measure(values, E4M3, None, square=True).losses
     assert losses["current"].underflow > 0.9
     assert 0.2 < losses["block"].underflow < 0.25  # the first 128 rows of 512
-    assert losses["mx"].underflow < 1e-4
+    assert losses["mxfp8"].underflow < 1e-4
 
 
 def test_a_scale_that_is_too_large_saturates_what_lies_beyond_it():

@@ -216,7 +216,7 @@ def test_an_outlier_channel_in_an_activation_keeps_its_module_in_bf16_but_not_un
     assert readiness.verdicts["current"].keep_bf16 == (MODULES[2],)
     assert readiness.verdicts["current"].words == "ready, with 1 of 6 modules in BF16"
     assert readiness.verdicts["block"].kept == 1  # a block of 16 in every row is lost, which is 6 %
-    assert readiness.verdicts["mx"].kept == 1  # and 1.5 % with blocks of 32: still more than the limit
+    assert readiness.verdicts["mxfp8"].kept == 1  # and 1.5 % with blocks of 32: still more than the limit
     mild = hurt.clone()
     mild[:, 3] = 3e3  # per tensor that costs 0.5 %, under the limit
     planted = {**planted, "input": measure(mild, E4M3, None)}
@@ -231,7 +231,7 @@ def test_an_outlier_row_in_a_weight_is_a_matter_for_scales_per_tensor():
     weights[MODULES[0]] = [measure(values, E4M3, None, square=True)]
     verdicts = judge(MODULES, weights, None).verdicts
     assert verdicts["current"].keep_bf16 == (MODULES[0],)
-    assert verdicts["block"].keep_bf16 == verdicts["mx"].keep_bf16 == ()
+    assert verdicts["block"].keep_bf16 == verdicts["mxfp8"].keep_bf16 == ()
 
 
 def test_without_any_state_weights_are_judged_and_the_rest_is_said_to_be_unknown():

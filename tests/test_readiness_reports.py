@@ -43,7 +43,7 @@ def with_everything():
 def test_json_has_every_role_of_every_module_and_keeps_its_form():
     found = json.loads(json.dumps(report.as_json(with_everything())))
     assert found.keys() == {"thresholds", "verdicts", "notes", "modules"}
-    assert found["verdicts"].keys() == {"delayed", "current", "block", "mx"}
+    assert found["verdicts"].keys() == {"delayed", "current", "block", "mxfp8"}
     assert found["verdicts"]["current"] == {
         "ready": False,
         "words": "not known yet; as far as it is, with 1 of 6 modules in BF16",
@@ -183,7 +183,7 @@ def test_inspect_takes_a_state_file_for_the_checkpoint_s_own(tmp_path):
     assert result.exit_code == 0
     readiness = json.loads(result.stdout)["readiness"]
     assert readiness["modules"][module]["input"]["kurtosis"] == pytest.approx(3, abs=0.2)
-    assert readiness["verdicts"]["mx"]["unjudged"] == {"input": 7, "grad_output": 7}
+    assert readiness["verdicts"]["mxfp8"]["unjudged"] == {"input": 7, "grad_output": 7}
 
 
 def test_a_state_older_than_its_history_is_told(tmp_path):

@@ -11,7 +11,7 @@ from torch import Tensor
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.quant_methods.base import CODES
-from precisionctl.trainer.modules_emulated import Quantized
+from precisionctl.trainer.fp8_gemm import Operand, Quantized
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class StoredBlocks:
     values: Tensor
 
     def quantize(self, values: Tensor) -> Quantized:
-        return Quantized(self.values, self.values.new_ones(()))
+        return Quantized(Operand(self.values, self.values.new_ones(())))
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StoredWeight:
     scale_inv: Tensor
 
     def quantize(self, values: Tensor) -> Quantized:
-        return Quantized(self.codes, self.scale_inv.t())
+        return Quantized(Operand(self.codes, self.scale_inv))
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StaticInputs:
     words = "static"
 
     def quantize(self, values: Tensor) -> Quantized:
-        return Quantized(numerics.encode(values, self.scale_inv.reciprocal(), CODES), self.scale_inv)
+        return Quantized(Operand(numerics.encode(values, self.scale_inv.reciprocal(), CODES), self.scale_inv))
 
 
 SMALLEST_TOKEN_SCALE = 1 / (448 * 512)
@@ -64,7 +64,7 @@ class TokenInputs:
         scale_inv = (amax / numerics.FP8_MAX[CODES]).clamp_min(SMALLEST_TOKEN_SCALE)
         codes = torch.empty(values.shape, dtype=CODES, device=values.device)
         numerics.encode_by_scale_inv(values, scale_inv, codes, torch.empty(numerics.PIECE, device=values.device))
-        return Quantized(codes, scale_inv)
+        return Quantized(Operand(codes, scale_inv))
 
 
 SMALLEST_GROUP_AMAX = 1e-10
@@ -99,4 +99,4 @@ class GroupInputs:
         codes = torch.empty(groups.shape, dtype=CODES, device=values.device)
         numerics.encode_by_scale_inv(groups, scale_inv, codes, torch.empty(numerics.PIECE, device=values.device))
         decoded = numerics.decode(codes, scale_inv).view(tokens, -1)[:, :columns]
-        return Quantized(decoded, decoded.new_ones(()))
+        return Quantized(Operand(decoded, decoded.new_ones(())))

@@ -21,8 +21,9 @@ from precisionctl.plan import Job, Plan, make_plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import CODES
 from precisionctl.trainer.backend import fp8_linears
+from precisionctl.trainer.fp8_gemm import Quantizers
 from precisionctl.trainer.model import GPT
-from precisionctl.trainer.modules_emulated import GroupedLinear, Linear, Quantizers
+from precisionctl.trainer.modules_emulated import GroupedLinear, Linear
 
 EMBEDDING = "embedding.word_embeddings.weight"
 """Never FP8 codes: its dtype is that of all values beside them."""

@@ -7,7 +7,8 @@ The words are those of Transformer Engine's debug statistics (debug/features/log
 - `delayed`: one scale, which earlier steps gave
 - `current`: one scale, from the tensor's own amax
 - `block`: a power of two for 1 x 128 elements of a row, 128 x 128 of a weight, in E4M3 (Float8BlockScaling)
-- `mx`: a power of two, rounded so that nothing saturates, for 1 x 32 elements of a row, in E4M3 (MXFP8BlockScaling)
+- `mxfp8`: a power of two, rounded so that nothing saturates, for 1 x 32 elements of a row, in E4M3
+  (MXFP8BlockScaling)
 
 TE also makes a copy with blocks along the columns, for the other GEMMs; that one is not measured.
 """
@@ -20,12 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from precisionctl.fp8 import numerics
+from precisionctl.fp8.numerics import BLOCK, MX_BLOCK
 from precisionctl.fp8.statistics import SCALINGS, Loss, Scaling, Statistics
 
-_BY_BLOCK: tuple[Scaling, ...] = ("block", "mx")
-
-BLOCK, MX_BLOCK = 128, 32
-"""Elements that share a scale, along a row."""
+_BY_BLOCK: tuple[Scaling, ...] = ("block", "mxfp8")
 
 _BLOCK_DTYPE = torch.float8_e4m3fn  # in both recipes, forward and backward
 _ROUNDING = 1 - 2.0**-22

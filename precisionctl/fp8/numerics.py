@@ -24,6 +24,9 @@ FP8_MAX: Mapping[torch.dtype, float] = {
 }
 """Largest finite value of each code dtype."""
 
+BLOCK, MX_BLOCK = 128, 32
+"""Elements that share a scale in Float8BlockScaling, along a row or on each side of a weight's square, and in MXFP8."""
+
 PIECE = 64 * 1024
 """Elements to cast at a time: FP32 scratch of this size (256 KiB) stays in a core's cache."""
 
@@ -64,30 +67,34 @@ def delayed_scale(amax: Tensor, previous: Tensor, dtype: torch.dtype, margin: in
     return torch.where(scale.isinf(), _FP32_MAX, scale)
 
 
-def current_scale(amax: Tensor, dtype: torch.dtype, *, power_of_2: bool = False, epsilon: float = 0.0) -> Tensor:
+def current_scale(
+    amax: Tensor, dtype: torch.dtype, *, power_of_2: bool = False, epsilon: float = 0.0, largest: float = _FP32_MAX
+) -> Tensor:
     """Scale for a tensor's own amax, FP32; 1 where amax is zero, infinite or NaN (recipe_common.cuh,
-    compute_scale_from_amax). `power_of_2` rounds it down to a power of two; `epsilon` is the smallest amax."""
+    compute_scale_from_amax). `power_of_2` rounds it down to a power of two; `epsilon` is the smallest amax; `largest`
+    stands in for a scale beyond FP32."""
     amax = torch.where(amax < epsilon, epsilon, amax)
     usable = amax.isfinite() & (amax != 0)
     scale = torch.where(usable, _divide(FP8_MAX[dtype], amax), 1.0)
-    scale = torch.where(scale.isinf(), _FP32_MAX, scale)
+    scale = torch.where(scale.isinf(), largest, scale)
     return (scale.view(torch.int32) & _FP32_EXPONENT).view(torch.float32) if power_of_2 else scale
 
 
-def block_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+def block_scale(amax: Tensor, dtype: torch.dtype, *, power_of_2: bool = True, largest: float = _FP32_MAX) -> Tensor:
     """Scale of a block for its amax under TE's Float8BlockScaling, FP32: that of current scaling, rounded down to a
-    power of two."""
-    return current_scale(amax, dtype, power_of_2=True)
+    power of two unless told not to. `largest` is that of the tensor's own dtype (compute_scale_from_types)."""
+    return current_scale(amax, dtype, power_of_2=power_of_2, largest=largest)
 
 
 def mx_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Scale of an MX block for its amax, FP32: the reciprocal of `amax / fp8_max` rounded up to a power of two, which
-    an E8M0 byte holds; 1 where that byte is 0 (ptx.cuh, float_to_e8m0 and exp2f_rcp). Amax is not NaN."""
+    an E8M0 byte holds (ptx_arch_spec.cuh, float_to_e8m0; ptx.cuh, exp2f_rcp, since TE 2.13: before, that of the byte
+    0 was 1). Amax is not NaN."""
     bits = (amax.float() * (1.0 / FP8_MAX[dtype])).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
     exponent = (exponent + up).clamp(max=254)  # an infinity is stored as the largest exponent
-    return torch.where(exponent == 0, 1.0, torch.exp2((127 - exponent).float()))
+    return torch.exp2((127 - exponent).float())
 
 
 def _divide(numerator: float, amax: Tensor) -> Tensor:

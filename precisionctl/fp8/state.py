@@ -34,12 +34,15 @@ CACHE: tuple[Role, ...] = ("k", "v")
 ATTENTION: tuple[Role, ...] = ATTENTION_FORWARD + ATTENTION_BACKWARD + CACHE
 
 
+Format = Literal["HYBRID", "E4M3"]
+
+
 @dataclass(frozen=True)
 class DelayedScaling:
     """TE's DelayedScaling recipe, field for field (transformer_engine/common/recipe/__init__.py)."""
 
     margin: int = 0
-    fp8_format: Literal["HYBRID", "E4M3"] = "HYBRID"
+    fp8_format: Format = "HYBRID"
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True
@@ -54,10 +57,14 @@ class DelayedScaling:
                 raise RecipeError(f"delayed scaling cannot have {shown} as its {name}")
 
     def dtype(self, role: Role) -> torch.dtype:
-        """HYBRID is E4M3 forward and E5M2 backward."""
-        if role in BACKWARD + ATTENTION_BACKWARD and self.fp8_format == "HYBRID":
-            return torch.float8_e5m2
-        return torch.float8_e4m3fn
+        return code_dtype(self.fp8_format, role)
+
+
+def code_dtype(fp8_format: Format, role: Role) -> torch.dtype:
+    """HYBRID is E4M3 forward and E5M2 backward."""
+    if role in BACKWARD + ATTENTION_BACKWARD and fp8_format == "HYBRID":
+        return torch.float8_e5m2
+    return torch.float8_e4m3fn
 
 
 def _is_integer(value: object, low: int, high: int) -> bool:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Literal
 
-Scaling = Literal["delayed", "current", "block", "mx"]
-SCALINGS: tuple[Scaling, ...] = ("delayed", "current", "block", "mx")
+Scaling = Literal["delayed", "current", "block", "mxfp8"]
+SCALINGS: tuple[Scaling, ...] = ("delayed", "current", "block", "mxfp8")
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[Findi
         yield Finding("watch", "outliers", SCALINGS, f"outliers: kurtosis {kurtosis:,.0f}")
 
 
-NAMES: Mapping[Scaling, str] = {"delayed": "delayed", "current": "current", "block": "128-block", "mx": "MX"}
+NAMES: Mapping[Scaling, str] = {"delayed": "delayed", "current": "current", "block": "128-block", "mxfp8": "MXFP8"}
 
 
 def _by_history(history: History) -> Iterator[Finding]:

@@ -17,7 +17,8 @@ from torch import Tensor
 from precisionctl.checkpoints.base import Chunk, Reader, whole
 from precisionctl.convert import by_workers, one_torch_thread
 from precisionctl.fp8 import numerics
-from precisionctl.fp8.health import BLOCK, measure
+from precisionctl.fp8.health import measure
+from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.fp8.statistics import Statistics
 from precisionctl.param import TensorSpec

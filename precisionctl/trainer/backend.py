@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from precisionctl.errors import EnvironmentProblem, PrecisionError
 from precisionctl.fp8.state import Fp8State
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import GEMM_ALIGNMENT
-from precisionctl.precision import Precision
+from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.world import ALONE, World
 
@@ -30,7 +29,7 @@ class Fp8Linear(Protocol):
     """A linear that may keep delayed-scaling state."""
 
     def fp8_state(self) -> Fp8State | None:
-        """A copy, on the CPU; None where the GEMM keeps none (BF16, current scaling)."""
+        """A copy, on the CPU; None where the GEMM keeps none (BF16, all but delayed scaling)."""
         ...
 
     def set_fp8_state(self, state: Fp8State) -> None:
@@ -139,20 +138,27 @@ def fp8_linears(model: nn.Module) -> dict[str, Fp8Linear]:
     return {name: module for name, module in named if module.fp8_state() is not None}
 
 
-def choose_backend(asked: Literal["te", "emulated", "auto"]) -> BackendName:
-    """`auto` is Transformer Engine where it can run FP8, else the emulation.
-    Raises EnvironmentProblem, with the reason, when `te` is asked for and cannot run."""
+def choose_backend(
+    asked: Literal["te", "emulated", "auto"], precision: Precision = PRESETS["fp8-delayed"]
+) -> BackendName:
+    """`auto` is Transformer Engine where it can run FP8, else the emulation. Raises EnvironmentProblem, with the
+    reason, when `te` is asked for and cannot run, or Transformer Engine runs here but not this FP8 recipe."""
     if asked == "emulated":
         return "emulated"
     problem = _te_problem()
-    if problem is None:
-        return "te"
-    if asked == "auto":
+    if problem and asked == "auto":
         return "emulated"
-    raise EnvironmentProblem(
-        f"Transformer Engine cannot run FP8 here: {problem}",
-        do="Use `--backend emulated`, or a machine with an FP8 GPU and `precisionctl[te]` installed.",
-    )
+    if problem:
+        raise EnvironmentProblem(
+            f"Transformer Engine cannot run FP8 here: {problem}",
+            do="Use `--backend emulated`, or a machine with an FP8 GPU and `precisionctl[te]` installed.",
+        )
+    if precision.fp8 and (problem := _te_recipe_problem(precision)):
+        raise EnvironmentProblem(
+            f"Transformer Engine cannot run precision.scaling = {precision.scaling} here: {problem}",
+            do="Choose another scaling, or use `--backend emulated`, which is slow.",
+        )
+    return "te"
 
 
 def _te_problem() -> str | None:
@@ -163,6 +169,12 @@ def _te_problem() -> str | None:
     except (ImportError, RuntimeError, OSError) as problem:  # TE's empty metapackage raises RuntimeError
         return str(problem)
     return modules_te.fp8_problem()
+
+
+def _te_recipe_problem(precision: Precision) -> str | None:
+    from precisionctl.trainer import modules_te
+
+    return modules_te.recipe_problem(precision)
 
 
 def make_backend(
@@ -178,12 +190,12 @@ def make_backend(
     return EmulatedBackend(precision, dtype, device, world)
 
 
-def require_alignment(name: str, what: str, *sizes: int) -> None:
-    """Raises PrecisionError where a dimension of an FP8 GEMM is not divisible by GEMM_ALIGNMENT."""
-    if any(size % GEMM_ALIGNMENT for size in sizes):
+def require_alignment(precision: Precision, name: str, what: str, *sizes: int) -> None:
+    """Raises PrecisionError where a dimension of an FP8 GEMM is not what the recipe needs."""
+    if any(size % precision.alignment for size in sizes):
         raise PrecisionError(
             f"an FP8 GEMM cannot take {what} of {' by '.join(map(str, sizes))}: "
-            f"sizes must be divisible by {GEMM_ALIGNMENT}",
+            f"under {precision.scaling} scaling sizes must be divisible by {precision.alignment}",
             where=name,
             do="Choose other sizes, or keep the module in BF16 with `keep_bf16`.",
         )

@@ -134,7 +134,7 @@ def enter_fp8(run: Run) -> None:
 
 def _recorded(precision: Precision) -> Precision:
     """Only delayed scaling keeps anything to record."""
-    return precision if precision.scaling == "delayed" else replace(precision, fp8=False)
+    return precision if precision.keeps_state else replace(precision, fp8=False)
 
 
 def _percents(shares: Sequence[float]) -> str:

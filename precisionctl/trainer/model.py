@@ -153,7 +153,7 @@ class Embedding(nn.Module):
         if self.multiplier != 1:
             hidden = hidden * torch.tensor(self.multiplier, dtype=hidden.dtype, device=hidden.device)
         if self.position_embeddings is not None:
-            # the padding that fills a batch up to GEMM_ALIGNMENT may lie beyond the last place
+            # the padding that fills a batch up for FP8 GEMMs may lie beyond the last place
             hidden = hidden + self.position_embeddings(place.clamp(max=self.position_embeddings.num_embeddings - 1))
         return hidden
 

@@ -1,139 +1,30 @@
-"""The GPT's linears and norms in plain PyTorch, with Transformer Engine's FP8 numerics.
+"""The GPT's linears and norms in plain PyTorch, with Transformer Engine's FP8 numerics (`fp8_gemm`)."""
 
-An FP8 GEMM multiplies code values, accumulates in FP32, multiplies by both scale_inv, adds the bias and
-rounds once. Code values are exact in FP32, so FP32 matrix products stand in for the tensor cores:
-
-    y     = (X @ W.T) * x.scale_inv * w.scale_inv + bias      X: input  [tokens, in]
-    dgrad = (G @ W)   * g.scale_inv * w.scale_inv             W: weight [out, in]
-    wgrad = (G.T @ X) * g.scale_inv * x.scale_inv             G: grad_output [tokens, out]
-
-Under delayed scaling a cast uses the scale that earlier steps gave and records its tensor's amax in row 0 of
-the history; `fp8.numerics.update_delayed` turns those rows into the next scales. TE also has roles `output`
-and `grad_input`, which no GEMM here uses; their state is only kept.
-"""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.errors import PrecisionError
-from precisionctl.fp8 import numerics
 from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backend import Norm, recompute, require_alignment
+from precisionctl.trainer.fp8_gemm import (
+    DelayedQuantizer,
+    Quantizer,
+    Quantizers,
+    delayed,
+    fp8_gemm,
+    set_state,
+    state_of,
+    stateless_quantizers,
+)
 from precisionctl.trainer.recorder import Recorder
-from precisionctl.trainer.scaling_buffers import ScalingBuffers, Slot
+from precisionctl.trainer.scaling_buffers import ScalingBuffers
 from precisionctl.trainer.world import ALONE, World
-
-
-class Quantized(NamedTuple):
-    """FP8 codes and the FP32 `[]` multiplier that decodes them."""
-
-    codes: Tensor
-    scale_inv: Tensor
-
-
-class Quantizer(Protocol):
-    def quantize(self, values: Tensor) -> Quantized: ...
-
-
-@dataclass(frozen=True)
-class DelayedQuantizer:
-    """Casts with the scale in its slot, and records the amax for the next one."""
-
-    slot: Slot
-
-    def quantize(self, values: Tensor) -> Quantized:
-        self.slot.record(numerics.amax(values))
-        scale = self.slot.scale
-        return Quantized(numerics.encode(values, scale, self.slot.buffers.dtype), scale.reciprocal())
-
-
-@dataclass(frozen=True)
-class CurrentQuantizer:
-    """Casts with the scale that the tensor's own amax gives."""
-
-    dtype: torch.dtype
-
-    def quantize(self, values: Tensor) -> Quantized:
-        scale = numerics.current_scale(numerics.amax(values), self.dtype)
-        return Quantized(numerics.encode(values, scale, self.dtype), scale.reciprocal())
-
-
-class Fp8Matmul(torch.autograd.Function):
-    """`linear(values, weight, bias)` in FP8, forward and backward.
-
-    values `[tokens, in]` in FP32 or `dtype`, weight `[out, in]`, bias `[out]` or None; gives `[tokens, out]` in
-    `dtype`, the activations' dtype, to which gradients are rounded as well.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        values: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        quantizers: Mapping[Role, Quantizer],
-        dtype: torch.dtype,
-    ) -> Tensor:
-        x, w = quantizers["input"].quantize(values), quantizers["weight"].quantize(weight)
-        ctx.save_for_backward(*x, *w)
-        ctx.grad_quantizer, ctx.dtype = quantizers["grad_output"], dtype
-        product = _scaled_product(x.codes, w.codes.t(), x.scale_inv * w.scale_inv)
-        if bias is not None:
-            product += bias.bfloat16()  # TE casts it for FP32 activations too: cuBLAS has no FP8 GEMM with an FP32 bias
-        return product.to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x_codes, x_scale_inv, w_codes, w_scale_inv = ctx.saved_tensors
-        g = ctx.grad_quantizer.quantize(grad_output)
-        dgrad = wgrad = bias_grad = None
-        if ctx.needs_input_grad[0]:
-            dgrad = _scaled_product(g.codes, w_codes, g.scale_inv * w_scale_inv).to(ctx.dtype)
-        if ctx.needs_input_grad[1]:
-            wgrad = _scaled_product(g.codes.t(), x_codes, g.scale_inv * x_scale_inv).to(ctx.dtype)
-        if ctx.needs_input_grad[2]:
-            bias_grad = grad_output.sum(0, dtype=torch.float32).to(ctx.dtype)
-        return dgrad, wgrad, bias_grad, None, None
-
-
-def _scaled_product(left: Tensor, right: Tensor, scale_inv: Tensor) -> Tensor:
-    return (left.float() @ right.float()).mul_(scale_inv)
-
-
-Quantizers = Mapping[Role, Quantizer]
-"""How a GEMM's tensors are cast, by role; empty where it stays in BF16."""
-
-
-def _fp8_gemm(values: Tensor, weight: Tensor, bias: Tensor | None, quantizers: Quantizers) -> Tensor:
-    """`Fp8Matmul` of values `[..., in]`, in the weight's dtype."""
-    rows = values.flatten(0, -2)
-    out: Tensor = Fp8Matmul.apply(rows, weight, bias, quantizers, weight.dtype)  # type: ignore[no-untyped-call]
-    return out.view(*values.shape[:-1], len(weight))
-
-
-def _delayed(quantizers: Quantizers) -> dict[Role, DelayedQuantizer]:
-    return {role: q for role, q in quantizers.items() if isinstance(q, DelayedQuantizer)}
-
-
-def _state(quantizers: Quantizers) -> Fp8State | None:
-    delayed = _delayed(quantizers)
-    return Fp8State({role: q.slot.state for role, q in delayed.items()}) if delayed else None
-
-
-def _set_state(name: str, quantizers: Quantizers, state: Fp8State) -> None:
-    delayed = _delayed(quantizers)
-    if not delayed:
-        raise PrecisionError("this GEMM keeps no FP8 state", where=name)
-    for role, quantizer in delayed.items():
-        quantizer.slot.set_state(state.roles[role])
 
 
 class Linear(nn.Module):
@@ -158,19 +49,19 @@ class Linear(nn.Module):
             if recorder:
                 recorder.gemm(self.name, values, self.weight, product)
             return product
-        require_alignment(self.name, "a batch of tokens", values.shape[:-1].numel())
-        return _fp8_gemm(values, self.weight, self.bias, self.quantizers)
+        require_alignment(self.backend.precision, self.name, "a batch of tokens", values.shape[:-1].numel())
+        return fp8_gemm(values, self.weight, self.bias, self.quantizers)
 
     def fp8_state(self) -> Fp8State | None:
-        return _state(self.quantizers)
+        return state_of(self.quantizers)
 
     def set_fp8_state(self, state: Fp8State) -> None:
-        _set_state(self.name, self.quantizers, state)
+        set_state(self.name, self.quantizers, state)
 
 
 class LayerNormLinear(Linear):
     """A norm, then a linear: TE's fusion, in which delayed scaling casts the norm's FP32 values directly
-    and current scaling casts them after rounding (normalization.cpp, rmsnorm_fwd)."""
+    and all others cast them after rounding (normalization.cpp, rmsnorm_fwd)."""
 
     def __init__(
         self,
@@ -188,7 +79,7 @@ class LayerNormLinear(Linear):
 
     def forward(self, values: Tensor) -> Tensor:
         normed = self.gemm_input(values)
-        return self.gemm(normed if self.backend.recorder or _delayed(self.quantizers) else normed.to(values.dtype))
+        return self.gemm(normed if self.backend.recorder or delayed(self.quantizers) else normed.to(values.dtype))
 
     def gemm_input(self, values: Tensor) -> Tensor:
         """The norm's output, FP32."""
@@ -240,15 +131,15 @@ class GroupedLinear(nn.Module):
         bias = self.get_parameter(f"bias{expert}") if self.has_bias else None
         if self.backend.recorder or not quantizers:
             return F.linear(values, weight, bias)
-        return _fp8_gemm(values, weight, bias, quantizers)
+        return fp8_gemm(values, weight, bias, quantizers)
 
     def fp8_state(self) -> Fp8State | None:
-        states = [state for quantizers in self.quantizers if (state := _state(quantizers))]
+        states = [state for quantizers in self.quantizers if (state := state_of(quantizers))]
         return Fp8State.of_experts(states) if states else None
 
     def set_fp8_state(self, state: Fp8State) -> None:
         for expert, quantizers in enumerate(self.quantizers):
-            _set_state(self.name, quantizers, state.of_expert(expert))
+            set_state(self.name, quantizers, state.of_expert(expert))
 
 
 class EmulatedBackend:
@@ -287,10 +178,9 @@ class EmulatedBackend:
     def quantizers(self, name: str, in_features: int, out_features: int) -> Quantizers:
         if not self.precision.in_fp8(name):
             return {}
-        require_alignment(name, "a weight", out_features, in_features)
-        if self.precision.scaling == "current":
-            recipe = self.precision.delayed
-            return {role: CurrentQuantizer(recipe.dtype(role)) for role in ("input", "weight", "grad_output")}
+        require_alignment(self.precision, name, "a weight", out_features, in_features)
+        if not self.precision.keeps_state:
+            return stateless_quantizers(self.precision, self.dtype)
         forward: dict[Role, Quantizer] = {role: DelayedQuantizer(self._forward.add_slot()) for role in FORWARD}
         return forward | {role: DelayedQuantizer(self._backward.add_slot()) for role in BACKWARD}
 

@@ -13,12 +13,19 @@ from typing import Any, Literal
 import torch  # before Transformer Engine, which needs torch's libraries to be loaded
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    QParams,
+    Recipe,
+)
 
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.state import BACKWARD, FORWARD, ROLES, Fp8State, Role, RoleState
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import GEMM_ALIGNMENT
 from precisionctl.precision import Precision
 from precisionctl.trainer.backend import Norm, recompute, require_alignment
 from precisionctl.trainer.recorder import Recorder
@@ -38,6 +45,21 @@ def fp8_problem() -> str | None:
     return None if available else reason
 
 
+def recipe_problem(precision: Precision) -> str | None:
+    """Why this machine cannot compute under a recipe of FP8; None where it can. 128-blocks ask for Hopper and CUDA
+    12.9, MXFP8 for compute capability 10.x (quantization.py, _compute_fp8_block_scaling_support and
+    _compute_mxfp8_support)."""
+    if precision.scaling == "block":
+        available, reason = te.is_fp8_block_scaling_available(return_reason=True)
+        if available and precision.block.use_f32_scales and torch.cuda.get_device_capability() >= (10, 0):
+            return "Blackwell computes 128-blocks as MXFP8, whose scales are powers of two: use_f32_scales = false"
+    elif precision.scaling == "mxfp8":
+        available, reason = te.is_mxfp8_available(return_reason=True)
+    else:
+        return fp8_problem()
+    return None if available else reason
+
+
 class _Stateful(nn.Module):
     """What linears add to TE's: where they run in FP8, and their state as an Fp8State, of scales of `shape`."""
 
@@ -53,7 +75,7 @@ class _Stateful(nn.Module):
 
     @property
     def keeps_state(self) -> bool:
-        return self.in_fp8 and self.backend.precision.scaling == "delayed"
+        return self.in_fp8 and self.backend.precision.keeps_state
 
     def _of(self, role: Role) -> tuple[Tensor, Tensor]:
         """A role's part of TE's own tensors: `scale` of `shape`, `amax_history` of `[*shape, history]`."""
@@ -88,7 +110,7 @@ class _Fp8Linear(_Stateful):
         recorder = self.backend.recorder
         out: Tensor
         if self.in_fp8 and not recorder:
-            require_alignment(self.module_name, "a batch of tokens", values.shape[:-1].numel())
+            require_alignment(self.backend.precision, self.module_name, "a batch of tokens", values.shape[:-1].numel())
             out = super().forward(values)
         else:
             with te.autocast(enabled=False):
@@ -220,8 +242,8 @@ class TransformerEngineBackend:
             experts, in_features, out_features, bias=bias, params_dtype=self.dtype, device=self.device
         )
         module.shape = (experts,)
-        module.padding = te.Fp8Padding(experts, GEMM_ALIGNMENT)
-        module.unpadding = te.Fp8Unpadding(experts, GEMM_ALIGNMENT)
+        module.padding = te.Fp8Padding(experts, self.precision.alignment)
+        module.unpadding = te.Fp8Unpadding(experts, self.precision.alignment)
         return self._adopt(module, name, out_features, in_features)
 
     def packed_attention(self, model: ModelShape, scale: float) -> nn.Module:
@@ -237,7 +259,7 @@ class TransformerEngineBackend:
         module.backend, module.module_name = self, name
         module.in_fp8 = self.precision.in_fp8(name)
         if module.in_fp8:
-            require_alignment(name, "a weight", *sizes)
+            require_alignment(self.precision, name, "a weight", *sizes)
         if module.keeps_state:
             self._stateful.append(module)
             module.fp8_meta["num_gemms"] = math.prod(module.shape)
@@ -267,12 +289,20 @@ class TransformerEngineBackend:
 
 def _recipe(precision: Precision) -> Recipe:
     ours = precision.delayed
-    fp8_format = Format[ours.fp8_format]
     if precision.scaling == "current":
-        return Float8CurrentScaling(fp8_format=fp8_format)
+        return Float8CurrentScaling(fp8_format=Format[ours.fp8_format])
+    if precision.scaling == "mxfp8":
+        return MXFP8BlockScaling(fp8_format=Format[precision.block.fp8_format])
+    if precision.scaling == "block":
+        made = Float8BlockScaling(fp8_format=Format[precision.block.fp8_format])
+        scales = QParams(power_2_scale=not precision.block.use_f32_scales, amax_epsilon=0.0)
+        made.use_f32_scales = precision.block.use_f32_scales
+        # the class reads the environment once, whatever its constructor is told
+        made.fp8_quant_fwd_inp = made.fp8_quant_fwd_weight = made.fp8_quant_bwd_grad = scales
+        return made
     return DelayedScaling(
         margin=ours.margin,
-        fp8_format=fp8_format,
+        fp8_format=Format[ours.fp8_format],
         amax_history_len=ours.amax_history_len,
         amax_compute_algo=ours.amax_compute_algo,
         reduce_amax=ours.reduce_amax,

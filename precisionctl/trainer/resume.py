@@ -21,7 +21,7 @@ from precisionctl.errors import CheckpointError, OutputError, RecipeError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States, Role
 from precisionctl.model_shape import ModelShape
-from precisionctl.plan import Plan, check_fp8_gemm, make_plan
+from precisionctl.plan import check_fp8_gemms, make_plan
 from precisionctl.recipe import Data, Recipe, load_recipe
 from precisionctl.reencode import coded_before
 from precisionctl.trainer import run_folder, state
@@ -127,10 +127,11 @@ def _resume(
         held_out = read_rows(source, beside, out / "tokens", on_tokens) if beside.path else None
         wanted = run_folder.identity(source, rows.fingerprint, recipe, load=load, **settings.start)
         here = run_folder.newest(out)
-        backend = choose_backend(settings.backend)
+        backend = choose_backend(settings.backend, recipe.precision)
         plan = make_plan(source, "megatron")
         if settings.collect_amax:
-            _check_gemms(plan, recipe)
+            to_come = replace(recipe.precision, fp8=True).of_layers(plan.model.num_layers)
+            check_fp8_gemms(plan, to_come)
         given = read_state(settings.fp8_state, plan.gemms) if settings.fp8_state else None
         run = _build(recipe, plan.model, backend, rows, held_out, world)
         if here:
@@ -168,7 +169,7 @@ def read_recipe(settings: Settings) -> Recipe:
             "a guard and a schedule of precisions are of an FP8 run, and this one is in BF16",
             do="Give --precision fp8, or leave out --shadow-every, guard.shadow_every and precision.schedule.",
         )
-    stateful = recipe.precision.fp8 and recipe.precision.scaling == "delayed"
+    stateful = recipe.precision.keeps_state
     asked = {"--cold-start empties": settings.cold_start, "--fp8-state is": settings.fp8_state}
     if not stateful and (wanted := [what for what, value in asked.items() if value]):
         raise RecipeError(
@@ -234,13 +235,6 @@ def check_length(recipe: Recipe, model: ModelShape) -> None:
         )
 
 
-def _check_gemms(plan: Plan, recipe: Recipe) -> None:
-    """Raise PrecisionError for a GEMM that no FP8 run to come could take."""
-    for job in plan.jobs:
-        if job.row.gemm and replace(recipe.precision, fp8=True).in_fp8(job.module):
-            check_fp8_gemm(job, plan.model)
-
-
 def _build(
     recipe: Recipe,
     model: ModelShape,
@@ -250,6 +244,7 @@ def _build(
     world: World,
 ) -> Run:
     check_length(recipe, model)
+    recipe = replace(recipe, precision=recipe.precision.of_layers(model.num_layers))
     torch.manual_seed(recipe.train.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     recompute = recipe.train.recompute == "layer"

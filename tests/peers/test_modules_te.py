@@ -17,6 +17,8 @@ ATTENTION = "pytorch/attention/dot_product_attention/dot_product_attention.py"
 
 CALLED = {
     "te.is_fp8_available": ("pytorch/quantization.py", "is_fp8_available"),
+    "te.is_mxfp8_available": ("pytorch/quantization.py", "is_mxfp8_available"),
+    "te.is_fp8_block_scaling_available": ("pytorch/quantization.py", "is_fp8_block_scaling_available"),
     "te.autocast": ("pytorch/quantization.py", "autocast.__init__"),
     "Linear": ("pytorch/module/linear.py", "Linear.__init__"),
     "LayerNormLinear": ("pytorch/module/layernorm_linear.py", "LayerNormLinear.__init__"),
@@ -29,6 +31,9 @@ CALLED = {
     "PackedAttention super().forward": (ATTENTION, "DotProductAttention.forward"),
     "DelayedScaling": ("common/recipe/__init__.py", "DelayedScaling"),
     "Float8CurrentScaling": ("common/recipe/__init__.py", "Float8CurrentScaling"),
+    "Float8BlockScaling": ("common/recipe/__init__.py", "Float8BlockScaling"),
+    "MXFP8BlockScaling": ("common/recipe/__init__.py", "MXFP8BlockScaling"),
+    "QParams": ("common/recipe/__init__.py", "QParams"),
     "module.init_fp8_meta_tensors": ("pytorch/module/base.py", "TransformerEngineBaseModule.init_fp8_meta_tensors"),
     "super().forward": ("pytorch/module/layernorm_linear.py", "LayerNormLinear.forward"),
 }

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from precisionctl.param import GEMM_ALIGNMENT
+from precisionctl.fp8.numerics import MX_BLOCK
 from precisionctl.trainer.segments import Segments
 
 IGNORED = -100
@@ -50,9 +50,9 @@ class Batch:
 
 
 def make_batch(rows: Sequence[Sequence[Piece]], padding: int) -> Batch:
-    """Rows of pieces, padded at the right to the longest, rounded up to GEMM_ALIGNMENT."""
+    """Rows of pieces, padded at the right to the longest, rounded up to what FP8 GEMMs take under any recipe."""
     filled = max(sum(piece.positions for piece in row) for row in rows)
-    width = -(-filled // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
+    width = -(-filled // MX_BLOCK) * MX_BLOCK
     longest = max(piece.positions for row in rows for piece in row)
     tokens = torch.full((len(rows), width), padding)
     labels = torch.full((len(rows), width), IGNORED)
