@@ -14,7 +14,8 @@ import torch
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY
 from precisionctl.checkpoints.base import Chunked, Reader, read_tensor
 from precisionctl.codes import CodesComparison, compare_codes
-from precisionctl.engines.base import Engine, Finding
+from precisionctl.engines.base import Engine
+from precisionctl.engines.rule import Finding
 from precisionctl.errors import UnknownFormat
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.hf_tensors import HfTensors, Rows, pieces
@@ -180,7 +181,8 @@ def _module_differences(name: str, a: Fp8State, b: Fp8State) -> Iterator[str]:
 
 @runtime_checkable
 class Directory(Protocol):
-    """A Reader of what an engine is given: config.json, and every tensor as stored, scales too."""
+    """A Reader of what an engine is given: config.json, and hf_quant_config.json beside it if there is one, and every
+    tensor as stored, scales too."""
 
     @property
     def config(self) -> Mapping[str, Any]: ...
@@ -188,6 +190,8 @@ class Directory(Protocol):
     def input_scales(self) -> Mapping[str, float]: ...
     @property
     def stored(self) -> Chunked: ...
+    @property
+    def beside(self) -> Mapping[str, Any] | None: ...
 
 
 def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
@@ -201,4 +205,4 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
             do=f"Make one: precisionctl export-inference {reader.path} DST --target {engine.name}",
         )
     stored = reader.stored
-    return engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks)
+    return engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks, reader.beside)

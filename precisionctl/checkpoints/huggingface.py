@@ -96,6 +96,12 @@ class HuggingFaceReader:
         return {name: float(read_tensor(self.stored, scale).reshape(())) for name, scale in static.items()}
 
     @cached_property
+    def beside(self) -> dict[str, Any] | None:
+        """What hf_quant_config.json says, where there is one."""
+        path = self.path / QUANT_CONFIG
+        return _load_json(path) if path.is_file() else None
+
+    @cached_property
     def fp8(self) -> Fp8States | None:
         return sidecar.find(self.path)
 

@@ -14,10 +14,12 @@ from torch import Tensor
 
 import precisionctl.engines
 from precisionctl.discover import discover
+from precisionctl.engines.ignoring import Ignoring
+from precisionctl.engines.rule import Demand, Directory, Finding, Rule
 from precisionctl.engines.shapes import FUSED, LATENT, Ragged, Served
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CODES, Scales, Scheme, Spelling, recognise, stored_scales
+from precisionctl.quant_methods.base import CODES, Scales, Scheme, recognise, stored_scales
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of scales that load; llm-compressor writes the model's own."""
@@ -26,32 +28,11 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What is asked, and where that is known from. Breaking a `fatal` rule stops the engine from loading the
-    directory or makes its answers wrong; breaking another costs accuracy."""
-
-    text: str
-    source: str
-    fatal: bool = True
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A rule that a checkpoint breaks, and where."""
-
-    where: str
-    what: str
-    rule: Rule
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what}; {self.rule.text} [{self.rule.source}]"
-
-
-@dataclass(frozen=True)
 class Engine:
     """`spells` is the quant method that an export to this engine is written in, by scheme; `reads` every pair of
     method and scheme that it loads, `reads_experts` those that it loads for experts too. `ragged` says which linears'
-    rows may end within a block of scales. `command` serves a directory, in place of `{path}`, and `on_ranks` tells it
+    rows may end within a block of scales, `ignores` how the list of modules that are no codes is read, by quant method,
+    and `demands` are what else is asked. `command` serves a directory, in place of `{path}`, and `on_ranks` tells it
     of several GPUs, in place of `{ranks}`."""
 
     name: str
@@ -69,38 +50,56 @@ class Engine:
     fused: Rule
     all_or_none: Rule
     experts: Rule
+    ignores: Mapping[str, Ignoring]
+    demands: tuple[Demand, ...]
 
     def serve(self, path: object, ranks: int) -> str:
         """The command that serves a directory."""
         return (self.command + (self.on_ranks if ranks > 1 else "")).format(path=path, ranks=ranks)
 
     def check(
-        self, config: Mapping[str, Any], specs: Mapping[str, TensorSpec], read: Callable[[str], Tensor], ranks: int = 1
+        self,
+        config: Mapping[str, Any],
+        specs: Mapping[str, TensorSpec],
+        read: Callable[[str], Tensor],
+        ranks: int = 1,
+        beside: Mapping[str, Any] | None = None,
     ) -> list[Finding]:
         """Every rule that a directory breaks on so many GPUs. `config` is config.json, `specs` all stored tensors with
-        their scales, and `read` gives a scale's value."""
+        their scales, `read` gives a scale's value, and `beside` is hf_quant_config.json, if there is one."""
         try:
-            method = recognise(config)
-            scales = stored_scales(config, specs)
+            return self._findings(config, specs, read, ranks, beside)
         except PrecisionctlError as error:
             return [Finding("config.json", error.what, self.quantisation)]
+
+    def _findings(
+        self,
+        config: Mapping[str, Any],
+        specs: Mapping[str, TensorSpec],
+        read: Callable[[str], Tensor],
+        ranks: int,
+        beside: Mapping[str, Any] | None,
+    ) -> list[Finding]:
+        method, scales = recognise(config), stored_scales(config, specs)
         if method is None:
             return []  # plain BF16 or FP16: every engine loads it
-        scheme = method.says(config["quantization_config"]).scheme
+        quantization = config["quantization_config"]
+        scheme = method.says(quantization).narrowed(scales, specs).scheme
         if (method.name, scheme) not in self.reads or method.spelling is None:
             return [Finding("config.json", f"{method.name} with {scheme} activations", self.quantisation)]
-        expected = {name: method.spelling.specs(found, specs[name], scheme) for name, found in scales.items()}
+        found = Directory(quantization, method.name, scheme, method.spelling, specs, scales, read, beside)
         served = Served.of(config, ranks)
         shapes = (self.check_shape(name, specs[name], scheme, served) for name in scales)
         return [
             *_uncommon(scales, specs, self.quantisation),
-            *_misshapen(expected, specs, self.scales, scheme),
+            *_misshapen(found, self.scales),
             *(finding for finding in shapes if finding),
-            *_unnamed(config["quantization_config"], method.spelling, scales, specs, self.quantisation),
+            *_unnamed(found, self.ignores[method.name], self.quantisation),
             *_torn(scales, specs, self.all_or_none),
             *_unequal(scales, read, self.fused),
             *_unequal_experts(scales, read, self.experts),
             *self.check_experts(scales, method.name, scheme),
+            *(finding for demand in self.demands for finding in demand.findings(found)),
         ]
 
     def check_shape(self, name: str, spec: TensorSpec, scheme: str, served: Served) -> Finding | None:
@@ -132,13 +131,12 @@ def _uncommon(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rul
             yield Finding(name, f"{str(specs[name].dtype).removeprefix('torch.')} codes", rule)
 
 
-def _misshapen(
-    expected: Mapping[str, Mapping[str, TensorSpec]], specs: Mapping[str, TensorSpec], rule: Rule, scheme: str
-) -> Iterator[Finding]:
+def _misshapen(directory: Directory, rule: Rule) -> Iterator[Finding]:
+    specs, scheme = directory.specs, directory.scheme
     exponents = {"block": (*FLOATS, torch.float8_e8m0fnu), "mxfp8": (torch.uint8, torch.float8_e8m0fnu)}
     dtypes = exponents.get(scheme, FLOATS)
-    for tensors in expected.values():
-        for name, spec in tensors.items():
+    for weight, scales in directory.scales.items():
+        for name, spec in directory.spelling.specs(scales, specs[weight], scheme).items():
             stored = specs[name]
             one = stored.rows * stored.columns == 1  # [] and [1] are loaded alike
             if stored.shape != spec.shape and not one:
@@ -147,21 +145,15 @@ def _misshapen(
                 yield Finding(name, f"{stored.dtype}, not {spec.dtype}", rule)
 
 
-def _unnamed(
-    quantization: Mapping[str, Any],
-    spelling: Spelling,
-    scales: Mapping[str, Scales],
-    specs: Mapping[str, TensorSpec],
-    rule: Rule,
-) -> Iterator[Finding]:
-    """A linear is either FP8 codes or ignored by its full name; anything else is read as what it is not."""
-    ignored = set(quantization.get(spelling.ignored) or ())
-    for name in _linears(specs):
+def _unnamed(directory: Directory, ignoring: Ignoring, rule: Rule) -> Iterator[Finding]:
+    """A linear is either FP8 codes or ignored; anything else is read as what it is not."""
+    for name in _linears(directory.specs):
         module = name.removesuffix(".weight")
-        if name in scales and module in ignored:
+        ignored = ignoring.leaves_out(directory.quantization, module)
+        if name in directory.scales and ignored:
             yield Finding(name, "FP8 codes, but its module is ignored", rule)
-        if name not in scales and module not in ignored and not module.endswith(spelling.never):
-            yield Finding(name, f"{specs[name].dtype} values, but its module is not ignored", rule)
+        if name not in directory.scales and not ignored and not module.endswith(directory.spelling.never):
+            yield Finding(name, f"{directory.specs[name].dtype} values, but its module is not ignored", rule)
 
 
 def _linears(specs: Mapping[str, TensorSpec]) -> list[str]:

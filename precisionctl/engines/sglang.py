@@ -1,6 +1,16 @@
 """SGLang: what it asks of an FP8 directory. Read in SGLang 0.5.23; its config parsers were run, without its kernels."""
 
-from precisionctl.engines.base import Engine, Rule
+from precisionctl.engines.base import Engine
+from precisionctl.engines.cache import cache_by, cache_without_scales
+from precisionctl.engines.demands import (
+    format_of_weights_alone,
+    named,
+    stored_as_one,
+    unsaid_activations,
+    unsaid_blocks,
+)
+from precisionctl.engines.ignoring import Ignoring, by_name_or_regex, by_part_or_glob, by_path
+from precisionctl.engines.rule import Demand, Rule
 
 ENGINE = Engine(
     name="sglang",
@@ -13,6 +23,8 @@ ENGINE = Engine(
             ("compressed-tensors", "block"),
             ("modelopt", "static"),
             ("fp8", "block"),
+            ("fp8", "static"),
+            ("fp8", "per-tensor weights and dynamic"),
         }
     ),
     reads_experts=frozenset(
@@ -21,6 +33,8 @@ ENGINE = Engine(
             ("compressed-tensors", "dynamic"),
             ("modelopt", "static"),
             ("fp8", "block"),
+            ("fp8", "static"),
+            ("fp8", "per-tensor weights and dynamic"),
         }
     ),
     command="python -m sglang.launch_server --model-path {path}",
@@ -52,5 +66,58 @@ ENGINE = Engine(
     all_or_none=Rule(
         "linears that it fuses must all have one scheme",
         "SGLang 0.5.23 layers/quantization/utils.py is_layer_skipped, compressed_tensors/utils.py",
+    ),
+    ignores={
+        "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
+        "modelopt": Ignoring(("ignore", "exclude_modules"), by_part_or_glob),
+        "fp8": Ignoring(("ignored_layers", "modules_to_not_convert"), by_path),
+    },
+    demands=(
+        Demand(
+            unsaid_activations,
+            Rule("activation_scheme must be given", "SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config"),
+        ),
+        Demand(
+            unsaid_blocks,
+            Rule(
+                "without weight_block_size it takes the scales for one of each tensor",
+                "SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config",
+            ),
+        ),
+        Demand(
+            named("weight_scale", "input_scale"),
+            Rule(
+                "it looks for scales under this name",
+                "SGLang 0.5.23 layers/quantization/fp8.py Fp8LinearMethod.create_weights",
+            ),
+        ),
+        Demand(
+            stored_as_one,
+            Rule(
+                "codes of experts are looked for expert by expert", "SGLang 0.5.23 layers/moe/fused_moe_triton/layer.py"
+            ),
+        ),
+        Demand(
+            format_of_weights_alone,
+            Rule(
+                "of a format that it does not know for activations, only the weights are FP8",
+                "SGLang 0.5.23 compressed_tensors/utils.py is_activation_quantization_format",
+                fatal=False,
+            ),
+        ),
+        Demand(
+            cache_by("tensor"),
+            Rule(
+                "it ignores any cache scheme but one fixed scale for a layer, with a warning",
+                "SGLang 0.5.23 compressed_tensors.py kv_cache_quant_algo",
+                fatal=False,
+            ),
+        ),
+        Demand(
+            cache_without_scales,
+            Rule(
+                "it casts into an FP8 cache with scale 1", "SGLang 0.5.23 layers/quantization/kv_cache.py", fatal=False
+            ),
+        ),
     ),
 )

@@ -3,7 +3,11 @@
 Its older checkpoints (`rankN.safetensors`, `trtllm-build`) were removed in July 2026 and are not written.
 """
 
-from precisionctl.engines.base import Engine, Rule
+from precisionctl.engines.base import Engine
+from precisionctl.engines.cache import cache_scales
+from precisionctl.engines.demands import classes_in_several_groups, said_twice_differently, stored_as_one
+from precisionctl.engines.ignoring import Ignoring, by_glob, by_name_or_regex
+from precisionctl.engines.rule import Demand, Rule
 
 ENGINE = Engine(
     name="tensorrt-llm",
@@ -47,4 +51,40 @@ ENGINE = Engine(
         fatal=False,
     ),
     all_or_none=Rule("linears that it fuses are one linear with one method", "TensorRT-LLM _torch/modules/linear.py"),
+    ignores={
+        "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
+        "modelopt": Ignoring(("ignore", "exclude_modules"), by_glob),
+        "fp8": Ignoring(("modules_to_not_convert",), by_glob),
+    },
+    demands=(
+        Demand(
+            said_twice_differently,
+            Rule(
+                "of the two files hf_quant_config.json counts, with a warning",
+                "TensorRT-LLM tensorrt_llm/quantization/modelopt_config.py",
+            ),
+        ),
+        Demand(
+            classes_in_several_groups,
+            Rule(
+                "several config groups must target modules by name",
+                "TensorRT-LLM tensorrt_llm/models/quant_config_utils.py",
+            ),
+        ),
+        Demand(
+            stored_as_one,
+            Rule(
+                "codes of experts are looked for expert by expert",
+                "TensorRT-LLM _torch/modules/fused_moe/quantization.py",
+            ),
+        ),
+        Demand(
+            cache_scales,
+            Rule(
+                "its FP8 cache has scale 1, whatever is stored",
+                "TensorRT-LLM _torch/modules/attention.py",
+                fatal=False,
+            ),
+        ),
+    ),
 )

@@ -4,7 +4,11 @@ Of compressed-tensors it computes with inputs that it rounds to FP8 and back, or
 `quant_method: fp8` it decodes the weights wherever there is no GPU with FP8. ModelOpt's directories it takes for BF16.
 """
 
-from precisionctl.engines.base import Engine, Rule
+from precisionctl.engines.base import Engine
+from precisionctl.engines.cache import cache_scales_of_projections
+from precisionctl.engines.demands import named, unsaid_tensors, without_dimension
+from precisionctl.engines.ignoring import Ignoring, by_name_or_regex, by_start_regex_or_end
+from precisionctl.engines.rule import Demand, Rule
 
 ENGINE = Engine(
     name="transformers",
@@ -21,7 +25,11 @@ ENGINE = Engine(
             ("compressed-tensors", "dynamic"),
             ("compressed-tensors", "block"),
             ("compressed-tensors", "mxfp8"),
+            ("compressed-tensors", "per-channel weights and static"),
+            ("compressed-tensors", "per-tensor weights and dynamic"),
             ("fp8", "block"),
+            ("fp8", "static"),
+            ("fp8", "per-tensor weights and dynamic"),
         }
     ),
     reads_experts=frozenset({("compressed-tensors", "static"), ("compressed-tensors", "dynamic"), ("fp8", "block")}),
@@ -54,5 +62,37 @@ ENGINE = Engine(
     all_or_none=Rule(
         "experts are one tensor in memory, and have one dtype",
         "transformers 5.23 core_model_loading.py MergeModulelist",
+    ),
+    ignores={
+        "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
+        "fp8": Ignoring(("modules_to_not_convert", "ignored_layers"), by_start_regex_or_end),
+    },
+    demands=(
+        Demand(
+            unsaid_tensors,
+            Rule(
+                "without weight_block_size it expects blocks of 128",
+                "transformers 5.23 utils/quantization_config.py FineGrainedFP8Config",
+            ),
+        ),
+        Demand(
+            named("weight_scale_inv", "activation_scale"),
+            Rule(
+                "it looks for scales under this name",
+                "transformers 5.23 integrations/finegrained_fp8.py FP8Linear",
+            ),
+        ),
+        Demand(
+            without_dimension,
+            Rule("scales of a tensor have one dimension", "transformers 5.23 with compressed-tensors 0.20"),
+        ),
+        Demand(
+            cache_scales_of_projections,
+            Rule(
+                "it reads scales of a cache where compressed-tensors writes them",
+                "compressed-tensors 0.20 quantization/lifecycle/initialize.py",
+                fatal=False,
+            ),
+        ),
     ),
 )

@@ -1,6 +1,16 @@
 """vLLM: what it asks of an FP8 directory. Read in vLLM 0.33.0; config parser and weight loader were run on a CPU."""
 
-from precisionctl.engines.base import Engine, Rule
+from precisionctl.engines.base import Engine
+from precisionctl.engines.cache import cache_by, cache_scales_beyond_bf16, cache_without_scales
+from precisionctl.engines.demands import (
+    format_of_weights_alone,
+    named,
+    stored_as_one,
+    unsaid_activations,
+    unsaid_blocks,
+)
+from precisionctl.engines.ignoring import Ignoring, by_name, by_name_or_regex, by_part_or_glob
+from precisionctl.engines.rule import Demand, Rule
 
 ENGINE = Engine(
     name="vllm",
@@ -16,7 +26,11 @@ ENGINE = Engine(
             ("modelopt", "block"),
             ("modelopt", "mxfp8"),
             ("compressed-tensors", "mxfp8"),
+            ("compressed-tensors", "per-channel weights and static"),
+            ("compressed-tensors", "per-tensor weights and dynamic"),
             ("fp8", "block"),
+            ("fp8", "static"),
+            ("fp8", "per-tensor weights and dynamic"),
         }
     ),
     reads_experts=frozenset(
@@ -26,6 +40,8 @@ ENGINE = Engine(
             ("compressed-tensors", "block"),
             ("modelopt", "static"),
             ("fp8", "block"),
+            ("fp8", "static"),
+            ("fp8", "per-tensor weights and dynamic"),
         }
     ),
     command="vllm serve {path}",
@@ -56,5 +72,61 @@ ENGINE = Engine(
     ),
     all_or_none=Rule(
         "linears that it fuses must all have one scheme", "vLLM 0.33 compressed_tensors/utils.py should_ignore_layer"
+    ),
+    ignores={
+        "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
+        "modelopt": Ignoring(("ignore", "exclude_modules"), by_part_or_glob),
+        "fp8": Ignoring(("ignored_layers", "modules_to_not_convert"), by_name),
+    },
+    demands=(
+        Demand(
+            unsaid_activations,
+            Rule("activation_scheme must be given", "vLLM 0.33 quantization/fp8.py Fp8Config.from_config"),
+        ),
+        Demand(
+            unsaid_blocks,
+            Rule(
+                "without weight_block_size it takes the scales for one of each tensor",
+                "vLLM 0.33 quantization/fp8.py Fp8Config.from_config",
+            ),
+        ),
+        Demand(
+            named("weight_scale", "input_scale"),
+            Rule("it looks for scales under this name", "vLLM 0.33 quantization/fp8.py Fp8LinearMethod.create_weights"),
+        ),
+        Demand(
+            stored_as_one,
+            Rule(
+                "codes of experts are looked for expert by expert",
+                "vLLM 0.33 fused_moe/routed_experts.py make_expert_params_mapping",
+            ),
+        ),
+        Demand(
+            format_of_weights_alone,
+            Rule(
+                "of a format that it does not know for activations, only the weights are FP8",
+                "vLLM 0.33 compressed_tensors/utils.py is_activation_quantization_format",
+                fatal=False,
+            ),
+        ),
+        Demand(
+            cache_by("tensor", "attn_head"),
+            Rule(
+                "a cache has one fixed scale for a layer or a head",
+                "vLLM 0.33 compressed_tensors.py CompressedTensorsKVCacheMethod.validate_kv_cache_scheme",
+            ),
+        ),
+        Demand(
+            cache_without_scales,
+            Rule("it casts into an FP8 cache with scale 1", "vLLM 0.33 quantization/kv_cache.py", fatal=False),
+        ),
+        Demand(
+            cache_scales_beyond_bf16,
+            Rule(
+                "it rounds the cache's scales to the model's dtype, except those of compressed-tensors",
+                "vLLM 0.33 quantization/kv_cache.py BaseKVCacheMethod.create_weights",
+                fatal=False,
+            ),
+        ),
     ),
 )

@@ -61,6 +61,13 @@ class Said:
         weights = " or ".join(_KINDS.get(block, "block") for block in self.blocks)
         return f"{weights} weights and {'static' if self.static else 'dynamic'}"
 
+    def narrowed(self, scales: "Mapping[str, Scales]", specs: Mapping[str, TensorSpec]) -> "Said":
+        """Of several blocks the one that all weights have, if one is."""
+        for block in self.blocks:
+            if all(found.block == sized(block, specs[name]) for name, found in scales.items()):
+                return Said((block,), self.static)
+        return self
+
 
 def together(parts: Iterable[Said]) -> Said:
     """What a config says whose groups or layers say these."""
@@ -87,9 +94,10 @@ class Scales:
 @dataclass(frozen=True)
 class Spelling:
     """How an export is spelled. `shapes` gives that of the tensor that holds a grid of so many rows and columns of
-    scales, by scheme. `config(scheme, ignored)` is the `quantization_config`, with the full names of the linear and
-    embedding modules that are not quantised under the key `ignored`, and `files` are the files beside it, by name.
-    Modules with a name that ends in one of `never` are known not to be quantised, named or not."""
+    scales, by scheme, and by those that are only read. `config(scheme, ignored)` is the `quantization_config`, with the
+    full names of the linear and embedding modules that are not quantised under the key `ignored`, and `files` are the
+    files beside it, by name. Modules with a name that ends in one of `never` are known not to be quantised, named or
+    not."""
 
     shapes: Mapping[str, Callable[[int, int], tuple[int, ...]]]
     config: Callable[[Scheme, Sequence[str]], dict[str, Any]]

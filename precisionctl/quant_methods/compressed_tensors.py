@@ -100,7 +100,9 @@ QUANT_METHOD = QuantMethod(
         shapes={
             "static": lambda rows, columns: (1,),
             "dynamic": lambda rows, columns: (rows, 1),
-            "block": lambda rows, columns: (rows, columns),  # llm-compressor's, read alone
+            "block": lambda rows, columns: (rows, columns),  # llm-compressor's, read alone, as are the next two
+            "per-channel weights and static": lambda rows, columns: (rows, 1),
+            "per-tensor weights and dynamic": lambda rows, columns: (1,),
             "mxfp8": lambda rows, columns: (rows, columns),
         },
         config=config,

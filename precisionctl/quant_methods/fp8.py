@@ -41,7 +41,11 @@ QUANT_METHOD = QuantMethod(
     weight_scales=("weight_scale_inv", "weight_scale"),
     input_scales=("activation_scale", "input_scale"),
     spelling=Spelling(
-        shapes={"block": lambda rows, columns: (rows, columns)},
+        shapes={
+            "block": lambda rows, columns: (rows, columns),
+            "static": lambda rows, columns: (),  # transformers' and vLLM's, under other names, read alone
+            "per-tensor weights and dynamic": lambda rows, columns: (),
+        },
         config=config,
         ignored="modules_to_not_convert",
         # DeepSeek's own directories name none of these.

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import get_args
 
 from precisionctl.codes import CodesComparison
-from precisionctl.engines.base import Engine, Finding
+from precisionctl.engines.base import Engine
+from precisionctl.engines.rule import Finding
 from precisionctl.reports.table import Table
 from precisionctl.verify import Comparison, Status, TensorComparison
 

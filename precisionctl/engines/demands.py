@@ -1,0 +1,109 @@
+"""What some engines ask of a directory beside its scales and shapes: what breaks it, to be paired with their rules."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from precisionctl.engines.rule import Directory
+from precisionctl.quant_methods.base import TENSOR, sibling, sized
+
+Broken = Iterator[tuple[str, str]]
+"""Where, and what is wrong there."""
+
+CONFIG = "config.json"
+
+
+def unsaid_activations(directory: Directory) -> Broken:
+    if directory.method == "fp8" and "activation_scheme" not in directory.quantization:
+        yield CONFIG, "no activation_scheme"
+
+
+def unsaid_blocks(directory: Directory) -> Broken:
+    """Blocks of scales of which the config says nothing."""
+    if _unsized(directory) and (name := _first(directory, per_tensor=False)):
+        yield CONFIG, f"no weight_block_size, and {name} has blocks"
+
+
+def unsaid_tensors(directory: Directory) -> Broken:
+    """One scale for a tensor, of which the config says nothing: `weight_block_size` has to be null."""
+    if _unsized(directory) and (name := _first(directory, per_tensor=True)):
+        yield CONFIG, f"no weight_block_size, and {name} has one scale"
+
+
+def _unsized(directory: Directory) -> bool:
+    return directory.method == "fp8" and "weight_block_size" not in directory.quantization
+
+
+def _first(directory: Directory, *, per_tensor: bool) -> str | None:
+    """The first weight that has one scale, or that has blocks."""
+    for name, scales in directory.scales.items():
+        if (scales.block == sized(TENSOR, directory.specs[name])) == per_tensor:
+            return name
+    return None
+
+
+def named(weight: str, activation: str, blocks: str = "weight_scale_inv") -> Callable[[Directory], Broken]:
+    """Scales of `quant_method: fp8` under other names than these: of a weight and its input where each has one, and of
+    a weight with blocks."""
+
+    def broken(directory: Directory) -> Broken:
+        for name, scales in directory.scales.items() if directory.method == "fp8" else ():
+            one = scales.block == sized(TENSOR, directory.specs[name])
+            for found, wanted in ((scales.weight, weight if one else blocks), (scales.input, activation)):
+                if found and found != sibling(name, wanted):
+                    yield found, f"not named {wanted}"
+
+    return broken
+
+
+def stored_as_one(directory: Directory) -> Broken:
+    """Codes of all experts of a layer in one tensor."""
+    for name in directory.scales:
+        if name.endswith("]"):
+            yield name.partition("[")[0], "FP8 codes of all experts in one tensor"
+            return
+
+
+def without_dimension(directory: Directory) -> Broken:
+    """Scales of compressed-tensors of shape []."""
+    for scales in directory.scales.values() if directory.method == "compressed-tensors" else ():
+        for name in scales.names:
+            if directory.specs[name].shape == ():
+                yield name, "shape [], not [1]"
+
+
+ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp8-quantized")
+
+
+def format_of_weights_alone(directory: Directory) -> Broken:
+    written = directory.quantization.get("format")
+    if directory.method == "compressed-tensors" and written not in ACTIVATION_FORMATS:
+        yield CONFIG, f"format {written!r}"
+
+
+def classes_in_several_groups(directory: Directory) -> Broken:
+    groups = directory.quantization.get("config_groups")
+    if directory.method == "compressed-tensors" and isinstance(groups, Mapping) and len(groups) > 1:
+        for name, group in groups.items():
+            if any(target[:1].isupper() for target in _strings(group, "targets")):
+                yield CONFIG, f"config group {name} of several targets a class of modules"
+
+
+def _strings(holder: object, key: str) -> list[str]:
+    found = holder.get(key) if isinstance(holder, Mapping) else None
+    return [entry for entry in found if isinstance(entry, str)] if isinstance(found, list) else []
+
+
+def said_twice_differently(directory: Directory) -> Broken:
+    """ModelOpt's two files, of which this engine reads the other one."""
+    beside = directory.beside.get("quantization") if directory.beside else None
+    if directory.method != "modelopt" or not isinstance(beside, Mapping):
+        return
+    flat, nested = _modelopt(directory.quantization), _modelopt(beside)
+    for key in flat:
+        if flat[key] != nested[key]:
+            yield "hf_quant_config.json", f"another {key} than config.json"
+
+
+def _modelopt(quantization: Mapping[str, Any]) -> dict[str, object]:
+    ignored = _strings(quantization, "ignore") or _strings(quantization, "exclude_modules")
+    return {"quant_algo": str(quantization.get("quant_algo")).upper(), "list of ignored modules": sorted(ignored)}

@@ -1,0 +1,86 @@
+"""Which linears a `quantization_config` leaves out: every engine reads the list of their names in its own way."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import regex
+
+from precisionctl.errors import PrecisionError, shown
+
+
+@dataclass(frozen=True)
+class Ignoring:
+    """The list is under the first of `keys` that has one; `matches(entry, module)` is whether an entry of it means a
+    module, by the module's full name."""
+
+    keys: tuple[str, ...]
+    matches: Callable[[str, str], bool]
+
+    def leaves_out(self, quantization: Mapping[str, Any], module: str) -> bool:
+        """Whether a linear is no target, or one that is ignored."""
+        entries = next((found for key in self.keys if (found := quantization.get(key))), ())
+        return not _targeted(quantization, module) or any(self.matches(entry, module) for entry in _words(entries))
+
+
+def _targeted(quantization: Mapping[str, Any], module: str) -> bool:
+    """Whether a group of the config is for a linear of that name; configs without groups are for all."""
+    groups = quantization.get("config_groups")
+    listed = list(groups.values()) if isinstance(groups, Mapping) else []
+    targets = [target for group in listed if isinstance(group, Mapping) for target in _words(group.get("targets"))]
+    return not targets or any(of_a_class(target) or by_name_or_regex(target, module) for target in targets)
+
+
+def _words(value: object) -> Iterator[str]:
+    if isinstance(value, list | tuple):
+        yield from (entry for entry in value if isinstance(entry, str))
+
+
+def of_a_class(target: str) -> bool:
+    """Whether a target means modules of a class, such as `Linear`, and not some by their names."""
+    return "." not in target and not target.startswith("re:") and target[:1].isupper()
+
+
+def by_name(entry: str, module: str) -> bool:
+    """vLLM 0.33 quant_utils.py is_layer_skipped, of `quant_method: fp8`."""
+    return entry == module
+
+
+def by_path(entry: str, module: str) -> bool:
+    """SGLang 0.5.23 fp8.py Fp8Config.from_config, utils.py is_layer_skipped: with and without `model.`."""
+    stems = (entry.removeprefix("model."), f"model.{entry.removeprefix('model.')}")
+    return any(module == stem or module.startswith(f"{stem}.") for stem in stems)
+
+
+def by_name_or_regex(entry: str, module: str) -> bool:
+    """compressed-tensors' own, in vLLM 0.33 compressed_tensors/utils.py is_equal_or_regex_match."""
+    return _matches(entry[3:], module) if entry.startswith("re:") else entry == module
+
+
+def by_start_regex_or_end(entry: str, module: str) -> bool:
+    """transformers 5.23 quantizers_utils.py should_convert_module."""
+    return module.endswith(entry) or _matches(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", module)
+
+
+def by_glob(entry: str, module: str) -> bool:
+    """TensorRT-LLM models/modeling_utils.py is_module_excluded_from_quantization."""
+    return fnmatchcase(module, entry)
+
+
+def by_part_or_glob(entry: str, module: str) -> bool:
+    """vLLM 0.33 and SGLang 0.5.23 modelopt.py, is_layer_excluded."""
+    return entry in module or fnmatchcase(module, entry)
+
+
+SECONDS = 0.5
+"""Patterns are whoever's wrote the config, and there are short ones that would take for ever."""
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Raises PrecisionError for what is no pattern, and for one that takes too long."""
+    try:
+        return regex.match(pattern, module, timeout=SECONDS) is not None
+    except (regex.error, TimeoutError) as problem:
+        why = "takes too long" if isinstance(problem, TimeoutError) else f"cannot be read: {problem}"
+        raise PrecisionError(f"the pattern {shown(pattern)} {why}", where="config.json") from None

@@ -1,0 +1,60 @@
+"""What an inference engine asks of a directory, and where one does not keep to it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from precisionctl.param import TensorSpec
+from precisionctl.quant_methods.base import Scales, Spelling
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is asked, and where that is known from. Breaking a `fatal` rule stops the engine from loading the
+    directory or makes its answers wrong; breaking another costs accuracy or speed."""
+
+    text: str
+    source: str
+    fatal: bool = True
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that a checkpoint breaks, and where."""
+
+    where: str
+    what: str
+    rule: Rule
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.rule.text} [{self.rule.source}]"
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A directory of FP8 codes as rules see it: its `quantization_config`, the `method` and `scheme` that it names and
+    how those are spelled, all of the stored tensors, the `scales` of those that are codes, `read`, which gives a
+    scale's value, and hf_quant_config.json, where there is one, `beside`."""
+
+    quantization: Mapping[str, Any]
+    method: str
+    scheme: str
+    spelling: Spelling
+    specs: Mapping[str, TensorSpec]
+    scales: Mapping[str, Scales]
+    read: Callable[[str], Tensor]
+    beside: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A rule that some engines have, and what finds, in a directory, where it is broken and how."""
+
+    broken: Callable[[Directory], Iterator[tuple[str, str]]]
+    rule: Rule
+
+    def findings(self, directory: Directory) -> Iterator[Finding]:
+        for where, what in self.broken(directory):
+            yield Finding(where, what, self.rule)

@@ -1,0 +1,441 @@
+"""Every incompatibility that is known of FP8 directories and engines, each in an example made for it.
+
+A case is a directory that loads, one thing in it changed, and the engines that refuse that, or pay for it.
+"""
+
+import json
+from pathlib import Path
+
+import in_memory
+import pico
+import pytest
+import torch
+from test_engines import BF16, ENGINES, LAYER, LINEARS, METHODS, exported
+
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.param import TensorSpec
+from precisionctl.quant_methods.base import CODES
+from precisionctl.verify import check
+
+EVERYONE = set(ENGINES)
+FP32 = torch.float32
+
+
+class Made:
+    """A directory in a method and scheme, to be changed."""
+
+    def __init__(self, method: str, scheme: str, experts: bool = False) -> None:
+        spelling = METHODS[method].spelling
+        writable = scheme if scheme in ("static", "dynamic", "block", "mxfp8") else "static"
+        self.specs = dict(BF16)
+        linears = dict(LINEARS)
+        if experts:
+            linears = {name: shape for name, shape in linears.items() if ".mlp." not in name}
+            linears |= {
+                f"{LAYER}.mlp.experts.{expert}.{part}_proj": (256, 256)
+                for expert in range(2)
+                for part in ("gate", "up", "down")
+            }
+            self.specs[f"{LAYER}.mlp.gate.weight"] = TensorSpec((2, 256), torch.bfloat16)
+        for module, shape in linears.items():
+            weight = TensorSpec(shape, CODES)
+            self.specs[f"{module}.weight"] = weight
+            scales = METHODS[method].scales(f"{module}.weight", weight, writable)
+            self.specs |= spelling.specs(scales, weight, writable)
+        ignored = ["lm_head", "model.embed_tokens", *([f"{LAYER}.mlp.gate"] if experts else [])]
+        if (method, writable) in (("compressed-tensors", "block"), ("modelopt", "block"), ("fp8", "static")):
+            self.quantization = ONLY_READ[method, writable](ignored)
+        else:
+            self.quantization = spelling.config(writable, ignored)
+        self.values: dict[str, float] = {}
+        self.beside = None
+
+    def check(self, engine: str, ranks: int = 1):
+        read = lambda name: torch.tensor([self.values.get(name, 1.0)])  # noqa: E731
+        config = {"quantization_config": self.quantization}
+        return ENGINES[engine].check(config, self.specs, read, ranks, self.beside)
+
+    def renamed(self, old: str, new: str) -> "Made":
+        """Scales under another name."""
+        self.specs = {name.replace(f".{old}", f".{new}"): spec for name, spec in self.specs.items()}
+        return self
+
+    def having(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = FP32) -> "Made":
+        self.specs[name] = TensorSpec(shape, dtype)
+        return self
+
+    def saying(self, **keys) -> "Made":
+        self.quantization |= keys
+        return self
+
+    def without(self, *keys: str) -> "Made":
+        for key in keys:
+            del self.quantization[key]
+        return self
+
+
+def of_blocks(ignored):
+    """As llm-compressor writes it."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128], "symmetric": True}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    found = METHODS["compressed-tensors"].spelling.config("static", ignored)
+    return found | {"config_groups": {"group_0": group}}
+
+
+ONLY_READ = {
+    ("compressed-tensors", "block"): of_blocks,
+    ("modelopt", "block"): lambda ignored: {
+        "quant_method": "modelopt",
+        "quant_algo": "fp8_pb_wo",
+        "ignore": list(ignored),
+    },
+    ("fp8", "static"): lambda ignored: {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "weight_block_size": None,
+        "modules_to_not_convert": list(ignored),
+    },
+}
+
+Q, K, DOWN = f"{LAYER}.self_attn.q_proj", f"{LAYER}.self_attn.k_proj", f"{LAYER}.mlp.down_proj"
+KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+def ct(scheme="static", **more):
+    return Made("compressed-tensors", scheme, **more)
+
+
+def of_vllm():
+    """`quant_method: fp8` with a scale for a tensor, under vLLM's names."""
+    return Made("fp8", "static").renamed("weight_scale_inv", "weight_scale").renamed("activation_scale", "input_scale")
+
+
+def channels_with_fixed_inputs(**more):
+    made = ct("dynamic", **more)
+    inputs = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    made.quantization["config_groups"]["group_0"]["input_activations"] = inputs
+    for name in [name for name, spec in made.specs.items() if spec.dtype == CODES]:
+        made.having(name.replace(".weight", ".input_scale"), (1,))
+    return made
+
+
+def with_cache(made, k="self_attn.k_scale", v="self_attn.v_scale", **scheme):
+    if made.quantization["quant_method"] == "compressed-tensors":
+        made.saying(kv_cache_scheme=KV | scheme)
+    return made.having(f"{LAYER}.{k}", (1,)).having(f"{LAYER}.{v}", (1,))
+
+
+def left_in_bf16(made, module, entry, key):
+    """A linear that is no codes, and an entry of the list that means it, or does not."""
+    made.specs = {name: spec for name, spec in made.specs.items() if not name.startswith(f"{module}.")}
+    made.having(f"{module}.weight", LINEARS[module], torch.bfloat16)
+    made.quantization[key] = [*made.quantization[key], entry]
+    return made
+
+
+def two_groups(*targets):
+    made = ct("dynamic")
+    (group,) = made.quantization["config_groups"].values()
+    groups = {f"group_{i}": group | {"targets": [target]} for i, target in enumerate(targets)}
+    return made.saying(config_groups=groups)
+
+
+def modelopt_twice(**other):
+    made = Made("modelopt", "static")
+    nested = {"quant_algo": "FP8", "exclude_modules": ["lm_head", "model.embed_tokens"]}
+    made.beside = {"quantization": nested | other}
+    return made
+
+
+def reshaped(made, name, *shape):
+    return made.having(name, shape, made.specs[name].dtype)
+
+
+def of_one_tensor(method="fp8", scheme="block"):
+    made = Made(method, scheme)
+    for part in range(2):
+        made.having(f"{LAYER}.mlp.experts.gate_up_proj[{part}]", (256, 256), CODES)
+        made.having(f"{LAYER}.mlp.experts.gate_up_proj_scale_inv[{part}]", (2, 2))
+    return made
+
+
+def unequal(made, *names):
+    made.values = {name: 0.5 for name in names}
+    return made
+
+
+# what it is, where facts of engines have it; the directory; who refuses it; who pays for it
+CASES = {
+    # which spelling which engine reads
+    "A, static compressed-tensors": (ct, {"tensorrt-llm"}, set()),
+    "B, dynamic compressed-tensors": (lambda: ct("dynamic"), set(), set()),
+    "C, blocks in compressed-tensors": (lambda: ct("block"), set(), set()),
+    "C, of experts": (lambda: ct("block", experts=True), {"sglang", "tensorrt-llm", "transformers"}, set()),
+    "D, DeepSeek's blocks": (lambda: Made("fp8", "block"), set(), set()),
+    "E, per tensor under vLLM's names": (of_vllm, {"tensorrt-llm", "transformers"}, set()),
+    "F, per tensor under transformers' names": (lambda: Made("fp8", "static"), EVERYONE - {"transformers"}, set()),
+    "G, static ModelOpt": (lambda: Made("modelopt", "static"), {"transformers"}, set()),
+    "H, ModelOpt's channels": (lambda: Made("modelopt", "dynamic"), {"sglang", "transformers"}, set()),
+    "I, ModelOpt's blocks": (lambda: Made("modelopt", "block"), {"sglang", "transformers"}, set()),
+    "J, ModelOpt's MXFP8": (lambda: Made("modelopt", "mxfp8"), EVERYONE - {"vllm"}, set()),
+    "K, MXFP8 in compressed-tensors": (lambda: ct("mxfp8"), {"sglang", "tensorrt-llm"}, set()),
+    "channels with fixed inputs": (channels_with_fixed_inputs, {"sglang", "tensorrt-llm"}, set()),
+    "channels with fixed inputs, of experts": (lambda: channels_with_fixed_inputs(experts=True), EVERYONE, set()),
+    "NVFP4": (lambda: ct().saying(quant_method="modelopt", quant_algo="NVFP4"), EVERYONE, set()),
+    "a method that nobody has": (lambda: ct().saying(quant_method="fp9"), EVERYONE, set()),
+    # keys of the config
+    "no activation_scheme": (lambda: Made("fp8", "block").without("activation_scheme"), {"vllm", "sglang"}, set()),
+    "blocks and no weight_block_size": (
+        lambda: Made("fp8", "block").without("weight_block_size"),
+        {"vllm", "sglang"},
+        set(),
+    ),
+    "one scale and no weight_block_size": (
+        lambda: Made("fp8", "static").without("weight_block_size"),
+        EVERYONE,
+        set(),
+    ),
+    "one scale and no weight_block_size, vLLM's": (
+        lambda: of_vllm().without("weight_block_size"),
+        {"tensorrt-llm", "transformers"},
+        set(),
+    ),
+    "a format of weights alone": (
+        lambda: ct("dynamic").saying(format="pack-quantized"),
+        set(),
+        {"vllm", "sglang"},
+    ),
+    "several groups by class": (lambda: two_groups("Linear", "LlamaAttention"), {"tensorrt-llm"}, set()),
+    "several groups by name": (lambda: two_groups("re:.*self_attn.*", "re:.*mlp.*"), set(), set()),
+    "ModelOpt's files agree": (modelopt_twice, {"transformers"}, set()),
+    "ModelOpt's files name other algorithms": (
+        lambda: modelopt_twice(quant_algo="FP8_PER_CHANNEL_PER_TOKEN"),
+        {"tensorrt-llm", "transformers"},
+        set(),
+    ),
+    "ModelOpt's files leave out other modules": (
+        lambda: modelopt_twice(exclude_modules=["lm_head"]),
+        {"tensorrt-llm", "transformers"},
+        set(),
+    ),
+    # names of what is left out, which each reads in its own way
+    "left out by its name": (
+        lambda: left_in_bf16(Made("fp8", "block"), DOWN, DOWN, "modules_to_not_convert"),
+        set(),
+        set(),
+    ),
+    "left out by a path": (
+        lambda: left_in_bf16(Made("fp8", "block"), DOWN, "layers.0.mlp.down_proj", "modules_to_not_convert"),
+        {"vllm", "tensorrt-llm"},
+        set(),
+    ),
+    "left out by the end of its name": (
+        lambda: left_in_bf16(Made("fp8", "block"), DOWN, "down_proj", "modules_to_not_convert"),
+        EVERYONE - {"transformers"},
+        set(),
+    ),
+    "left out by a glob": (
+        lambda: left_in_bf16(Made("fp8", "block"), DOWN, "*.down_proj", "modules_to_not_convert"),
+        EVERYONE - {"tensorrt-llm"},
+        set(),
+    ),
+    "left out by a regular expression": (
+        lambda: left_in_bf16(ct("dynamic"), DOWN, r"re:.*\.down_proj$", "ignore"),
+        set(),
+        set(),
+    ),
+    "left out by a part of its name, in ModelOpt": (
+        lambda: left_in_bf16(Made("modelopt", "static"), DOWN, "mlp.down_proj", "ignore"),
+        {"tensorrt-llm", "transformers"},
+        set(),
+    ),
+    "left out under the other key, which counts": (
+        lambda: left_in_bf16(Made("fp8", "block").saying(ignored_layers=["lm_head"]), DOWN, DOWN, "ignored_layers"),
+        {"tensorrt-llm", "transformers"},
+        set(),
+    ),
+    "left out under the key that does not count": (
+        lambda: left_in_bf16(
+            Made("fp8", "block").saying(ignored_layers=["lm_head"]), DOWN, DOWN, "modules_to_not_convert"
+        ),
+        {"vllm", "sglang"},
+        set(),
+    ),
+    "codes that a shorter name leaves out": (
+        lambda: ct("dynamic").saying(ignore=["lm_head", "re:.*mlp.*"]),
+        EVERYONE,
+        set(),
+    ),
+    "a router that is not left out": (lambda: ct("dynamic", experts=True).saying(ignore=["lm_head"]), EVERYONE, set()),
+    "some of a fused group left out": (lambda: left_in_bf16(ct("dynamic"), K, K, "ignore"), EVERYONE, set()),
+    # scales: names, shapes, dtypes
+    "channels of one dimension": (
+        lambda: reshaped(ct("dynamic"), f"{Q}.weight_scale", 256),
+        EVERYONE,
+        set(),
+    ),
+    "channels of two dimensions, in ModelOpt": (
+        lambda: reshaped(Made("modelopt", "dynamic"), f"{Q}.weight_scale", 256, 1),
+        EVERYONE,
+        set(),
+    ),
+    "a scale of no dimension": (
+        lambda: reshaped(ct(), f"{Q}.weight_scale"),
+        {"transformers", "tensorrt-llm"},
+        set(),
+    ),
+    "blocks under the name of a tensor's scale": (
+        lambda: Made("fp8", "block").renamed("weight_scale_inv", "weight_scale"),
+        EVERYONE - {"tensorrt-llm"},
+        set(),
+    ),
+    "UE8M0 scales, packed": (
+        lambda: Made("fp8", "block").having(f"{Q}.weight_scale_inv", (256, 1), torch.int32),
+        EVERYONE,
+        set(),
+    ),
+    "UE8M0 scales, as bytes": (
+        lambda: Made("fp8", "block").having(f"{Q}.weight_scale_inv", (2, 2), torch.float8_e8m0fnu),
+        set(),
+        set(),
+    ),
+    "E5M2 codes": (lambda: ct("dynamic").having(f"{Q}.weight", (256, 256), torch.float8_e5m2), EVERYONE, set()),
+    "no input scale": (
+        lambda: (made := Made("modelopt", "static"), made.specs.pop(f"{Q}.input_scale"))[0],
+        EVERYONE,
+        set(),
+    ),
+    # scales: values
+    "other weight scales in a fused group": (
+        lambda: unequal(ct(), f"{K}.weight_scale"),
+        {"tensorrt-llm"},
+        EVERYONE - {"tensorrt-llm"},
+    ),
+    "other input scales of experts": (
+        lambda: unequal(ct(experts=True), *(f"{LAYER}.mlp.experts.1.{p}_proj.input_scale" for p in ("gate", "up"))),
+        {"tensorrt-llm"},
+        EVERYONE - {"tensorrt-llm"},
+    ),
+    # experts
+    "experts in one tensor": (of_one_tensor, EVERYONE - {"transformers"}, set()),
+    # the KV cache
+    "a cache in compressed-tensors": (lambda: with_cache(ct("dynamic")), set(), {"tensorrt-llm"}),
+    "a cache with ModelOpt's names in compressed-tensors": (
+        lambda: with_cache(ct("dynamic"), "self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+        set(),
+        {"tensorrt-llm", "transformers"},
+    ),
+    "a cache with a scale for each head": (
+        lambda: with_cache(ct("dynamic"), strategy="attn_head"),
+        set(),
+        {"sglang", "tensorrt-llm"},
+    ),
+    "a cache with a scale for each token": (
+        lambda: with_cache(ct("dynamic"), strategy="token"),
+        {"vllm"},
+        {"sglang", "tensorrt-llm"},
+    ),
+    "a cache without scales": (
+        lambda: ct("dynamic").saying(kv_cache_scheme=KV),
+        set(),
+        {"vllm", "sglang"},
+    ),
+    "a cache of ModelOpt without scales": (
+        lambda: Made("modelopt", "static").saying(kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False}),
+        {"transformers"},
+        {"vllm", "sglang"},
+    ),
+    "a cache's scale that BF16 does not hold": (
+        lambda: unequal_cache(0.01),
+        {"transformers"},
+        {"vllm", "tensorrt-llm"},
+    ),
+    "a cache's scale that BF16 holds": (lambda: unequal_cache(0.015625), {"transformers"}, {"tensorrt-llm"}),
+}
+
+
+def unequal_cache(value):
+    made = with_cache(Made("modelopt", "static"), "self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
+    made.values = {f"{K}.k_scale": value}
+    return made
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_an_engine_does_not_take_is_found_and_nothing_else(case):
+    make, refusing, paying = case
+    found = {name: make().check(name) for name in ENGINES}
+    assert {name for name, list_ in found.items() if any(each.rule.fatal for each in list_)} == refusing, found
+    costs = {name for name, list_ in found.items() if any(not each.rule.fatal for each in list_)}
+    assert costs - refusing == paying - refusing, found
+    assert all(each.rule.source and each.rule.text for list_ in found.values() for each in list_)
+
+
+RAGGED = {  # a linear and its rows and columns, by how many GPUs; who refuses it
+    "moe_intermediate_size 320 on 8": ("mlp.experts.0.gate_proj", (320, 256), 8, EVERYONE),
+    "576 rows": ("self_attn.kv_a_proj_with_mqa", (576, 256), 1, {"transformers"}),
+    "192 rows and two scales, which transformers takes for blocks of 96": (
+        "self_attn.o_proj",
+        (192, 256),
+        1,
+        {"transformers"},
+    ),
+    "inputs that no block divides": ("self_attn.o_proj", (256, 320), 1, EVERYONE),
+}
+
+
+@pytest.mark.parametrize("case", RAGGED.values(), ids=RAGGED)
+def test_shapes_that_blocks_do_not_divide_are_found(case):
+    module, shape, ranks, refusing = case
+    for name in ENGINES:
+        made = Made("fp8", "block")
+        made.having(f"{LAYER}.{module}.weight", shape, CODES)
+        grid = tuple(-(-size // 128) for size in shape)
+        made.having(f"{LAYER}.{module}.weight_scale_inv", grid)
+        where = [finding.where for finding in made.check(name, ranks)]
+        assert (f"{LAYER}.{module}.weight" in where) == (name in refusing)
+
+
+def test_groups_of_32_need_inputs_of_32():
+    made = ct("mxfp8").having(f"{Q}.weight", (256, 240), CODES).having(f"{Q}.weight_scale", (256, 8), torch.uint8)
+    assert [finding.where for finding in made.check("vllm")] == [f"{Q}.weight"]
+
+
+def test_patterns_that_would_take_for_ever_or_are_none_are_findings():
+    slow = ct("dynamic").saying(ignore=["re:(a|aa)+$"])
+    slow.having(f"{'a' * 60}b.weight", (256, 256), CODES).having(f"{'a' * 60}b.weight_scale", (256, 1))
+    (finding,) = slow.check("vllm")
+    assert "takes too long" in finding.what
+    (finding,) = ct("dynamic").saying(ignore=["re:("]).check("vllm")
+    assert "cannot be read" in finding.what
+
+
+def test_verify_reads_both_of_modelopts_files(tmp_path: Path):
+    pico.save(tmp_path / "source", dtype=torch.bfloat16)
+    in_memory.export(
+        in_memory.with_state(HuggingFaceReader(tmp_path / "source")), tmp_path / "out", "modelopt", "static"
+    )
+    engine = ENGINES["tensorrt-llm"]
+    assert check(HuggingFaceReader(tmp_path / "out"), engine) == []
+    file = tmp_path / "out" / "hf_quant_config.json"
+    nested = json.loads(file.read_text())
+    nested["quantization"]["exclude_modules"] = []
+    file.write_text(json.dumps(nested))
+    (finding,) = check(HuggingFaceReader(tmp_path / "out"), engine)
+    assert finding.where == "hf_quant_config.json"
+
+
+def test_older_modelopts_that_wrote_one_file_are_read_by_that(tmp_path: Path):
+    pico.save(tmp_path / "source", dtype=torch.bfloat16)
+    in_memory.export(
+        in_memory.with_state(HuggingFaceReader(tmp_path / "source")), tmp_path / "out", "modelopt", "static"
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    reader = HuggingFaceReader(tmp_path / "out")
+    assert check(reader, ENGINES["vllm"]) == check(reader, ENGINES["tensorrt-llm"]) == []
+
+
+def test_the_cases_begin_with_what_every_engine_takes():
+    assert exported(ENGINES["vllm"], "block")[1] == Made("fp8", "block").specs
