@@ -42,7 +42,7 @@ class Operand(NamedTuple):
     @property
     def in_groups(self) -> bool:
         """Whether multipliers belong inside the sum."""
-        return self.scale_inv.dim() == 2 and self.scale_inv.shape[1] > 1
+        return self.scale_inv.dim() == 2 and self.scale_inv.shape[1] != 1
 
     def transposed(self) -> "Operand":
         """Of codes with one multiplier."""
@@ -54,7 +54,8 @@ class Operand(NamedTuple):
         if not self.in_groups:
             return codes
         rows, groups = self.scale_inv.shape
-        return (codes.reshape(rows, groups, -1) * self.scale_inv[..., None]).flatten(1)
+        size = codes.shape[1] // max(groups, 1)  # an expert without tokens has no groups along them
+        return (codes.reshape(rows, groups, size) * self.scale_inv[..., None]).flatten(1)
 
     def outside(self) -> Tensor:
         """What sums are multiplied by, FP32 `[]` or `[rows, 1]`."""
