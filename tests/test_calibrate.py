@@ -179,8 +179,9 @@ def test_another_calibration_under_way_to_the_file_is_refused_by_what_differs(
 
 
 def test_a_recipe_without_state_and_rows_without_positions_are_refused(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="keeps no state to calibrate"):
-        calibrate(asked(place, tmp_path / "a", recipe="fp8-current"))
+    for recipe in ("fp8-current", "fp8-block", "mxfp8"):
+        with pytest.raises(RecipeError, match="keeps no state to calibrate"):
+            calibrate(asked(place, tmp_path / "a", recipe=recipe))
     with pytest.raises(RecipeError, match="beyond the model's 128"):
         calibrate(asked(place, tmp_path / "b", keys={"data.sequence_length": 256}))
     assert not list(tmp_path.iterdir())

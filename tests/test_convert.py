@@ -298,14 +298,24 @@ def test_experts_state_goes_through_every_size_and_layout(tmp_path: Path) -> Non
         assert all(same(state.modules[name], expected) for name, expected in states[0].modules.items())
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "some-kept"])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8", "some-kept", "last-kept"])
 def test_a_recipe_says_which_modules_get_state(tmp_path: Path, recipe: str) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
-    presets = {**PRESETS, "some-kept": replace(PRESETS["fp8-delayed"], keep_bf16=("*.linear_fc2",))}
+    delayed = PRESETS["fp8-delayed"]
+    presets = {
+        **PRESETS,
+        "some-kept": replace(delayed, keep_bf16=("*.linear_fc2",)),
+        "last-kept": replace(delayed, num_layers_at_end_in_bf16=1),
+    }
     run(tmp_path / "hf", tmp_path / "fp8", "megatron", precision="fp8", recipe=presets[recipe])
     states = open_checkpoint(tmp_path / "fp8").fp8
-    found = {name.rpartition(".")[2] for name in states.modules} if states else set()
-    assert found == (set() if recipe == "fp8-current" else {"linear_qkv", "linear_proj", "linear_fc1"})
+    if recipe in PRESETS:
+        assert states is None
+    elif recipe == "last-kept":
+        assert states is not None and {name.split(".")[2] for name in states.modules} == {"0"}
+    else:
+        assert states is not None
+        assert {name.rpartition(".")[2] for name in states.modules} == {"linear_qkv", "linear_proj", "linear_fc1"}
 
 
 CONTRADICTORY: dict[str, dict[str, Any]] = {

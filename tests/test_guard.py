@@ -51,9 +51,7 @@ def looks(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / SHADOWS).read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"precision__scaling": "current"}, {"data__held_out": "held_out.txt"}], ids=str
-)
+@pytest.mark.parametrize("changes", [{}, {"precision__scaling": "block"}, {"data__held_out": "held_out.txt"}], ids=str)
 def test_looking_changes_no_loss_and_no_byte_and_interrupts_no_healthy_run(
     place: Path, tmp_path: Path, changes: dict[str, str]
 ) -> None:
@@ -231,15 +229,15 @@ SWITCHED = {
     "schedule": {
         "precision__schedule": "[{until = 0.25, fp8 = true}, {until = 0.75, fp8 = false}, {fp8 = true}]",
     },
-    "current": {
+    "mxfp8": {
         "precision__schedule": "[{until = 0.25, fp8 = false}, {fp8 = true}]",
-        "precision__scaling": "current",
+        "precision__scaling": "mxfp8",
     },
 }
 IN_FP8 = {
     "guard": [True, True, False, False, False, True, True, False],
     "schedule": [True, True, False, False, False, False, True, True],
-    "current": [False, False, True, True, True, True, True, True],
+    "mxfp8": [False, False, True, True, True, True, True, True],
 }
 
 

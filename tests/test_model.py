@@ -230,7 +230,7 @@ def test_a_window_counts_the_query_itself() -> None:
     assert sliding_window_mask(5, 5, torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize("preset", ["bf16", "fp8-delayed", "fp8-current"])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_the_same_inputs_give_the_same_bits(preset: str) -> None:
     def gradients() -> list[Tensor]:
         torch.manual_seed(5)

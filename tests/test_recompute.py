@@ -39,7 +39,9 @@ def trained(model: GPT) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["llama-2", "mixtral"])
 @pytest.mark.parametrize(
-    "precision", [PRESETS["bf16"], DELAYED, PRESETS["fp8-current"]], ids=["bf16", "delayed", "current"]
+    "precision",
+    [PRESETS["bf16"], DELAYED, PRESETS["fp8-current"], PRESETS["fp8-block"], PRESETS["mxfp8"]],
+    ids=["bf16", "delayed", "current", "block", "mxfp8"],
 )
 def test_every_bit_is_the_same_and_each_layer_is_computed_twice(
     precision: Precision, family: str, monkeypatch: pytest.MonkeyPatch

@@ -336,7 +336,7 @@ def test_a_cold_start_drops_even_what_was_carried(fp8_run: Path, place: Path, tm
         assert sum(row != 0 for row in history) == (2 if role in ("input", "weight", "grad_output") else 0)
 
 
-@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"precision": "fp8", "precision__scaling": "current"}])
+@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"precision": "fp8", "precision__scaling": "block"}])
 def test_a_cold_start_without_state_to_empty_is_refused(place: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match="this run keeps none"):
         run(settings(place / "source", place / "text.txt", tmp_path / "run", cold_start=True, **changes))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from precisionctl.calibrate import Calibrated
 from precisionctl.fp8.state import Role
+from precisionctl.readiness.judge import NAMES
 from precisionctl.reports.table import percent
 from precisionctl.trainer.metrics import StepMetrics
 from precisionctl.trainer.resume import Finished, Started
@@ -27,7 +28,7 @@ def beginning(started: Started) -> list[str]:
 def precision(started: Started) -> str:
     """In a few words, as a panel's title."""
     chosen = started.recipe.precision
-    return f"FP8, {chosen.scaling} scaling" if chosen.fp8 else "BF16"
+    return f"FP8, {NAMES[chosen.scaling]} scaling" if chosen.fp8 else "BF16"
 
 
 def fp8_sources(counts: Mapping[Source, Mapping[Role, int]]) -> str:
