@@ -1,18 +1,54 @@
 """Whether tensors are what a model's sizes say they are, and whether they can be cut for so many ranks."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from precisionctl.architectures.param_map import Row
-from precisionctl.errors import PrecisionError, ShapeMismatch
+from precisionctl.errors import MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
 from precisionctl.fp8.encoding import CODES
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 
 _VALUES = (torch.bfloat16, torch.float16, torch.float32, *CODES)
 """What a tensor can hold; the readers have made sure that FP8 codes have scales."""
+
+
+_LINES = 8
+"""Of the table of names, each way: a model has thousands."""
+
+
+def check_names(missing: Sequence[str], unexpected: Sequence[str], where: object, do: str = "") -> None:
+    """Raise MissingTensor, or UnmappedTensor where none is missing, with a table of both: numbers in names that differ
+    in nothing else are `*`."""
+    found = {"missing": missing, "unexpected": unexpected}
+    if not missing and not unexpected:
+        return
+    counts = ", ".join(f"{len(names)} {what}" for what, names in found.items() if names)
+    lines = [line for what, names in found.items() for line in _listed(what, names)]
+    kind = MissingTensor if missing else UnmappedTensor
+    raise kind("\n".join([f"the tensors that are there are not the model's: {counts}", *lines]), where=where, do=do)
+
+
+def _listed(what: str, names: Sequence[str]) -> list[str]:
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(_NUMBERS.sub("*", name[:_LONGEST]), []).append(name[:_LONGEST])
+    lines = [
+        f"  {what:<10}  {pattern if len(those) > 1 else those[0]}" + (f"  ({len(those)})" if len(those) > 1 else "")
+        for pattern, those in alike.items()
+    ]
+    left = sum(len(those) for those in [*alike.values()][_LINES:])
+    return [*lines[:_LINES], *([f"  {what:<10}  ... and {left} more"] if left else [])]
+
+
+_LONGEST = 90
+"""Letters of a name: a stranger's may be megabytes."""
+
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+"""Of layers and experts."""
 
 
 def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:

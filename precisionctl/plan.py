@@ -22,7 +22,7 @@ from precisionctl import fits
 from precisionctl.architectures.find import architecture_of
 from precisionctl.architectures.param_map import Alias, Architecture, Row, filled, names
 from precisionctl.cast import Encode
-from precisionctl.errors import MappingError, MissingTensor, PrecisionError, UnmappedTensor
+from precisionctl.errors import MappingError, MissingTensor, PrecisionError
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
 from precisionctl.precision import Precision
@@ -223,26 +223,16 @@ def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: Sourc
     uses = Counter(name for job in jobs for name in (*job.reads, *job.copies))
     uses.update(derived)
     missing = [name for name in uses if name not in source.specs]
-    if missing:
-        raise MissingTensor(
-            f"{_listed(missing)} missing from the checkpoint",
-            where=f"architecture {source.model.architecture}",
-            do="Is a shard missing, or does the config describe another model?",
-        )
-    unmapped = [name for name in source.specs if not uses[name]]
-    if unmapped:
-        raise UnmappedTensor(
-            f"no row for {_listed(unmapped)}",
-            where=f"architecture {source.model.architecture}",
-            do="Nothing is dropped in silence: does the config describe this model? "
-            "If the family has such tensors, add a row to its table under precisionctl/architectures/.",
-        )
+    unexpected = [name for name in source.specs if not uses[name]]
+    do = "Is a shard missing, or does the config describe another model?" if missing else _UNEXPECTED
+    fits.check_names(missing, unexpected, f"architecture {source.model.architecture}", do)
     assert all(count == 1 for count in uses.values()), "a table names a tensor twice"
 
 
-def _listed(found: list[str]) -> str:
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return ", ".join(f"`{name}`" for name in found[:3]) + more
+_UNEXPECTED = (
+    "Nothing is dropped in silence: does the config describe this model? "
+    "If the family has such tensors, add a row to its table under precisionctl/architectures/."
+)
 
 
 def _targets(

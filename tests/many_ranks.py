@@ -20,9 +20,9 @@ from training import make_source, make_text, settings
 from precisionctl.cli import main
 from precisionctl.errors import DiskProblem
 from precisionctl.trainer import resume as trainer
-from precisionctl.trainer import state
 from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.loop import Run
+from precisionctl.trainer.saving import Saver
 
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 MOE = {"model_type": "mixtral", "num_local_experts": 4}
@@ -93,18 +93,18 @@ def run(name: str, count: int, out: str = "", source: str = "source", kill: int 
 
     def job(rank: int) -> object:
         steps: list[object] = []
-        started, save = trainer.start_fp8, state.save
+        started, save = trainer.start_fp8, Saver.save
 
         def start(made: Run, *what: Any, **how: Any) -> Any:
             found = started(made, *what, **how)
             dump(made, f"{name}.start", rank)
             return found
 
-        def saved(made: Run, *what: Any) -> None:
-            dump(made, f"{name}.end", rank)
-            save(made, *what)
+        def saved(saver: Saver) -> None:
+            dump(saver._run, f"{name}.end", rank)
+            save(saver)
 
-        trainer.start_fp8, state.save = start, saved  # type: ignore[assignment]
+        trainer.start_fp8, Saver.save = start, saved  # type: ignore[assignment, method-assign]
         made = settings(FOLDER / source, FOLDER / "text", FOLDER / (out or name), **changes)
         with at_step(kill if kill is not None else -1, die, rank, count - 1):
             trainer.resume(made, lambda _: None, lambda step: steps.append([step.step, step.loss, step.held_out_loss]))

@@ -1,7 +1,8 @@
 """Real megatron-core saves a model with its optimizer after one update: `python mcore_optimizer.py OUT ARGS.json`.
 
-OUT gets a checkpoint for each way of megatron-core to store an optimizer by parameter, and `expected.pt`: the
-masters and moments that the plain optimizer holds in memory, by parameter.
+OUT gets a checkpoint for each way of megatron-core to store an optimizer, and `expected.pt`: the masters and moments
+that the plain optimizer holds in memory, by parameter. `rates.json` has, for several schedules, what megatron-core's
+scheduler saves and the learning rates of the updates after that.
 """
 
 import argparse
@@ -85,24 +86,82 @@ def hold_optimizer(model: Any, optimizer: Any, where: str, rank: int) -> None:
         torch.save(held, f"{where}.{kind}.rank{rank}.pt")
 
 
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "cosine": {"lr_decay_style": "cosine"},
+    "linear, from above 0": {"lr_decay_style": "linear", "init_lr": 1e-5},
+    "constant": {"lr_decay_style": "constant"},
+    "inverse": {"lr_decay_style": "inverse-square-root", "min_lr": 4e-4},
+    "no warm-up": {"lr_decay_style": "cosine", "lr_warmup_steps": 0},
+    **{
+        f"WSD {style}": {"lr_decay_style": "WSD", "wsd_decay_steps": 40, "lr_wsd_decay_style": style}
+        for style in ("linear", "cosine", "exponential", "minus_sqrt")
+    },
+}
+BATCH = 4
+
+
+def scheduler_of(optimizer: Any, **changes: Any) -> Any:
+    """Warm-up over 20 samples, decay to 100."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    usual = {"init_lr": 0.0, "max_lr": 1e-3, "min_lr": 1e-4, "lr_warmup_steps": 20, "lr_decay_steps": 100}
+    decay = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": 100, "wd_incr_style": "constant"}
+    return OptimizerParamScheduler(optimizer, **{**usual, **decay, **changes})
+
+
+def rates(updates: int) -> dict[str, Any]:
+    """Of each schedule the state after so many updates, and the rates of those to come."""
+    found = {}
+    for name, changes in SCHEDULES.items():
+        groups = [{"lr": 0.0, "weight_decay": 0.0}]
+        scheduler = scheduler_of(argparse.Namespace(param_groups=groups), **changes)
+        for _ in range(updates):
+            scheduler.step(BATCH)
+        state, coming = scheduler.state_dict(), []
+        for _ in range(30):
+            coming.append(groups[0]["lr"])
+            scheduler.step(BATCH)
+        args = {"lr_warmup_init": scheduler.init_lr, "lr_wsd_decay_style": scheduler.lr_wsd_decay_style}
+        args |= {"lr_wsd_decay_samples": scheduler.wsd_decay_steps}
+        found[name] = {"state": state, "args": args, "rates": coming}
+    return found
+
+
 def save(out: Path, way: str, args: argparse.Namespace) -> None:
     from megatron.core import dist_checkpointing
 
     torch.manual_seed(1)
     model = build(args, {"tensor_parallel": 1, "pipeline_parallel": 1})
-    optimizer = optimizer_of(model, way == "fully_reshardable")
+    kind, _, distributed = way.partition(", ")
+    optimizer = optimizer_of(model, way not in ("plain", "torch"))
     optimizer.step()
-    metadata = {"chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": way}
-    state = {"args": args, "checkpoint_version": 3.0, "iteration": 5, "model": model.sharded_state_dict()}
-    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
-    (out / way / "iter_0000005").mkdir(parents=True)
-    dist_checkpointing.save(state, str(out / way / "iter_0000005"), content_metadata=metadata)
+    scheduler = scheduler_of(optimizer, lr_decay_style="cosine")
+    for _ in range(5):
+        scheduler.step(BATCH)
+    state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 5}
+    state["opt_param_scheduler"] = scheduler.state_dict()
+    folder = out / way / "iter_0000005"
+    if kind == "torch":
+        (rank := folder / "mp_rank_00").mkdir(parents=True)
+        if distributed:
+            optimizer.save_parameter_state(str(rank / "distrib_optim.pt"))
+        state |= {"model": model.state_dict_for_save_checkpoint(), "optimizer": optimizer.state_dict()}
+        torch.save(state, rank / "model_optim_rng.pt")
+    else:
+        metadata = {"chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": way}
+        state["model"] = model.sharded_state_dict()
+        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
+        folder.mkdir(parents=True)
+        dist_checkpointing.save(state, str(folder), content_metadata=metadata)
     (out / way / "latest_checkpointed_iteration.txt").write_text("5")
     if way == "plain":
         masters = {name: parameter.main_param for name, parameter in model.named_parameters()}
         states = optimizer.chained_optimizers[0].optimizer.state
         expected = {name: {"param": master, **states[master]} for name, master in masters.items()}
         torch.save(expected, out / "expected.pt")
+
+
+WAYS = ("plain", "fully_reshardable", "dp_reshardable", "torch", "torch, distributed")
 
 
 def main() -> None:
@@ -114,8 +173,9 @@ def main() -> None:
     parallel_state.initialize_model_parallel(1, 1)
     without_cuda()
     allow_cpu_optimizers()
-    for way in ("plain", "fully_reshardable"):
+    for way in WAYS:
         save(out, way, args)
+    (out / "rates.json").write_text(json.dumps(rates(3)))
 
 
 if __name__ == "__main__":

@@ -646,8 +646,16 @@ def add_tensor(directory: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "an unknown family": (lambda d: config(d, model_type="mamba"), UnknownArchitecture, "no table.*Supported: .*llama"),
-    "a tensor that nobody maps": (add_tensor, UnmappedTensor, r"no row for `model.layers.0.mlp.router.bias`"),
-    "a missing tensor": (lambda d: config(d, mlp_bias=True), MissingTensor, r"mlp.gate_proj.bias.* missing"),
+    "a tensor that nobody maps": (
+        add_tensor,
+        UnmappedTensor,
+        r"1 unexpected\n  unexpected  model.layers.0.mlp.router.bias",
+    ),
+    "a missing tensor": (
+        lambda d: config(d, mlp_bias=True),
+        MissingTensor,
+        r"6 missing\n .*mlp.gate_proj.bias  \(2\)",
+    ),
     "more layers than tensors": (lambda d: config(d, num_hidden_layers=4000), MissingTensor, "only 21 tensors"),
     "a billion layers": (lambda d: config(d, num_hidden_layers=10**9), DamagedCheckpoint, "1000000000, not a size"),
     "sizes that contradict": (lambda d: config(d, intermediate_size=112), ShapeMismatch, "the model's sizes say"),

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import RecipeError
 from precisionctl.fp8 import sidecar
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer import world
 from precisionctl.trainer.metrics import FILE, SHADOWS, read_metrics
-from precisionctl.trainer.state import _OptimizerOf
 
 Told = dict[str, dict[str, Any]]
 models = pytest.mark.parametrize("model", ["source", "moe"])
@@ -58,7 +58,7 @@ def differing(a: Path, b: Path) -> set[str]:
 
 
 def moments(checkpoint: Path) -> dict[str, Tensor]:
-    source = _OptimizerOf(TorchDistReader(checkpoint))
+    source = WithOptimizer(TorchDistReader(checkpoint))
     return {name: read_tensor(source, name) for name in source.specs if ".exp_avg." in name}
 
 
@@ -104,7 +104,7 @@ def test_rows_that_do_not_divide_evenly_come_and_go_as_they_are(place: Path, tol
     source = to_megatron(open_checkpoint(place / "moe")).tensors
     assert saved.specs.keys() == source.keys()
     assert all(torch.equal(read_tensor(saved, name), tensor.bfloat16()) for name, tensor in source.items())
-    masters = _OptimizerOf(saved)
+    masters = WithOptimizer(saved)
     assert all(torch.equal(read_tensor(masters, f"optimizer.state.param.{n}"), t.float()) for n, t in source.items())
 
 

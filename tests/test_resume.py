@@ -11,11 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from pico import save as save_pico
-from test_megatron_core import SAVED_ARGS
 from training import SMALL, contents, losses, make_place, make_source, make_text, run, scales, settings
 
 from precisionctl.checkpoints.base import read_tensor
@@ -26,14 +24,8 @@ from precisionctl.errors import CheckpointError, DamagedCheckpoint, DataError, O
 from precisionctl.evaluate import evaluate, load
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8States
-from precisionctl.recipe import load_recipe
-from precisionctl.trainer import state
 from precisionctl.trainer.backend import fp8_linears
-from precisionctl.trainer.data.rows import EvenCut, Rows
-from precisionctl.trainer.loop import Run
 from precisionctl.trainer.metrics import FILE, StepMetrics, read_metrics
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.optim import MasterAdamW
 from precisionctl.trainer.resume import resume
 from precisionctl.work import execute
 
@@ -41,7 +33,7 @@ KILLED = """
 import os, signal, sys
 from training import settings
 from precisionctl.checkpoints.output import Output
-from precisionctl.trainer import state
+from precisionctl.trainer import saving
 from precisionctl.trainer.resume import resume
 from pathlib import Path
 
@@ -55,9 +47,9 @@ def child(out, moment, precision):
     if kind == "commit":
         Output.commit = die
     if kind == "tracker":
-        state.write_tracker = die
+        saving.write_tracker = die
     if kind == "drop":
-        state.prune = die
+        saving.prune = die
     precision, _, collect = precision.partition(" ")
     made = settings(
         Path(source), Path(data), Path(out), precision, data__held_out=held_out, collect_amax=bool(collect)
@@ -75,9 +67,6 @@ for out, moment in [(out + "-whole", ""), *((out, moment) for moment in moments)
 MOMENTS = ["step 1", "commit", "step 2", "tracker", "step 3", "drop", "step 5", "step 6"]
 
 
-ROWS = Rows(np.zeros(2, np.int32), None, EvenCut(1, 1), padding=0, largest=0, digest="")
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("resume"))
@@ -88,16 +77,6 @@ def fp8_run(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("fp8") / "run"
     run(settings(place / "source", place / "text.txt", out, "fp8"))
     return out
-
-
-@pytest.fixture(scope="module")
-def megatron_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What megatron-core itself saved after an update, for each way to store its optimizer."""
-    folder = tmp_path_factory.mktemp("megatron")
-    (folder / "args.json").write_text(json.dumps(SAVED_ARGS))
-    program = Path(__file__).with_name("mcore_optimizer.py")
-    subprocess.run([sys.executable, program, folder, folder / "args.json"], check=True)
-    return folder
 
 
 def same_state(a: Fp8States | None, b: Fp8States) -> bool:
@@ -267,24 +246,6 @@ def test_full_needs_an_optimizer_and_steps_left(place: Path, tmp_path: Path) -> 
     run(settings(place / "source", place / "text.txt", tmp_path / "first", train__steps=2))
     with pytest.raises(RecipeError, match="at step 2, and train.steps is 2"):
         run(settings(tmp_path / "first", place / "text.txt", tmp_path / "second", train__steps=2))
-
-
-@pytest.mark.parametrize("way", ["plain", "fully_reshardable"])
-def test_masters_and_moments_that_megatron_core_saved_are_those_it_had(megatron_runs: Path, way: str) -> None:
-    source = TorchDistReader(megatron_runs / way)
-    recipe = load_recipe("bf16")
-    model = GPT(source.model, recipe.precision)
-    held = Run(recipe, model, MasterAdamW(model, recipe.optimizer), ROWS)
-    state.load_optimizer(source, held)
-    assert held.optimizer.steps == 1
-    expected = torch.load(megatron_runs / "expected.pt", weights_only=True)
-    shared = [name for name in held.optimizer.masters if name in expected]
-    assert (
-        len(shared) == 4 * SAVED_ARGS["num_layers"] + 3
-    )  # Megatron's layers without Transformer Engine name their norms otherwise
-    for kind, tensors in held.optimizer.tensors.items():
-        assert all(torch.equal(tensors[name], expected[name][kind]) for name in shared)
-    assert all(torch.equal(value, read_tensor(source, name)) for name, value in model.named_parameters())
 
 
 def test_an_fp8_run_starts_from_warm_up_passes_and_says_so(place: Path, tmp_path: Path) -> None:

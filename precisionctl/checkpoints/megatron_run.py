@@ -94,7 +94,7 @@ def carried(reader: MegatronReader, parallelism: Parallelism, *, generators: boo
     Megatron restores generators only at the tensor- and pipeline-parallel sizes that they were saved at; and the
     container may have no place for them (`generators`).
     """
-    optimizers = _optimizers(reader)
+    optimizers = optimizer_settings(reader)
     common = {key: value for key, value in reader.common.items() if key not in _WRITTEN and _is_plain(value)}
     left = [key for key in reader.common if key not in _WRITTEN and key not in common]
     if optimizers:
@@ -109,8 +109,8 @@ def carried(reader: MegatronReader, parallelism: Parallelism, *, generators: boo
     return Carried(reader.iteration, common, objects, args | kept, distributed, tuple(left))
 
 
-def _optimizers(reader: MegatronReader) -> list[dict[str, Any]]:
-    """The settings of each optimizer (of dense parameters, of experts); buckets have them in objects."""
+def optimizer_settings(reader: MegatronReader) -> list[dict[str, Any]]:
+    """What of each optimizer (of dense parameters, of experts) is no tensor; buckets have it in objects."""
     found = reader.common.get("optimizer")
     if not isinstance(found, dict) or not reader.optimizer_specs:
         return []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Chunk, Writer, whole
+from precisionctl.checkpoints.base import Chunk, Chunked, Writer, whole
 from precisionctl.checkpoints.output import sync
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.model_shape import ModelShape
@@ -48,11 +48,38 @@ class LiveModel:
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """What a live model had here at one moment, copied into this machine's memory: the model may go on."""
+
+    specs: Mapping[str, TensorSpec]
+    held: Mapping[str, Sequence[Chunk]]
+    encodings: Mapping[str, Encoding] = field(default_factory=dict)
+
+    @staticmethod
+    def of(live: LiveModel) -> "Snapshot":
+        """Tensors that are one and the same are copied once."""
+        copies: dict[tuple[object, ...], Tensor] = {}
+
+        def copied(chunk: Chunk) -> Chunk:
+            assert isinstance(chunk.place, Tensor), "a live model's"
+            here = chunk.place.detach()
+            key = (here.data_ptr(), here.dtype, here.shape)
+            if key not in copies:
+                copies[key] = here.to("cpu", copy=True)
+            return replace(chunk, place=copies[key])
+
+        return Snapshot(live.specs, {name: [copied(chunk) for chunk in live.chunks(name)] for name in live.specs})
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self.held[name]
+
+
+@dataclass(frozen=True)
 class RowsOf:
-    """Of a Writer's files, which are laid out, the rows of each tensor that a live model has here."""
+    """Of a Writer's files, which are laid out, the rows of each tensor that is live here."""
 
     writer: Writer
-    live: LiveModel
+    live: Chunked
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:

@@ -26,6 +26,12 @@ backend_option = click.option(
 @click.option("--recipe", help="A bundled name or a TOML file; else the plain recipe of the precision.")
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key of the recipe.")
 @click.option("--load", type=click.Choice(["full", "weights"]), help="Else full where there is an optimizer.")
+@click.option(
+    "--skip",
+    type=click.Choice(["optimizer", "schedule", "data", "rng", "fp8"]),
+    multiple=True,
+    help="Leave this part of CHECKPOINT behind; may be repeated.",
+)
 @backend_option
 @click.option("--cold-start", is_flag=True, help="Begin FP8 at scale 1 with empty histories, whatever is carried.")
 @fp8_state_option

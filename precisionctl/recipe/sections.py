@@ -28,7 +28,8 @@ def _require(section: str, table: object, **bounds: Bounds) -> None:
 @dataclass(frozen=True)
 class Train:
     """How long, in what batches, and what is kept. Steps are optimizer steps; sizes are sequences. `recompute` of a
-    layer keeps its input alone for the backward, and makes the rest once more then."""
+    layer keeps its input alone for the backward, and makes the rest once more then. With `async_save` training goes on
+    while a copy is written."""
 
     steps: int = 1000
     batch_size: int = 32
@@ -39,6 +40,7 @@ class Train:
     eval_every: int = 100
     warmup_passes: int = 8
     recompute: Literal["none", "layer"] = "none"
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "micro_batch_size", "save_every", "keep", "eval_every")

@@ -15,7 +15,7 @@ from precisionctl.trainer.start import Source
 def beginning(started: Started) -> list[str]:
     """Where the run stands, where the FP8 state of each role is from, and what else is worth knowing."""
     recipe = started.recipe
-    loaded = "weights and optimizer" if started.load == "full" else "weights only"
+    loaded = "weights only" if "optimizer" in started.left else "weights and optimizer"
     lines = [
         f"{precision(started)} in {started.out}: from step {started.step} to {recipe.train.steps}, "
         f"{loaded}, {started.backend} backend"

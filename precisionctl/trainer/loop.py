@@ -20,6 +20,7 @@ from torch import Tensor
 from precisionctl.errors import PrecisionError
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
+from precisionctl.trainer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.metrics import MetricsLog, StepMetrics
 from precisionctl.trainer.model import GPT, loss
 from precisionctl.trainer.optim import MasterAdamW, learning_rate
@@ -28,6 +29,14 @@ from precisionctl.trainer.shadow import Shadow
 from precisionctl.trainer.world import ALONE, World
 
 OnStep = Callable[[StepMetrics], None]
+
+
+class Saves(Protocol):
+    """What the loop asks of whoever saves a run (`saving.Saver`)."""
+
+    def save(self) -> None: ...
+    def poll(self) -> None: ...
+    def finish(self) -> None: ...
 
 
 class Watch(Protocol):
@@ -58,6 +67,8 @@ class Run:
     recorder: Recorder | None = None
     world: World = ALONE
     guard: Watch | None = None
+    schedule: MegatronSchedule | None = None
+    """Of the checkpoint, where it goes on instead of the recipe's."""
     feed: Feed = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,12 +91,19 @@ class Run:
         """Around passes that are shown to the recorder, if there is one."""
         return self.model.recorded_by(self.recorder) if self.recorder else nullcontext()
 
+    def rate(self, step: int) -> float:
+        """The learning rate of an update; the first is 1."""
+        train = self.recipe.train
+        if self.schedule:
+            return self.schedule.rate(step, train.batch_size)
+        return learning_rate(step, train.steps, self.recipe.optimizer.lr, self.recipe.schedule)
+
     @property
     def device(self) -> torch.device:
         return self.model.backend.device
 
 
-def train(run: Run, log: MetricsLog | None, save: Callable[[], None], on_step: OnStep) -> signal.Signals | None:
+def train(run: Run, log: MetricsLog | None, saves: Saves, on_step: OnStep) -> signal.Signals | None:
     """Go on to the recipe's last step, saving as it says; on SIGTERM or SIGINT save and return that signal. Of several
     ranks the first has a log and hears of steps, and a signal to one of them is for all.
 
@@ -102,12 +120,15 @@ def train(run: Run, log: MetricsLog | None, save: Callable[[], None], on_step: O
             if log:
                 log.write(metrics)
                 on_step(metrics)
+            saves.poll()
             stop = _agreed(run, received)
-            guarded = run.guard is not None and run.guard.stops
-            if stop or guarded or run.step == last or run.step % run.recipe.train.save_every == 0:
+            ends = stop or run.step == last or (run.guard is not None and run.guard.stops)
+            if ends or run.step % run.recipe.train.save_every == 0:
                 if log:
                     log.sync()
-                save()
+                saves.save()
+            if ends:
+                saves.finish()
             if stop:
                 return stop
     return None
@@ -134,7 +155,7 @@ def update(run: Run) -> tuple[float, float, int]:
             do="Nothing of this step was saved. Lower optimizer.lr, or look at the newest checkpoint with "
             "`precisionctl inspect --fp8`; running again starts from it.",
         )
-    run.optimizer.step(_learning_rate(run, run.step + 1))
+    run.optimizer.step(run.rate(run.step + 1))
     run.step += 1
     run.position += run.recipe.train.batch_size
     return mean, norm, targets
@@ -184,7 +205,7 @@ def _measured_step(run: Run, tokens: int) -> StepMetrics:
     return StepMetrics(
         step=run.step,
         loss=mean,
-        lr=_learning_rate(run, run.step),
+        lr=run.rate(run.step),
         grad_norm=norm,
         tokens=tokens + targets,
         tokens_per_second=targets / seconds,
@@ -193,10 +214,6 @@ def _measured_step(run: Run, tokens: int) -> StepMetrics:
         fp8=run.recorder is None if run.guard else None,
         shadow=run.guard.seen() if run.guard else None,
     )
-
-
-def _learning_rate(run: Run, step: int) -> float:
-    return learning_rate(step, run.recipe.train.steps, run.recipe.optimizer.lr, run.recipe.schedule)
 
 
 def summed_loss(model: GPT, batch: Batch) -> Tensor:

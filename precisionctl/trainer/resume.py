@@ -2,10 +2,9 @@
 
 import fcntl
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Any, Literal
@@ -17,14 +16,14 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_keys import directory_name
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import CheckpointError, OutputError, RecipeError
+from precisionctl.errors import OutputError, RecipeError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States, Role
 from precisionctl.model_shape import ModelShape
 from precisionctl.plan import check_fp8_gemms, make_plan
 from precisionctl.recipe import Data, Recipe, load_recipe
 from precisionctl.reencode import coded_before
-from precisionctl.trainer import run_folder, state
+from precisionctl.trainer import parts, run_folder, state
 from precisionctl.trainer.backend import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
 from precisionctl.trainer.guard import Guard
@@ -32,16 +31,16 @@ from precisionctl.trainer.loop import OnStep, Run, train
 from precisionctl.trainer.metrics import MetricsLog
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.parts import Load, Part
+from precisionctl.trainer.saving import Saver
 from precisionctl.trainer.start import Fp8Start, Source, go_on_fp8, start_collecting, start_fp8
 from precisionctl.trainer.tokenizer import load_tokenizer
 from precisionctl.trainer.world import World, together, world
 
-Load = Literal["full", "weights"]
-
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says. `load` None is full where the checkpoint has an optimizer."""
+    """What the command line says. `load` None is full where the checkpoint has an optimizer; `skip` is left of it."""
 
     checkpoint: Path
     precision: Literal["bf16", "fp8"]
@@ -50,6 +49,7 @@ class Settings:
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
     load: Load | None = None
+    skip: tuple[Part, ...] = ()
     backend: Literal["auto", "te", "emulated"] = "auto"
     cold_start: bool = False
     collect_amax: bool = False
@@ -60,6 +60,8 @@ class Settings:
     def start(self) -> Mapping[str, object]:
         """What of it makes a run another one, beside checkpoint, data and recipe."""
         start: dict[str, object] = {"cold_start": self.cold_start}
+        if self.skip:
+            start["skip"] = sorted(set(self.skip))
         if self.collect_amax:
             start["collect_amax"] = True
         if self.fp8_state:
@@ -70,12 +72,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Started:
-    """What a user should see before the first step. `fp8` counts roles by where their state is from."""
+    """What a user should see before the first step. `left` is what of the checkpoint was not taken; `fp8` counts roles
+    by where their state is from."""
 
     recipe: Recipe
     out: Path
     step: int
     load: Load
+    left: frozenset[Part]
     backend: BackendName
     fp8: Mapping[Source, Mapping[Role, int]]
     notes: tuple[str, ...]
@@ -121,29 +125,32 @@ def _resume(
     out = settings.out or Path(f"{settings.checkpoint.resolve().name}-{settings.precision}")
     with _locked(out, settings.checkpoint, world):
         source = open_checkpoint(settings.checkpoint)
-        load = settings.load or ("full" if state.has_optimizer(source) else "weights")
+        load, skipped = parts.left(source, settings.load, settings.skip)
+        schedule = parts.schedule_of(source, skipped, settings.overrides)
+        plan = make_plan(source, "megatron")
         rows = read_rows(source, recipe.data, out / "tokens", on_tokens)
         beside = replace(recipe.data, path=recipe.data.held_out, blend=(), packing=False)
         held_out = read_rows(source, beside, out / "tokens", on_tokens) if beside.path else None
-        wanted = run_folder.identity(source, rows.fingerprint, recipe, load=load, **settings.start)
+        start = dict(settings.start) | ({"schedule": "the checkpoint's"} if schedule else {})
+        wanted = run_folder.identity(source, rows.fingerprint, recipe, load=load, **start)
         here = run_folder.newest(out)
         backend = choose_backend(settings.backend, recipe.precision)
-        plan = make_plan(source, "megatron")
         if settings.collect_amax:
             to_come = replace(recipe.precision, fp8=True).of_layers(plan.model.num_layers)
             check_fp8_gemms(plan, to_come)
         given = read_state(settings.fp8_state, plan.gemms) if settings.fp8_state else None
         run = _build(recipe, plan.model, backend, rows, held_out, world)
+        run.schedule = schedule
         if here:
             fp8 = _go_on(run, here, wanted, out, settings)
         else:
-            fp8 = _start(run, source, load, settings, given)
+            fp8 = _start(run, source, skipped, settings, given)
         with _log(out, run) as log:
             if log:
-                notes = (*_notes(source, load, run), *rows.notes, *log.notes, *fp8.notes)
-                on_start(Started(recipe, out, run.step, load, backend, fp8.counts, notes))
-            save = partial(state.save, run, out, wanted, source.companions, fp8.carried, coded_before(source))
-            received = train(run, log, save, on_step)
+                notes = (*_notes(source, skipped, run, settings), *rows.notes, *log.notes, *fp8.notes)
+                on_start(Started(recipe, out, run.step, load, skipped, backend, fp8.counts, notes))
+            saver = Saver(run, out, wanted, source.companions, fp8.carried, coded_before(source))
+            received = train(run, log, saver, on_step)
         return Finished(run.step, out / directory_name(run.step), received, world.first)
 
 
@@ -259,8 +266,9 @@ def _go_on(run: Run, here: TorchDistReader, wanted: Mapping[str, Any], out: Path
     saved = run_folder.read_saved(here)
     assert saved is not None, "the newest iteration is ours"
     run_folder.check_same(saved, wanted, out)
-    state.load_optimizer(here, run)
     state.load_rng(here)
+    assert state.has_optimizer(here), "so it has one"
+    state.load_optimizer(here, run)
     run.step, run.position = saved.step, saved.position
     if run.guard and saved.guard:
         run.guard = Guard(run.recipe, **saved.guard)
@@ -268,33 +276,21 @@ def _go_on(run: Run, here: TorchDistReader, wanted: Mapping[str, Any], out: Path
     return start_collecting(run, beside) if settings.collect_amax else go_on_fp8(run, here.fp8, beside)
 
 
-def _start(run: Run, source: Reader, load: Load, settings: Settings, given: Fp8States | None) -> Fp8Start:
-    state.load_weights(source, run)
-    if load == "full":
-        if not isinstance(source, TorchDistReader) or not state.has_optimizer(source):
-            raise CheckpointError("no optimizer state that can be read", where=source.path, do="Use --load weights.")
-        state.load_optimizer(source, run)
-        state.load_rng(source)
-        saved = run_folder.read_saved(source)
-        run.step = source.iteration or 0
-        if saved and saved.identity["data"] == run.rows.fingerprint:
-            run.position = saved.position
-        if run.step >= run.recipe.train.steps:
-            raise RecipeError(
-                f"the checkpoint is at step {run.step}, and train.steps is {run.recipe.train.steps}",
-                do="Steps count on from the checkpoint's: raise train.steps, or use --load weights.",
-            )
+def _start(
+    run: Run, source: Reader, skipped: Collection[Part], settings: Settings, given: Fp8States | None
+) -> Fp8Start:
+    parts.take(run, source, skipped)
+    found = None if "fp8" in skipped else source.fp8
     if settings.collect_amax:
-        return start_collecting(run, source.fp8)
-    aside = sidecar.find(source.path) if source.path else None
-    return start_fp8(run, source.fp8, aside, given, cold=settings.cold_start)
+        return start_collecting(run, found)
+    aside = sidecar.find(source.path) if source.path and "fp8" not in skipped else None
+    return start_fp8(run, found, aside, given, cold=settings.cold_start)
 
 
-def _notes(source: Reader, load: Load, run: Run) -> Iterator[str]:
-    if load == "weights" and isinstance(source, TorchDistReader) and source.optimizer_specs:
-        yield "the checkpoint's optimizer state is left behind"
+def _notes(source: Reader, skipped: Collection[Part], run: Run, settings: Settings) -> Iterator[str]:
+    yield from parts.notes(run, source, skipped, settings.overrides)
     if source.fp8 is not None and not run.recipe.precision.fp8:
         how = "goes on with what is collected" if run.recorder else "is carried along in the sidecar, unused"
-        yield f"the checkpoint's FP8 state {how}"
+        yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in skipped else how}"
     if run.model.model.mtp_num_layers:
         yield "multi-token prediction layers are carried along as they are; nothing trains them"

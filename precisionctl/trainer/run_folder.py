@@ -16,9 +16,10 @@ from typing import Any
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_keys import TRACKER
-from precisionctl.errors import DamagedCheckpoint, OutputError
+from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
 from precisionctl.recipe import Guard, Recipe
+from precisionctl.trainer.megatron_schedule import MegatronSchedule
 
 RUN_FILE = Path("precisionctl/run.json")
 _PARTIAL = ".partial"  # what Output builds
@@ -27,6 +28,7 @@ _INDIFFERENT = (
     "parallel.replicate",
     "train.recompute",
     "train.keep",
+    "train.async_save",
     "train.save_every",
     "train.eval_every",
     "data.path",
@@ -42,12 +44,13 @@ A guard changes none until it acts, and then its user must be able to tell it so
 @dataclass(frozen=True)
 class Saved:
     """What `run.json` says. `identity` is everything that makes a run this one, by name; `guard` what its guard, if
-    it has one, keeps in mind."""
+    it has one, keeps in mind; `schedule` the one of Megatron that it goes on with, if it does."""
 
     step: int
     position: int
     identity: Mapping[str, Any]
     guard: Mapping[str, Any] | None = None
+    schedule: Mapping[str, Any] | None = None
 
 
 def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict[str, Any]:
@@ -110,6 +113,9 @@ def read_saved(reader: TorchDistReader) -> Saved | None:
         raise DamagedCheckpoint("not what a run writes: a value of the wrong type", where=file)
     if saved.guard is not None and not _is_kept(saved.guard):
         raise DamagedCheckpoint("not what a run writes: what its guard keeps is of the wrong type", where=file)
+    if saved.schedule is not None:
+        with damage("not what a run writes: its schedule", file):
+            MegatronSchedule(**saved.schedule)
     if "data" not in saved.identity:
         raise DamagedCheckpoint("not what a run writes: it does not say on which data", where=file)
     return saved

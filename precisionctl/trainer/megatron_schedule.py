@@ -1,0 +1,129 @@
+"""The learning rates that a Megatron run would have gone on with, from what its checkpoint says of its schedule.
+
+The arithmetic is that of megatron/core/optimizer_param_scheduler.py (OptimizerParamScheduler.get_lr), which counts
+samples, not updates. What its state leaves out (the rate at which warm-up begins, how WSD decays) is in the arguments.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from precisionctl.errors import DamagedCheckpoint, damage
+
+_SKIP = "Use --skip schedule: then the recipe's schedule begins at its start."
+_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+_WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+
+
+@dataclass(frozen=True)
+class MegatronSchedule:
+    """Rates by samples; after update `step` there had been `num_steps` of them. WSD alone decays over its last
+    `wsd_decay_steps` samples, in `wsd_decay_style`."""
+
+    max_lr: float
+    min_lr: float
+    init_lr: float
+    lr_warmup_steps: int
+    lr_decay_steps: int
+    lr_decay_style: str
+    num_steps: int
+    step: int
+    wsd_decay_steps: int = 0
+    wsd_decay_style: str = "exponential"
+
+    def __post_init__(self) -> None:
+        """Raise DamagedCheckpoint for what Megatron would not accept either."""
+        rates = all(isinstance(rate, int | float) for rate in (self.init_lr, self.min_lr, self.max_lr))
+        counts = (self.lr_warmup_steps, self.lr_decay_steps, self.num_steps, self.step, self.wsd_decay_steps)
+        sound = (
+            rates
+            and 0 <= self.min_lr <= self.max_lr < math.inf
+            and 0 <= self.init_lr <= self.max_lr
+            and all(type(count) is int and 0 <= count < 1 << 63 for count in counts)
+            and self.lr_warmup_steps < self.lr_decay_steps
+            and self.lr_decay_style in _STYLES
+            and (self.lr_decay_style != "WSD" or (self.wsd_decay_steps > 0 and self.wsd_decay_style in _WSD_STYLES))
+        )
+        if not sound:
+            raise DamagedCheckpoint(f"its schedule is none of Megatron's: {asdict(self)}", do=_SKIP)
+
+    def samples(self, step: int, batch_size: int) -> int:
+        """How many there have been after update `step`."""
+        return self.num_steps + (step - self.step) * batch_size
+
+    def rate(self, step: int, batch_size: int) -> float:
+        """Of update `step`, which begins after as many samples as all before it had."""
+        samples = self.samples(step - 1, batch_size)
+        if self.lr_warmup_steps > 0 and samples <= self.lr_warmup_steps:
+            return self.init_lr + (self.max_lr - self.init_lr) * samples / self.lr_warmup_steps
+        if self.lr_decay_style == "constant":
+            return self.max_lr
+        if samples > self.lr_decay_steps:
+            return self.min_lr
+        if self.lr_decay_style == "inverse-square-root":
+            return max(self.min_lr, self.max_lr * math.sqrt(max(self.lr_warmup_steps, 1)) / math.sqrt(max(samples, 1)))
+        return self.min_lr + self._share(samples) * (self.max_lr - self.min_lr)
+
+    def _share(self, samples: int) -> float:
+        """What is left of the way from the highest to the lowest rate."""
+        if self.lr_decay_style == "WSD":
+            late = samples - (self.lr_decay_steps - self.wsd_decay_steps)
+            return _left(self.wsd_decay_style, late / self.wsd_decay_steps) if late > 0 else 1.0
+        done = (samples - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
+        return _left(self.lr_decay_style, done)
+
+    @property
+    def words(self) -> str:
+        """`cosine, 3.00e-04 to 3.00e-05 over 1000 samples, after 512`."""
+        return (
+            f"{self.lr_decay_style}, {self.max_lr:.2e} to {self.min_lr:.2e} over {self.lr_decay_steps} samples, "
+            f"after {self.num_steps}"
+        )
+
+
+def _left(style: str, done: float) -> float:
+    match style:
+        case "linear":
+            return 1.0 - done
+        case "cosine":
+            return 0.5 * (math.cos(math.pi * done) + 1.0)
+        case "exponential":
+            return 2.0 * math.pow(0.5, done) - 1.0
+        case _:  # minus_sqrt
+            return 1.0 - math.sqrt(done)
+
+
+_OLD = {
+    "max_lr": "start_lr",
+    "lr_warmup_steps": "warmup_steps",
+    "lr_decay_steps": "decay_steps",
+    "lr_decay_style": "decay_style",
+}
+"""Names of before megatron-core (load_state_dict, which still takes them)."""
+
+
+def read_schedule(
+    common: Mapping[str, Any], args: Mapping[str, Any], step: int, where: object
+) -> MegatronSchedule | None:
+    """The schedule in a checkpoint's common data, whose run had made `step` updates; None where there is none.
+
+    Raises DamagedCheckpoint for one that is not Megatron's.
+    """
+    state = common.get("opt_param_scheduler")
+    if state is None:
+        return None
+    with damage("its schedule is none of Megatron's", where, _SKIP):
+        said = {key: state[old] if (old := _OLD.get(key)) in state else state[key] for key in _KEYS}
+        iterations = args.get("lr_wsd_decay_iters")
+        wsd = args.get("lr_wsd_decay_samples") if iterations is None else iterations * args["global_batch_size"]
+        return MegatronSchedule(
+            **said,
+            init_lr=args.get("lr_warmup_init") or 0.0,
+            step=step,
+            wsd_decay_steps=wsd or 0,
+            wsd_decay_style=args.get("lr_wsd_decay_style") or "exponential",
+        )
+
+
+_KEYS = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "num_steps")
