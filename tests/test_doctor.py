@@ -46,7 +46,7 @@ def test_which_recipes_run_is_what_te_s_own_checks_say(capability, cuda, runs):
 def test_this_machine_is_told_with_the_reason_for_what_it_cannot(monkeypatch):
     monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")
     machine = doctor.examine()
-    assert machine.packages["torch"] == torch.__version__
+    assert torch.__version__.startswith(machine.packages["torch"])  # a CUDA build may add to it
     assert machine.variables["NVTE_UNFUSED_FP8_UPDATE"] == "1"
     if not torch.cuda.is_available():
         assert machine.transformer_engine == "no CUDA device"
@@ -143,5 +143,5 @@ def test_json_has_everything(tmp_path):
     result = CliRunner().invoke(main, ["doctor", str(megatron(tmp_path)), "--json"])
     found = json.loads(result.stdout)
     assert found["payloads"]["refused"] == 8
-    assert found["machine"]["packages"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["machine"]["packages"]["torch"])
     assert json.loads(CliRunner().invoke(main, ["doctor", "--json"]).stdout)["payloads"] is None

@@ -4,14 +4,18 @@
 """
 
 import warnings
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.trainer.backend import choose_backend
 
 
+@cache
 def problem() -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what TE warns of when it is imported
@@ -33,3 +37,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure() -> None:
     problem()  # imported before the collection, where warnings are errors
+
+
+@pytest.fixture(autouse=True)
+def forgotten_modules() -> Iterator[None]:
+    """TE's global buffers keep the state of every module that has run in FP8, and update all of it in each pass."""
+    yield
+    if not problem():
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()
+
+
+@pytest.fixture(autouse=True)
+def exact_fp32_products() -> Iterator[None]:
+    """The emulation multiplies code values in FP32; TF32 would round E5M2 sums."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before

@@ -29,7 +29,7 @@ def delayed(**fields):
 
 def step(module, recipe, *inputs, seed=0, **arguments):
     """A forward and a backward pass; inputs are made of `seed`."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(torch.empty(0, device="cuda").device).manual_seed(seed)
     made = [
         torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
         for shape in inputs
@@ -52,7 +52,7 @@ def assert_columns(state, meta, roles, places):
     """`roles` stand in TE's buffers at `places`."""
     for role, at in zip(roles, places, strict=True):
         assert torch.equal(state.roles[role].scale, meta.scale[at].cpu()), role
-        assert torch.equal(state.roles[role].amax_history, meta.amax_history[:, at].cpu().t().squeeze()), role
+        assert torch.equal(state.roles[role].amax_history, meta.amax_history[:, at].cpu()), role
 
 
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
@@ -128,8 +128,10 @@ def test_attention_outside_fp8_keeps_columns_that_nothing_was_recorded_in():
 
 
 def test_attention_beside_current_scaling_keeps_the_softmax_alone(monkeypatch):
-    """And TE cannot take up again what it saved: it makes nine columns ready for three."""
+    """And TE cannot take up again what it saved: it makes nine columns ready for three. Before Blackwell it has no
+    kernel for this attention, and computes it only where it is asked to emulate FP8."""
     monkeypatch.setenv(GATE, "1")
+    monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
     module = attention(recipes.Float8CurrentScaling(fp8_dpa=True))
     data = payload_of(module)
     found, state = decode_payload(data, "attention")

@@ -19,6 +19,7 @@ CALLED = {
     "te.is_fp8_available": ("pytorch/quantization.py", "is_fp8_available"),
     "te.is_mxfp8_available": ("pytorch/quantization.py", "is_mxfp8_available"),
     "te.is_fp8_block_scaling_available": ("pytorch/quantization.py", "is_fp8_block_scaling_available"),
+    "te.checkpoint": ("pytorch/distributed.py", "checkpoint"),
     "te.autocast": ("pytorch/quantization.py", "autocast.__init__"),
     "Linear": ("pytorch/module/linear.py", "Linear.__init__"),
     "LayerNormLinear": ("pytorch/module/layernorm_linear.py", "LayerNormLinear.__init__"),

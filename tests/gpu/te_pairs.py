@@ -1,0 +1,150 @@
+"""The same module, or the same GPT, on Transformer Engine and emulated; and what tests of both share."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
+from precisionctl.model_shape import MLA, ModelShape, MoE
+from precisionctl.precision import Precision
+from precisionctl.trainer.backend import Backend, BackendName, Norm, make_backend
+from precisionctl.trainer.model import GPT, loss
+
+TOKENS, IN, OUT = 256, 512, 768
+USED: tuple[Role, ...] = ("input", "weight", "grad_output")
+RECIPES = {
+    "max": DelayedScaling(amax_history_len=8),
+    "most recent": DelayedScaling(amax_history_len=8, amax_compute_algo="most_recent"),
+    "margin": DelayedScaling(amax_history_len=3, margin=2),
+    "E4M3": DelayedScaling(amax_history_len=8, fp8_format="E4M3"),
+    "no history": DelayedScaling(amax_history_len=1),
+}
+FP8_SQNR, BF16_SQNR = 45.0, 45.0
+"""Decibels. Rounding to BF16 alone leaves 56 dB and more. Hopper's tensor cores keep about 14 bits of a forward
+FP8 sum (backward ones are promoted to FP32), and norms may round a few inputs to the neighbouring code."""
+
+
+def make(name: BackendName, precision: Precision, kind: str) -> tuple[Backend, Any]:
+    backend = make_backend(name, precision, torch.bfloat16, torch.device("cuda"))
+    module = "decoder.layers.0.mlp.linear_fc1"
+    if kind == "linear":
+        return backend, backend.linear(module, IN, OUT, True)
+    norm = Norm("LayerNorm", 1e-5, zero_centered=True) if kind == "layer_norm_1p_linear" else Norm("RMSNorm", 1e-5)
+    return backend, backend.layer_norm_linear(module, IN, OUT, True, norm)
+
+
+def pair(precision: Precision, kind: str) -> list[tuple[Backend, Any]]:
+    """The same linear on Transformer Engine and emulated."""
+    pair = [make("te", precision, kind), make("emulated", precision, kind)]
+    weights = {name: torch.randn_like(p) * 0.05 for name, p in pair[1][1].named_parameters()}
+    for _, module in pair:
+        module.load_state_dict(weights)
+    return pair
+
+
+def step(backend: Backend, module: nn.Module, values: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    """One pass; its output and gradients by name."""
+    values = values.detach().requires_grad_()
+    module.zero_grad()
+    passes = backend.recorder or backend
+    with passes.forward_pass():
+        out = module(values)
+    out.backward(gradient)
+    passes.after_backward()
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    assert values.grad is not None
+    return {"out": out.detach(), "values": values.grad, **gradients}
+
+
+def batch(scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    values, gradient = (torch.randn(2, TOKENS // 2, size, device="cuda") for size in (IN, OUT))
+    return (values * scale).bfloat16(), (gradient * scale / 1000).bfloat16()
+
+
+def sqnr(signal: Tensor, other: Tensor) -> float:
+    signal, other = signal.detach().double(), other.detach().double()
+    return float(20 * torch.log10(signal.norm() / (signal - other).norm().clamp(min=1e-30)))
+
+
+SHAPE = ModelShape(
+    architecture="llama",
+    num_layers=2,
+    hidden_size=256,
+    ffn_hidden_size=512,
+    num_attention_heads=8,
+    num_query_groups=2,
+    kv_channels=32,
+    vocab_size=500,
+    padded_vocab_size=512,
+    max_position_embeddings=128,
+)
+
+
+WINDOW = {"sliding_window": 32, "window_layers": (True, False)}
+SHAPES = {
+    "like Gemma": replace(
+        SHAPE,
+        post_layernorms=True,
+        zero_centered_gamma=True,
+        activation="gelu_tanh",
+        attn_logit_softcapping=5.0,
+        **WINDOW,
+    ),
+    "like gpt-oss": replace(
+        SHAPE,
+        softmax_offset=True,
+        add_bias_linear=True,
+        activation="quick_gelu",
+        activation_clamp=7.0,
+        glu_offset=1.0,
+        moe=MoE(4, 2, 128, (True, True), router_bias=True),
+        **WINDOW,
+    ),
+    "like DeepSeek": replace(
+        SHAPE,
+        num_query_groups=8,
+        mla=MLA(64, 64, 32, 16, 32),
+        moe=MoE(8, 2, 128, (False, True), shared_ffn_hidden_size=128, score_function="sigmoid", expert_bias=True),
+        mtp_num_layers=1,
+    ),
+    "like Nemotron": replace(
+        SHAPE,
+        normalization="LayerNorm",
+        zero_centered_gamma=True,
+        activation="squared_relu",
+        gated_linear_unit=False,
+        rotary_percent=0.5,
+    ),
+}
+
+
+def gpts(precision: Precision, shape: ModelShape = SHAPE) -> tuple[GPT, GPT]:
+    theirs, ours = (GPT(shape, precision, name, device="cuda") for name in ("te", "emulated"))
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def train_step(model: GPT, tokens: Tensor) -> Tensor:
+    total, count = loss(model(tokens), tokens, torch.ones_like(tokens, dtype=torch.bool), SHAPE.vocab_size)
+    (total / count).backward()
+    return (total / count).detach()
+
+
+def state_of(history: int) -> Fp8State:
+    """Scales and rows all different, so that a mix-up of roles or rows shows."""
+    return Fp8State(
+        {
+            role: RoleState(torch.tensor(1.5 + i), torch.arange(history) * (1 + i / 8))
+            for i, role in enumerate(FORWARD + BACKWARD)
+        }
+    )
+
+
+def assert_same(one: Fp8State | None, other: Fp8State | None) -> None:
+    assert one is not None
+    assert other is not None
+    for role in FORWARD + BACKWARD:
+        assert torch.equal(one.roles[role].scale, other.roles[role].scale), role
+        assert torch.equal(one.roles[role].amax_history, other.roles[role].amax_history), role
