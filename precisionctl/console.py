@@ -26,9 +26,10 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from precisionctl.errors import PrecisionctlError, printable
-from precisionctl.reports.table import Table
+from precisionctl.reports.table import Table, size
 
 if TYPE_CHECKING:  # it brings torch with it, which an error panel has no time for
+    from precisionctl.trainer.meter import Taken
     from precisionctl.trainer.metrics import StepMetrics
 
 _out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)  # a file has no edge to wrap at
@@ -148,7 +149,10 @@ def _log_line(step: "StepMetrics", steps: int) -> None:
         return
     held_out = "" if step.held_out_loss is None else f"  held out {step.held_out_loss:.4f}"
     rate = f"{step.tokens_per_second:,.0f} tokens/s"
-    _err.print(f"step {step.step}/{steps}  loss {step.loss:.4f}{held_out}  lr {step.lr:.2e}  {rate}")
+    compute = f"  {_compute(step.taken)}" if step.taken else ""
+    _err.print(
+        f"step {step.step}/{steps}  loss {step.loss:.4f}{held_out}  lr {step.lr:.2e}  {rate}{compute}", soft_wrap=True
+    )
 
 
 def _run_so_far(seen: Sequence["StepMetrics"], steps: int) -> Group:
@@ -163,7 +167,23 @@ def _run_so_far(seen: Sequence["StepMetrics"], steps: int) -> Group:
         numbers.add_row("held out", f"{held_out[-1]:.4f}")
     numbers.add_row("lr, gradient norm", f"{last.lr:.2e}, {last.grad_norm:.3f}")
     numbers.add_row("tokens", f"{last.tokens:,}, {last.tokens_per_second:,.0f} a second")
+    if last.taken:
+        numbers.add_row("compute", _compute(last.taken))
+        numbers.add_row("memory", _memory(last.taken))
+        if last.taken.fp8_clipped is not None and last.taken.fp8_underflow is not None:
+            clipped, underflow = f"{last.taken.fp8_clipped:.1%}", f"{last.taken.fp8_underflow:.1%}"
+            numbers.add_row("FP8", f"{clipped} of modules clipped, {underflow} underflowed")
     return Group(bar, numbers)
+
+
+def _compute(taken: "Taken") -> str:
+    rate = f"{taken.tflops:.4g} TFLOP/s"
+    return rate if taken.mfu_bf16 is None else f"{rate}, {taken.mfu_bf16:.1%} of the BF16 peak"
+
+
+def _memory(taken: "Taken") -> str:
+    host = f"{size(taken.host_bytes)} of the host"
+    return host if taken.gpu_bytes is None else f"{size(taken.gpu_bytes)} of the GPU, {host}"
 
 
 def _sparkline(losses: Sequence[float], width: int = 40) -> str:

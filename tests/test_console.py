@@ -1,5 +1,7 @@
 import io
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -7,6 +9,7 @@ from rich.console import Console
 from precisionctl import console
 from precisionctl.errors import DataError
 from precisionctl.reports.table import Table, percent, size
+from precisionctl.trainer.meter import Taken
 from precisionctl.trainer.metrics import StepMetrics
 
 
@@ -20,6 +23,9 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
 
 def step(number: int, loss: float, held_out: float | None = None) -> StepMetrics:
     return StepMetrics(number, loss, 1e-3, 1.0, number * 64, 640.0, 0.1, held_out)
+
+
+TAKEN = Taken(412.34, 0.417, 62_100_000_000, 12_000_000_000, 0.125, 0.0)
 
 
 def test_an_error_shows_what_where_and_what_to_do(shown: io.StringIO) -> None:
@@ -40,6 +46,33 @@ def test_a_run_on_a_terminal_is_one_panel_with_time_left_and_the_curve(shown: io
             view.step(step(number, 5.0 - number / 10, held_out=4.5 if number == 10 else None))
     for part in ("FP8", "10 of 30, 0:00:02 left", "4.0000", "█", "▁", "held out", "640 a second"):
         assert part in shown.getvalue()
+
+
+def test_the_panel_says_what_a_step_took_and_needs_no_more_than_80_columns(shown: io.StringIO) -> None:
+    with console.RunView() as view:
+        view.start("FP8, delayed scaling", 250_000)
+        for number in range(100_000, 100_050):
+            wide = StepMetrics(number, 2.0, 1e-3, 1.0, 10**13, 1234567.0, 10.0, 2.5, taken=TAKEN)
+            view.step(wide)
+    text = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", shown.getvalue())
+    drawn = text[text.rindex("╭") : text.rindex("╯") + 1].splitlines()
+    for part in (
+        "412.3 TFLOP/s, 41.7% of the BF16 peak",
+        "62.1 GB of the GPU, 12.0 GB of the host",
+        "12.5% of modules clipped, 0.0% underflowed",
+    ):
+        assert sum(part in line for line in drawn) == 1
+    assert all(len(line) == 80 for line in drawn)
+    assert sum(line.startswith("│  ") for line in drawn) == 0  # nothing was wrapped into a line of its own
+
+
+def test_of_a_cpu_no_peak_and_no_gpu_are_shown(shown: io.StringIO) -> None:
+    with console.RunView() as view:
+        view.start("BF16", 3)
+        view.step(replace(step(1, 2.0), taken=Taken(0.0123, None, None, 500_000_000)))
+    for part in ("0.0123 TFLOP/s", "500.0 MB of the host"):
+        assert part in shown.getvalue()
+    assert "peak" not in shown.getvalue() and "GPU" not in shown.getvalue() and "clipped" not in shown.getvalue()
 
 
 def test_a_run_elsewhere_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,6 +187,14 @@ def test_copies_of_the_model_change_nothing_of_what_the_guard_sees(place: Path) 
             assert other["modules"][module] == pytest.approx(like, rel=1e-5)
 
 
+def test_flops_are_those_of_all_ranks_and_each_has_its_share(place: Path) -> None:
+    """The first rank writes down what all did together; its own share of it is half of what one process does."""
+    alone, two = (read_metrics(place / f"source fp8 {ranks}" / FILE) for ranks in ("alone", "two"))
+    for one, other in zip(alone, two, strict=True):
+        assert other["tflops"] * other["seconds"] * 2 == pytest.approx(one["tflops"] * one["seconds"])
+        assert {"host_bytes", "fp8_clipped", "fp8_underflow"} < other.keys()
+
+
 def test_phases_of_two_ranks_go_on_after_a_kill_as_if_it_had_not_been(place: Path, told: Told) -> None:
     whole, gone_on = steps(told, "phases"), steps(told, "phases, gone on")
     assert told["phases, killed"]["codes"][1] == -signal.SIGKILL

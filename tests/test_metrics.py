@@ -2,12 +2,17 @@
 
 import sys
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from precisionctl.errors import DataError
+from precisionctl.errors import DataError, EnvironmentProblem
+from precisionctl.recipe import Tracking
 from precisionctl.trainer.metrics import FILE, MetricsLog, StepMetrics, read_metrics
+from precisionctl.trainer.tracking import require
 
 
 def step(number: int, loss: float = 1.0) -> StepMetrics:
@@ -15,7 +20,7 @@ def step(number: int, loss: float = 1.0) -> StepMetrics:
 
 
 def write(folder: Path, after: int, *steps: StepMetrics) -> None:
-    log = MetricsLog(folder, after)
+    log = MetricsLog(folder, after, Tracking(), {})
     for metrics in steps:
         log.write(metrics)
     log.close()
@@ -32,7 +37,7 @@ def test_steps_beyond_the_one_resumed_from_are_dropped_with_a_line_that_a_kill_c
 
 def test_tokens_are_counted_on_from_the_step_resumed_from(tmp_path: Path) -> None:
     write(tmp_path, 0, step(1), step(2), step(3))
-    log = MetricsLog(tmp_path, 2)
+    log = MetricsLog(tmp_path, 2, Tracking(), {})
     assert log.tokens == 200
     log.close()
 
@@ -47,7 +52,7 @@ def test_a_line_that_is_no_step_s_is_one_clear_error_also_for_a_run_that_goes_on
     write(tmp_path, 0, step(1))
     with open(tmp_path / FILE, "a", encoding="utf-8", errors="surrogatepass") as file:
         file.write(garbage + "\n")
-    for reading in (partial(read_metrics, tmp_path / FILE), partial(MetricsLog, tmp_path, 1)):
+    for reading in (partial(read_metrics, tmp_path / FILE), partial(MetricsLog, tmp_path, 1, Tracking(), {})):
         with pytest.raises(DataError, match="line 2 is not a step's metrics"):
             reading()
 
@@ -62,7 +67,67 @@ def test_tensorboard_events_are_written_beside(tmp_path: Path) -> None:
 
 def test_without_tensorboard_the_run_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    log = MetricsLog(tmp_path, 0)
+    log = MetricsLog(tmp_path, 0, Tracking(), {})
     log.write(step(1))
     log.close()
     assert log.notes and len(read_metrics(tmp_path / FILE)) == 1
+
+
+class FakeWandb(ModuleType):
+    """What is used of wandb, as its documentation has it; it remembers."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.inits: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = 0
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:
+        return settings
+
+    def init(self, **settings: Any) -> "FakeWandb":
+        self.inits.append(settings)
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    fake.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_a_run_is_one_run_at_wandb_whatever_process_goes_on_with_it(tmp_path: Path, wandb: FakeWandb) -> None:
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    for after, number in ((0, 1), (1, 2)):
+        log = MetricsLog(folder, after, Tracking("project", offline=True), {"train": {"steps": 2}})
+        log.write(step(number, loss=3.0))
+        log.close()
+    first, second = wandb.inits
+    assert first == second and first["id"] and first["resume"] == "allow"
+    assert (first["project"], first["name"], first["mode"]) == ("project", "my-run", "offline")
+    assert first["settings"] == {"console": "off"}
+    assert first["config"] == {"train": {"steps": 2}} and first["dir"] == str(folder)
+    assert [(at, values["loss"]) for at, values in wandb.logged] == [(1, 3.0), (2, 3.0)]
+    assert "step" not in wandb.logged[0][1] and wandb.finished == 2
+
+
+def test_without_a_project_wandb_hears_nothing_and_with_one_it_must_be_there(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 0, step(1))
+    assert not wandb.inits
+    require(Tracking("project"))
+    monkeypatch.delitem(sys.modules, "wandb")
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(EnvironmentProblem, match="wandb is not installed"):
+        require(Tracking("project"))
+    require(Tracking())

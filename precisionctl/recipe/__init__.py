@@ -1,5 +1,5 @@
-"""Recipe = [precision] [train] [data] [optimizer] [schedule] [parallel] [guard]: what a run does, from one strict TOML
-file. Every key has a default, so a file says only what it changes.
+"""Recipe: [precision] [train] [data] [optimizer] [schedule] [parallel] [guard] [tracking], what a run does, from one
+strict TOML file. Every key has a default, so a file says only what it changes.
 """
 
 from precisionctl.recipe.load import bundled_recipes, find_recipe, load_recipe
@@ -11,6 +11,7 @@ from precisionctl.recipe.sections import (
     Recipe,
     Schedule,
     Share,
+    Tracking,
     Train,
 )
 
@@ -22,6 +23,7 @@ __all__ = [
     "Recipe",
     "Schedule",
     "Share",
+    "Tracking",
     "Train",
     "bundled_recipes",
     "find_recipe",

@@ -143,6 +143,15 @@ class Guard:
 
 
 @dataclass(frozen=True)
+class Tracking:
+    """Where metrics go beside the run's folder. `wandb` is a project at Weights & Biases; none where it is empty.
+    `offline` keeps what would be sent in the run's folder."""
+
+    wandb: str = ""
+    offline: bool = False
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that decides a run besides its checkpoint."""
 
@@ -153,3 +162,4 @@ class Recipe:
     schedule: Schedule = field(default_factory=Schedule)
     parallel: Parallel = field(default_factory=Parallel)
     guard: Guard = field(default_factory=Guard)
+    tracking: Tracking = field(default_factory=Tracking)

@@ -4,7 +4,7 @@ Both make modules with the same parameter names, FP8 state and numerics: `module
 Engine, on a GPU with FP8) and `modules_emulated` (plain PyTorch, anywhere).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from precisionctl.errors import EnvironmentProblem, PrecisionError
-from precisionctl.fp8.state import Fp8State
+from precisionctl.fp8.state import Fp8State, Role, RoleState
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.recorder import Recorder
@@ -35,6 +35,11 @@ class Fp8Linear(Protocol):
     def set_fp8_state(self, state: Fp8State) -> None:
         """Take over scales and histories; a history of another length keeps its newest rows.
         Raises PrecisionError where the GEMM keeps no state."""
+        ...
+
+    def fp8_views(self) -> Iterator[tuple[Role, RoleState]]:
+        """What stands there now of the roles in use, where it is: true until the next pass. A linear of several experts
+        may give a role once for each."""
         ...
 
 

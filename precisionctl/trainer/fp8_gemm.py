@@ -16,7 +16,7 @@ the history; `fp8.numerics.update_delayed` turns those rows into the next scales
 and `grad_input`, which no GEMM here uses; their state is only kept. The other recipes keep no state.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +27,7 @@ from torch import Tensor
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import block_scaling, numerics
 from precisionctl.fp8.numerics import BLOCK, MX_BLOCK
-from precisionctl.fp8.state import IN_USE, Fp8State, Role
+from precisionctl.fp8.state import IN_USE, Fp8State, Role, RoleState
 from precisionctl.precision import Precision
 from precisionctl.trainer.scaling_buffers import Slot
 
@@ -215,6 +215,11 @@ def delayed(quantizers: Quantizers) -> dict[Role, DelayedQuantizer]:
 def state_of(quantizers: Quantizers) -> Fp8State | None:
     stateful = delayed(quantizers)
     return Fp8State({role: q.slot.state for role, q in stateful.items()}) if stateful else None
+
+
+def views_of(quantizers: Quantizers) -> Iterator[tuple[Role, RoleState]]:
+    """What stands there now of the roles in use."""
+    return ((role, q.slot.view) for role, q in delayed(quantizers).items() if role in IN_USE)
 
 
 def set_state(name: str, quantizers: Quantizers, state: Fp8State) -> None:

@@ -21,6 +21,7 @@ from precisionctl.errors import PrecisionError
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
 from precisionctl.trainer.megatron_schedule import MegatronSchedule
+from precisionctl.trainer.meter import Meter
 from precisionctl.trainer.metrics import MetricsLog, StepMetrics
 from precisionctl.trainer.model import GPT, loss
 from precisionctl.trainer.optim import MasterAdamW, learning_rate
@@ -70,8 +71,10 @@ class Run:
     schedule: MegatronSchedule | None = None
     """Of the checkpoint, where it goes on instead of the recipe's."""
     feed: Feed = field(init=False)
+    meter: Meter = field(init=False)
 
     def __post_init__(self) -> None:
+        self.meter = Meter(self.model)
         self.feed = Feed(self.rows, self.recipe.train, self.device, rank=self.world.rank, ranks=self.world.count)
 
     def batches(self, position: int) -> tuple[list[Batch], int]:
@@ -143,6 +146,7 @@ def _agreed(run: Run, received: list[signal.Signals]) -> signal.Signals | None:
 def update(run: Run) -> tuple[float, float, int]:
     """One optimizer step. Returns its loss (the mean over its targets), the gradients' norm and its targets."""
     batches, targets = run.batches(run.position)
+    run.meter.count(batches)
     if run.guard:
         run.guard.before_passes(run, batches, targets)
     mean = passes(run, batches, targets)
@@ -165,8 +169,9 @@ def passes(run: Run, batches: Sequence[Batch], targets: int) -> float:
     """Forward and backward of an update's micro-batches; the optimizer has collected their gradients. Returns the mean
     loss over its `targets`."""
     total = torch.zeros((), device=run.device)
-    for batch in batches:
-        total += backward(run.model, batch, targets)
+    for number, batch in enumerate(batches, start=1):
+        with run.meter.last_pass() if number == len(batches) else nullcontext():
+            total += backward(run.model, batch, targets)
         run.optimizer.collect()
     return float(run.world.sum(total)) / targets
 
@@ -197,6 +202,7 @@ def held_out_loss(model: GPT, rows: Rows | Blend, micro_batch_size: int) -> floa
 
 
 def _measured_step(run: Run, tokens: int) -> StepMetrics:
+    run.meter.begin()
     start = time.perf_counter()
     mean, norm, targets = update(run)
     seconds = time.perf_counter() - start
@@ -213,6 +219,7 @@ def _measured_step(run: Run, tokens: int) -> StepMetrics:
         held_out_loss=held_out_loss(run.model, run.held_out, train.micro_batch_size) if look and run.held_out else None,
         fp8=run.recorder is None if run.guard else None,
         shadow=run.guard.seen() if run.guard else None,
+        taken=run.meter.taken(seconds),
     )
 
 

@@ -1,15 +1,19 @@
-"""What a run writes down of itself: `metrics.jsonl`, a line a step; `shadow.jsonl`, a line each time its guard looks;
-and TensorBoard events where that is installed."""
+"""What a run writes down of itself: `metrics.jsonl`, a line a step, and `shadow.jsonl`, a line each time its guard
+looks; the same goes to trackers."""
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from precisionctl.checkpoints.output import sync
 from precisionctl.errors import DataError
+from precisionctl.recipe import Tracking
+from precisionctl.trainer.meter import Taken
 from precisionctl.trainer.shadow import Shadow
+from precisionctl.trainer.tracking import trackers
 
 FILE = "metrics.jsonl"
 SHADOWS = "shadow.jsonl"
@@ -32,16 +36,20 @@ class StepMetrics:
     held_out_loss: float | None = None
     fp8: bool | None = None
     shadow: Shadow | None = None
+    taken: Taken | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Without what was not measured, and without the shadow, which has a file of its own."""
-        return {key: value for key, value in vars(self).items() if value is not None and key != "shadow"}
+        values = {key: value for key, value in vars(self).items() if key not in ("shadow", "taken")}
+        values |= vars(self.taken) if self.taken else {}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 class MetricsLog:
-    """Appends steps to a run's folder, after dropping those beyond `step`, which the run will make again."""
+    """Appends steps to a run's folder, after dropping those beyond `step`, which the run will make again; and gives
+    them to the trackers, to which `config` describes the run."""
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, tracking: Tracking, config: Mapping[str, Any]) -> None:
         kept = _keep_up_to(folder / FILE, step)
         self.tokens = int(kept[-1].get("tokens", 0)) if kept else 0
         self._file = open(folder / FILE, "a", encoding="utf-8")
@@ -49,12 +57,7 @@ class MetricsLog:
         self._shadow_file: TextIO | None = None
         if self._shadows.exists():
             _keep_up_to(self._shadows, step)
-        self._board = _tensorboard(folder / "tensorboard", step)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What is not written, and how to have it."""
-        return () if self._board else ("no TensorBoard events: install precisionctl[tracking]",)
+        self._trackers, self.notes = trackers(folder, step, tracking, config)
 
     def write(self, metrics: StepMetrics) -> None:
         """One line, which a kill of the process leaves behind."""
@@ -62,10 +65,7 @@ class MetricsLog:
         values = metrics.as_dict()
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
-        if self._board:
-            step = values.pop("step")
-            for key, value in values.items():
-                self._board.add_scalar(key, value, step)
+        self._track(values.pop("step"), values)
         if metrics.shadow:
             self._write_shadow(metrics.shadow)
 
@@ -74,9 +74,11 @@ class MetricsLog:
             self._shadow_file = open(self._shadows, "a", encoding="utf-8")
         self._shadow_file.write(json.dumps(shadow.as_dict()) + "\n")
         self._shadow_file.flush()
-        if self._board:
-            for key, value in shadow.numbers().items():
-                self._board.add_scalar(f"shadow/{key}", value, shadow.step)
+        self._track(shadow.step, {f"shadow/{key}": value for key, value in shadow.numbers().items()})
+
+    def _track(self, step: int, values: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.write(step, values)
 
     def sync(self) -> None:
         """Wait until the lines are on the disk: before a checkpoint that continues them is."""
@@ -89,8 +91,8 @@ class MetricsLog:
     def close(self) -> None:
         for file in self._open_files():
             file.close()
-        if self._board:
-            self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -120,11 +122,3 @@ def _keep_up_to(path: Path, step: int) -> list[dict[str, Any]]:
     sync(beside)
     os.replace(beside, path)
     return kept
-
-
-def _tensorboard(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder), purge_step=step + 1)

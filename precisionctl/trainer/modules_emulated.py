@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role
+from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backend import Norm, recompute, require_alignment
@@ -21,6 +21,7 @@ from precisionctl.trainer.fp8_gemm import (
     set_state,
     state_of,
     stateless_quantizers,
+    views_of,
 )
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.scaling_buffers import ScalingBuffers
@@ -57,6 +58,9 @@ class Linear(nn.Module):
 
     def set_fp8_state(self, state: Fp8State) -> None:
         set_state(self.name, self.quantizers, state)
+
+    def fp8_views(self) -> Iterator[tuple[Role, RoleState]]:
+        return views_of(self.quantizers)
 
 
 class LayerNormLinear(Linear):
@@ -140,6 +144,9 @@ class GroupedLinear(nn.Module):
     def set_fp8_state(self, state: Fp8State) -> None:
         for expert, quantizers in enumerate(self.quantizers):
             set_state(self.name, quantizers, state.of_expert(expert))
+
+    def fp8_views(self) -> Iterator[tuple[Role, RoleState]]:
+        return (view for quantizers in self.quantizers for view in views_of(quantizers))
 
 
 class EmulatedBackend:

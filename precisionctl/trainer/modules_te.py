@@ -24,7 +24,7 @@ from transformer_engine.common.recipe import (
 )
 
 from precisionctl.errors import PrecisionError
-from precisionctl.fp8.state import BACKWARD, FORWARD, ROLES, Fp8State, Role, RoleState
+from precisionctl.fp8.state import BACKWARD, FORWARD, IN_USE, ROLES, Fp8State, Role, RoleState
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backend import Norm, recompute, require_alignment
@@ -98,6 +98,9 @@ class _Stateful(nn.Module):
             new = state.roles[role].resized(history.shape[-1])
             scale.copy_(new.scale)  # in place: TE's quantizers and global buffers hold these tensors
             history.copy_(new.amax_history)
+
+    def fp8_views(self) -> Iterator[tuple[Role, RoleState]]:
+        return ((role, RoleState(*self._of(role))) for role in IN_USE)
 
 
 class _Fp8Linear(_Stateful):

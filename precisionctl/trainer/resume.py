@@ -4,7 +4,7 @@ import fcntl
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from signal import Signals
 from typing import Any, Literal
@@ -35,6 +35,7 @@ from precisionctl.trainer.parts import Load, Part
 from precisionctl.trainer.saving import Saver
 from precisionctl.trainer.start import Fp8Start, Source, go_on_fp8, start_collecting, start_fp8
 from precisionctl.trainer.tokenizer import load_tokenizer
+from precisionctl.trainer.tracking import require
 from precisionctl.trainer.world import World, together, world
 
 
@@ -160,7 +161,7 @@ def _log(out: Path, run: Run) -> Iterator[MetricsLog | None]:
     if not run.world.first:
         yield None
         return
-    with closing(MetricsLog(out, run.step)) as log:
+    with closing(MetricsLog(out, run.step, run.recipe.tracking, asdict(run.recipe))) as log:
         yield log
 
 
@@ -185,6 +186,7 @@ def read_recipe(settings: Settings) -> Recipe:
         )
     if settings.cold_start and settings.fp8_state:
         raise RecipeError("--cold-start takes no state, and --fp8-state gives one", do="Leave one of them out.")
+    require(recipe.tracking)
     if settings.collect_amax and recipe.precision.fp8:
         raise RecipeError("an FP8 run records amaxes by itself", do="Leave --collect-amax out.")
     return with_data(recipe, settings.data)

@@ -18,7 +18,7 @@ from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_keys import TRACKER
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
-from precisionctl.recipe import Guard, Recipe
+from precisionctl.recipe import Guard, Recipe, Tracking
 from precisionctl.trainer.megatron_schedule import MegatronSchedule
 
 RUN_FILE = Path("precisionctl/run.json")
@@ -36,6 +36,7 @@ _INDIFFERENT = (
     "data.held_out",
     "data.cache",
     *(f"guard.{key.name}" for key in fields(Guard)),
+    *(f"tracking.{key.name}" for key in fields(Tracking)),
 )
 """Recipe keys that change no number of a run; `data.path` and `data.blend` are covered by what is in the files.
 A guard changes none until it acts, and then its user must be able to tell it something else."""

@@ -76,10 +76,14 @@ class Slot:
         row_0.copy_(torch.fmax(row_0, amax))
 
     @property
+    def view(self) -> RoleState:
+        """What is there until the next update."""
+        return RoleState(self.scale, self.buffers.state.amax_history[self.place])
+
+    @property
     def state(self) -> RoleState:
         """A copy, on the CPU."""
-        state = self.buffers.state
-        return RoleState(state.scale[self.place].cpu().clone(), state.amax_history[self.place].cpu().clone())
+        return RoleState(self.view.scale.cpu().clone(), self.view.amax_history.cpu().clone())
 
     def set_state(self, new: RoleState) -> None:
         """Take over a state; of a history of another length, the newest rows."""

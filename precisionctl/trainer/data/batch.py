@@ -44,6 +44,14 @@ class Batch:
         """How many positions count towards the loss."""
         return int((self.labels != IGNORED).sum())
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each text, without padding."""
+        if self.segments is None:
+            return [int(length) for length in self.real.sum(1)]
+        texts = torch.split(self.real.flatten(), list(self.segments.lengths))
+        return [len(text) for text in texts if bool(text[0])]
+
     def to(self, device: torch.device) -> "Batch":
         tokens, labels, real = (tensor.to(device) for tensor in (self.tokens, self.labels, self.real))
         return Batch(tokens, labels, real, self.segments)

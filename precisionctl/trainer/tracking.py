@@ -1,0 +1,89 @@
+"""Where a run's numbers go beside its own files: TensorBoard, where that is installed, and Weights & Biases, where the
+recipe names a project. Both libraries are optional, and imported here alone."""
+
+import importlib.util
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from precisionctl.errors import EnvironmentProblem
+from precisionctl.recipe import Tracking
+
+
+class Tracker(Protocol):
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+def require(settings: Tracking) -> None:
+    """Raise EnvironmentProblem where what the recipe asks for is not installed."""
+    if settings.wandb and importlib.util.find_spec("wandb") is None:
+        raise EnvironmentProblem(
+            f"tracking.wandb is {settings.wandb!r}, and wandb is not installed",
+            do="Install precisionctl[tracking], or leave tracking.wandb out.",
+        )
+
+
+def trackers(
+    folder: Path, step: int, settings: Tracking, config: Mapping[str, Any]
+) -> tuple[list[Tracker], tuple[str, ...]]:
+    """Those of the run in `folder`, which goes on after `step` and is described by `config`; and notes on others."""
+    found: list[Tracker] = []
+    notes: tuple[str, ...] = ()
+    try:
+        found.append(TensorBoard(folder, step))
+    except ImportError:
+        notes = ("no TensorBoard events: install precisionctl[tracking]",)
+    if settings.wandb:
+        found.append(WeightsAndBiases(folder, settings, config))
+    return found, notes
+
+
+class TensorBoard:
+    """Events in `tensorboard/`."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One run of a project, whatever process goes on with it; its files are in `wandb/`. Steps that are made again
+    after a kill are there already, and W&B passes over them."""
+
+    def __init__(self, folder: Path, settings: Tracking, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=settings.wandb,
+            id=_identity(folder / "wandb" / "run_id"),
+            name=folder.resolve().name,
+            dir=str(folder),
+            resume="allow",
+            mode="offline" if settings.offline else None,  # else what WANDB_MODE says
+            config=dict(config),
+            settings=wandb.Settings(console="off"),  # it would take every drawing of the panel for a line of the log
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _identity(file: Path) -> str:
+    """Of a run at W&B: made once, and kept."""
+    if not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(secrets.token_hex(4))
+    return file.read_text()

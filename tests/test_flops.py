@@ -1,0 +1,84 @@
+"""FLOPs by formula against torch's own counter of what the model computes."""
+
+import pytest
+import torch
+from pico import FAMILIES, NO_TOKENS, SIZES
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
+
+from precisionctl.architectures.find import from_hf_config
+from precisionctl.model_shape import ModelShape
+from precisionctl.precision import PRESETS
+from precisionctl.trainer.flops import bf16_peak, training_flops
+from precisionctl.trainer.model import GPT
+from precisionctl.trainer.segments import Segments
+
+LENGTH = 16
+
+
+def shape(family: str) -> ModelShape:
+    config = AutoConfig.for_model(**({"model_type": "llama"} | SIZES | NO_TOKENS | FAMILIES[family]))
+    return from_hf_config(config.to_dict())
+
+
+def counted(model: ModelShape, rows: int, segments: Segments | None = None) -> int:
+    """What torch counts of a pass forward and backward; attention as plain products, which are what it can count."""
+    gpt = GPT(model, PRESETS["bf16"], dtype=torch.float32)
+    tokens = torch.randint(model.vocab_size, (rows, LENGTH))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        gpt(tokens, segments=segments).sum().backward()
+    return counter.get_total_flops()
+
+
+def left_out(model: ModelShape, lengths: list[int]) -> int:
+    """What the convention passes over: the half of attention above the diagonal, and routers."""
+    above = sum(length**2 for length in lengths) * (model.query_size + model.projection_size) * model.num_layers // 2
+    routers = sum(model.moe.layer_freq) * model.moe.num_experts * model.hidden_size if model.moe else 0
+    return 6 * (above + sum(lengths) * routers)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama-3", "qwen3", "gpt2", "gemma2", "mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3"]
+)
+def test_torch_counts_the_same_products(family: str) -> None:
+    model, lengths = shape(family), [LENGTH] * 2
+    assert counted(model, 2) == training_flops(model, lengths) + left_out(model, lengths)
+
+
+def test_texts_that_share_a_row_do_not_see_one_another() -> None:
+    model, lengths = shape("llama-3"), [4, 12, 9, 7]
+    found = counted(model, 2, Segments(tuple(lengths)))
+    assert found == training_flops(model, lengths) + left_out(model, lengths)
+    assert training_flops(model, lengths) < training_flops(model, [LENGTH] * 2)
+
+
+def test_a_llama_3_8b_is_what_its_papers_say() -> None:
+    """Six FLOPs for each weight but the embedding's (Kaplan et al., 2020, eq. 2.2), and attention's: 8.03 billion
+    parameters of which 0.525 are the embedding's."""
+    llama = ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 128256, 8192)
+    assert training_flops(llama, [1]) == pytest.approx(6 * (8.03e9 - 0.525e9), rel=1e-3)
+    assert training_flops(llama, [8192]) / 8192 - training_flops(llama, [1]) == pytest.approx(6 * 32 * 4096 * 8191)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA A100-SXM4-80GB", 312),
+    ],
+)
+def test_the_peak_is_that_of_the_device_and_not_of_one_whose_name_is_in_its_own(name: str, teraflops: float) -> None:
+    assert bf16_peak(name) == teraflops * 1e12
+
+
+def test_a_device_that_is_not_known_has_no_peak() -> None:
+    assert bf16_peak("NVIDIA GeForce RTX 3060") is None

@@ -1,0 +1,105 @@
+"""What a step's metrics say that it took: tokens counted by hand, and FP8 state set so that casts go wrong."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_flops import shape
+from training import make_source, make_text, run, settings
+
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Role, RoleState
+from precisionctl.precision import Precision
+from precisionctl.trainer.backend import fp8_linears
+from precisionctl.trainer.data.batch import Piece, make_batch
+from precisionctl.trainer.flops import training_flops
+from precisionctl.trainer.meter import Fp8Health
+from precisionctl.trainer.metrics import FILE
+from precisionctl.trainer.model import GPT
+
+
+def test_a_run_says_of_each_step_what_it_took(tmp_path: Path) -> None:
+    """Four rows of 32 tokens in each update."""
+    source = make_source(tmp_path / "source")
+    run(settings(source, make_text(tmp_path / "text"), tmp_path / "out", "fp8"))
+    rows = [json.loads(line) for line in (tmp_path / "out" / FILE).read_text().splitlines()]
+    update = training_flops(open_checkpoint(tmp_path / "out").model, [32] * 4)
+    for row in rows:
+        assert row["tflops"] * row["seconds"] == pytest.approx(update / 1e12)
+        assert "mfu_bf16" not in row and "gpu_bytes" not in row  # nobody knows a CPU's peak
+        assert 50e6 < row["host_bytes"] < 50e9
+        assert row["fp8_clipped"] <= 1 and row["fp8_underflow"] == 0
+
+
+def test_padding_is_no_token_and_texts_of_a_row_are_counted_apart() -> None:
+    text = [Piece(torch.arange(count + 1).numpy(), None) for count in (5, 7, 3)]
+    assert make_batch([[text[0]], [text[1]]], 0).lengths == [5, 7]
+    assert make_batch([[text[0], text[1]], [text[2]]], 0).lengths == [5, 7, 3]
+
+
+def health(family: str, role: Role, module: str, coded: float, history: int = 4) -> tuple[float, float] | None:
+    """What is seen of a pass in which `role` of `module` has its amax at `coded`, in the units of codes, and all else
+    has room for what that changes. The state comes from passes over the same tokens."""
+    torch.manual_seed(0)
+    recipe = DelayedScaling(amax_history_len=history)
+    model = GPT(shape(family), Precision(fp8=True, delayed=recipe))
+    tokens = torch.arange(32).view(2, 16)
+
+    def one_pass() -> None:
+        model(tokens).float().logsumexp(-1).mean().backward()
+
+    for _ in range(3):
+        one_pass()
+    for name, linear in fp8_linears(model).items():
+        state = linear.fp8_state()
+        assert state is not None
+        roles = {each: RoleState(part.scale / 4, part.amax_history) for each, part in state.roles.items()}
+        if name == module:
+            exact = state.roles[role]
+            roles[role] = RoleState(coded / torch.finfo(recipe.dtype(role)).max * exact.scale, exact.amax_history)
+        linear.set_fp8_state(Fp8State(roles))
+    seen = Fp8Health(model)
+    with seen.watch():
+        one_pass()
+    return seen.shares
+
+
+QKV, FC2 = "decoder.layers.0.self_attention.linear_qkv", "decoder.layers.1.mlp.linear_fc2"
+
+
+@pytest.mark.parametrize("history", [1, 4])
+@pytest.mark.parametrize(
+    ("role", "module", "coded", "clipped", "underflow"),
+    [
+        ("input", QKV, 448, 0, 0),
+        ("input", QKV, 463, 0, 0),
+        ("input", QKV, 465, 1, 0),
+        ("weight", QKV, 900, 1, 0),
+        ("weight", QKV, 0.0157, 0, 0),
+        ("weight", QKV, 0.0156, 0, 1),
+        ("grad_output", FC2, 61400, 0, 0),
+        ("grad_output", FC2, 61500, 1, 0),
+        ("grad_output", FC2, 6e-5, 0, 1),
+    ],
+)
+def test_of_eight_modules_the_one_is_seen_whose_scale_is_wrong(
+    role: Role, module: str, coded: float, clipped: int, underflow: int, history: int
+) -> None:
+    """The largest codes are 448 and 57344, the ones that would follow 480 and 65536: what is nearer to those is clipped
+    by more than rounding. The smallest normal numbers are 2^-6 and 2^-14."""
+    assert health("llama-3", role, module, coded, history) == (clipped / 8, underflow / 8)
+
+
+def test_one_expert_is_enough_for_its_layer() -> None:
+    assert health("mixtral", "weight", "decoder.layers.1.mlp.experts.linear_fc2", 600) == (1 / 8, 0)
+
+
+def test_without_delayed_scaling_there_is_nothing_to_see() -> None:
+    for precision in (Precision(fp8=False), Precision(fp8=True, scaling="current")):
+        model = GPT(replace(shape("llama-3"), num_layers=1), precision)
+        seen = Fp8Health(model)
+        with seen.watch():
+            model(torch.arange(16).view(1, 16)).sum().backward()
+        assert seen.shares is None
