@@ -81,7 +81,7 @@ def run(made: Settings) -> tuple[Started, Finished, list[float]]:
 
 def losses(out: Path) -> list[tuple[Any, ...]]:
     """Of each step what does not depend on the clock."""
-    timed = ("seconds", "tokens_per_second")
+    timed = ("seconds", "tokens_per_second", "tflops", "host_bytes")
     return [tuple((key, value) for key, value in row.items() if key not in timed) for row in read_metrics(out / FILE)]
 
 
