@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
+
 CHECKPOINT = click.Path(exists=True, path_type=Path)
 NEW_PATH = click.Path(path_type=Path)
 DATA = click.Path(path_type=Path)  # Megatron's data has a name that no file has
@@ -51,6 +53,31 @@ fp8_state_option = click.option(
     "--fp8-state", type=CHECKPOINT, help="A file that calibrate wrote, for what CHECKPOINT has not recorded."
 )
 iteration_option = click.option("--iteration", type=int, help="Which one of a Megatron directory; else the newest.")
+
+
+def megatron_fp8_options(command: Command) -> Command:
+    """Megatron's flags of FP8, not shown in the help, handed to a command as the overrides that they stand for, in
+    `megatron`."""
+
+    @wraps(command)
+    def with_megatron(*arguments: Any, **named: Any) -> Any:
+        first_last = named.pop(FIRST_LAST.parameter)
+        given = {flag.name: named.pop(flag.parameter) for flag in FLAGS}
+        overrides = as_overrides({name: value for name, value in given.items() if value is not None}, first_last)
+        return command(*arguments, megatron=overrides, **named)
+
+    for flag in FLAGS:
+        kind = click.Choice([*flag.words]) if flag.words else click.INT
+        text = f"Megatron's: {' and '.join(flag.keys)}."
+        with_megatron = click.option(flag.name, flag.parameter, type=kind, hidden=True, help=text)(with_megatron)
+    switch = click.option(
+        FIRST_LAST.name,
+        FIRST_LAST.parameter,
+        is_flag=True,
+        hidden=True,
+        help="Megatron's: a layer at each end in BF16.",
+    )
+    return switch(with_megatron)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,15 @@ from typing import Any
 
 import click
 
-from precisionctl.cli.options import CHECKPOINT, DATA, NEW_PATH, POSITIVE, fp8_state_option, iteration_option
+from precisionctl.cli.options import (
+    CHECKPOINT,
+    DATA,
+    NEW_PATH,
+    POSITIVE,
+    fp8_state_option,
+    iteration_option,
+    megatron_fp8_options,
+)
 
 backend_option = click.option(
     "--backend",
@@ -37,11 +45,12 @@ backend_option = click.option(
 @fp8_state_option
 @click.option("--collect-amax", is_flag=True, help="In BF16, record what an FP8 run to come starts from.")
 @click.option("--shadow-every", type=POSITIVE, help="Make every so many steps in BF16 too, and compare (guard).")
-def resume(**what: Any) -> None:
+@megatron_fp8_options
+def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], **what: Any) -> None:
     """Go on training CHECKPOINT, in BF16 or FP8, pretraining or SFT.
 
     A run that was stopped goes on with the same command. FP8 starts from the state in CHECKPOINT, else from that of
-    --fp8-state, else from warm-up passes.
+    --fp8-state, else from warm-up passes. Megatron's flags of FP8 are taken as well, such as --fp8-recipe blockwise.
     """
     from precisionctl import console
     from precisionctl.reports import run as report
@@ -59,7 +68,9 @@ def resume(**what: Any) -> None:
             for line in report.warnings(step):
                 view.say(line)
 
-        finished = trainer.resume(trainer.Settings(**what), on_start, on_step, view.tokenized)
+        finished = trainer.resume(
+            trainer.Settings(overrides=(*megatron, *overrides), **what), on_start, on_step, view.tokenized
+        )
     if finished.speaks:
         console.show_lines(report.ending(finished))
     raise click.exceptions.Exit(1 if finished.signal else 0)
@@ -76,10 +87,18 @@ def resume(**what: Any) -> None:
 @click.option("--batch-size", type=POSITIVE, help="Rows of a pass: the recipe's train.micro_batch_size.")
 @backend_option
 @iteration_option
-def calibrate(overrides: tuple[str, ...], sequence_length: int | None, batch_size: int | None, **what: Any) -> None:
+@megatron_fp8_options
+def calibrate(
+    overrides: tuple[str, ...],
+    megatron: tuple[str, ...],
+    sequence_length: int | None,
+    batch_size: int | None,
+    **what: Any,
+) -> None:
     """Record the FP8 state that CHECKPOINT lacks, in BF16 passes over data, into a file.
 
-    Nothing is trained, and CHECKPOINT stays as it is. Killed, the same command goes on.
+    Nothing is trained, and CHECKPOINT stays as it is. Killed, the same command goes on. Megatron's flags of FP8 are
+    taken as well, such as --fp8-amax-history-len.
     """
     from precisionctl import console
     from precisionctl.calibrate import Calibration
@@ -89,7 +108,7 @@ def calibrate(overrides: tuple[str, ...], sequence_length: int | None, batch_siz
     sizes = {"data.sequence_length": sequence_length, "train.micro_batch_size": batch_size}
     given = tuple(f"{key}={size}" for key, size in sizes.items() if size is not None)
     with console.rows_progress("calibrating") as on_pass:
-        made = record(Calibration(overrides=(*overrides, *given), **what), on_pass)
+        made = record(Calibration(overrides=(*megatron, *overrides, *given), **what), on_pass)
     console.show_lines(report.calibrated(made))
     raise click.exceptions.Exit(1 if made.signal else 0)
 

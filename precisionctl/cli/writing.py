@@ -16,6 +16,7 @@ from precisionctl.cli.options import (
     fp8_state_option,
     grouped_columns_option,
     iteration_option,
+    megatron_fp8_options,
     parallelism_options,
     writing_options,
 )
@@ -57,18 +58,20 @@ if TYPE_CHECKING:
 @click.option("--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for what Megatron lacks.")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
 @iteration_option
+@megatron_fp8_options
 @writing_options
-def convert(recipe: str | None, how: Writing, **what: Any) -> None:
+def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what: Any) -> None:
     """Convert SOURCE between Hugging Face and Megatron, any container to any, FP8 state included.
 
     DESTINATION appears only when it is complete; the same command run again goes on where one was stopped.
     `--to hf --precision fp8` gives weights that were FP8 before the codes that they had; others it rounds, as
-    `export-inference --target vllm --scheme static` does.
+    `export-inference --target vllm --scheme static` does. Beside --recipe, Megatron's flags of FP8 say how FP8 is made,
+    such as --fp8-amax-history-len.
     """
     from precisionctl.commands import Conversion, plan_conversion
 
     try:
-        conversion = Conversion(recipe=precision_of(recipe), **what)
+        conversion = Conversion(recipe=precision_of(recipe, megatron), **what)
     except RecipeError as error:  # options that contradict one another
         raise click.UsageError(str(error)) from error
     do_work(lambda: plan_conversion(conversion), how)
@@ -102,11 +105,14 @@ def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
     do_work(lambda: plan_export(export), how)
 
 
-def precision_of(recipe: str | None) -> "Precision | None":
-    """How a recipe computes FP8 GEMMs, where one is named; the command says by itself that it wants FP8."""
+def precision_of(recipe: str | None, overrides: tuple[str, ...] = ()) -> "Precision | None":
+    """How a recipe computes FP8 GEMMs, where one is named or something is said over it; the command says by itself that
+    it wants FP8."""
     from precisionctl.recipe import load_recipe
 
-    return replace(load_recipe(recipe).precision, fp8=True) if recipe else None
+    if not (recipe or overrides):
+        return None
+    return replace(load_recipe(recipe or "fp8-delayed", overrides).precision, fp8=True)
 
 
 def do_work(plan: Callable[[], "Work"], how: Writing) -> None:

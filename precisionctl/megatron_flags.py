@@ -1,0 +1,69 @@
+"""Megatron's command-line flags of FP8 as keys of a recipe: one table.
+
+They are fields of megatron-core's TransformerConfig, from which Megatron-LM makes its arguments
+(megatron/training/argument_utils.py, ArgumentGroupFactory). What is not given keeps the recipe's value, which is TE's
+default where Megatron has one of its own: a history of 1 and `most_recent`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from precisionctl.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag, the keys that it sets, and Megatron's words with ours; without words it takes a whole number."""
+
+    name: str
+    keys: tuple[str, ...]
+    words: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def parameter(self) -> str:
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+FIRST_LAST = Flag("--first-last-layers-bf16", ())
+"""Takes no value: one layer at each end, where the flags of their numbers say no other."""
+
+LAYERS = (
+    Flag("--num-layers-at-start-in-bf16", ("precision.num_layers_at_start_in_bf16",)),
+    Flag("--num-layers-at-end-in-bf16", ("precision.num_layers_at_end_in_bf16",)),
+)
+
+FLAGS = (
+    Flag(
+        "--fp8-format",
+        ("precision.delayed.fp8_format", "precision.block.fp8_format"),
+        {"hybrid": "HYBRID", "e4m3": "E4M3"},
+    ),
+    Flag(
+        "--fp8-recipe",
+        ("precision.scaling",),
+        {"delayed": "delayed", "tensorwise": "current", "blockwise": "block", "mxfp8": "mxfp8"},
+    ),
+    Flag("--fp8-margin", ("precision.delayed.margin",)),
+    Flag("--fp8-amax-history-len", ("precision.delayed.amax_history_len",)),
+    Flag(
+        "--fp8-amax-compute-algo",
+        ("precision.delayed.amax_compute_algo",),
+        {"max": "max", "most_recent": "most_recent"},
+    ),
+    *LAYERS,
+)
+
+
+def as_overrides(given: Mapping[str, object], first_last: bool) -> tuple[str, ...]:
+    """What was given, by flag, as `--set` has it. Raises RecipeError for a number of layers in BF16 without the switch,
+    which Megatron passes over in silence."""
+    numbers = [flag.name for flag in LAYERS if flag.name in given]
+    if numbers and not first_last:
+        raise RecipeError(
+            f"{numbers[0]} has no effect without {FIRST_LAST.name}", do=f"Give {FIRST_LAST.name} too, or leave it out."
+        )
+    given = {**({flag.name: 1 for flag in LAYERS} if first_last else {}), **given}
+    known = {flag.name: flag for flag in FLAGS}
+    return tuple(
+        f"{key}={known[name].words.get(str(value), value)}" for name, value in given.items() for key in known[name].keys
+    )
