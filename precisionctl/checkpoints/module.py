@@ -4,7 +4,7 @@ It has no files, and its FP8 state is taken and set module by module (`fp8_state
 cut for several ranks, a rank has some rows of each tensor (FSDP's DTensors), and reads and writes those alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +47,26 @@ class LiveModel:
         """Nothing to do: the tensors are there."""
 
 
+class Made(Mapping[str, Tensor]):
+    """Tensors that are made when they are asked for. The last one is kept: it is asked for piece by piece."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._makers = makers
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before there are two
+            self._last = name, self._makers[name]()
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What a live model had here at one moment, copied into this machine's memory: the model may go on."""
@@ -59,12 +79,13 @@ class Snapshot:
     def of(live: LiveModel) -> "Snapshot":
         """Tensors that are one and the same are copied once."""
         copies: dict[tuple[object, ...], Tensor] = {}
+        made = isinstance(live.tensors, Made)  # each is another, and may be where one was that is gone
 
         def copied(chunk: Chunk) -> Chunk:
             assert isinstance(chunk.place, Tensor), "a live model's"
             here = chunk.place.detach()
             key = (here.data_ptr(), here.dtype, here.shape)
-            if key not in copies:
+            if made or key not in copies:
                 copies[key] = here.to("cpu", copy=True)
             return replace(chunk, place=copies[key])
 

@@ -163,7 +163,8 @@ def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     largest code. `scale` is FP32: `[]` or `[1]`, or `[rows, 1]` for values `[rows, ...]`."""
     rows = values.detach().reshape(values.shape[0] if values.dim() else 1, math.prod(values.shape[1:]))
     codes = torch.empty(rows.shape, dtype=dtype, device=values.device)
-    _encode_pieces(rows, Tensor.mul_, scale, codes, torch.empty(PIECE, device=values.device))
+    at_once = PIECE if values.device.type == "cpu" else max(PIECE, values.numel())  # a GPU waits for each call
+    _encode_pieces(rows, Tensor.mul_, scale, codes, torch.empty(at_once, device=values.device))
     return codes.view(values.shape)
 
 

@@ -82,8 +82,10 @@ class Data:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019). `clip_norm` bounds the global norm of the gradients; 0 is no bound."""
+    """AdamW (Loshchilov and Hutter, 2019). `clip_norm` bounds the global norm of the gradients; 0 is no bound. `preset`
+    says how its state is kept: in FP32, or in FP8 and FP16 as FP8-LM has it (Peng et al., 2023)."""
 
+    preset: Literal["adamw", "fp8-lm"] = "adamw"
     lr: float = 1e-5
     beta1: float = 0.9
     beta2: float = 0.95

@@ -24,7 +24,7 @@ from precisionctl.trainer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.meter import Meter
 from precisionctl.trainer.metrics import MetricsLog, StepMetrics
 from precisionctl.trainer.model import GPT, loss
-from precisionctl.trainer.optim import MasterAdamW, learning_rate
+from precisionctl.trainer.optim import RunOptimizer, learning_rate
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.shadow import Shadow
 from precisionctl.trainer.world import ALONE, World
@@ -60,7 +60,7 @@ class Run:
 
     recipe: Recipe
     model: GPT
-    optimizer: MasterAdamW
+    optimizer: RunOptimizer
     rows: Rows | Blend
     held_out: Rows | Blend | None = None
     step: int = 0
@@ -166,13 +166,14 @@ def update(run: Run) -> tuple[float, float, int]:
 
 
 def passes(run: Run, batches: Sequence[Batch], targets: int) -> float:
-    """Forward and backward of an update's micro-batches; the optimizer has collected their gradients. Returns the mean
-    loss over its `targets`."""
+    """Forward and backward of an update's micro-batches; the optimizer has the sum of their gradients. Returns the
+    mean loss over its `targets`."""
     total = torch.zeros((), device=run.device)
     for number, batch in enumerate(batches, start=1):
         with run.meter.last_pass() if number == len(batches) else nullcontext():
             total += backward(run.model, batch, targets)
         run.optimizer.collect()
+    run.optimizer.reduce(run.world)
     return float(run.world.sum(total)) / targets
 
 

@@ -5,14 +5,72 @@ Gradients of micro-batches are summed in FP32, as Megatron does (accumulate_allr
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from precisionctl.recipe import Optimizer, Schedule
+from precisionctl.trainer.world import World
+
+Kind = Literal["param", "exp_avg", "exp_avg_sq"]
+"""What a checkpoint keeps of each parameter: master weights and moments, under Megatron's names
+(`optimizer.state.<kind>.<parameter>`)."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class RunOptimizer(Protocol):
+    """What a run asks of its optimizer: `optim.MasterAdamW` or `fp8_lm.Fp8LmAdamW`. `steps` is the number of updates
+    made so far; AdamW's bias correction counts them."""
+
+    steps: int
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]: ...
+    @property
+    def tensors(self) -> Mapping[Kind, Mapping[str, Tensor]]:
+        """What a checkpoint keeps, FP32, by kind and parameter."""
+
+    @property
+    def kept(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps beside tensors, if anything."""
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Before tensors are loaded that were kept with this. Raises KeyError, TypeError, ValueError for anything
+        else."""
+
+    def loading(self, kind: Kind) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """FP32 tensors to be filled with those of a kind; taken over at the end."""
+        ...
+
+    def publish(self) -> None:
+        """Make the model's parameters the rounding of the masters."""
+
+    def collect(self) -> None:
+        """Take over the gradients of a pass: add them to those of the update."""
+
+    def reduce(self, world: World) -> None:
+        """Have those of all ranks, after the last pass of an update."""
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Those that are collected, FP32, by parameter name."""
+        ...
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Those that are collected, and let go of them."""
+        ...
+
+    def clip(self) -> float:
+        """The global norm of the gradients, which are then scaled down to `clip_norm` if it is above."""
+        ...
+
+    def step(self, lr: float) -> None:
+        """One update from the collected gradients, which are then gone."""
 
 
 class MasterAdamW:
@@ -57,12 +115,21 @@ class MasterAdamW:
             }
 
     @property
-    def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """What a checkpoint keeps, under Megatron's names for it (`optimizer.state.<kind>.<parameter>`)."""
+    def tensors(self) -> Mapping[Kind, Mapping[str, Tensor]]:
         return {"param": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
+    @property
+    def kept(self) -> Mapping[str, Any]:
+        return {}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Nothing to do."""
+
+    @contextmanager
+    def loading(self, kind: Kind) -> Iterator[Mapping[str, Tensor]]:
+        yield self.tensors[kind]
+
     def publish(self) -> None:
-        """Make the model's parameters the rounding of the masters."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 if parameter is not self.masters[name]:
@@ -78,24 +145,23 @@ class MasterAdamW:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
+    def reduce(self, world: World) -> None:
+        """Nothing to do: FSDP2 has, in every backward."""
+
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Those that are collected, FP32, by parameter name."""
         return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """Those that are collected, and let go of them."""
         taken = self.gradients
         self._adamw.zero_grad()
         return taken
 
     def clip(self) -> float:
-        """The global norm of the gradients, which are then scaled down to `clip_norm` if it is above."""
         norm = nn.utils.clip_grad_norm_(self.masters.values(), self._clip_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def step(self, lr: float) -> None:
-        """One update from the collected gradients, which are then gone."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()

@@ -26,11 +26,12 @@ from precisionctl.reencode import coded_before
 from precisionctl.trainer import parts, run_folder, state
 from precisionctl.trainer.backend import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
+from precisionctl.trainer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.loop import OnStep, Run, train
 from precisionctl.trainer.metrics import MetricsLog
 from precisionctl.trainer.model import GPT
-from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.optim import MasterAdamW, RunOptimizer
 from precisionctl.trainer.parts import Load, Part
 from precisionctl.trainer.saving import Saver
 from precisionctl.trainer.start import Fp8Start, Source, go_on_fp8, start_collecting, start_fp8
@@ -260,7 +261,12 @@ def _build(
     gpt = GPT(model, recipe.precision, backend, torch.bfloat16, device, world=world, recompute=recompute)
     guarded = recipe.precision.fp8 and (recipe.guard.shadow_every or recipe.precision.schedule)
     guard = Guard(recipe) if guarded else None
-    return Run(recipe, gpt, MasterAdamW(gpt, recipe.optimizer), rows, held_out, guard=guard, world=world)
+    optimizer: RunOptimizer
+    if recipe.optimizer.preset == "fp8-lm":
+        optimizer = Fp8LmAdamW(gpt, recipe.optimizer)
+    else:
+        optimizer = MasterAdamW(gpt, recipe.optimizer)
+    return Run(recipe, gpt, optimizer, rows, held_out, guard=guard, world=world)
 
 
 def _go_on(run: Run, here: TorchDistReader, wanted: Mapping[str, Any], out: Path, settings: Settings) -> Fp8Start:

@@ -7,6 +7,7 @@ A save begins, writes and ends. Beginning and ending are few small files, and al
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,7 +22,7 @@ from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron_logical import STATE
-from precisionctl.checkpoints.module import LiveModel, RowsOf, Snapshot
+from precisionctl.checkpoints.module import LiveModel, Made, RowsOf, Snapshot
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.convert import run as convert
 from precisionctl.fp8 import sidecar
@@ -29,8 +30,9 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.plan import Plan, make_plan
 from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.loop import Run
+from precisionctl.trainer.optim import KINDS
 from precisionctl.trainer.run_folder import Saved, prune, sign
-from precisionctl.trainer.state import COLLECTED, RNG, optimizer_tensors
+from precisionctl.trainer.state import COLLECTED, OPTIMIZER, RNG
 from precisionctl.worker import Worker
 
 PRODUCER = "precisionctl"
@@ -149,7 +151,7 @@ def _begin(
         iteration=run.step,
         companions=companions,
         common=_common(run),
-        objects={RNG: _rng()},
+        objects={RNG: _rng(), **({OPTIMIZER: dict(kept)} if (kept := run.optimizer.kept) else {})},
     )
     if run.world.first:
         with disk_problems(output):
@@ -178,8 +180,14 @@ def _write(iteration: _Iteration, tensors: LiveModel | Snapshot) -> None:
         mine.sync()
 
 
-def _live_tensors(run: Run) -> dict[str, Tensor]:
-    return {**run.optimizer.parameters, **optimizer_tensors(run)}
+def _live_tensors(run: Run) -> Mapping[str, Tensor]:
+    """Parameters and what the optimizer keeps, by Megatron's names."""
+    sets: dict[str, Mapping[str, Tensor]] = {"": run.optimizer.parameters}
+    sets |= {f"{STATE}{kind}.": tensors for kind, tensors in run.optimizer.tensors.items()}
+    if not any(isinstance(tensors, Made) for tensors in sets.values()):
+        return {prefix + name: tensor for prefix, tensors in sets.items() for name, tensor in tensors.items()}
+    names = [(prefix, name) for prefix, tensors in sets.items() for name in tensors]
+    return Made({prefix + name: partial(sets[prefix].__getitem__, name) for prefix, name in names})
 
 
 def _optimizer_plan(plan: Plan, kinds: Iterable[str]) -> Plan:
@@ -196,7 +204,7 @@ def _optimizer_plan(plan: Plan, kinds: Iterable[str]) -> Plan:
 def _plan(run: Run) -> Plan:
     """From the live model and its optimizer to a checkpoint of both."""
     model = make_plan(LiveModel(run.model.model, _as_stored(run)), "megatron")
-    optimizer = _optimizer_plan(model, run.optimizer.tensors)
+    optimizer = _optimizer_plan(model, KINDS)
     return replace(model, jobs=model.jobs + optimizer.jobs, targets={**model.targets, **optimizer.targets})
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
 
 from precisionctl import fits
 from precisionctl.checkpoints.base import Reader
@@ -24,6 +23,7 @@ from precisionctl.param import TensorSpec
 from precisionctl.plan import Plan, make_plan
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.loop import Run
+from precisionctl.trainer.optim import KINDS
 
 COLLECTED = "collected in BF16 training"
 """The producer of a state that a BF16 run recorded."""
@@ -31,14 +31,17 @@ COLLECTED = "collected in BF16 training"
 RNG = "precisionctl_rng/shard_0_1"
 """Not Megatron's `rng_state`, which holds what no run of ours draws from."""
 
-_KINDS = ("param", "exp_avg", "exp_avg_sq")
+OPTIMIZER = "precisionctl_optimizer/shard_0_1"
+"""What an optimizer keeps beside Megatron's tensors."""
+
 _WITHOUT = "Use --skip optimizer, or --load weights."
 
 
 def load_weights(source: Reader, run: Run) -> None:
     """Fill the masters, in FP32 whatever the source holds, and round them into the model."""
     plan = make_plan(source, "megatron", dtype=torch.float32)
-    convert(plan, source, LiveModel(run.model.model, run.optimizer.masters))
+    with run.optimizer.loading("param") as masters:
+        convert(plan, source, LiveModel(run.model.model, masters))
     run.optimizer.publish()
 
 
@@ -69,7 +72,7 @@ def plan_optimizer(source: MegatronReader, run: Run) -> Plan:
     UnmappedTensor, with a table, where the optimizer is not that of the model.
     """
     found, parameters = optimizer_specs(source), run.optimizer.parameters
-    wanted = {f"{STATE}{kind}.{name}": (kind, name) for kind in _KINDS for name in parameters}
+    wanted = {f"{STATE}{kind}.{name}": (kind, name) for kind in KINDS for name in parameters}
     spared = {
         key
         for key, (kind, name) in wanted.items()
@@ -87,15 +90,16 @@ def load_optimizer(source: MegatronReader, run: Run) -> None:
     if isinstance(source, TorchDistReader) and source.in_buckets and run.world.first:
         with _how_to_go_on():
             prove_masters(source)
-    convert(plan, WithOptimizer(source), LiveModel(run.model.model, optimizer_tensors(run)))
+    if isinstance(source, TorchDistReader) and OPTIMIZER in source.objects:
+        with damage("what no optimizer of ours keeps", source.path, _WITHOUT):
+            run.optimizer.restore(source.read_object(OPTIMIZER))
+    for kind in KINDS:  # one after the other: an optimizer that keeps them in fewer bits has one at a time in FP32
+        jobs = tuple(job for job in plan.jobs if job.name.startswith(f"{STATE}{kind}."))
+        with run.optimizer.loading(kind) as tensors:
+            named = {f"{STATE}{kind}.{name}": tensor for name, tensor in tensors.items()}
+            convert(replace(plan, jobs=jobs), WithOptimizer(source), LiveModel(run.model.model, named))
     run.optimizer.steps = updates(source)
     run.optimizer.publish()
-
-
-def optimizer_tensors(run: Run) -> dict[str, Tensor]:
-    """Everything that the optimizer keeps, by Megatron's names."""
-    kinds = run.optimizer.tensors.items()
-    return {f"{STATE}{kind}.{name}": tensor for kind, tensors in kinds for name, tensor in tensors.items()}
 
 
 def updates(source: MegatronReader) -> int:

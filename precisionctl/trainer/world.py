@@ -34,10 +34,12 @@ _SPEAKING = 2.0
 
 class World:
     """`mesh` is `[replicate, shard]`: the model is cut for `shard` ranks, and there are `replicate` such copies.
-    None is one process, which has all of the model and waits for nobody."""
+    None is one process, which has all of the model and waits for nobody. With `whole` nothing is cut, and an optimizer
+    sums gradients itself."""
 
-    def __init__(self, ranks: Ranks = NO_OTHERS, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, ranks: Ranks = NO_OTHERS, mesh: DeviceMesh | None = None, *, whole: bool = False) -> None:
         self.rank, self.count, self.first = ranks.rank, ranks.count, ranks.first
+        self._whole = whole or mesh is None
         self._ranks, self._mesh = ranks, mesh
         self._meetings = 0
 
@@ -52,7 +54,7 @@ class World:
         Modules in it that are cut already are left as they are. So is what is frozen and FP32 (the bias of a router):
         it is small, and computes in FP32.
         """
-        if self._mesh is None:
+        if self._whole:
             return module
         kept = {each for each in module.parameters() if not each.requires_grad and each.dtype == torch.float32}
         module.float()
@@ -74,6 +76,18 @@ class World:
     def largest(self, values: Tensor) -> Tensor:
         """Over all ranks, of values of the same shape."""
         return self._reduced(values, dist.ReduceOp.MAX)
+
+    def exchanged(self, parts: Tensor) -> Tensor:
+        """`[ranks, n]`, a part for each rank; gives what they all had for this one."""
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts)
+        return received
+
+    def gathered(self, part: Tensor) -> Tensor:
+        """`[n]` of each rank, as `[ranks, n]`."""
+        parts = part.new_empty(self.count, len(part))
+        dist.all_gather_into_tensor(parts, part)
+        return parts
 
     def _reduced(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if self._mesh is None:
@@ -154,7 +168,8 @@ def world(ranks: Ranks, recipe: Recipe) -> Iterator[World]:
     try:
         replicate = recipe.parallel.replicate
         sizes = (replicate, ranks.count // replicate)
-        yield World(ranks, init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard")))
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard"))
+        yield World(ranks, mesh, whole=recipe.optimizer.preset == "fp8-lm")
     finally:
         with suppress(Exception):  # others may be gone
             dist.destroy_process_group()
@@ -175,6 +190,11 @@ def check(count: int, recipe: Recipe) -> None:
         raise RecipeError(
             f"train.batch_size {recipe.train.batch_size} cannot be dealt out to {count} ranks evenly",
             do=f"Choose a multiple of {count}, or another number of ranks.",
+        )
+    if recipe.optimizer.preset == "fp8-lm" and recipe.parallel.replicate != count:
+        raise RecipeError(
+            "fp8-lm sums gradients of whole models, and these ranks share one",
+            do=f"Give --set parallel.replicate={count}, so that each rank has a copy, or leave optimizer.preset out.",
         )
     precision = recipe.precision
     if not precision.delayed.reduce_amax:

@@ -1,0 +1,135 @@
+"""Gradients in FP8: a code for each number and a scale for each tensor, summed over ranks as codes.
+
+Peng et al., "FP8-LM: Training FP8 Large Language Models" (2023, arXiv 2310.18313), section 2.1. There NCCL adds up
+codes in FP8. Here each rank is sent the codes of its part of every tensor by all others, adds up what they are worth in
+FP32, and sends the codes of the sum to all: the same bytes between ranks, and no sum that overflows.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from precisionctl.fp8.numerics import FP8_MAX, amax, current_scale, worths
+from precisionctl.trainer.scaled import Scaled
+from precisionctl.trainer.world import World
+
+CODES = torch.float8_e4m3fn
+BUCKET = 1 << 24
+"""Numbers that ranks exchange at a time, or one tensor of more."""
+
+SATURATED = 1e-5
+"""The share of codes that are the largest one beyond which mu is halved."""
+
+DOUBLED_IN = 1000
+"""Updates in which mu doubles while the share is below."""
+
+
+class Fp8Gradients:
+    """Of an update, by parameter. What ranks exchange are codes of `mu` times their gradients: the paper's auto-scaling
+    factor."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        """`parameters` may have one; they have the same names and shapes in all ranks."""
+        self.mu = 1.0
+        self.held: dict[str, Scaled] = {}
+        self._parameters = parameters
+        self._saturated: float | None = None
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add one pass' gradient: decoded, added in FP32, encoded again."""
+        values = gradient.float()
+        if name in self.held:
+            values = values + self.held[name].read()
+        else:
+            self.held[name] = Scaled.zeros(values, CODES)
+        largest = amax(values)
+        scale = _scale(largest)
+        # what is infinite must not become a largest code and pass for a number
+        self.held[name].set(values, scale, torch.where(largest.isfinite(), scale.reciprocal(), torch.nan))
+
+    def reduce(self, world: World) -> None:
+        """Have the sum of all ranks' gradients instead of this rank's."""
+        if world.count == 1:
+            return
+        device = next(iter(self._parameters.values())).device
+        none = torch.full((), -1.0, device=device)
+        mine = [_amax(self.held[name].read()) if name in self.held else none for name in self._parameters]
+        largest = dict(zip(self._parameters, world.largest(torch.stack(mine)), strict=True))
+        counts = torch.zeros(2, dtype=torch.int64, device=device)
+        for names in self._buckets([name for name, found in largest.items() if found >= 0]):
+            parts = [self.held.setdefault(name, Scaled.zeros(self._parameters[name], CODES)) for name in names]
+            counts += _sum(parts, torch.stack([largest[name] for name in names]), world, self.mu)
+        saturated, codes = world.sum(counts).tolist()
+        self._saturated = saturated / max(1, codes)
+
+    def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
+        bucket: list[str] = []
+        for name in names:
+            if bucket and sum(self._parameters[each].numel() for each in (*bucket, name)) > BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(name)
+        if bucket:
+            yield bucket
+
+    def settle(self) -> None:
+        """After an update, whose gradients are gone: mu of the next one."""
+        if self._saturated is not None:
+            self.mu *= 0.5 if self._saturated > SATURATED else 2 ** (1 / DOUBLED_IN)
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of the gradients, as if there had been none."""
+        self.held, self._saturated = {}, None
+
+    def norm(self) -> float:
+        """Of all of them together."""
+        norms = [held.read().norm() for held in self.held.values()]
+        return float(torch.stack(norms).norm()) if norms else 0.0
+
+    def scale_by(self, factor: float) -> None:
+        """Multiply all of them, which changes no code."""
+        for held in self.held.values():
+            held.scale_inv.mul_(factor)
+
+
+def _sum(parts: Sequence[Scaled], largest: Tensor, world: World, mu: float) -> Tensor:
+    """Sum tensors over ranks, `largest` `[tensors]` being their largest magnitudes in any. Returns how many of the
+    codes that this rank has sent are the largest one, and how many there are, int64 `[2]`."""
+    sizes = [part.codes.numel() for part in parts]
+    each = -(-sum(sizes) // world.count)  # numbers that a rank adds up; the last one's are filled up with zeros
+    device = largest.device
+    tensor = torch.arange(len(parts), device=device).repeat_interleave(torch.tensor(sizes, device=device))
+    tensor = torch.cat([tensor, tensor.new_full((each * world.count - len(tensor),), len(parts) - 1)])
+    values = torch.zeros(len(tensor), device=device)
+    values[: sum(sizes)] = torch.cat([part.read().flatten() for part in parts])
+    scale = mu * _scale(largest)
+    codes = _encode(values, scale[tensor])
+    received = world.exchanged(codes.view(world.count, each))
+    here = tensor[world.rank * each :][:each]
+    total = worths(received.view(CODES)).sum(0) * scale.reciprocal()[here]
+    amaxes = torch.zeros_like(largest).scatter_reduce_(0, here, total.abs().nan_to_num(nan=torch.inf), "amax")
+    scale = _scale(world.largest(amaxes))
+    summed = world.gathered(_encode(total, scale[here])).flatten()[: sum(sizes)]
+    for part, found, one in zip(parts, torch.split(summed, sizes), scale.reciprocal(), strict=True):
+        part.codes.copy_(found.view(CODES).view(part.codes.shape))
+        part.scale_inv.fill_(one)
+    at_most = (codes & 0x7F) == 0x7E  # whatever the sign
+    return torch.stack([at_most.sum(), torch.tensor(sum(sizes), device=device)])
+
+
+def _amax(values: Tensor) -> Tensor:
+    """The largest magnitude, and infinity where one is no number, which `amax` passes over: ranks must agree on it."""
+    return values.abs().amax().nan_to_num(nan=torch.inf)
+
+
+def _scale(largest: Tensor) -> Tensor:
+    """A power of two, as the authors' own program has it (MS-AMP), so that decoding is exact."""
+    return current_scale(largest, CODES, power_of_2=True)
+
+
+def _encode(values: Tensor, scale: Tensor) -> Tensor:
+    """Codes as bytes; each number has its own scale."""
+    limit = FP8_MAX[CODES]
+    return (values * scale).clamp_(-limit, limit).to(CODES).view(torch.uint8)

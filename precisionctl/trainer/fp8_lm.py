@@ -1,0 +1,155 @@
+"""AdamW with the state of FP8-LM: gradients and first moment in FP8, second moment and master weights in FP16, each
+tensor with a scale; 6 bytes for a parameter where FP32 takes 16.
+
+Peng et al., "FP8-LM: Training FP8 Large Language Models" (2023, arXiv 2310.18313), section 2.2. The arithmetic is that
+of Transformer Engine's FusedAdam: decoded, updated in FP32, encoded under the scale of its own largest magnitude.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from precisionctl.checkpoints.module import Made
+from precisionctl.recipe import Optimizer
+from precisionctl.trainer.fp8_gradients import Fp8Gradients
+from precisionctl.trainer.optim import KINDS, Kind
+from precisionctl.trainer.scaled import Scaled
+from precisionctl.trainer.world import World
+
+
+class Moments:
+    """A parameter's master weights and moments. One that is FP32 is its own master."""
+
+    def __init__(self, parameter: nn.Parameter, settings: Optimizer) -> None:
+        self._settings, self._decay = settings, decay(parameter, settings)
+        values = parameter.detach()
+        self.kinds: dict[Kind, Scaled] = {
+            "param": Scaled(values, torch.ones(1, device=values.device))
+            if values.dtype == torch.float32
+            else Scaled.zeros(values, torch.float16),
+            "exp_avg": Scaled.zeros(values, torch.float8_e4m3fn),
+            "exp_avg_sq": Scaled.zeros(values, torch.float16),
+        }
+
+    def update(self, gradient: Tensor, lr: float, step: int) -> None:
+        """One of AdamW's, the `step`-th."""
+        master, exp_avg, exp_avg_sq = (self.kinds[kind].read() for kind in KINDS)
+        adam(master, exp_avg, exp_avg_sq, gradient, self._settings, lr=lr, decay=self._decay, step=step)
+        for kind, values in zip(KINDS, (master, exp_avg, exp_avg_sq), strict=True):
+            self.kinds[kind].write(values)
+
+
+def decay(parameter: Tensor, settings: Optimizer) -> float:
+    """Biases and norm weights, all vectors, are not decayed."""
+    return settings.weight_decay if parameter.dim() > 1 else 0.0
+
+
+def adam(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    settings: Optimizer,
+    *,
+    lr: float,
+    decay: float,
+    step: int,
+) -> None:
+    """Update FP32 tensors in place, operation by operation as TE's kernel does (adam.cu, adam_update), but for products
+    and sums that a GPU fuses."""
+    beta1, beta2 = _fp32(settings.beta1), _fp32(settings.beta2)
+    exp_avg.mul_(beta1).add_(gradient * (1 - beta1))
+    exp_avg_sq.mul_(beta2).add_((gradient * (1 - beta2)).mul_(gradient))
+    # in FP64, as PyTorch's own root of an FP32 number on a CPU is off by a bit in one of six
+    root = (exp_avg_sq / _fp32(1 - beta2**step)).double().sqrt_().float()
+    update = (exp_avg / _fp32(1 - beta1**step)).div_(root.add_(settings.epsilon))
+    master.sub_(update.add_(master * decay).mul_(lr))
+
+
+def _fp32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+class Fp8LmAdamW:
+    """What a run asks of its optimizer (`optim.RunOptimizer`)."""
+
+    def __init__(self, module: nn.Module, settings: Optimizer) -> None:
+        self.parameters = dict(module.named_parameters())
+        self.steps = 0
+        self._clip_norm = settings.clip_norm or math.inf
+        self._gradients = Fp8Gradients({name: p for name, p in self.parameters.items() if p.requires_grad})
+        self._moments = {name: Moments(parameter, settings) for name, parameter in self.parameters.items()}
+        self._scales: Mapping[str, Mapping[str, float]] = {}
+
+    @property
+    def tensors(self) -> Mapping[Kind, Mapping[str, Tensor]]:
+        """What a checkpoint keeps, decoded, under Megatron's names for it."""
+        return {kind: Made({name: each.kinds[kind].read for name, each in self._moments.items()}) for kind in KINDS}
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What it keeps beside them: FP32 scales, under which they are the same codes again."""
+        scales = {
+            kind: {name: float(each.kinds[kind].scale_inv) for name, each in self._moments.items()} for kind in KINDS
+        }
+        return {"mu": self._gradients.mu, "scale_inv": scales}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Before tensors are loaded that were kept with this."""
+        self._gradients.mu = float(kept["mu"])
+        self._scales = {kind: {name: float(s) for name, s in kept["scale_inv"][kind].items()} for kind in KINDS}
+
+    @contextmanager
+    def loading(self, kind: Kind) -> Iterator[Mapping[str, Tensor]]:
+        tensors = {name: each.kinds[kind].read() for name, each in self._moments.items()}
+        yield tensors
+        scales = self._scales.get(kind, {})
+        for name, values in tensors.items():
+            self._moments[name].kinds[kind].write(values, scales.get(name))
+
+    def publish(self) -> None:
+        """Make the model's parameters the rounding of the masters."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if parameter.dtype != torch.float32:
+                    parameter.copy_(self._moments[name].kinds["param"].read())
+
+    def collect(self) -> None:
+        """Take over the model's gradients: add them to those that are held, and hold the codes of the sum."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self._gradients.add(name, parameter.grad)
+                parameter.grad = None
+
+    def reduce(self, world: World) -> None:
+        """Have the sum of all ranks' gradients."""
+        self._gradients.reduce(world)
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Those that are collected, decoded, by parameter name."""
+        return {name: held.read() for name, held in self._gradients.held.items()}
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Those that are collected, and let go of them."""
+        taken = self.gradients
+        self._gradients.clear()
+        return taken
+
+    def clip(self) -> float:
+        """The global norm of the gradients, which are then scaled down to `clip_norm` if it is above."""
+        norm = self._gradients.norm()
+        self._gradients.scale_by(min(1.0, self._clip_norm / (norm + 1e-6)))
+        return norm
+
+    def step(self, lr: float) -> None:
+        """One update from the collected gradients, which are then gone."""
+        self.steps += 1
+        for name, held in self._gradients.held.items():
+            self._moments[name].update(held.read(), lr, self.steps)
+        self._gradients.settle()
+        self.publish()

@@ -1,0 +1,59 @@
+"""Numbers kept in 8 or 16 bits with one scale for each tensor, as Transformer Engine's FusedAdam keeps its state."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from precisionctl.fp8.numerics import FP8_MAX, amax, encode, worths
+
+_LARGEST = {torch.float8_e4m3fn: FP8_MAX[torch.float8_e4m3fn], torch.float16: torch.finfo(torch.float16).max / 2}
+"""What a tensor's largest magnitude becomes (fused_adam.py, dtype_to_range_map)."""
+
+
+@dataclass(eq=False)
+class Scaled:
+    """`codes` of any shape (E4M3 or FP16) times `scale_inv`, FP32 `[1]`. FP32 codes are the values themselves."""
+
+    codes: Tensor
+    scale_inv: Tensor
+
+    @classmethod
+    def zeros(cls, like: Tensor, dtype: torch.dtype) -> "Scaled":
+        """Of a tensor's shape and device."""
+        codes = torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        return cls(codes, torch.ones(1, device=like.device))
+
+    def read(self) -> Tensor:
+        """The values, FP32, in memory of their own."""
+        worth = worths(self.codes) if self.codes.dtype == torch.float8_e4m3fn else self.codes.float()
+        return worth * self.scale_inv
+
+    def write(self, values: Tensor, scale_inv: float | None = None) -> None:
+        """Take FP32 values, under `scale_inv` if it gives every one of them back, as it does if they were read from
+        codes under it; else under the scale that FusedAdam gives them (fused_adam.py, _apply_scale): of the largest
+        magnitude over the largest code. Where that has no finite reciprocal it is 1, and the tensor as good as zero:
+        FusedAdam would make NaN of it."""
+        if self.codes.dtype == torch.float32:
+            self.codes.copy_(values)
+            return
+        if scale_inv is not None:
+            carried = torch.full_like(self.scale_inv, scale_inv)
+            self.set(values, carried.reciprocal(), carried)
+            if torch.equal(self.read(), values):
+                return
+        largest = amax(values)
+        inverse = largest / torch.full_like(largest, _LARGEST[self.codes.dtype])
+        scale = inverse.reciprocal()
+        usable = scale.isfinite() & (scale > 0)
+        scale, inverse = torch.where(usable, scale, 1.0), torch.where(usable, inverse, 1.0)
+        # the kernel that casts to FP8 keeps the reciprocal of the scale, which may be another number than `inverse`
+        self.set(values, scale, scale.reciprocal() if self.codes.dtype == torch.float8_e4m3fn else inverse)
+
+    def set(self, values: Tensor, scale: Tensor, scale_inv: Tensor) -> None:
+        """Take values as the codes that `scale` gives, to be decoded by `scale_inv`."""
+        if self.codes.dtype == torch.float16:
+            self.codes.copy_(values * scale)
+        else:
+            self.codes.copy_(encode(values, scale, self.codes.dtype))
+        self.scale_inv.fill_(scale_inv.squeeze())

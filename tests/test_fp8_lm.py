@@ -1,0 +1,227 @@
+"""FP8-LM's optimizer: its arithmetic against a slow one after TE's FusedAdam, its memory, its checkpoints."""
+
+import gc
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from precisionctl.recipe import Optimizer
+from precisionctl.trainer.fp8_lm import Fp8LmAdamW
+from precisionctl.trainer.optim import MasterAdamW
+
+SETTINGS = Optimizer(preset="fp8-lm", lr=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=0.0)
+F = np.float32
+
+
+def model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)).to(dtype)
+
+
+def backward(module: nn.Module, seed: int) -> None:
+    inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(seed)).to(next(module.parameters()).dtype)
+    module(inputs).square().sum().backward()
+
+
+def numbers(tensor: torch.Tensor) -> list[Any]:
+    return list(tensor.detach().float().flatten().numpy())
+
+
+E4M3 = sorted(
+    {sign * (m / 8 + (e > 0)) * 2.0 ** (max(e, 1) - 7) for e in range(16) for m in range(8) for sign in (-1, 1)}
+    - {480.0, -480.0}  # that code is NaN
+)
+
+
+def to_e4m3(x: np.float32) -> float:
+    """The nearest value; of two, the one whose code is even, and in each half those alternate, zero being even."""
+    x = max(-448.0, min(448.0, float(x)))
+    near = sorted(E4M3, key=lambda value: abs(value - x))[:2]
+    if abs(near[0] - x) != abs(near[1] - x):
+        return near[0]
+    zero = E4M3.index(0.0)
+    return next(value for value in near if (E4M3.index(value) - zero) % 2 == 0)
+
+
+class SlowTensor:
+    """Numbers as FusedAdam keeps them: `_apply_scale` and `get_unscaled_state` of its fused_adam.py, one by one."""
+
+    def __init__(self, values: list[Any], kind: str) -> None:
+        self.kind, self.codes, self.scale = kind, [F(0)] * len(values), F(1)
+        if any(values):
+            self.write(values)
+
+    def write(self, values: list[Any]) -> None:
+        largest = F(max(abs(value) for value in values))
+        if self.kind == "fp8":
+            quantizer_scale = F(1) / (largest / F(448))
+            self.codes = [F(to_e4m3(value * quantizer_scale)) for value in values]
+            self.scale = F(1) / quantizer_scale  # what the cast kernel leaves beside the codes
+        else:
+            self.scale = largest / F(32752)
+            reciprocal = F(1) / self.scale
+            self.codes = [F(np.float16(value * reciprocal)) for value in values]
+
+    def read(self) -> list[Any]:
+        return [code * self.scale for code in self.codes]
+
+
+class SlowAdam:
+    """`adam_update` of TE's adam.cu in its mode for AdamW, and what its host computes before: FP32, nothing fused."""
+
+    def __init__(self, weights: list[Any], decay: float) -> None:
+        self.master = SlowTensor(weights, "fp16")
+        self.m, self.v = SlowTensor([F(0)] * len(weights), "fp8"), SlowTensor([F(0)] * len(weights), "fp16")
+        self.decay, self.step = F(decay), 0
+
+    def update(self, gradient: list[Any], lr: float) -> None:
+        self.step += 1
+        beta1, beta2 = F(0.9), F(0.95)
+        bias1, bias2 = (F(1 - math.pow(float(beta), self.step)) for beta in (beta1, beta2))
+        ps, ms, vs = self.master.read(), self.m.read(), self.v.read()
+        for i, g in enumerate(gradient):
+            ms[i] = beta1 * ms[i] + (F(1) - beta1) * g
+            vs[i] = beta2 * vs[i] + (F(1) - beta2) * g * g
+            denominator = np.sqrt(vs[i] / bias2) + F(1e-8)
+            update = (ms[i] / bias1) / denominator + self.decay * ps[i]
+            ps[i] = ps[i] - F(lr) * update
+        for kept, values in ((self.master, ps), (self.m, ms), (self.v, vs)):
+            kept.write(values)
+
+
+def test_state_is_that_of_te_s_fused_adam_to_the_last_bit() -> None:
+    module = model()
+    optimizer = Fp8LmAdamW(module, SETTINGS)
+    with optimizer.loading("param") as tensors:
+        for name, tensor in tensors.items():
+            tensor.copy_(module.get_parameter(name))
+    slow = {name: SlowAdam(numbers(p), 0.1 if p.dim() > 1 else 0.0) for name, p in module.named_parameters()}
+    for seed in range(12):
+        backward(module, seed)
+        optimizer.collect()
+        for name, gradient in optimizer.gradients.items():
+            slow[name].update(numbers(gradient), 0.01)
+        optimizer.step(0.01)
+        for name, expected in slow.items():
+            for kind, kept in (("param", expected.master), ("exp_avg", expected.m), ("exp_avg_sq", expected.v)):
+                assert numbers(optimizer.tensors[kind][name]) == kept.read(), (seed, name, kind)
+                assert optimizer.kept["scale_inv"][kind][name] == kept.scale
+            rounded = optimizer.tensors["param"][name].bfloat16()
+            assert torch.equal(module.get_parameter(name), rounded)
+
+
+def test_gradients_are_e4m3_under_a_power_of_two() -> None:
+    module, optimizer = nn.Linear(7, 9, bias=False).bfloat16(), None
+    optimizer = Fp8LmAdamW(module, SETTINGS)
+    gradient = torch.randn(9, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    module.weight.grad = gradient.clone()
+    optimizer.collect()
+    scale = F(2.0 ** math.floor(math.log2(448 / float(gradient.abs().max()))))
+    expected = [F(to_e4m3(value * scale)) / scale for value in numbers(gradient)]
+    assert numbers(optimizer.gradients["weight"]) == expected
+
+
+def test_updates_are_those_of_adamw_within_what_fp8_and_fp16_round() -> None:
+    """From the same gradients, of a first moment that is rounded by up to 2^-4 of itself; where gradients have one sign
+    that share of an update is what they are apart, and no more."""
+    ours, theirs = nn.Linear(64, 32, bias=False), nn.Linear(64, 32, bias=False)
+    theirs.load_state_dict(ours.state_dict())
+    start = ours.weight.detach().clone()
+    optimizer, adamw = Fp8LmAdamW(ours.bfloat16(), SETTINGS), MasterAdamW(theirs, SETTINGS)
+    with optimizer.loading("param") as tensors:
+        tensors["weight"].copy_(start)
+    pick = torch.Generator().manual_seed(0)
+    mean = torch.randn(32, 64, generator=pick)
+    for _ in range(30):
+        gradient = mean + 0.5 * torch.randn(32, 64, generator=pick)
+        ours.weight.grad, theirs.weight.grad = gradient.bfloat16(), gradient
+        for each in (optimizer, adamw):
+            each.collect()
+            each.step(1e-3)
+    moved = adamw.masters["weight"] - start
+    apart = optimizer.tensors["param"]["weight"] - adamw.masters["weight"]
+    assert apart.norm() < 2**-4 * moved.norm()
+
+
+def test_a_gradient_of_zeros_makes_no_nan_and_moves_nothing() -> None:
+    """FusedAdam's own scale of a first moment of zeros is 1/0."""
+    module = nn.Linear(4, 4, bias=False).bfloat16()
+    optimizer = Fp8LmAdamW(module, Optimizer(preset="fp8-lm", weight_decay=0.0))
+    with optimizer.loading("param") as tensors:
+        tensors["weight"].copy_(module.weight)
+    before = module.weight.detach().clone()
+    for gradient in (0.0, 1e-30, 0.0):
+        module.weight.grad = torch.full_like(module.weight, gradient)
+        optimizer.collect()
+        assert optimizer.clip() == pytest.approx(4 * gradient)
+        optimizer.step(1e-3)
+        assert all(each["weight"].isfinite().all() for each in optimizer.tensors.values())
+    assert torch.allclose(module.weight, before, atol=2**-9)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_no_number_is_none_in_fp8_either(bad: float) -> None:
+    """A cast to FP8 makes the largest code of infinity."""
+    module = nn.Linear(4, 4, bias=False).bfloat16()
+    optimizer = Fp8LmAdamW(module, SETTINGS)
+    module.weight.grad = torch.ones_like(module.weight)
+    module.weight.grad[1, 2] = bad
+    optimizer.collect()
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer.collect()
+    assert not math.isfinite(optimizer.clip())
+
+
+def tensor_bytes() -> int:
+    """Of all tensors that are alive."""
+    gc.collect()
+    stored = [each.untyped_storage() for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in stored}.values())
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(MasterAdamW, 16), (Fp8LmAdamW, 6)])
+def test_bytes_of_each_parameter_are_those_published(kind: Any, expected: int) -> None:
+    """Between the passes of an update and the update, and the parameters themselves aside."""
+    module = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).bfloat16()
+    parameters = sum(p.numel() for p in module.parameters())
+    before = tensor_bytes()
+    optimizer = kind(module, SETTINGS)
+    for _ in range(2):
+        module(torch.randn(2, 512).bfloat16()).sum().backward()
+        optimizer.collect()
+        assert (tensor_bytes() - before) / parameters == pytest.approx(expected, rel=1e-3)
+        optimizer.step(0.01)
+    assert (tensor_bytes() - before) / parameters <= expected
+
+
+def test_an_optimizer_rebuilt_from_what_is_kept_goes_on_to_the_last_bit() -> None:
+    whole, halves = model(), model()
+    train(whole, Fp8LmAdamW(whole, SETTINGS), range(6))
+    first = Fp8LmAdamW(halves, SETTINGS)
+    train(halves, first, range(3))
+    second = Fp8LmAdamW(halves, SETTINGS)
+    second.restore(first.kept)
+    for kind, tensors in first.tensors.items():
+        with second.loading(kind) as empty:
+            for name, tensor in empty.items():
+                tensor.copy_(tensors[name])
+    second.steps = first.steps
+    assert second.kept == first.kept
+    second.publish()
+    train(halves, second, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), halves.parameters(), strict=True))
+
+
+def train(module: nn.Module, optimizer: Fp8LmAdamW, seeds: range) -> None:
+    if optimizer.steps == 0:
+        with optimizer.loading("param") as tensors:
+            for name, tensor in tensors.items():
+                tensor.copy_(module.get_parameter(name))
+    for seed in seeds:
+        backward(module, seed)
+        optimizer.collect()
+        optimizer.step(0.01)
