@@ -2,16 +2,24 @@
 
 import gc
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from training import make_source, make_text, run, settings
 
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_run import WithOptimizer
+from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.state import OPTIMIZER
+from precisionctl.work import execute
 
 SETTINGS = Optimizer(preset="fp8-lm", lr=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=0.0)
 F = np.float32
@@ -225,3 +233,63 @@ def train(module: nn.Module, optimizer: Fp8LmAdamW, seeds: range) -> None:
         backward(module, seed)
         optimizer.collect()
         optimizer.step(0.01)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, text, and a run of each optimizer to step 4."""
+    folder = tmp_path_factory.mktemp("fp8-lm")
+    make_source(folder / "source")
+    make_text(folder / "text.txt")
+    make_text(folder / "more.txt", seed=1)
+    for preset in ("fp8-lm", "adamw"):
+        run(train_on(folder / "source", folder, folder / preset, preset, 4))
+    return folder
+
+
+def train_on(source: Path, place: Path, out: Path, preset: str, steps: int, text: str = "text.txt") -> Any:
+    return settings(source, place / text, out, train__steps=steps, optimizer__preset=preset)
+
+
+def test_a_checkpoint_holds_what_the_codes_are_worth_and_their_scales(place: Path) -> None:
+    saved = TorchDistReader(place / "fp8-lm")
+    tensors, scales = WithOptimizer(saved), saved.read_object(OPTIMIZER)["scale_inv"]
+    assert tensors.specs.keys() == WithOptimizer(TorchDistReader(place / "adamw")).specs.keys()
+    for kind, codes in (("param", torch.float16), ("exp_avg", torch.float8_e4m3fn), ("exp_avg_sq", torch.float16)):
+        for name, scale in scales[kind].items():
+            values = read_tensor(tensors, f"optimizer.state.{kind}.{name}")
+            worth = values.double() / scale
+            assert values.any() and torch.allclose(worth.to(torch.float32).to(codes).double(), worth, rtol=2**-22)
+            if kind == "param":
+                assert torch.equal(values.bfloat16(), read_tensor(saved, name))
+
+
+@pytest.mark.parametrize(("first", "second"), [("fp8-lm", "adamw"), ("adamw", "fp8-lm"), ("fp8-lm", "fp8-lm")])
+def test_either_optimizer_goes_on_from_what_the_other_left_also_when_converted(
+    place: Path, tmp_path: Path, first: str, second: str
+) -> None:
+    """Converted and not: the values are the same, so are the losses; near those of a run that did not change."""
+    execute(plan_conversion(Conversion(place / first, tmp_path / "cut", "megatron", container="torch")))
+    execute(plan_conversion(Conversion(tmp_path / "cut", tmp_path / "back", "megatron")))
+    on = [
+        run(train_on(source, place, tmp_path / f"on {number}", second, 8, "more.txt"))
+        for number, source in enumerate((place / first, tmp_path / "back"))
+    ]
+    stayed = run(train_on(place / first, place, tmp_path / "stayed", first, 8, "more.txt"))
+    assert [started.load for started, _, _ in on] == ["full", "full"]
+    assert on[0][2] == on[1][2] and len(on[0][2]) == 4
+    assert on[0][2] == pytest.approx(stayed[2], rel=2e-3)
+    moved, kept = (TorchDistReader(tmp_path / name) for name in ("on 0", "stayed"))
+    assert (OPTIMIZER in moved.objects, OPTIMIZER in kept.objects) == (second == "fp8-lm", first == "fp8-lm")
+
+
+def test_what_is_frozen_and_fp32_stays_as_it_is() -> None:
+    """The bias of a router that no gradient reaches: in FP16 it would be another."""
+    module = nn.Linear(3, 3).bfloat16()
+    module.bias = nn.Parameter(torch.tensor([1.0000001, 2.0, 3.0]), requires_grad=False)
+    optimizer = Fp8LmAdamW(module, SETTINGS)
+    with optimizer.loading("param") as tensors:
+        tensors["bias"].copy_(torch.tensor([1.0000001, 5.0, 3.0]))
+    optimizer.publish()
+    assert torch.equal(module.bias, torch.tensor([1.0000001, 5.0, 3.0]))
+    assert optimizer.tensors["param"]["bias"].tolist() == module.bias.tolist()

@@ -50,10 +50,9 @@ def child(out, moment, precision):
         saving.write_tracker = die
     if kind == "drop":
         saving.prune = die
-    precision, _, collect = precision.partition(" ")
-    made = settings(
-        Path(source), Path(data), Path(out), precision, data__held_out=held_out, collect_amax=bool(collect)
-    )
+    precision, _, more = precision.partition(" ")
+    changes = {"": {}, "--collect-amax": {"collect_amax": True}, "fp8-lm": {"optimizer__preset": "fp8-lm"}}[more]
+    made = settings(Path(source), Path(data), Path(out), precision, data__held_out=held_out, **changes)
     resume(made, lambda started: None, lambda metrics: die() if kind == "step" and metrics.step == int(step) else None)
     os._exit(0)
 
@@ -83,7 +82,7 @@ def same_state(a: Fp8States | None, b: Fp8States) -> bool:
     return a is not None and (scales(a), a.iteration, a.recipe) == (scales(b), b.iteration, b.recipe)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16 --collect-amax", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16 --collect-amax", "fp8", "fp8 fp8-lm"])
 def test_a_run_killed_at_any_step_ends_as_one_that_never_was(place: Path, tmp_path: Path, precision: str) -> None:
     out = tmp_path / "run"
     where = [place / "source", place / "text.txt", place / "held_out.txt", out, precision]
