@@ -86,7 +86,7 @@ class World:
     def gathered(self, part: Tensor) -> Tensor:
         """`[n]` of each rank, as `[ranks, n]`."""
         parts = part.new_empty(self.count, len(part))
-        dist.all_gather_into_tensor(parts, part)
+        dist.all_gather(list(parts), part)
         return parts
 
     def _reduced(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
