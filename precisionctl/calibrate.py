@@ -27,17 +27,19 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, disk_problems, sync
 from precisionctl.errors import DamagedCheckpoint, OutputError, PrecisionError, RecipeError
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.state import Fp8States
+from precisionctl.fp8.state import Fp8State, Fp8States, Role
+from precisionctl.fp8.statistics import AMAX, Statistics
 from precisionctl.plan import make_plan
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.trainer import run_folder
 from precisionctl.trainer.backend import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, Feed, Rows
-from precisionctl.trainer.loop import backward, stop_signals
+from precisionctl.trainer.loop import agreed, backward, stop_signals
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.resume import check_length, read_rows, with_data
 from precisionctl.trainer.start import CALIBRATED
+from precisionctl.trainer.world import World, together, world
 
 PASSES = 64
 
@@ -67,7 +69,8 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What was made: `passes` of `rows` rows each. Stopped by a `signal`, the same call goes on from there."""
+    """What was made: `passes` of `rows` rows each. Stopped by a `signal`, the same call goes on from there. Of several
+    ranks the first one `speaks`."""
 
     out: Path
     states: Fp8States
@@ -75,38 +78,52 @@ class Calibrated:
     rows: int
     notes: tuple[str, ...]
     signal: Signals | None = None
+    speaks: bool = True
 
 
 def calibrate(asked: Calibration, on_pass: OnPass = lambda done, total: None) -> Calibrated:
-    """Record, and write the file. After a kill the same call goes on; the bytes are those of a run in one piece.
+    """Record, and write the file. After a kill the same call goes on; the bytes are those of a run in one piece. Under
+    torchrun all its ranks do so together, a pass of all of them being a row of the histories; the first one hears of
+    passes.
 
     Raises RecipeError, DataError, DestinationExists, OutputError (another calibration is under way to this file),
-    PrecisionError (a loss that is no number), and what opening a checkpoint raises.
+    PrecisionError (a loss that is no number), and what opening a checkpoint raises. Of several ranks one does; the
+    others raise SystemExit.
     """
-    recipe, backend = _recipe(asked), choose_backend(asked.backend)
-    output = _output(asked)
+    with together() as ranks:
+        recipe = _recipe(asked)
+        with world(ranks, recipe) as here:
+            return _calibrate(asked, recipe, here, on_pass)
+
+
+def _calibrate(asked: Calibration, recipe: Recipe, world: World, on_pass: OnPass) -> Calibrated:
+    backend, output = choose_backend(asked.backend), _output(asked)
     source = open_checkpoint(asked.checkpoint, asked.iteration)
     check_length(recipe, source.model)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
     rows = read_rows(source, recipe.data)
-    passes, notes = _passes(asked.passes, len(rows), recipe.train.micro_batch_size)
-    wanted = run_folder.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend)
-    with disk_problems(output), _locked(output), stop_signals() as received:
-        recorder = Recorder(recipe.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        before = _go_on(recorder, output, wanted)
-        model = _model(source, recipe, backend, recorder.device)
+    at_once = min(recipe.train.micro_batch_size, recipe.train.batch_size // world.count) * world.count
+    passes, notes = _passes(asked.passes, len(rows), at_once)
+    shared = {"ranks": world.count} if world.count > 1 else {}  # what a row of the histories is of
+    wanted = run_folder.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend, **shared)
+    with disk_problems(output), _locked(output, wanted, world), stop_signals() as received:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        recorder = Recorder(recipe.precision, device, world)
+        before = _go_on(recorder, output, wanted, world)
+        model = _model(source, recipe, backend, device, world)
         stopped = None
         for done in _record(model, recorder, rows, recipe, range(before, passes)):
-            on_pass(done, passes)
-            stopped = received[0] if received and done < passes else None
+            if world.first:
+                on_pass(done, passes)
+            stopped = agreed(world, device, received) if done < passes else None
             if stopped or (done < passes and done % SAVE_EVERY == 0):
-                _save(output, done, _states(recorder, source))
+                _save(output, done, _states(recorder, source, world), world)
             if stopped:
                 break
-        states = _states(recorder, source)
+        states = _states(recorder, source, world)
         if not stopped:
-            _finish(output, states)
-    return Calibrated(asked.out, states, passes, recipe.train.micro_batch_size, (*rows.notes, *notes), stopped)
+            _finish(output, states, world)
+    return Calibrated(asked.out, states, passes, at_once, (*rows.notes, *notes), stopped, world.first)
 
 
 def _recipe(asked: Calibration) -> Recipe:
@@ -141,21 +158,34 @@ def _passes(asked: int, rows: int, at_once: int) -> tuple[int, tuple[str, ...]]:
     return passes, (f"{passes} passes instead of {asked}: the data has {rows} rows, {at_once} for a pass",)
 
 
-def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.device) -> GPT:
+def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.device, world: World) -> GPT:
     """In BF16; its weights take no gradients, which saves a third of the work and changes no other number."""
-    plan = make_plan(source, "megatron", dtype=torch.bfloat16)
-    model = GPT(plan.model, recipe.precision, backend, torch.bfloat16, device)
-    convert.run(plan, source, LiveModel(plan.model, dict(model.named_parameters())))
+    shape = make_plan(source, "megatron").model
+    model = GPT(
+        shape,
+        recipe.precision,
+        backend,
+        torch.bfloat16,
+        device,
+        world=world,
+        recompute=recipe.train.recompute == "layer",
+    )
+    parameters = dict(model.named_parameters())
+    # what is cut for several ranks is FP32 and rounded when it is put together
+    plan = make_plan(source, "megatron", dtype=torch.bfloat16 if world.count == 1 else torch.float32)
+    convert.run(plan, source, LiveModel(shape, parameters))
     return model.requires_grad_(False)
 
 
 def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, numbers: range) -> Iterator[int]:
     """Make the passes of these numbers. Yields how many are made in all, after each."""
-    feed = Feed(rows, recipe.train, recorder.device)
+    world = model.backend.world
+    feed = Feed(rows, recipe.train, recorder.device, rank=world.rank, ranks=world.count)
     with model.recorded_by(recorder):
-        for number, (batch, targets) in zip(numbers, islice(feed.coming(0), numbers.start, None), strict=False):
+        for number, (batch, mine) in zip(numbers, islice(feed.coming(0), numbers.start, None), strict=False):
             recorder.measuring = (number + 1) % MEASURE_EVERY == 0 or number + 1 == numbers.stop
-            if not math.isfinite(float(backward(model, batch, targets))):
+            targets = int(world.sum(torch.tensor(mine, device=recorder.device)))
+            if not math.isfinite(float(world.sum(backward(model, batch, targets)))):
                 raise PrecisionError(
                     f"the loss of pass {number + 1} is no number",
                     do="Is the checkpoint sound? `precisionctl eval` says what it makes of a text.",
@@ -163,14 +193,38 @@ def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, 
             yield number + 1
 
 
-def _states(recorder: Recorder, source: Reader) -> Fp8States:
+def _states(recorder: Recorder, source: Reader, world: World) -> Fp8States:
+    """What all ranks have recorded."""
+    modules = recorder.states()
     return Fp8States(
         recorder.precision.delayed,
-        recorder.states(),
+        modules,
         producer=CALIBRATED,
         iteration=source.iteration,
-        statistics=recorder.statistics,
+        statistics=_merged(recorder.statistics, modules, recorder.device, world),
     )
+
+
+def _merged(
+    mine: Mapping[str, Mapping[Role, Statistics]], modules: Mapping[str, Fp8State], device: torch.device, world: World
+) -> Mapping[str, Mapping[Role, Statistics]]:
+    """Statistics of all ranks; of a weight, which is the same on all, those of the first."""
+    if world.count == 1:
+        return mine
+    keys = [(module, role) for module, state in sorted(modules.items()) for role in state.roles]
+    found = [mine.get(module, {}).get(role, Statistics()) for module, role in keys]
+    listed = [
+        (one if world.first or role != "weight" else Statistics()).numbers()
+        for one, (_, role) in zip(found, keys, strict=True)
+    ]
+    numbers = torch.tensor(listed, dtype=torch.float64, device=device)
+    total = world.sum(numbers)
+    total[:, AMAX] = world.largest(numbers[:, AMAX])
+    merged: dict[str, dict[Role, Statistics]] = {}
+    for (module, role), row in zip(keys, total.tolist(), strict=True):
+        if row[0]:
+            merged.setdefault(module, {})[role] = Statistics.from_numbers(row)
+    return merged
 
 
 # What is done: OUT.partial has the identity of the calibration, and after some passes the states that they left.
@@ -179,25 +233,36 @@ _IDENTITY = "calibration.json"
 
 
 @contextmanager
-def _locked(output: Output) -> Iterator[None]:
+def _locked(output: Output, wanted: Mapping[str, Any], world: World) -> Iterator[None]:
+    """The place of what is done, made, locked and signed by the first rank."""
+    if not world.first:
+        world.meet()
+        yield
+        return
     output.partial.mkdir(parents=True, exist_ok=True)
     with open(output.partial / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise OutputError("another process is calibrating to this file", where=output.path) from None
+        _sign(output, wanted)
+        world.meet()
         yield
 
 
-def _go_on(recorder: Recorder, output: Output, wanted: Mapping[str, Any]) -> int:
+def _sign(output: Output, wanted: Mapping[str, Any]) -> None:
+    """Say which calibration this is, where none is begun."""
+    identity, ours = output.partial / _IDENTITY, ("lock", f"{_IDENTITY}.new")
+    if identity.is_file():
+        return
+    if others := [path.name for path in output.partial.iterdir() if path.name not in ours]:
+        raise OutputError(f"{others[0]} is there, and no calibration left it", where=output.partial)
+    _write(identity, lambda path: path.write_text(json.dumps(wanted, indent=1)))
+
+
+def _go_on(recorder: Recorder, output: Output, wanted: Mapping[str, Any], world: World) -> int:
     """Take up what an earlier call left. Returns how many passes that is."""
     identity, saved = output.partial / _IDENTITY, _saved(output)
-    if not identity.is_file():
-        ours = ("lock", f"{_IDENTITY}.new")
-        if others := [path.name for path in output.partial.iterdir() if path.name not in ours]:
-            raise OutputError(f"{others[0]} is there, and no calibration left it", where=output.partial)
-        _write(identity, lambda path: path.write_text(json.dumps(wanted, indent=1)))
-        return 0
     try:
         found = json.loads(identity.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -209,7 +274,8 @@ def _go_on(recorder: Recorder, output: Output, wanted: Mapping[str, Any]) -> int
         return 0
     states = sidecar.read(saved[max(saved)])
     recorder.load(states.modules)
-    recorder.statistics = {module: dict(roles) for module, roles in states.statistics.items()}
+    if world.first:  # they are of all ranks already
+        recorder.statistics = {module: dict(roles) for module, roles in states.statistics.items()}
     return max(saved)
 
 
@@ -217,16 +283,20 @@ def _saved(output: Output) -> dict[int, Path]:
     return {int(path.stem): path for path in output.partial.glob("*.safetensors") if path.stem.isdecimal()}
 
 
-def _save(output: Output, done: int, states: Fp8States) -> None:
+def _save(output: Output, done: int, states: Fp8States, world: World) -> None:
+    if not world.first:
+        return
     older = _saved(output).values()
     _write(output.partial / f"{done:08}.safetensors", lambda path: sidecar.write(path, states))
     for path in older:
         path.unlink()
 
 
-def _finish(output: Output, states: Fp8States) -> None:
-    _write(output.path, lambda path: sidecar.write(path, states), beside=output.partial)
-    shutil.rmtree(output.partial)
+def _finish(output: Output, states: Fp8States, world: World) -> None:
+    if world.first:
+        _write(output.path, lambda path: sidecar.write(path, states), beside=output.partial)
+        shutil.rmtree(output.partial)
+    world.meet()
 
 
 def _write(path: Path, write: Callable[[Path], object], beside: Path | None = None) -> None:

@@ -17,6 +17,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -98,8 +99,13 @@ def rows_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_err
     ) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        tasks: list[TaskID] = []  # none before the first call, which of several ranks only one gets
+
+        def on_rows(done: int, total: int) -> None:
+            tasks[:] = tasks or [progress.add_task(what, total=total)]
+            progress.update(tasks[0], completed=done, total=total)
+
+        yield on_rows
 
 
 class RunView:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from test_ranks import free_port
-from training import make_source, make_text, settings
+from training import SMALL, make_source, make_text, settings
 
+from precisionctl.calibrate import Calibration, calibrate
 from precisionctl.cli import main
 from precisionctl.errors import DiskProblem
 from precisionctl.trainer import resume as trainer
@@ -114,6 +115,28 @@ def run(name: str, count: int, out: str = "", source: str = "source", kill: int 
     told[name] = {"codes": [code for code, _ in ends], "said": [said for _, said in ends]}
 
 
+def record(name: str, count: int, passes: int, rows: int, stop: int = 0, out: str = "", source: str = "source") -> None:
+    """`calibrate` by so many ranks, `rows` in a pass of each; the first one is sent a signal after `stop` passes."""
+
+    def job(rank: int) -> object:
+        keys = SMALL | {"train.micro_batch_size": rows, "precision.delayed.amax_history_len": 16}
+        overrides = tuple(f"{key}={value}" for key, value in keys.items())
+        place = FOLDER / f"{out or name}.safetensors"
+        asked = Calibration(FOLDER / source, FOLDER / "text", place, None, overrides, passes, "emulated")
+        heard: list[int] = []
+
+        def on_pass(done: int, total: int) -> None:
+            heard.append(done)
+            if done == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        made = calibrate(asked, on_pass)
+        return [made.speaks, made.signal, heard]
+
+    ends = list(fork(count, job))
+    told[name] = {"codes": [code for code, _ in ends], "said": [said for _, said in ends]}
+
+
 def run_command(name: str, what: Callable[[], object], count: int = 2, **changes: Any) -> None:
     """The command itself, in which the last rank meets something in its third update; what it shows."""
 
@@ -184,6 +207,13 @@ def all_runs() -> None:
     run("phases", 2, **phases)
     run("phases, killed", 2, "phases killed", kill=3, **phases)
     run("phases, gone on", 2, "phases killed", **phases)
+    for source in ("source", "moe"):
+        record(f"{source} recorded alone", 1, 6, 2, source=source)
+        record(f"{source} recorded by two", 2, 3, 2, source=source)
+        record(f"{source} recorded at once", 1, 1, 4, source=source)
+        record(f"{source} recorded at once by two", 2, 1, 2, source=source)
+    record("recorded, stopped", 2, 3, 2, stop=1, out="recorded twice")
+    record("recorded, gone on", 2, 3, 2, out="recorded twice")
     run_command("killed", die)
     run_command("failed", fails)
     run_command("signalled", signalled)

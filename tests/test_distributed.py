@@ -215,6 +215,48 @@ def test_a_run_goes_on_with_another_number_of_ranks(place: Path, told: Told) -> 
     assert [row["loss"] for row in made[:2]] == [loss for _, loss, _ in steps(told, "source fp8 two")[:2]]
 
 
+@models
+def test_two_ranks_calibrate_as_one_process_does_in_twice_as_many_passes(place: Path, told: Told, model: str) -> None:
+    """The same micro-batches with the same weights: a row of two ranks is the larger of two rows of one process. Of an
+    expert that saw no token in a pass there is no row."""
+    for name in ("alone", "by two"):
+        assert not any(told[f"{model} recorded {name}"]["codes"])
+    assert told[f"{model} recorded by two"]["said"] == [[True, None, [1, 2, 3]], [False, None, []]]
+    one, two = (sidecar.read(place / f"{model} recorded {name}.safetensors") for name in ("alone", "by two"))
+    assert one.modules.keys() == two.modules.keys() and len(one.modules) >= 10
+    for module, state in one.modules.items():
+        for role, part in state.roles.items():
+            found = two.modules[module].roles[role].amax_history
+            assert torch.equal(found.amax(-1), part.amax_history.amax(-1))
+            if part.amax_history.dim() == 1:
+                assert torch.equal(found[-3:], part.amax_history[-6:].view(3, 2).amax(1))
+
+
+@models
+def test_statistics_are_of_what_all_ranks_saw(place: Path, model: str) -> None:
+    """A pass over the same rows by one process. Sums have another order, and so does what GEMMs of other sizes add up,
+    which may move an element over the edge of underflow; a weight is counted once."""
+    one, two = (sidecar.read(place / f"{model} recorded at once{by}.safetensors") for by in ("", " by two"))
+    assert one.statistics.keys() == two.statistics.keys() and one.statistics
+    for module, roles in one.statistics.items():
+        assert roles.keys() == two.statistics[module].keys()
+        for role, expected in roles.items():
+            found = two.statistics[module][role]
+            assert (found.elements, found.nonfinite) == (expected.elements, expected.nonfinite)
+            assert found.amax == pytest.approx(expected.amax, rel=2**-7)
+            assert found.sum_2 == pytest.approx(expected.sum_2, rel=2**-7)
+            assert found == expected or role != "weight"
+
+
+def test_ranks_that_were_stopped_go_on_calibrating_to_the_same_bytes(place: Path, told: Told) -> None:
+    stopped, gone_on = told["recorded, stopped"]["said"], told["recorded, gone on"]["said"]
+    assert stopped == [[True, signal.SIGTERM, [1]], [False, signal.SIGTERM, []]]
+    assert gone_on == [[True, None, [2, 3]], [False, None, []]]
+    names = ("recorded twice", "source recorded by two")
+    files = [(place / f"{name}.safetensors").read_bytes() for name in names]
+    assert files[0] == files[1]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

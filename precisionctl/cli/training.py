@@ -109,7 +109,8 @@ def calibrate(
     given = tuple(f"{key}={size}" for key, size in sizes.items() if size is not None)
     with console.rows_progress("calibrating") as on_pass:
         made = record(Calibration(overrides=(*megatron, *overrides, *given), **what), on_pass)
-    console.show_lines(report.calibrated(made))
+    if made.speaks:
+        console.show_lines(report.calibrated(made))
     raise click.exceptions.Exit(1 if made.signal else 0)
 
 

@@ -101,6 +101,8 @@ class Statistics:
 
 
 _FIELDS = ("elements", "zeros", "nonfinite", "amax", "sum_2", "sum_4")
+AMAX = _FIELDS.index("amax")
+"""Of those numbers, the one that is no sum."""
 NUMBERS = len(_FIELDS) + 5 * len(SCALINGS)
 
 

@@ -124,7 +124,7 @@ def train(run: Run, log: MetricsLog | None, saves: Saves, on_step: OnStep) -> si
                 log.write(metrics)
                 on_step(metrics)
             saves.poll()
-            stop = _agreed(run, received)
+            stop = agreed(run.world, run.device, received)
             ends = stop or run.step == last or (run.guard is not None and run.guard.stops)
             if ends or run.step % run.recipe.train.save_every == 0:
                 if log:
@@ -137,9 +137,9 @@ def train(run: Run, log: MetricsLog | None, saves: Saves, on_step: OnStep) -> si
     return None
 
 
-def _agreed(run: Run, received: list[signal.Signals]) -> signal.Signals | None:
+def agreed(world: World, device: torch.device, received: list[signal.Signals]) -> signal.Signals | None:
     """A signal that some rank has received."""
-    number = int(run.world.largest(torch.tensor(received[0] if received else 0, device=run.device)))
+    number = int(world.largest(torch.tensor(received[0] if received else 0, device=device)))
     return signal.Signals(number) if number else None
 
 
