@@ -199,7 +199,7 @@ class Worker:
         fits = {
             name: Fit(spec.rows, spec.columns, block, spec.dtype, self._carried.get(name))
             for name, block in encode.blocks.items()
-            if (spec := self._writer.specs[name]) and (name in self._carried or block != (1, spec.columns))
+            if (spec := self._writer.specs[name]) and not self._is_by_row(name, encode)
         }
         for name, row, values in pieces() if fits else ():
             if name in fits:
@@ -221,6 +221,12 @@ class Worker:
         for name, value in encode.input_scales.items():
             self._put(name, 0, torch.tensor([[value]]).to(self._writer.specs[name].dtype))
         return changed
+
+    def _is_by_row(self, name: str, encode: Encode) -> bool:
+        """Whether each row has a scale of its own, FP32 and none that is carried."""
+        of_a_row = encode.blocks[name] == (1, self._writer.specs[name].columns) and not encode.power_of_2
+        fp32 = self._writer.specs[encode.weight_scales[name]].dtype == torch.float32
+        return of_a_row and fp32 and name not in self._carried
 
     def _made(self, fit: Fit, scales: str, power_of_2: bool) -> Encoding:
         """How to encode, after one pass; the scales are written."""

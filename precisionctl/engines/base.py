@@ -31,9 +31,10 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 class Engine:
     """`spells` is the quant method that an export to this engine is written in, by scheme; `reads` every pair of
     method and scheme that it loads, `reads_experts` those that it loads for experts too. `ragged` says which linears'
-    rows may end within a block of scales, `ignores` how the list of modules that are no codes is read, by quant method,
-    and `demands` are what else is asked. `command` serves a directory, in place of `{path}`, and `on_ranks` tells it
-    of several GPUs, in place of `{ranks}`."""
+    rows may end within a block of scales, `fuses` whether it computes linears of one input as one,
+    `ignores` how the list of modules that are no codes is read, by quant method, and `demands` are what else is asked.
+    `command` serves a directory, in place of `{path}`, and `on_ranks` tells it of several GPUs, in place of `{ranks}`.
+    """
 
     name: str
     title: str
@@ -49,6 +50,7 @@ class Engine:
     ragged: Ragged
     fused: Rule
     all_or_none: Rule
+    fuses: bool
     experts: Rule
     ignores: Mapping[str, Ignoring]
     demands: tuple[Demand, ...]
@@ -95,7 +97,7 @@ class Engine:
             *_misshapen(found, self.scales),
             *(finding for finding in shapes if finding),
             *_unnamed(found, self.ignores[method.name], self.quantisation),
-            *_torn(scales, specs, self.all_or_none),
+            *_torn(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
             *_unequal(scales, read, self.fused),
             *_unequal_experts(scales, read, self.experts),
             *self.check_experts(scales, method.name, scheme),
@@ -181,8 +183,10 @@ def _experts(names: Iterable[str]) -> dict[tuple[str, str], list[str]]:
     return found
 
 
-def _torn(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule) -> Iterator[Finding]:
-    for group in (*_groups(specs, (*FUSED, LATENT)), *_experts(specs).values()):
+def _torn(
+    scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule, fused: Iterable[tuple[str, ...]]
+) -> Iterator[Finding]:
+    for group in (*_groups(specs, fused), *_experts(specs).values()):
         quantised = [name for name in group if name in scales]
         if quantised and len(quantised) < len(group):
             yield Finding(quantised[0], "FP8 codes, but not all that it is fused with", rule)

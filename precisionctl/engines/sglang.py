@@ -67,6 +67,7 @@ ENGINE = Engine(
         "linears that it fuses must all have one scheme",
         "SGLang 0.5.23 layers/quantization/utils.py is_layer_skipped, compressed_tensors/utils.py",
     ),
+    fuses=True,
     ignores={
         "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
         "modelopt": Ignoring(("ignore", "exclude_modules"), by_part_or_glob),

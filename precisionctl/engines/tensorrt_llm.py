@@ -51,6 +51,7 @@ ENGINE = Engine(
         fatal=False,
     ),
     all_or_none=Rule("linears that it fuses are one linear with one method", "TensorRT-LLM _torch/modules/linear.py"),
+    fuses=True,
     ignores={
         "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
         "modelopt": Ignoring(("ignore", "exclude_modules"), by_glob),

@@ -73,6 +73,7 @@ ENGINE = Engine(
     all_or_none=Rule(
         "linears that it fuses must all have one scheme", "vLLM 0.33 compressed_tensors/utils.py should_ignore_layer"
     ),
+    fuses=True,
     ignores={
         "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
         "modelopt": Ignoring(("ignore", "exclude_modules"), by_part_or_glob),

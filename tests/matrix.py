@@ -1,0 +1,138 @@
+"""Every spelling and scheme that exports are written in, for a family of each kind; made once, for all who judge."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import in_memory
+import pico
+import torch
+from safetensors.torch import load_file, save_file
+
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.engines.base import engines
+
+SPELLINGS = sorted({(method, scheme) for engine in engines().values() for scheme, method in engine.spells.items()})
+"""Pairs of method and scheme."""
+
+_WHOLE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "moe_intermediate_size": 128}
+_LATENT = {"q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "kv_lora_rank": 32, "v_head_dim": 32}
+_WHOLE_LATENT = {"q_lora_rank": 128, "qk_rope_head_dim": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64}
+
+FAMILIES = ("llama-3", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3")
+
+
+def sizes(family: str, scheme: str) -> dict[str, int]:
+    """Changes to a pico model of which every linear can be codes: of whole blocks, for those."""
+    if family == "deepseek-v3":
+        return _WHOLE | _WHOLE_LATENT | {"v_head_dim": 64, "head_dim": 128} if scheme == "block" else _LATENT
+    return _WHOLE if scheme == "block" else {"moe_intermediate_size": 64}
+
+
+def make(root: Path, family: str, method: str, scheme: str) -> Path:
+    """A directory of FP8 codes, with scales of inputs that were recorded where those are fixed."""
+    source, made = root / f"{family}-{scheme == 'block'}", root / f"{family}-{method}-{scheme}"
+    if not source.is_dir():
+        pico.save(source, family, dtype=torch.bfloat16, **sizes(family, scheme))
+    if not made.is_dir():
+        in_memory.export(in_memory.with_state(HuggingFaceReader(source)), made, method, scheme)
+    return made
+
+
+Tensors = dict[str, torch.Tensor]
+Quantization = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A Llama in a spelling, of which something is changed: its tensors, and its `quantization_config`, in place."""
+
+    method: str
+    scheme: str
+    change: Callable[[Tensors, Quantization], None]
+
+
+def make_changed(root: Path, name: str) -> Path:
+    """The directory of one of CHANGES."""
+    case = CHANGES[name]
+    directory = shutil.copytree(make(root, "llama-3", case.method, case.scheme), root / name.replace(" ", "-"))
+    tensors = load_file(directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    case.change(tensors, config["quantization_config"])
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _per_tensor(tensors: Tensors, quantization: Quantization) -> None:
+    """`quant_method: fp8` with a scale for a tensor and its input, under vLLM's names."""
+    ignored = quantization["ignore"]
+    quantization.clear()
+    quantization.update(quant_method="fp8", activation_scheme="static", modules_to_not_convert=ignored)
+    quantization["weight_block_size"] = None
+    _reshape(tensors, "_scale", lambda scale: scale.reshape(()))
+
+
+def _for_transformers(tensors: Tensors, quantization: Quantization) -> None:
+    _per_tensor(tensors, quantization)
+    for name in [name for name in tensors if name.endswith("_scale")]:
+        other = "activation_scale" if name.endswith("input_scale") else "weight_scale_inv"
+        tensors[f"{name.rpartition('.')[0]}.{other}"] = tensors.pop(name)
+
+
+def _reshape(tensors: Tensors, end: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith(end)]:
+        tensors[name] = change(tensors[name]).contiguous()
+
+
+def _left_out(pattern: str, *entries: str, key: str = "ignore") -> Callable[[Tensors, Quantization], None]:
+    """Linears whose weights become BF16, and what the list says of them."""
+
+    def change(tensors: Tensors, quantization: Quantization) -> None:
+        for name in [name for name in tensors if re.fullmatch(pattern, name.removesuffix(".weight"))]:
+            stem = name.removesuffix("weight")
+            scale = tensors.pop(f"{stem}weight_scale_inv", None)
+            if scale is None:
+                scale = tensors.pop(f"{stem}weight_scale")
+            tensors.pop(f"{stem}input_scale", None)
+            rows, columns = tensors[name].shape
+            grid = scale.reshape(len(scale) if scale.ndim else 1, -1)
+            grid = grid.repeat_interleave(rows // grid.shape[0], 0).repeat_interleave(columns // grid.shape[1], 1)
+            tensors[name] = (tensors[name].float() * grid).bfloat16()
+        quantization[key] = [*quantization[key], *entries]
+
+    return change
+
+
+def _unsaid(key: str) -> Callable[[Tensors, Quantization], None]:
+    return lambda tensors, quantization: quantization.pop(key)
+
+
+NOT = "modules_to_not_convert"
+CHANGES = {
+    "fp8 per tensor under the names of vLLM": Changed("compressed-tensors", "static", _per_tensor),
+    "fp8 per tensor under the names of transformers": Changed("compressed-tensors", "static", _for_transformers),
+    "scales of no dimension": Changed(
+        "compressed-tensors", "static", lambda t, q: _reshape(t, "_scale", lambda scale: scale.reshape(()))
+    ),
+    "channels of one dimension": Changed(
+        "compressed-tensors", "dynamic", lambda t, q: _reshape(t, "_scale", lambda scale: scale.reshape(-1))
+    ),
+    "BF16 scales": Changed("compressed-tensors", "dynamic", lambda t, q: _reshape(t, "_scale", torch.Tensor.bfloat16)),
+    "no activation scheme": Changed("fp8", "block", _unsaid("activation_scheme")),
+    "blocks without block size": Changed("fp8", "block", _unsaid("weight_block_size")),
+    "left out by a part of its name": Changed(
+        "fp8", "block", _left_out(r".*\.1\.mlp\.down_proj", "layers.1.mlp.down_proj", key=NOT)
+    ),
+    "left out by a pattern": Changed("compressed-tensors", "dynamic", _left_out(r".*down_proj", r"re:.*down_proj$")),
+    "left out by no name": Changed("compressed-tensors", "dynamic", _left_out(r".*\.1\.mlp\.down_proj")),
+    "codes that are left out": Changed("compressed-tensors", "dynamic", _left_out(r"none", "re:.*mlp.*")),
+    "some of a fused group left out": Changed(
+        "compressed-tensors", "dynamic", _left_out(r".*\.1\..*k_proj", "model.layers.1.self_attn.k_proj")
+    ),
+}
+"""What the checker and the engines have to agree about, beside what we write."""

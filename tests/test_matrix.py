@@ -1,0 +1,100 @@
+"""Every target and scheme, for a family of each kind: transformers computes what the stored codes decode to, or is said
+not to; tests/peers/test_vllm.py asks vLLM's own loader the same."""
+
+import json
+import shutil
+from pathlib import Path
+
+import matrix
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
+
+from precisionctl import convert
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.module import LiveModel
+from precisionctl.engines.base import engines
+from precisionctl.plan import make_plan
+from precisionctl.precision import Precision
+from precisionctl.trainer.model import GPT
+from precisionctl.verify import check
+
+ENGINES = engines()
+TOKENS = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(0))
+AS_VALUES = {"compressed-tensors": CompressedTensorsConfig, "fp8": FineGrainedFP8Config}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("matrix")
+
+
+def refusing(directory: Path) -> set[str]:
+    """The engines that the checker says do not take it."""
+    reader = HuggingFaceReader(directory)
+    return {name for name, engine in ENGINES.items() if any(found.rule.fatal for found in check(reader, engine))}
+
+
+def decoded(directory: Path) -> torch.Tensor:
+    """Logits of our own model, in FP32, of what the codes decode to."""
+    reader = HuggingFaceReader(directory)
+    plan = make_plan(reader, "megatron", dtype=torch.float32)
+    ours = GPT(plan.model, Precision(fp8=False), "emulated", torch.float32)
+    convert.run(plan, reader, LiveModel(plan.model, dict(ours.named_parameters())))
+    with torch.no_grad():
+        return ours(TOKENS)[..., :250]
+
+
+def in_fp32(source: Path) -> Path:
+    """A copy in which what is no FP8 is FP32: transformers decodes to the dtype that it finds beside the codes."""
+    directory = shutil.copytree(source, source.with_name(f"{source.name}-fp32"))
+    file = directory / "model.safetensors"
+    tensors = {name: t.float() if t.dtype == torch.bfloat16 else t for name, t in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    return directory
+
+
+def of_transformers(directory: Path, dtype: torch.dtype, **settings: object) -> torch.Tensor:
+    """Its logits. Raises whatever it raises."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **settings)
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def problem_of_transformers(directory: Path) -> object:
+    """What it does not load or computes wrongly, as users call it, where it rounds the inputs of compressed-tensors'
+    linears, and where it computes with values alone; None for nothing."""
+    method = json.loads((directory / "config.json").read_text())["quantization_config"]["quant_method"]
+    as_values = {"quantization_config": AS_VALUES[method](dequantize=True)} if method in AS_VALUES else {}
+    try:
+        rounded = of_transformers(directory, torch.bfloat16)
+        wide = in_fp32(directory)
+        found = of_transformers(wide, torch.float32, **as_values)
+    except Exception as error:
+        return error
+    expected = decoded(wide)
+    off, more = (float((logits - expected).norm() / expected.norm()) for logits in (found, rounded))
+    return None if off < 1e-4 and more < 0.5 else f"logits are {off:.3g} and {more:.3g} off"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", matrix.FAMILIES)
+@pytest.mark.parametrize(("method", "scheme"), matrix.SPELLINGS)
+def test_transformers_computes_with_what_is_stored_or_the_checker_says_that_it_does_not(root, family, method, scheme):
+    if method == "fp8":
+        pytest.importorskip("accelerate", reason="transformers loads no such directory without it")
+    directory = matrix.make(root, family, method, scheme)
+    problem = problem_of_transformers(directory)
+    assert ("transformers" in refusing(directory)) == (problem is not None), problem
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", matrix.CHANGES)
+def test_of_directories_that_others_might_write_transformers_takes_those_that_the_checker_does(root, name):
+    pytest.importorskip("accelerate", reason="transformers does not load all of them without it")
+    directory = matrix.make_changed(root, name)
+    problem = problem_of_transformers(directory)
+    assert ("transformers" in refusing(directory)) == (problem is not None), problem
