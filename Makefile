@@ -8,8 +8,8 @@ demo: $(READY)  ## the whole story on two CPU cores, in under 8 minutes
 	rm -rf demo-run
 	$(BIN)/precisionctl demo --out demo-run
 
-test: lint  ## what CI runs
-	$(BIN)/pytest -q
+test: lint  ## what CI runs; a thread each, for there is a process to each core
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

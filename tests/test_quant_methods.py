@@ -28,7 +28,11 @@ WRITTEN: list[tuple[str, Scheme]] = [
     *((name, scheme) for name in ("compressed-tensors", "modelopt") for scheme in ("static", "dynamic", "mxfp8")),
     ("fp8", "block"),
 ]
-EACH = pytest.mark.parametrize("method, scheme", [(METHODS[name], scheme) for name, scheme in WRITTEN], ids=str)
+EACH = pytest.mark.parametrize(
+    "method, scheme",
+    [(METHODS[name], scheme) for name, scheme in WRITTEN],
+    ids=lambda given: getattr(given, "name", given),
+)
 
 
 def exported(method, scheme):
