@@ -105,7 +105,7 @@ def make_export(
     return Export(
         replace(plan, jobs=jobs, targets=targets, quantization=quantization),
         quantization,
-        method.spelling.files(scheme, ignored),
+        method.spelling.files(quantization),
         tuple(_notes(plan, precision, kept)),
     )
 

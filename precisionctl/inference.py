@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
+from precisionctl import kv_cache
 from precisionctl.cast import filled, read_state
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import Coded
@@ -12,10 +14,12 @@ from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import PrecisionError, RecipeError
-from precisionctl.export import make_export, plan_of_values, served
+from precisionctl.export import Export, make_export, plan_of_values, served
+from precisionctl.fp8.state import Fp8States
 from precisionctl.notes import left_behind, of_input_scales, of_way_back
+from precisionctl.plan import Plan
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.quant_methods.base import Scheme, quant_methods
+from precisionctl.quant_methods.base import QuantMethod, Scheme, quant_methods
 from precisionctl.reencode import check_model, coded_before, seeded
 from precisionctl.schemes import best_scheme
 from precisionctl.targets import hf_writer
@@ -26,7 +30,8 @@ from precisionctl.work import Work, digest_of, open_output
 class InferenceExport:
     """What to export, for which engine (a name in engines/) on `ranks` GPUs. `scheme` static needs recorded input
     scales; None is the best that there is. `recipe` says which modules stay in BF16, and `keep_misfits` that those do
-    whose shapes the engine refuses."""
+    whose shapes the engine refuses. `kv_cache` fp8 stores scales for a cache of keys and values, which must have been
+    recorded too."""
 
     source: Path
     destination: Path
@@ -38,6 +43,7 @@ class InferenceExport:
     fp8_state: Path | None = None
     ranks: int = 1
     keep_misfits: bool = False
+    kv_cache: Literal["fp8"] | None = None
 
 
 def plan_export(export: InferenceExport) -> Work:
@@ -50,18 +56,46 @@ def plan_export_of(reader: Reader, coded: Coded | None, export: InferenceExport)
     """Plan the export of an open source whose weights may have been codes before. Raises as `plan_export`."""
     engine = engine_named(export.target)
     plan = plan_of_values(reader)
-    precision = (export.recipe or PRESETS["fp8-delayed"]).of_layers(plan.model.num_layers)
     if coded:
         check_model(coded, plan)
     given = read_state(export.fp8_state, plan.gemms) if export.fp8_state else None
     recorded = filled(reader.fp8, given, None)
+    scheme, method, made, notes = _made(reader, coded, plan, recorded, engine, export)
+    if scheme != "static" and export.fp8_state and not export.kv_cache:
+        raise RecipeError(f"{scheme} input scales are made by the engine, of no state", do="Leave --fp8-state out.")
+    if export.kv_cache:
+        kv_cache.check_engine(plan, engine, method)
+        made = kv_cache.with_cache(made, method, kv_cache.recorded_scales(recorded, coded, plan))
+        notes += kv_cache.notes(engine, method, recorded)
+    else:
+        notes += kv_cache.left_out(coded, plan)
+    output = open_output(export.destination, export.source, export.fp8_state)
+    writer = hf_writer(output, made.plan, reader.companions, export=made, max_shard_size=export.max_shard_size)
+    serve = engine.serve(export.destination, export.ranks, fp8_cache=export.kv_cache is not None)
+    notes += [*left_behind(reader), *made.notes, f"Serve it with: {serve}"]
+
+    def finish(changed: Mapping[str, float]) -> None:
+        notes.extend(of_way_back(coded, made.codes, changed) if coded else ())
+
+    digest = digest_of(made.plan, export, export.fp8_state, coded)
+    return Work(reader, made.plan, writer, output, finish, False, digest, notes, None, coded)
+
+
+def _made(
+    reader: Reader,
+    coded: Coded | None,
+    plan: Plan,
+    recorded: Fp8States | None,
+    engine: Engine,
+    export: InferenceExport,
+) -> tuple[Scheme, QuantMethod, Export, list[str]]:
+    """The scheme, how it is spelled, the export's plan, and what to tell of all that."""
+    precision = (export.recipe or PRESETS["fp8-delayed"]).of_layers(plan.model.num_layers)
     states = recorded or seeded(reader, coded, plan)
     codes = coded if reader.encodings else None
     scheme, why = (export.scheme, "") if export.scheme else best_scheme(engine, plan, precision, states, codes)
     if scheme not in engine.spells:
         raise PrecisionError(f"no {scheme} for {engine.title}", do=f"Choose --scheme {' or '.join(engine.spells)}.")
-    if scheme != "static" and export.fp8_state:
-        raise RecipeError(f"{scheme} input scales are made by the engine, of no state", do="Leave --fp8-state out.")
     method = quant_methods()[engine.spells[scheme]]
     refusal = partial(engine.refusal, scheme=scheme, served=served(plan, export.ranks))
     made = make_export(plan, states, method, scheme, precision, refusal, keep_refused=export.keep_misfits)
@@ -71,19 +105,10 @@ def plan_export_of(reader: Reader, coded: Coded | None, export: InferenceExport)
             where=found[0].where,
             do="Export with --scheme static or block, or name the experts in keep_bf16 of a --recipe.",
         )
-    output = open_output(export.destination, export.source, export.fp8_state)
-    writer = hf_writer(output, made.plan, reader.companions, export=made, max_shard_size=export.max_shard_size)
     notes = [f"Scheme {scheme}: {why}."] if why else []
     if scheme == "static":
         notes += of_input_scales(recorded, export.fp8_state)
-    notes += left_behind(reader)
-    notes += [*made.notes, f"Serve it with: {engine.serve(export.destination, export.ranks)}"]
-
-    def finish(changed: Mapping[str, float]) -> None:
-        notes.extend(of_way_back(coded, made.codes, changed) if coded else ())
-
-    digest = digest_of(made.plan, export, export.fp8_state, coded)
-    return Work(reader, made.plan, writer, output, finish, False, digest, notes, None, coded)
+    return scheme, method, made, notes
 
 
 def engine_named(name: str) -> Engine:

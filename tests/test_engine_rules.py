@@ -123,6 +123,8 @@ def channels_with_fixed_inputs(**more):
 def with_cache(made, k="self_attn.k_scale", v="self_attn.v_scale", **scheme):
     if made.quantization["quant_method"] == "compressed-tensors":
         made.saying(kv_cache_scheme=KV | scheme)
+    else:
+        made.saying(kv_cache_quant_algo="FP8")
     return made.having(f"{LAYER}.{k}", (1,)).having(f"{LAYER}.{v}", (1,))
 
 

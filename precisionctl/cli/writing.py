@@ -87,6 +87,7 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     help="Input scales from the FP8 state; by token, weights by channel; all by 128 or (mxfp8) 32. Else the best.",
 )
 @click.option("--tp", "ranks", type=POSITIVE, default=1, show_default=True, help="GPUs that the engine cuts it for.")
+@click.option("--kv-cache", type=click.Choice(["fp8"]), help="Store scales of keys and values, for a cache in FP8.")
 @click.option("--keep-misfits", is_flag=True, help="Leave weights in BF16 whose shapes the engine refuses.")
 @fp8_state_option
 @click.option("--recipe", help="Recipe whose keep_bf16 names modules to leave in BF16: a bundled name or a TOML file.")

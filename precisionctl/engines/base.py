@@ -33,8 +33,9 @@ class Engine:
     method and scheme that it loads, `reads_experts` those that it loads for experts too. `ragged` says which linears'
     rows may end within a block of scales, `fuses` whether it computes linears of one input as one,
     `ignores` how the list of modules that are no codes is read, by quant method, and `demands` are what else is asked.
-    `command` serves a directory, in place of `{path}`, and `on_ranks` tells it of several GPUs, in place of `{ranks}`.
-    """
+    `cache` is what it does with the scales of an FP8 KV cache, by quant method, nothing for others. `command` serves a
+    directory, in place of `{path}`; `on_ranks` tells it of several GPUs, in place of `{ranks}`, and `on_cache` of an
+    FP8 cache."""
 
     name: str
     title: str
@@ -54,10 +55,13 @@ class Engine:
     experts: Rule
     ignores: Mapping[str, Ignoring]
     demands: tuple[Demand, ...]
+    cache: Mapping[str, str]
+    on_cache: str
 
-    def serve(self, path: object, ranks: int) -> str:
+    def serve(self, path: object, ranks: int, *, fp8_cache: bool = False) -> str:
         """The command that serves a directory."""
-        return (self.command + (self.on_ranks if ranks > 1 else "")).format(path=path, ranks=ranks)
+        options = (self.on_ranks if ranks > 1 else "") + (self.on_cache if fp8_cache else "")
+        return (self.command + options).format(path=path, ranks=ranks)
 
     def check(
         self,

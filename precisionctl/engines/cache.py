@@ -9,7 +9,9 @@ from precisionctl.engines.rule import Directory
 
 Broken = Iterator[tuple[str, str]]
 
-_SCALE = re.compile(r"(.+\.self_attn)\.(?:[kv]_proj\.)?([kv])_scale")
+_SCALE = re.compile(r"(.+\.self_attn)\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v)|qkv_proj\.)?([kv])_scale")
+"""What vLLM's and SGLang's loaders look for (both: maybe_remap_kv_scale_name in weight_utils.py)."""
+
 _LAYER = re.compile(r"(.+\.self_attn)\..+")
 
 
@@ -22,6 +24,58 @@ def cache_without_scales(directory: Directory) -> Broken:
     missing = [layer for layer in layers if not {(layer, "k"), (layer, "v")} <= scaled]
     if missing:
         yield missing[0], f"no k_scale and v_scale, in {len(missing)} of {len(layers)} layers"
+
+
+def attention_and_kind(name: str) -> tuple[str, str] | None:
+    """The attention that a cache's scale belongs to, and `k` or `v`; None for another tensor."""
+    found = _SCALE.fullmatch(name)
+    return (found[1], found[2]) if found else None
+
+
+def cache_without_notice(directory: Directory) -> Broken:
+    """A cache that is to be FP8, beside other weights than those of compressed-tensors."""
+    if _is_fp8(directory) and directory.method != "compressed-tensors":
+        yield "config.json", "a KV cache in FP8"
+
+
+def cache_unsaid(directory: Directory) -> Broken:
+    """Scales of a cache, and no word that it is to be FP8."""
+    if not _is_fp8(directory) and directory.method != "fp8":
+        yield from ((name, "a scale of the KV cache, which nothing says to be FP8") for name in _scales(directory)[:1])
+
+
+def cache_scales_unfound(directory: Directory) -> Broken:
+    """Scales under names that no loader looks for."""
+    for name in directory.specs:
+        if name.endswith((".k_scale", ".v_scale")) and not _SCALE.fullmatch(name):
+            yield name, "the name of no attention's scale"
+            return
+
+
+def cache_scales_of_values_alone(directory: Directory) -> Broken:
+    """Scales of values without those of keys."""
+    kinds: dict[str, set[str]] = {}
+    for layer, kind in filter(None, map(attention_and_kind, directory.specs)):
+        kinds.setdefault(layer, set()).add(kind)
+    for layer, there in kinds.items():
+        if there == {"v"}:
+            yield layer, "a v_scale without a k_scale"
+            return
+
+
+def cache_scales_of_no_use(directory: Directory) -> Broken:
+    """Scales that are no positive numbers, or that are several where the config does not say so."""
+    scheme = directory.quantization.get("kv_cache_scheme")
+    by_head = isinstance(scheme, Mapping) and scheme.get("strategy") == "attn_head"
+    for name in _scales(directory):
+        spec = directory.specs[name]
+        if spec.rows * spec.columns != 1 and not by_head:
+            yield name, f"shape {list(spec.shape)}, not one scale"
+            return
+        values = directory.read(name).float()
+        if not bool((values.isfinite() & (values > 0)).all()):
+            yield name, "a scale that is no positive number"
+            return
 
 
 def cache_scales(directory: Directory) -> Broken:

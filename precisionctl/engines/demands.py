@@ -47,7 +47,7 @@ def named(weight: str, activation: str, blocks: str = "weight_scale_inv") -> Cal
 
     def broken(directory: Directory) -> Broken:
         for name, scales in directory.scales.items() if directory.method == "fp8" else ():
-            one = scales.block == sized(TENSOR, directory.specs[name])
+            one = directory.scheme != "block" and scales.block == sized(TENSOR, directory.specs[name])
             for found, wanted in ((scales.weight, weight if one else blocks), (scales.input, activation)):
                 if found and found != sibling(name, wanted):
                     yield found, f"not named {wanted}"

@@ -1,7 +1,14 @@
 """SGLang: what it asks of an FP8 directory. Read in SGLang 0.5.23; its config parsers were run, without its kernels."""
 
 from precisionctl.engines.base import Engine
-from precisionctl.engines.cache import cache_by, cache_without_scales
+from precisionctl.engines.cache import (
+    cache_by,
+    cache_scales_of_no_use,
+    cache_scales_of_values_alone,
+    cache_scales_unfound,
+    cache_unsaid,
+    cache_without_scales,
+)
 from precisionctl.engines.demands import (
     format_of_weights_alone,
     named,
@@ -120,5 +127,38 @@ ENGINE = Engine(
                 "it casts into an FP8 cache with scale 1", "SGLang 0.5.23 layers/quantization/kv_cache.py", fatal=False
             ),
         ),
+        Demand(
+            cache_unsaid,
+            Rule(
+                "its cache stays as it is unless it is told",
+                "SGLang 0.5.23 layers/quantization/kv_cache.py",
+                fatal=False,
+            ),
+        ),
+        Demand(
+            cache_scales_unfound,
+            Rule(
+                "it looks under self_attn; what it does not find is 1",
+                "SGLang 0.5.23 model_loader/weight_utils.py maybe_remap_kv_scale_name",
+                fatal=False,
+            ),
+        ),
+        Demand(
+            cache_scales_of_values_alone,
+            Rule("one scale for both would be one of keys", "SGLang 0.5.23 layers/quantization/kv_cache.py"),
+        ),
+        Demand(
+            cache_scales_of_no_use,
+            Rule(
+                "keys and values are divided by one positive number each",
+                "SGLang 0.5.23 layers/quantization/kv_cache.py",
+            ),
+        ),
     ),
+    cache={
+        "compressed-tensors": "takes keys and values by them",
+        "modelopt": "takes keys and values by them",
+        "fp8": "takes keys and values by them",
+    },
+    on_cache=" --kv-cache-dtype fp8_e4m3",
 )

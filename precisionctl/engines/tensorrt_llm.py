@@ -88,4 +88,9 @@ ENGINE = Engine(
             ),
         ),
     ),
+    cache={
+        "modelopt": "makes its cache FP8 by itself, under a scale of 1: it reads the scales for an NVFP4 cache alone",
+        "fp8": "makes its cache FP8 when it is told, under a scale of 1: it reads the scales for an NVFP4 cache alone",
+    },
+    on_cache=" --kv_cache_dtype fp8",
 )

@@ -1,7 +1,15 @@
 """vLLM: what it asks of an FP8 directory. Read in vLLM 0.33.0; config parser and weight loader were run on a CPU."""
 
 from precisionctl.engines.base import Engine
-from precisionctl.engines.cache import cache_by, cache_scales_beyond_bf16, cache_without_scales
+from precisionctl.engines.cache import (
+    cache_by,
+    cache_scales_beyond_bf16,
+    cache_scales_of_no_use,
+    cache_scales_of_values_alone,
+    cache_scales_unfound,
+    cache_unsaid,
+    cache_without_scales,
+)
 from precisionctl.engines.demands import (
     format_of_weights_alone,
     named,
@@ -129,5 +137,31 @@ ENGINE = Engine(
                 fatal=False,
             ),
         ),
+        Demand(
+            cache_unsaid,
+            Rule("its cache stays as it is unless it is told", "vLLM 0.33 quantization/kv_cache.py", fatal=False),
+        ),
+        Demand(
+            cache_scales_unfound,
+            Rule(
+                "it looks under self_attn; what it does not find is 1",
+                "vLLM 0.33 quantization/base_config.py get_cache_scale_mapper",
+                fatal=False,
+            ),
+        ),
+        Demand(
+            cache_scales_of_values_alone,
+            Rule("one scale for both would be one of keys", "vLLM 0.33 quantization/kv_cache.py"),
+        ),
+        Demand(
+            cache_scales_of_no_use,
+            Rule("keys and values are divided by one positive number each", "vLLM 0.33 quantization/kv_cache.py"),
+        ),
     ),
+    cache={
+        "compressed-tensors": "takes keys and values by them, and makes its cache FP8 by itself",
+        "modelopt": "takes keys and values by them, and makes its cache FP8 by itself",
+        "fp8": "takes keys and values by them once it is told that its cache is FP8",
+    },
+    on_cache=" --kv-cache-dtype fp8",
 )

@@ -13,10 +13,13 @@ import torch
 
 from precisionctl import convert
 from precisionctl.checkpoints.base import Reader, read_tensor
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
+from precisionctl.evaluate.cache import round_cached
 from precisionctl.evaluate.quantizers import GroupInputs, StaticInputs, StoredBlocks, StoredWeight, TokenInputs
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
+from precisionctl.kv_cache import stored_scales
 from precisionctl.plan import Job, Plan, make_plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import CODES
@@ -39,11 +42,29 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
     model = GPT(plan.model, _precision(states, plan), "emulated", dtype, device)
     convert.run(plan, reader, LiveModel(plan.model, dict(model.named_parameters())))
     stored = str(dtype).removeprefix("torch.")
+    if plain:
+        return model, stored
     if states is None:
-        return model, (None if plain else _quantise(model, reader, plan)) or stored
+        return model, (_quantise(model, reader, plan) or stored) + _cache(model, reader, plan)
     for name, linear in fp8_linears(model).items():
         linear.set_fp8_state(states.modules[name])
     return model, f"FP8 with delayed scaling, {stored} weights"
+
+
+def _cache(model: GPT, reader: Reader, plan: Plan) -> str:
+    """Let attention see keys and values as they come out of the FP8 cache that a directory has scales for. Returns
+    words to add."""
+    if not isinstance(reader, HuggingFaceReader) or not _cache_is_fp8(reader):
+        return ""
+    scales = stored_scales(reader.coded, plan)
+    for name, scale in scales.items():
+        round_cached(model.get_submodule(name), scale)
+    return ", FP8 KV cache" if scales else ""
+
+
+def _cache_is_fp8(reader: HuggingFaceReader) -> bool:
+    quantization = reader.config.get("quantization_config") or {}
+    return bool(quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo"))
 
 
 def _live_state(reader: Reader) -> Fp8States | None:

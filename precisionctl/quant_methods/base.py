@@ -92,16 +92,29 @@ class Scales:
 
 
 @dataclass(frozen=True)
+class CacheSpelling:
+    """How the scale_inv of an FP8 KV cache are spelled: the names of those of keys and of values, below an attention's,
+    their shape, and what the `quantization_config` says of them. They are FP32, and where `as_bf16`, because a reader
+    rounds them to that, numbers that BF16 has."""
+
+    names: tuple[str, str]
+    shape: tuple[int, ...]
+    config: Mapping[str, Any]
+    as_bf16: bool = True
+
+
+@dataclass(frozen=True)
 class Spelling:
     """How an export is spelled. `shapes` gives that of the tensor that holds a grid of so many rows and columns of
     scales, by scheme, and by those that are only read. `config(scheme, ignored)` is the `quantization_config`, with the
-    full names of the linear and embedding modules that are not quantised under the key `ignored`, and `files` are the
-    files beside it, by name. Modules with a name that ends in one of `never` are known not to be quantised, named or
-    not."""
+    full names of the linear and embedding modules that are not quantised under the key `ignored`, `cache` how scales
+    of a KV cache are spelled, and `files(config)` are the files beside it, by name. Modules with a name that ends in
+    one of `never` are known not to be quantised, named or not."""
 
     shapes: Mapping[str, Callable[[int, int], tuple[int, ...]]]
     config: Callable[[Scheme, Sequence[str]], dict[str, Any]]
-    files: Callable[[Scheme, Sequence[str]], dict[str, bytes]] = lambda scheme, ignored: {}
+    cache: CacheSpelling
+    files: Callable[[Mapping[str, Any]], dict[str, bytes]] = lambda config: {}
     ignored: str = "ignore"
     never: tuple[str, ...] = ()
 

@@ -12,6 +12,7 @@ from precisionctl.quant_methods.base import (
     CHANNEL,
     TENSOR,
     Block,
+    CacheSpelling,
     QuantMethod,
     Said,
     Scheme,
@@ -106,5 +107,11 @@ QUANT_METHOD = QuantMethod(
             "mxfp8": lambda rows, columns: (rows, columns),
         },
         config=config,
+        cache=CacheSpelling(
+            ("k_scale", "v_scale"),
+            (1,),
+            {"kv_cache_scheme": _FP8 | {"strategy": "tensor", "dynamic": False}},
+            as_bf16=False,
+        ),
     ),
 )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precisionctl.errors import PrecisionError, shown
-from precisionctl.quant_methods.base import SQUARE, TENSOR, QuantMethod, Said, Scheme, Spelling, block_of
+from precisionctl.quant_methods.base import SQUARE, TENSOR, CacheSpelling, QuantMethod, Said, Scheme, Spelling, block_of
 
 
 def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
@@ -47,6 +47,8 @@ QUANT_METHOD = QuantMethod(
             "per-tensor weights and dynamic": lambda rows, columns: (),
         },
         config=config,
+        # ModelOpt's, which vLLM and SGLang read here too; the key is SGLang's, others are told when they start.
+        cache=CacheSpelling(("k_proj.k_scale", "v_proj.v_scale"), (), {"kv_cache_quant_algo": "FP8"}),
         ignored="modules_to_not_convert",
         # DeepSeek's own directories name none of these.
         never=("lm_head", "shared_head.head", ".gate", "eh_proj"),

@@ -10,7 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precisionctl.errors import PrecisionError, shown
-from precisionctl.quant_methods.base import CHANNEL, TENSOR, QuantMethod, Said, Scheme, Spelling, together
+from precisionctl.quant_methods.base import (
+    CHANNEL,
+    TENSOR,
+    CacheSpelling,
+    QuantMethod,
+    Said,
+    Scheme,
+    Spelling,
+    together,
+)
 
 _ALGORITHMS: Mapping[Scheme, str] = {"static": "FP8", "dynamic": "FP8_PER_CHANNEL_PER_TOKEN", "mxfp8": "MXFP8"}
 _GROUPS: Mapping[Scheme, dict[str, int]] = {"mxfp8": {"group_size": 32}}
@@ -33,12 +42,13 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def files(scheme: Scheme, ignored: Sequence[str]) -> dict[str, bytes]:
+def files(config: Mapping[str, Any]) -> dict[str, bytes]:
+    """The same, nested."""
     quantization = {
-        "quant_algo": _ALGORITHMS[scheme],
-        "kv_cache_quant_algo": None,
-        "exclude_modules": sorted(ignored),
-        **_GROUPS.get(scheme, {}),
+        "quant_algo": config["quant_algo"],
+        "kv_cache_quant_algo": "FP8" if "kv_cache_scheme" in config else None,
+        "exclude_modules": config["ignore"],
+        **{key: config[key] for key in ("group_size",) if key in config},
     }
     text = json.dumps({"producer": _PRODUCER, "quantization": quantization}, indent=4)
     return {"hf_quant_config.json": text.encode()}
@@ -80,6 +90,7 @@ QUANT_METHOD = QuantMethod(
             "mxfp8": lambda rows, columns: (rows, columns),
         },
         config=config,
+        cache=CacheSpelling(("k_proj.k_scale", "v_proj.v_scale"), (), {"kv_cache_scheme": _FP8}),
         files=files,
     ),
 )

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import environments
@@ -14,6 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.fp8 import numerics, sidecar
+from precisionctl.fp8.state import Fp8State
+from precisionctl.inference import InferenceExport, plan_export
+from precisionctl.work import execute
 
 SCRIPT = Path(__file__).with_name("vllm_load.py")
 BUILD = (
@@ -52,12 +57,17 @@ def through_vllm(tmp_path, python, family, method, scheme):
     pico.save(tmp_path / "source", family, dtype=torch.bfloat16, **(WHOLE if scheme == "block" else {}))
     source = in_memory.with_state(HuggingFaceReader(tmp_path / "source"))
     in_memory.export(source, tmp_path / "exported", method, scheme)
-    out = tmp_path / "loaded.safetensors"
+    loaded, said = load_in_vllm(python, tmp_path / "exported", tmp_path / "loaded.safetensors")
+    assert said["quantization"] == (f"{method}_mxfp8" if scheme == "mxfp8" else method)
+    return load_file(tmp_path / "exported" / "model.safetensors"), loaded
+
+
+def load_in_vllm(python, directory, out):
+    """What vLLM made of a directory's tensors, and what it says of itself."""
     environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": ""}
-    subprocess.run([python, SCRIPT, tmp_path / "exported", out], check=True, capture_output=True, env=environment)
+    subprocess.run([python, SCRIPT, directory, out], check=True, capture_output=True, env=environment)
     with safe_open(out, "pt") as file:
-        assert file.metadata()["quantization"] == (f"{method}_mxfp8" if scheme == "mxfp8" else method)
-    return load_file(tmp_path / "exported" / "model.safetensors"), load_file(out)
+        return load_file(out), file.metadata()
 
 
 SPELLINGS = [
@@ -108,3 +118,26 @@ def test_vllm_loads_experts_with_the_values_that_are_stored(tmp_path, python, fa
     ups = {name for name in stored if ".experts." in name and name.endswith(f".{EXPERTS[family][1]}.input_scale")}
     assert taken | ups == {name for name in stored if ".experts." in name}
     assert all(values.dtype == torch.float8_e4m3fn for name, values in found.items() if name.endswith("_weight"))
+
+
+@pytest.mark.parametrize(
+    ("target", "scheme"), [("vllm", "static"), ("vllm", "dynamic"), ("vllm", "block"), ("tensorrt-llm", "static")]
+)
+def test_vllm_casts_its_cache_with_the_scales_that_are_stored(tmp_path, python, target, scheme):
+    """Beside blocks and in ModelOpt's spelling, under those scales in BF16."""
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16, **WHOLE)
+    source = in_memory.with_state(HuggingFaceReader(tmp_path / "hf"))
+    roles = {
+        role: numerics.after_one_update(torch.tensor(amax), role, source.fp8.recipe)
+        for role, amax in (("k", 3.3), ("v", 0.7))
+    }
+    caches = {f"decoder.layers.{layer}.self_attention.core_attention": Fp8State(roles) for layer in range(2)}
+    sidecar.write(tmp_path / "hf" / sidecar.RELATIVE, replace(source.fp8, modules={**source.fp8.modules, **caches}))
+    execute(plan_export(InferenceExport(tmp_path / "hf", tmp_path / "out", target, scheme, kv_cache="fp8")))
+    loaded, said = load_in_vllm(python, tmp_path / "out", tmp_path / "loaded.safetensors")
+    assert said["cache"] == ("auto" if scheme == "block" else "fp8_e4m3" if target == "tensorrt-llm" else "fp8")
+    for layer in range(2):
+        for kind, amax in (("k", 3.3), ("v", 0.7)):
+            found = loaded[f"model.layers.{layer}.self_attn.attn.{kind}_scale"]
+            assert found.float().item() == (torch.tensor(amax) / 448).to(found.dtype).item()
+    assert {name.rpartition(".")[2] for name in loaded} >= {"k_scale", "v_scale"}

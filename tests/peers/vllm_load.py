@@ -37,4 +37,5 @@ parameters = dict(model.named_parameters())
 silent = [name for name in parameters if name not in loaded and not name.endswith(OPTIONAL)]
 assert not silent, f"vLLM was given nothing for {silent}"
 tensors = {name: parameters[name].detach().contiguous() for name in loaded}
-save_file(tensors, out, {"quantization": config.model_config.quantization})
+caches = {module.kv_cache_dtype for module in model.modules() if hasattr(module, "kv_cache_dtype")}
+save_file(tensors, out, {"quantization": config.model_config.quantization, "cache": " ".join(sorted(caches))})

@@ -1,0 +1,148 @@
+"""The scales of an FP8 KV cache: what keys (after rotary) and values were, over E4M3's largest.
+
+An engine divides what it caches by them and multiplies what it reads, so like every stored scale they are scale_inv,
+one for all keys of a layer and one for all its values; under tensor parallelism each GPU has both.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from precisionctl.cast import Encode
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.encodings_file import Coded
+from precisionctl.engines.base import Engine
+from precisionctl.engines.cache import attention_and_kind
+from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
+from precisionctl.export import Export
+from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
+from precisionctl.fp8.state import CACHE, Fp8States
+from precisionctl.param import TensorSpec
+from precisionctl.plan import Job, Plan
+from precisionctl.quant_methods.base import CODES, QuantMethod
+
+_PROJECTION = "linear_proj"
+_RECORD = "Record them with `precisionctl calibrate`, and give its file with --fp8-state; or leave --kv-cache out."
+
+
+@dataclass(frozen=True)
+class CacheScale:
+    """scale_inv of the keys and of the values that an attention caches."""
+
+    k: float
+    v: float
+
+
+def check_engine(plan: Plan, engine: Engine, method: QuantMethod) -> None:
+    """Raise PrecisionError where an engine does nothing with scales of a cache, for this model or in this spelling."""
+    if plan.model.mla is not None:
+        raise PrecisionError(
+            "engines cache the latents of this attention, and none takes a stored scale for them",
+            where=f"architecture {plan.model.architecture}",
+            do=f"Leave --kv-cache out; {engine.title} is told of an FP8 cache when it starts"
+            + (f" ({engine.on_cache.strip()})." if engine.on_cache else "."),
+        )
+    if method.name not in engine.cache:
+        raise PrecisionError(
+            f"{engine.title} does nothing with scales of a KV cache beside {method.name} weights",
+            do="Leave --kv-cache out"
+            + (f", or choose a scheme of {' or '.join(sorted(engine.cache))}." if engine.cache else "."),
+        )
+    for stem in _attentions(plan):
+        if not stem.endswith(".self_attn"):
+            raise PrecisionError(
+                f"engines look for scales of a KV cache under `self_attn`, and this model has `{stem}`",
+                do="Leave --kv-cache out.",
+            )
+
+
+def recorded_scales(states: Fp8States | None, coded: Coded | None, plan: Plan) -> dict[str, CacheScale]:
+    """By the attention's Hugging Face name: what was recorded, else what a source of FP8 codes came with. Raises
+    MissingFp8State where there is neither."""
+    found = {}
+    for stem, job in _attentions(plan).items():
+        scale = _recorded(states, job) or _stored(coded, stem)
+        if scale is None:
+            raise MissingFp8State(f"the keys and values that `{stem}` caches were never recorded", do=_RECORD)
+        found[stem] = scale
+    return found
+
+
+def with_cache(made: Export, method: QuantMethod, scales: Mapping[str, CacheScale]) -> Export:
+    """An export that has these scales too, each written with the attention's output projection."""
+    assert method.spelling is not None, "engines name methods that exports are written in"
+    spelling = method.spelling.cache
+    targets = dict(made.plan.targets)
+    attentions = {job.name: stem for stem, job in _attentions(made.plan).items()}
+    jobs = []
+    for job in made.plan.jobs:
+        if stem := attentions.get(job.name):
+            scale = scales[stem]
+            found = [_in_bf16(value) if spelling.as_bf16 else value for value in (scale.k, scale.v)]
+            values = {f"{stem}.{name}": value for name, value in zip(spelling.names, found, strict=True)}
+            targets |= {name: TensorSpec(spelling.shape, torch.float32) for name in values}
+            encode = job.encode or Encode({}, {}, {})
+            job = replace(job, encode=replace(encode, input_scales={**encode.input_scales, **values}))
+        jobs.append(job)
+    quantization = {**made.quantization, **spelling.config}
+    plan = replace(made.plan, jobs=tuple(jobs), targets=targets, quantization=quantization)
+    return replace(made, plan=plan, quantization=quantization, files=method.spelling.files(quantization))
+
+
+def notes(engine: Engine, method: QuantMethod, states: Fp8States | None) -> Iterator[str]:
+    """Where the scales are from, and what an engine does with them."""
+    known = states and any(role in state.roles for state in states.modules.values() for role in CACHE)
+    yield f"KV cache: {'recorded' if known else 'the source came with'} scales of keys after rotary, and of values."
+    yield f"{engine.title} {engine.cache[method.name]}."
+
+
+def left_out(coded: Coded | None, plan: Plan) -> Iterator[str]:
+    """That a source has such scales, where the result is not to have them."""
+    if any(_stored(coded, stem) for stem in _attentions(plan)):
+        yield "The scales of a KV cache that the source has stay behind; --kv-cache fp8 takes them along."
+
+
+def stored_scales(coded: Coded | None, plan: Plan) -> dict[str, CacheScale]:
+    """Those that a source of FP8 codes came with, by Megatron's name of what caches: `….core_attention`."""
+    found = {_core(job): _stored(coded, stem) for stem, job in _attentions(plan).items()}
+    return {name: scale for name, scale in found.items() if scale is not None}
+
+
+def _attentions(plan: Plan) -> dict[str, Job]:
+    """The job of each attention's output projection, by the attention's Hugging Face name."""
+    jobs = [job for job in plan.jobs if job.row.gemm and job.module.endswith(f".self_attention.{_PROJECTION}")]
+    named = [(job.writes if plan.target == "hf" else job.reads)[0] for job in jobs]
+    stems = [name.removesuffix(".weight").rpartition(".")[0] for name in named]
+    return dict(zip(stems, jobs, strict=True))
+
+
+def _core(job: Job) -> str:
+    return f"{job.module.removesuffix(_PROJECTION)}core_attention"
+
+
+def _recorded(states: Fp8States | None, job: Job) -> CacheScale | None:
+    state = states.modules.get(_core(job)) if states else None
+    if states is None or state is None or any(role not in state.roles for role in CACHE):
+        return None
+    k, v = (float(recorded_amax(state.roles[role], role, states.recipe) / FP8_MAX[CODES]) for role in CACHE)
+    return CacheScale(k, v) if k > 0 and v > 0 else None
+
+
+def _in_bf16(scale: float) -> float:
+    """The smallest number of BF16 that is not less, so that nothing saturates."""
+    exact = torch.tensor(scale)
+    rounded = exact.bfloat16()
+    return float(rounded if rounded >= exact else torch.nextafter(rounded, torch.full_like(rounded, torch.inf)))
+
+
+def _stored(coded: Coded | None, stem: str) -> CacheScale | None:
+    values: dict[str, float] = {}
+    for name, spec in coded.stored.specs.items() if coded else ():
+        found = attention_and_kind(name)
+        if coded and found and found[0] == stem and spec.rows * spec.columns == 1:
+            kind = found[1]
+            values[kind] = float(read_tensor(coded.stored, name).float().reshape(()))
+            if not 0 < values[kind] < float("inf"):
+                raise DamagedCheckpoint(f"{name} holds a scale that is no positive number", where=coded.path)
+    return CacheScale(values["k"], values["v"]) if values.keys() >= {"k", "v"} else None

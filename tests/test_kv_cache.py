@@ -1,0 +1,254 @@
+"""Scales of an FP8 KV cache: against what transformers caches, and compressed-tensors' own rounding of it there."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pico
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_evaluate import TOKENS, in_fp32, save
+from test_export import SHORT, states_for
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.engines.base import engines
+from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
+from precisionctl.evaluate import load
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
+from precisionctl.inference import InferenceExport, plan_export
+from precisionctl.precision import PRESETS
+from precisionctl.work import execute
+
+LAYERS = range(2)
+
+
+def cached_amaxes(directory: Path) -> list[tuple[float, float]]:
+    """The largest key and value that transformers caches for some tokens, layer by layer."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        AutoModelForCausalLM.from_pretrained(directory)(TOKENS, past_key_values=cache)
+    return [(float(layer.keys.abs().max()), float(layer.values.abs().max())) for layer in cache.layers]
+
+
+def with_cache_state(directory: Path) -> Fp8States:
+    """State as after training, and as `calibrate` leaves it for the cache: in one row of several."""
+    states = states_for(directory, SHORT)
+    modules = dict(states.modules)
+    for layer, amaxes in enumerate(cached_amaxes(directory)):
+        roles = {}
+        for role, amax in zip(("k", "v"), amaxes, strict=True):
+            history = torch.zeros(SHORT.amax_history_len)
+            history[3], history[-1] = amax, amax / 2
+            roles[role] = RoleState(torch.tensor(448.0 / amax), history)
+        modules[f"decoder.layers.{layer}.self_attention.core_attention"] = Fp8State(roles)  # type: ignore[arg-type]
+    return replace(states, modules=modules)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("kv") / "hf"
+    save(
+        directory, "llama-3", dtype=torch.bfloat16, hidden_size=128, intermediate_size=128, head_dim=64
+    )  # whole blocks
+    sidecar.write(directory / sidecar.RELATIVE, with_cache_state(directory))
+    return directory
+
+
+def export(source: Path, out: Path, target: str, scheme: str, **settings: object) -> dict[str, torch.Tensor]:
+    wanted = InferenceExport(source, out, target, scheme, kv_cache="fp8", **settings)  # type: ignore[arg-type]
+    execute(plan_export(wanted))
+    return load_file(out / "model.safetensors")
+
+
+BELOW = {"compressed-tensors": ("k_scale", "v_scale"), "modelopt": ("k_proj.k_scale", "v_proj.v_scale")}
+BELOW["fp8"] = BELOW["modelopt"]
+ALL = [
+    (engine.name, scheme)
+    for engine in engines().values()
+    for scheme in engine.spells
+    if engine.spells[scheme] in engine.cache
+]
+
+
+@pytest.mark.parametrize(("target", "scheme"), ALL)
+def test_each_spelling_has_amax_over_448_and_breaks_no_rule(
+    source: Path, tmp_path: Path, target: str, scheme: str
+) -> None:
+    stored = export(source, tmp_path / "out", target, scheme)
+    engine = engines()[target]
+    method = engine.spells[scheme]  # type: ignore[index]
+    for layer, amaxes in enumerate(cached_amaxes(source)):
+        for below, amax in zip(BELOW[method], amaxes, strict=True):
+            scale = stored[f"model.layers.{layer}.self_attn.{below}"]
+            assert scale.dtype == torch.float32
+            assert scale.shape == ((1,) if method == "compressed-tensors" else ())
+            if method == "compressed-tensors":
+                assert scale.item() == (torch.tensor(amax) / 448).item()
+            else:  # a reader rounds it to BF16: the next such number
+                assert amax / 448 <= scale.item() == scale.bfloat16().item() < amax / 448 * (1 + 2**-7)
+    reader = HuggingFaceReader(tmp_path / "out")
+    found = engine.check(reader.config, reader.stored.specs, stored.__getitem__, 1 if scheme == "block" else 2)
+    said = ["its FP8 cache has scale 1, whatever is stored"] if target == "tensorrt-llm" else []
+    assert [finding.rule.text for finding in found if not finding.rule.fatal] == said
+    assert not any(finding.rule.fatal for finding in found)
+    quantization = reader.config["quantization_config"]
+    if method == "fp8":
+        assert quantization["kv_cache_quant_algo"] == "FP8"
+    else:
+        said = quantization["kv_cache_scheme"]
+        assert (said["num_bits"], said["type"], said["dynamic"]) == (8, "float", False)
+    if method == "modelopt":
+        nested = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
+        assert nested["kv_cache_quant_algo"] == "FP8"
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+def test_logits_are_those_of_compressed_tensors_own_cache_in_transformers(source: Path, tmp_path: Path) -> None:
+    export(source, tmp_path / "out", "transformers", "dynamic")
+    in_fp32(tmp_path / "out")
+    model, precision = load(HuggingFaceReader(tmp_path / "out"))
+    assert precision == "FP8 codes with dynamic per-token input scales, FP8 KV cache"
+    shutil.copytree(tmp_path / "out", tmp_path / "plain")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    del config["quantization_config"]["kv_cache_scheme"]
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        ours = model(TOKENS)[..., :250]
+        expected, plain = (
+            AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)(TOKENS).logits
+            for name in ("out", "plain")
+        )
+    rounding = (plain - expected).norm()
+    assert rounding > 0.001 * expected.norm()
+    assert (ours - expected).norm() < 0.01 * rounding
+
+
+def test_without_recorded_keys_and_values_it_is_refused_with_the_layer_and_what_to_run(
+    source: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(source, tmp_path / "hf")
+    states = sidecar.read(source / sidecar.RELATIVE)
+    sidecar.write(
+        tmp_path / "hf" / sidecar.RELATIVE, states.without(["decoder.layers.1.self_attention.core_attention"])
+    )
+    with pytest.raises(MissingFp8State, match=r"model.layers.1.self_attn.*precisionctl calibrate.*--fp8-state"):
+        export(tmp_path / "hf", tmp_path / "out", "vllm", "static")
+    given = tmp_path / "calibrated.safetensors"
+    sidecar.write(given, states)
+    stored = export(tmp_path / "hf", tmp_path / "out", "vllm", "dynamic", fp8_state=given)
+    assert "model.layers.1.self_attn.v_scale" in stored
+
+
+def test_a_megatron_checkpoint_keeps_them_and_codes_take_them_along(source: Path, tmp_path: Path) -> None:
+    expected = export(source, tmp_path / "first", "vllm", "static")
+    execute(plan_conversion(Conversion(source, tmp_path / "megatron", "megatron")))
+    export(tmp_path / "megatron", tmp_path / "second", "vllm", "static")
+    files = [tmp_path / name / "model.safetensors" for name in ("first", "second")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    again = export(tmp_path / "first", tmp_path / "third", "tensorrt-llm", "static")
+    for layer in LAYERS:
+        for kind in "kv":
+            stem = f"model.layers.{layer}.self_attn"
+            scale = again[f"{stem}.{kind}_proj.{kind}_scale"]
+            assert scale.item() == pytest.approx(expected[f"{stem}.{kind}_scale"].item(), rel=2**-7)
+    work = plan_export(InferenceExport(tmp_path / "first", tmp_path / "without", "vllm"))
+    assert any("stay behind; --kv-cache fp8" in note for note in work.notes)
+    assert not any("k_scale" in name for name in work.plan.targets)
+
+
+def test_an_output_projection_in_bf16_does_not_lose_its_layers_scales(source: Path, tmp_path: Path) -> None:
+    recipe = replace(PRESETS["fp8-delayed"], keep_bf16=("*.linear_proj",))
+    stored = export(source, tmp_path / "out", "vllm", "static", recipe=recipe)
+    assert stored["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
+    assert stored["model.layers.0.self_attn.k_scale"] > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "scheme", "why"),
+    [
+        ("deepseek-v3", "vllm", "dynamic", "none takes a stored scale.*--kv-cache-dtype fp8"),
+        ("gpt-neox", "vllm", "dynamic", "under `self_attn`, and this model has `gpt_neox.layers.0.attention`"),
+    ],
+)
+def test_what_no_engine_takes_is_refused(
+    tmp_path: Path, family: str, target: str, scheme: str, why: str | None
+) -> None:
+    sizes = {"q_lora_rank": 32, "qk_rope_head_dim": 16} if family == "deepseek-v3" else {}
+    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **sizes)
+    with pytest.raises(PrecisionError, match=why):
+        export(tmp_path / "hf", tmp_path / "out", target, scheme)
+    assert not (tmp_path / "out").exists()
+
+
+def test_transformers_does_nothing_with_them_beside_blocks(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(PrecisionError, match="does nothing with scales of a KV cache beside fp8.*compressed-tensors"):
+        export(source, tmp_path / "out", "transformers", "block")
+
+
+def test_a_source_whose_scale_is_no_number_is_refused(source: Path, tmp_path: Path) -> None:
+    stored = export(source, tmp_path / "out", "vllm", "dynamic")
+    (tmp_path / "out" / sidecar.RELATIVE).unlink(missing_ok=True)
+    stored["model.layers.0.self_attn.k_scale"].fill_(torch.nan)
+    save_file(stored, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="k_scale holds a scale that is no positive number"):
+        export(tmp_path / "out", tmp_path / "again", "vllm", "dynamic")
+
+
+BROKEN = {
+    "keys' is missing": (lambda q, t: t.pop("model.layers.0.self_attn.k_scale"), "a v_scale without a k_scale", True),
+    "values' is missing": (
+        lambda q, t: t.pop("model.layers.0.self_attn.v_scale"),
+        "no k_scale and v_scale, in 1",
+        False,
+    ),
+    "a strange name": (
+        lambda q, t: t.update({"model.layers.0.attention.k_scale": torch.ones(1)}),
+        "attention.k_scale: the name of no attention's scale",
+        False,
+    ),
+    "values' scale below the projection of keys": (
+        lambda q, t: t.update({"model.layers.0.self_attn.k_proj.v_scale": torch.ones(1)}),
+        "k_proj.v_scale: the name of no attention's scale",
+        False,
+    ),
+    "a scale for each head": (
+        lambda q, t: t.update({"model.layers.0.self_attn.k_scale": torch.ones(4)}),
+        r"shape \[4\], not one scale",
+        True,
+    ),
+    "zero": (lambda q, t: t["model.layers.0.self_attn.k_scale"].zero_(), "no positive number", True),
+    "nothing says FP8": (lambda q, t: q.pop("kv_cache_scheme"), "nothing says to be FP8", False),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_every_mistake_is_found(source: Path, tmp_path: Path, broken: str) -> None:
+    stored = export(source, tmp_path / "out", "vllm", "dynamic")
+    config = HuggingFaceReader(tmp_path / "out").config
+    change, what, fatal = BROKEN[broken]
+    change(config["quantization_config"], stored)  # type: ignore[no-untyped-call]
+    save_file(stored, tmp_path / "out" / "model.safetensors")
+    specs = HuggingFaceReader(tmp_path / "out").stored.specs
+    found = engines()["vllm"].check(config, specs, stored.__getitem__)
+    assert any(re.search(what, str(finding)) and finding.rule.fatal is fatal for finding in found), found
+    assert fatal or not any(finding.rule.fatal for finding in found)
+
+
+def test_a_cache_that_an_engine_takes_no_notice_of_is_remarked_upon(source: Path, tmp_path: Path) -> None:
+    stored = export(source, tmp_path / "out", "vllm", "block")
+    reader = HuggingFaceReader(tmp_path / "out")
+    found = engines()["transformers"].check(reader.config, reader.stored.specs, stored.__getitem__)
+    assert any("knows none but that of compressed-tensors" in str(finding) for finding in found)
+    assert not any(finding.rule.fatal for finding in found)
+
+
+def test_verify_and_readers_pass_over_scales_of_a_cache(source: Path, tmp_path: Path) -> None:
+    export(source, tmp_path / "out", "vllm", "static")
+    assert not any("k_scale" in name for name in open_checkpoint(tmp_path / "out").specs)
