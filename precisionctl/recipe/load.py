@@ -19,24 +19,50 @@ Made = TypeVar("Made")
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """The recipe of a TOML file, else the bundled one of that name, with `key=value` overrides applied.
+    """The recipe of a TOML file, else the bundled one of that name, with `key=value` overrides applied. What its `base`
+    names, a file beside it or a bundled recipe, says what it does not.
 
     Raises RecipeError for a file that is not there, bad TOML, an unknown key or a value of the wrong type.
     """
     file = find_recipe(name)
-    try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise RecipeError(f"not TOML: {error}", where=file) from None
+    table = _read(file)
     for override in overrides:
         _override(table, override)
     return _make(Recipe, table, prefix="", where=file)
 
 
-def find_recipe(name: str | Path) -> Path:
-    """A path first, then a bundled name. Raises RecipeError that lists the bundled names."""
-    if Path(name).is_file():
-        return Path(name)
+def _read(file: Path, above: tuple[Path, ...] = ()) -> Table:
+    """A file's table, over that of its base."""
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"not TOML: {error}", where=file) from None
+    if "base" not in table:
+        return table
+    base = table.pop("base")
+    if not isinstance(base, str):
+        raise RecipeError(f"base = {base!r} is not the name of a recipe", where=file)
+    below = find_recipe(base, beside=file.parent)
+    if below.resolve() in (lower.resolve() for lower in (file, *above)):
+        raise RecipeError(f"base = {base!r} leads back here", where=file)
+    table_below = _read(below, (file, *above))
+    _make(Recipe, table_below, prefix="", where=below)  # what is wrong with it is said of it
+    return _over(table, table_below)
+
+
+def _over(table: Table, below: Table) -> Table:
+    """Keys of both, section by section; those of the first count. Lists are not joined."""
+    both = {**below, **table}
+    for key, value in table.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            both[key] = _over(value, below[key])
+    return both
+
+
+def find_recipe(name: str | Path, beside: Path = Path()) -> Path:
+    """A path first, from a folder, then a bundled name. Raises RecipeError that lists the bundled names."""
+    if (beside / name).is_file():
+        return beside / name
     bundled = bundled_recipes()
     try:
         return bundled[str(name)]
