@@ -283,12 +283,13 @@ def convert_bshd_to_thd(tensor: Tensor, ends: Tensor, tokens: int) -> Tensor:
 def multi_tensor_adam(chunk, noop, lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay):
     """multi_tensor_adam.cu; mode 1 is AdamW. Lists: gradients, parameters, both moments, and FP32 masters if any."""
     assert mode == 1, "not stood in for"
+    beta1, beta2 = (torch.tensor(beta).item() for beta in (beta1, beta2))  # floats in the kernel
     first, second = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
     for gradient, parameter, m, v, *master in zip(*lists, strict=True):
         grad, values = gradient.float(), (master[0] if master else parameter).float()
         m.copy_(beta1 * m.float() + (1 - beta1) * grad)
         v.copy_(beta2 * v.float() + (1 - beta2) * grad * grad)
-        update = (m.float() / first) / ((v.float() / second).sqrt() + epsilon) + weight_decay * values
+        update = (m.float() / first) / ((v.float() / second).double().sqrt().float() + epsilon) + weight_decay * values
         values = values - lr * update
         parameter.copy_(values)
         if master:

@@ -106,7 +106,7 @@ def test_state_is_that_of_te_s_fused_adam_to_the_last_bit() -> None:
     optimizer = Fp8LmAdamW(module, SETTINGS)
     with optimizer.loading("param") as tensors:
         for name, tensor in tensors.items():
-            tensor.copy_(module.get_parameter(name))
+            tensor.copy_(module.get_parameter(name).detach())
     slow = {name: SlowAdam(numbers(p), 0.1 if p.dim() > 1 else 0.0) for name, p in module.named_parameters()}
     for seed in range(12):
         backward(module, seed)
@@ -160,7 +160,7 @@ def test_a_gradient_of_zeros_makes_no_nan_and_moves_nothing() -> None:
     module = nn.Linear(4, 4, bias=False).bfloat16()
     optimizer = Fp8LmAdamW(module, Optimizer(preset="fp8-lm", weight_decay=0.0))
     with optimizer.loading("param") as tensors:
-        tensors["weight"].copy_(module.weight)
+        tensors["weight"].copy_(module.weight.detach())
     before = module.weight.detach().clone()
     for gradient in (0.0, 1e-30, 0.0):
         module.weight.grad = torch.full_like(module.weight, gradient)
@@ -228,7 +228,7 @@ def train(module: nn.Module, optimizer: Fp8LmAdamW, seeds: range) -> None:
     if optimizer.steps == 0:
         with optimizer.loading("param") as tensors:
             for name, tensor in tensors.items():
-                tensor.copy_(module.get_parameter(name))
+                tensor.copy_(module.get_parameter(name).detach())
     for seed in seeds:
         backward(module, seed)
         optimizer.collect()

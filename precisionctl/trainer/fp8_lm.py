@@ -8,7 +8,7 @@ of Transformer Engine's FusedAdam: decoded, updated in FP32, encoded under the s
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from precisionctl.trainer.fp8_gradients import Fp8Gradients
 from precisionctl.trainer.optim import KINDS, Kind
 from precisionctl.trainer.scaled import Scaled
 from precisionctl.trainer.world import World
+
+if TYPE_CHECKING:
+    from precisionctl.trainer.fused_adam_te import FusedMoments
 
 
 class Moments:
@@ -77,12 +80,14 @@ def _fp32(value: float) -> float:
 class Fp8LmAdamW:
     """What a run asks of its optimizer (`optim.RunOptimizer`)."""
 
-    def __init__(self, module: nn.Module, settings: Optimizer) -> None:
+    def __init__(self, module: nn.Module, settings: Optimizer, *, fused: bool = False) -> None:
+        """`fused` updates by Transformer Engine's FusedAdam, on a GPU."""
         self.parameters = dict(module.named_parameters())
         self.steps = 0
         self._clip_norm = settings.clip_norm or math.inf
         self._gradients = Fp8Gradients({name: p for name, p in self.parameters.items() if p.requires_grad})
-        self._moments = {name: Moments(parameter, settings) for name, parameter in self.parameters.items()}
+        make = _fused if fused else Moments
+        self._moments = {name: make(parameter, settings) for name, parameter in self.parameters.items()}
         self._scales: Mapping[str, Mapping[str, float]] = {}
 
     @property
@@ -153,3 +158,12 @@ class Fp8LmAdamW:
             self._moments[name].update(held.read(), lr, self.steps)
         self._gradients.settle()
         self.publish()
+
+
+def _fused(parameter: nn.Parameter, settings: Optimizer) -> "Moments | FusedMoments":
+    """FusedAdam gives an FP32 parameter a master too, which it then does not use."""
+    from precisionctl.trainer.fused_adam_te import FusedMoments
+
+    if parameter.dtype == torch.float32 or not parameter.requires_grad:
+        return Moments(parameter, settings)
+    return FusedMoments(parameter, settings)

@@ -1,6 +1,6 @@
 """The GPT's linears and norms on Transformer Engine 2.x; unproved until `tests/gpu` has passed.
 
-The only file that imports Transformer Engine. Parameters, FP8 state and numerics are those of
+No other file but `fused_adam_te` imports Transformer Engine. Parameters, FP8 state and numerics are those of
 `modules_emulated`. State goes straight into the modules' tensors, never through TE's pickles, and TE's
 `_extra_state` keys stay out of state dicts.
 """

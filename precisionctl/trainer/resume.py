@@ -263,7 +263,7 @@ def _build(
     guard = Guard(recipe) if guarded else None
     optimizer: RunOptimizer
     if recipe.optimizer.preset == "fp8-lm":
-        optimizer = Fp8LmAdamW(gpt, recipe.optimizer)
+        optimizer = Fp8LmAdamW(gpt, recipe.optimizer, fused=backend == "te")
     else:
         optimizer = MasterAdamW(gpt, recipe.optimizer)
     return Run(recipe, gpt, optimizer, rows, held_out, guard=guard, world=world)

@@ -50,6 +50,12 @@ class Scaled:
         # the kernel that casts to FP8 keeps the reciprocal of the scale, which may be another number than `inverse`
         self.set(values, scale, scale.reciprocal() if self.codes.dtype == torch.float8_e4m3fn else inverse)
 
+    def mend(self) -> None:
+        """Make zeros of what FusedAdam has made of numbers too small for a scale (`write`)."""
+        lost = self.scale_inv.reciprocal().isinf()
+        self.codes.view(torch.uint8).masked_fill_(lost, 0)
+        self.scale_inv.masked_fill_(lost, 1.0)
+
     def set(self, values: Tensor, scale: Tensor, scale_inv: Tensor) -> None:
         """Take values as the codes that `scale` gives, to be decoded by `scale_inv`."""
         if self.codes.dtype == torch.float16:
