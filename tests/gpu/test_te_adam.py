@@ -114,4 +114,6 @@ def test_what_is_kept_goes_on_to_the_same_codes(ways: tuple[bool, bool]) -> None
     assert all(torch.equal(a, b) for a, b in zip(state(first).values(), state(second).values(), strict=True))
     before = state(first)
     step(of, second, 3)
-    assert second.steps == 4 and any(not torch.equal(a, b) for a, b in zip(before.values(), state(second).values()))
+    assert second.steps == 4 and any(
+        not torch.equal(a, b) for a, b in zip(before.values(), state(second).values(), strict=True)
+    )
