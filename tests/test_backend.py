@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from precisionctl.errors import EnvironmentProblem
-from precisionctl.precision import Precision
+from precisionctl.precision import PRESETS, Precision
+from precisionctl.trainer import backend
 from precisionctl.trainer.backend import choose_backend
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -23,6 +24,20 @@ def test_asking_for_te_without_a_gpu_says_why_not_and_what_to_do() -> None:
 
 def test_asking_for_the_emulation_gives_it_anywhere() -> None:
     assert choose_backend("emulated") == "emulated"
+
+
+def test_a_recipe_that_the_gpu_cannot_run_is_refused_and_not_emulated_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """tests/gpu/test_te_recipes.py has Transformer Engine's own reasons."""
+    monkeypatch.setattr(backend, "_te_problem", lambda: None)
+    monkeypatch.setattr(backend, "_te_recipe_problem", lambda precision: "an old GPU" if precision.fp8 else None)
+    mxfp8 = PRESETS["mxfp8"]
+    for asked in ("te", "auto"):
+        with pytest.raises(EnvironmentProblem, match="scaling = mxfp8 here: an old GPU.*--backend emulated"):
+            choose_backend(asked, mxfp8)
+    assert choose_backend("emulated", mxfp8) == "emulated"
+    assert choose_backend("auto", PRESETS["bf16"]) == "te"
 
 
 def test_keep_bf16_takes_shell_patterns_of_whole_names() -> None:

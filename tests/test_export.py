@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pico
 import pytest
@@ -187,15 +188,25 @@ def test_an_export_of_an_export_has_its_codes(tmp_path: Path) -> None:
             assert torch.equal(again[name].flatten().view(torch.uint8), values.flatten().view(torch.uint8)), name
 
 
-def test_what_a_recipe_keeps_in_bf16_is_left_so_and_ignored_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kept", "other", "keys"),
+    [
+        (0, 1, {"keep_bf16": ("decoder.layers.0.*",)}),
+        (0, 1, {"num_layers_at_start_in_bf16": 1}),
+        (1, 0, {"num_layers_at_end_in_bf16": 1}),
+    ],
+)
+def test_what_a_recipe_keeps_in_bf16_is_left_so_and_ignored_by_name(
+    tmp_path: Path, kept: int, other: int, keys: dict[str, Any]
+) -> None:
     path = source(tmp_path)
-    recipe = replace(PRESETS["fp8-delayed"], keep_bf16=("decoder.layers.0.*",))
+    recipe = replace(PRESETS["fp8-delayed"], **keys)
     execute(plan_export(InferenceExport(path, tmp_path / "out", "vllm", recipe=recipe)))
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
-    assert stored["model.layers.1.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    assert stored[f"model.layers.{kept}.mlp.up_proj.weight"].dtype == torch.bfloat16
+    assert stored[f"model.layers.{other}.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert "model.layers.0.mlp.up_proj" in config["quantization_config"]["ignore"]
+    assert f"model.layers.{kept}.mlp.up_proj" in config["quantization_config"]["ignore"]
 
 
 DENSE = ("qwen2", "qwen3", "phi3", "nemotron", "gemma3", "gpt-neox")
