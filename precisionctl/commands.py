@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from precisionctl.asked import InferenceExport
 from precisionctl.cast import by_module, check_modules, filled, fp8_state, read_state
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import Coded
@@ -18,7 +19,7 @@ from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
-from precisionctl.inference import InferenceExport, plan_export_of
+from precisionctl.inference import plan_export_of
 from precisionctl.notes import (
     left_behind,
     of_codes,

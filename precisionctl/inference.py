@@ -1,16 +1,13 @@
-"""What `export-inference` is asked, and how that is planned."""
+"""How `export-inference` is planned."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Literal
 
 from precisionctl import kv_cache
+from precisionctl.asked import InferenceExport
 from precisionctl.cast import filled, read_state
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import Coded
-from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import PrecisionError, RecipeError
@@ -18,32 +15,13 @@ from precisionctl.export import Export, make_export, plan_of_values, served
 from precisionctl.fp8.state import Fp8States
 from precisionctl.notes import left_behind, of_input_scales, of_way_back
 from precisionctl.plan import Plan
-from precisionctl.precision import PRESETS, Precision
+from precisionctl.precision import PRESETS
 from precisionctl.quant_methods.base import QuantMethod, Scheme, quant_methods
 from precisionctl.reencode import check_model, coded_before, seeded
 from precisionctl.schemes import best_scheme
 from precisionctl.targets import hf_writer
+from precisionctl.te_export import TE, plan_te
 from precisionctl.work import Work, digest_of, open_output
-
-
-@dataclass(frozen=True)
-class InferenceExport:
-    """What to export, for which engine (a name in engines/) on `ranks` GPUs. `scheme` static needs recorded input
-    scales; None is the best that there is. `recipe` says which modules stay in BF16, and `keep_misfits` that those do
-    whose shapes the engine refuses. `kv_cache` fp8 stores scales for a cache of keys and values, which must have been
-    recorded too."""
-
-    source: Path
-    destination: Path
-    target: str
-    scheme: Scheme | None = None
-    recipe: Precision | None = None
-    iteration: int | None = None
-    max_shard_size: int = MAX_SHARD_SIZE
-    fp8_state: Path | None = None
-    ranks: int = 1
-    keep_misfits: bool = False
-    kv_cache: Literal["fp8"] | None = None
 
 
 def plan_export(export: InferenceExport) -> Work:
@@ -54,6 +32,8 @@ def plan_export(export: InferenceExport) -> Work:
 
 def plan_export_of(reader: Reader, coded: Coded | None, export: InferenceExport) -> Work:
     """Plan the export of an open source whose weights may have been codes before. Raises as `plan_export`."""
+    if export.target == TE:
+        return plan_te(reader, coded, export)
     engine = engine_named(export.target)
     plan = plan_of_values(reader)
     if coded:

@@ -29,8 +29,10 @@ def hf_writer(
     container: str | None = None,
     export: Export | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
+    live: bool = False,
 ) -> HuggingFaceWriter:
-    """Writes a plan's Hugging Face directory; an `export` has something to say beside it."""
+    """Writes a plan's Hugging Face directory; an `export` has something to say beside it, and FP8 state that is `live`
+    is what the model computes with."""
     return HuggingFaceWriter(
         output.partial,
         plan.targets,
@@ -40,6 +42,7 @@ def hf_writer(
         export.files if export else {},
         max_shard_size,
         BIN if container == "bin" else SAFETENSORS,
+        live,
     )
 
 

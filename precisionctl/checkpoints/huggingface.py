@@ -102,8 +102,13 @@ class HuggingFaceReader:
         return _load_json(path) if path.is_file() else None
 
     @cached_property
+    def live_fp8(self) -> Fp8States | None:
+        """The state that an export for Transformer Engine computes with."""
+        return sidecar.find(self.path, sidecar.LIVE)
+
+    @cached_property
     def fp8(self) -> Fp8States | None:
-        return sidecar.find(self.path)
+        return self.live_fp8 or sidecar.find(self.path)
 
     @property
     def iteration(self) -> int | None:
@@ -123,7 +128,7 @@ class HuggingFaceWriter:
 
     `companions` travel as they are, but for config.json, which is made from theirs (or from `config` where
     there is none) with the target's dtype and `quantization`. `extra_files` are written beside it, and the weights in
-    the files of a `spelling`.
+    the files of a `spelling`. FP8 state goes to the place of one that is `live`, or carried.
     """
 
     directory: Path
@@ -134,6 +139,7 @@ class HuggingFaceWriter:
     extra_files: Mapping[str, bytes] = field(default_factory=dict)
     max_shard_size: int = MAX_SHARD_SIZE
     spelling: Spelling = SAFETENSORS
+    live: bool = False
 
     @cached_property
     def _shards(self) -> dict[Path, dict[str, TensorSpec]]:
@@ -176,7 +182,7 @@ class HuggingFaceWriter:
         if len(self._shards) > 1:
             (self.directory / self.spelling.index).write_bytes(index_of(self._shards))
         if fp8 is not None:
-            sidecar.write(self.directory / sidecar.RELATIVE, fp8)
+            sidecar.write(self.directory / (sidecar.LIVE if self.live else sidecar.RELATIVE), fp8)
 
     def _config(self) -> dict[str, Any]:
         config = json.loads(self.companions.files.get("config.json", b"null")) or dict(self.config)

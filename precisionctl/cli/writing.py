@@ -80,7 +80,7 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @click.command("export-inference")
 @click.argument("source", metavar="CHECKPOINT", type=CHECKPOINT)
 @click.argument("destination", type=NEW_PATH)
-@click.option("--target", required=True, metavar="ENGINE", help="vllm, sglang, tensorrt-llm or transformers.")
+@click.option("--target", required=True, metavar="ENGINE", help="vllm, sglang, tensorrt-llm, transformers or te.")
 @click.option(
     "--scheme",
     type=click.Choice(["static", "dynamic", "block", "mxfp8"]),
@@ -100,7 +100,8 @@ def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
     No calibration data is needed. The weights of FP8 GEMMs are rounded to E4M3; the rest is BF16. Weights that are FP8
     codes already stay those where they fit the scheme.
     """
-    from precisionctl.inference import InferenceExport, plan_export
+    from precisionctl.asked import InferenceExport
+    from precisionctl.inference import plan_export
 
     export = InferenceExport(recipe=precision_of(recipe), **what)
     do_work(lambda: plan_export(export), how)

@@ -2,7 +2,8 @@
 
 FP8 codes are computed with as an engine does: the stored codes as weights, inputs cast with their static scale, or
 with one for each token, or for each group of a token where weights have blocks. A Megatron checkpoint with
-delayed-scaling state in its `_extra_state` computes in FP8 with the scales it would go on with. Everything else is
+delayed-scaling state in its `_extra_state` computes in FP8 with the scales it would go on with, and so does an export
+for Transformer Engine. Everything else is
 plain BF16, FP16 or FP32.
 """
 
@@ -72,6 +73,8 @@ def _live_state(reader: Reader) -> Fp8States | None:
 
     State in a sidecar is carried, not used: its modules are in BF16. State that lacks a scale is none yet.
     """
+    if isinstance(reader, HuggingFaceReader):
+        return reader.live_fp8
     states = reader.fp8
     if states is None or reader.layout != "megatron" or reader.path is None:
         return None

@@ -26,6 +26,9 @@ from precisionctl.safe_files import check_link
 RELATIVE = Path("precisionctl/fp8_state.safetensors")
 """Place inside a checkpoint; never at its top, where inference engines read every safetensors file."""
 
+LIVE = Path("precisionctl/te_state.safetensors")
+"""Place inside a Hugging Face directory of state that its model computes with; the other's is only carried."""
+
 FORMAT_VERSION = 2
 """1 had no roles of attention and no statistics, and is read as it is."""
 
@@ -61,9 +64,9 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().clone()
 
 
-def find(checkpoint: Path) -> Fp8States | None:
+def find(checkpoint: Path, relative: Path = RELATIVE) -> Fp8States | None:
     """The states in the sidecar of a checkpoint's directory, if it has one. Raises as `read` does."""
-    path = checkpoint / RELATIVE
+    path = checkpoint / relative
     check_link(path, checkpoint)
     return read(path) if path.is_file() else None
 

@@ -1,6 +1,7 @@
 """Environments of other programs, made once each under `.peers/`: they pin versions that we do not."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,15 +11,36 @@ ROOT = Path(__file__).parents[2]
 OUR_VERSIONS = ("--constraint", str(ROOT / "constraints.txt"))
 
 
-def python_with(name: str, *installs: Sequence[str], environment: Mapping[str, str] | None = None) -> Path:
-    """The Python of an environment made by these `pip install`s, one after the other."""
+def python_with(
+    name: str,
+    *installs: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    without_dependencies: str | None = None,
+    any_version: Sequence[str] = (),
+) -> Path:
+    """The Python of an environment made by these `pip install`s, one after the other. Then come the requirements of a
+    package that was installed `without_dependencies`: those of `any_version` in that which there is."""
     folder = ROOT / ".peers" / name
     python, ready = folder / "bin" / "python", folder / "ready"
-    wanted = "\n".join(" ".join(install) for install in installs)
+    wanted = "\n".join([*(" ".join(install) for install in installs), f"{without_dependencies} {any_version}"])
     if not ready.is_file() or ready.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         for install in installs:
-            command = [python, "-m", "pip", "install", "-q", *install]
-            subprocess.run(command, check=True, env=os.environ | (environment or {}))
+            _install(python, install, environment)
+        if without_dependencies:
+            _install(python, _requirements(python, without_dependencies, any_version), environment)
         ready.write_text(wanted)
     return python
+
+
+def _install(python: Path, install: Sequence[str], environment: Mapping[str, str] | None) -> None:
+    command = [python, "-m", "pip", "install", "-q", *install]
+    subprocess.run(command, check=True, env=os.environ | (environment or {}))
+
+
+def _requirements(python: Path, package: str, any_version: Sequence[str]) -> list[str]:
+    """What an installed package requires, but for extras."""
+    program = "import sys; from importlib.metadata import requires; print(*requires(sys.argv[1]), sep='\\n')"
+    found = subprocess.run([python, "-c", program, package], check=True, capture_output=True, text=True).stdout
+    wanted = [line for line in found.splitlines() if "extra ==" not in line]
+    return [name if (name := re.split(r"[^\w.-]", line)[0]) in any_version else line for line in wanted]

@@ -1,0 +1,137 @@
+"""te: an export for Transformer Engine as transformers' own model, whose linears are Transformer Engine's modules.
+
+The directory (`export-inference --target te`) has BF16 values and the delayed-scaling state of each FP8 GEMM. The model
+is built by transformers; each linear, and each set of experts, that has state is then replaced by the module that the
+trainer would train it with: Transformer Engine's on a GPU with FP8, emulated to its numerics elsewhere. Scales stay
+what they are: nothing is recorded by inference.
+"""
+
+import re
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.errors import MissingFp8State
+from precisionctl.fp8.state import Fp8States
+from precisionctl.plan import Plan, make_plan
+from precisionctl.precision import Precision
+from precisionctl.trainer.backend import Backend, Fp8Linear, choose_backend, make_backend
+from precisionctl.trainer.mlp import Experts
+
+_LAYER = re.compile(r".*\.layers\.(\d+)\.(.+)")
+
+
+def load_te(
+    directory: Path | str,
+    *,
+    backend: Literal["te", "emulated", "auto"] = "auto",
+    device: torch.device | str | None = None,
+) -> PreTrainedModel:
+    """The model of an export for Transformer Engine, ready to compute logits and to `generate`, without gradients.
+
+    Without a `device` on the GPU, where there is one. Raises MissingFp8State for a directory of another kind,
+    EnvironmentProblem where Transformer Engine is asked for and cannot run, and what reading a directory raises.
+    """
+    reader = HuggingFaceReader(Path(directory))
+    states = reader.live_fp8
+    if states is None:
+        raise MissingFp8State(
+            "no state for Transformer Engine", where=directory, do="Make one with `export-inference --target te`."
+        )
+    plan = make_plan(reader, "megatron")
+    kept = tuple(name for name in plan.gemms if name not in states.modules)
+    precision = Precision(fp8=True, delayed=states.recipe, keep_bf16=kept)
+    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    built: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    model: PreTrainedModel = built.to(on).eval()
+    made = make_backend(choose_backend(backend), precision, model.dtype, on)
+    _replace_linears(model, plan, states, made, precision.alignment)
+    _replace_experts(model, plan, states, made)
+    model.forward = _in_fp8(model.forward, made)
+    return model.requires_grad_(False)
+
+
+def _replace_linears(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Backend, alignment: int) -> None:
+    """Linears of a fused group each get the group's state: one input, and weights under one scale."""
+    modules = dict(model.named_modules())
+    for job in plan.jobs:
+        for name in job.reads if job.row.gemm and job.module in states.modules else ():
+            old = modules.get(name.removesuffix(".weight"))
+            if isinstance(old, nn.Linear):
+                new = backend.linear(job.module, old.in_features, old.out_features, old.bias is not None)
+                new.load_state_dict(old.state_dict())
+                _set_state(new, states, job.module)
+                model.set_submodule(name.removesuffix(".weight"), _Padded(new, alignment))
+
+
+def _replace_experts(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Backend) -> None:
+    """transformers has all experts of a layer in two tensors."""
+    moe = plan.model.moe
+    for name, old in list(model.named_modules()):
+        match = _LAYER.fullmatch(name)
+        module = f"decoder.layers.{match[1]}.mlp.experts" if match and match[2].endswith(".experts") else ""
+        if moe is not None and f"{module}.linear_fc1" in states.modules:
+            new = Experts(module, plan.model, moe, backend)
+            gate_up, down = old.get_parameter("gate_up_proj"), old.get_parameter("down_proj")
+            weights = {f"linear_fc1.weight{expert}": gate_up[expert] for expert in range(moe.num_experts)}
+            weights |= {f"linear_fc2.weight{expert}": down[expert] for expert in range(moe.num_experts)}
+            new.load_state_dict(weights)
+            for part, linear in (("linear_fc1", new.linear_fc1), ("linear_fc2", new.linear_fc2)):
+                _set_state(linear, states, f"{module}.{part}")
+            model.set_submodule(name, _Routed(new))
+
+
+def _set_state(linear: nn.Module, states: Fp8States, module: str) -> None:
+    assert isinstance(linear, Fp8Linear), "a backend makes such"
+    linear.set_fp8_state(states.modules[module])
+
+
+def _in_fp8(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """A model's pass with its scales, which it leaves as they are."""
+
+    @wraps(forward)
+    def within(*arguments: Any, **named: Any) -> Any:
+        with torch.no_grad(), backend.forward_pass():
+            return forward(*arguments, **named)
+
+    return within
+
+
+class _Padded(nn.Module):
+    """A linear called with any number of tokens: zeros are added to what an FP8 GEMM takes, which change nothing."""
+
+    def __init__(self, linear: nn.Module, alignment: int) -> None:
+        super().__init__()
+        self.linear, self.alignment = linear, alignment
+
+    @property
+    def weight(self) -> Tensor:
+        """Some models ask a linear for its dtype."""
+        return self.linear.get_parameter("weight")
+
+    def forward(self, values: Tensor) -> Tensor:
+        """`[..., in]` to `[..., out]`."""
+        tokens = values.reshape(-1, values.shape[-1])
+        padded = F.pad(tokens, (0, 0, 0, -len(tokens) % self.alignment))
+        out: Tensor = self.linear(padded)[: len(tokens)]
+        return out.reshape(*values.shape[:-1], -1)
+
+
+class _Routed(nn.Module):
+    """The trainer's experts, called as transformers calls its own."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Tokens `[T, E]`, the numbers of their experts and what each counts `[T, K]`, to `[T, E]`."""
+        out: Tensor = self.experts(hidden, weights.float(), chosen)
+        return out

@@ -1,0 +1,80 @@
+"""The target of `export-inference` that is no engine: Transformer Engine, under PyTorch.
+
+Its directory is the Hugging Face model in BF16, with the delayed-scaling state of each FP8 GEMM beside it ("calibrated
+extra data"): `te.load_te` makes the model's linears modules of Transformer Engine that start with that state.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from precisionctl.asked import InferenceExport
+from precisionctl.cast import by_module, filled, fp8_state, from_other_experts, read_state
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.encodings_file import Coded
+from precisionctl.errors import MissingFp8State, RecipeError
+from precisionctl.export import in_fp8, input_scales, plan_of_values
+from precisionctl.fp8.state import Fp8State, Fp8States
+from precisionctl.notes import left_behind, of_input_scales
+from precisionctl.plan import Plan, check_fp8_gemms
+from precisionctl.precision import PRESETS, Precision
+from precisionctl.reencode import check_model, seeded
+from precisionctl.targets import hf_writer
+from precisionctl.work import Work, digest_of, open_output
+
+TE = "te"
+_TITLE = "PyTorch with Transformer Engine"
+
+
+def plan_te(reader: Reader, coded: Coded | None, export: InferenceExport) -> Work:
+    """Plan the export of an open source. Raises MissingFp8State where an input was never recorded, RecipeError for what
+    says something to other targets, PrecisionError for sizes that no FP8 GEMM takes."""
+    _check_options(export)
+    plan = plan_of_values(reader)
+    if coded:
+        check_model(coded, plan)
+    precision = (export.recipe or PRESETS["fp8-delayed"]).of_layers(plan.model.num_layers)
+    given = read_state(export.fp8_state, plan.gemms) if export.fp8_state else None
+    recorded = filled(reader.fp8, given, export.recipe.delayed if export.recipe else None)
+    states = _of_gemms(recorded or seeded(reader, coded, plan), plan, precision)
+    output = open_output(export.destination, export.source, export.fp8_state)
+    writer = hf_writer(output, plan, reader.companions, max_shard_size=export.max_shard_size, live=True)
+    notes = [*of_input_scales(recorded, export.fp8_state), *left_behind(reader)]
+    notes.append(f'Load it with: precisionctl.te.load_te("{export.destination}")')
+
+    def finish(found: Mapping[str, float]) -> Fp8States:
+        amax = by_module(found, {module: shape for module, shape in plan.gemms.items() if module in states.modules})
+        return fp8_state(states, amax, None).states
+
+    digest = digest_of(plan, export, export.fp8_state, coded)
+    return Work(reader, plan, writer, output, finish, True, digest, notes)
+
+
+def _check_options(export: InferenceExport) -> None:
+    if export.scheme not in (None, "static"):
+        raise RecipeError(f"{_TITLE} is given state, which {export.scheme} has none of", do="Leave --scheme out.")
+    if export.recipe and export.recipe.scaling != "delayed":
+        raise RecipeError(f"{export.recipe.scaling} scaling keeps no state", do="Give a recipe of delayed scaling.")
+    if export.kv_cache or export.keep_misfits or export.ranks > 1:
+        raise RecipeError(
+            f"--kv-cache, --keep-misfits and --tp say nothing to {_TITLE}",
+            do="Leave them out; keep_bf16 in a --recipe.",
+        )
+
+
+def _of_gemms(states: Fp8States | None, plan: Plan, precision: Precision) -> Fp8States:
+    """The state of all that a recipe computes in FP8, every input recorded; of an expert that no token has reached, as
+    if it had seen the largest of the others'."""
+    jobs = in_fp8(plan, precision)
+    check_fp8_gemms(plan, precision)
+    try:
+        input_scales(states, jobs)
+    except MissingFp8State as missing:
+        do = "Record it with `precisionctl calibrate` and give --fp8-state, or train a few steps in FP8."
+        raise MissingFp8State(missing.what, do=do) from missing
+    assert states is not None, "inputs of none are missing"
+    modules = {}
+    for module in dict.fromkeys(job.module for job in jobs):
+        roles = dict(states.modules[module].roles)
+        roles["input"] = from_other_experts(roles["input"], "input", states.recipe)
+        modules[module] = Fp8State(roles)
+    return replace(states, modules=modules, raw={}, statistics={})
