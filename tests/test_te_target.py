@@ -30,6 +30,13 @@ from precisionctl.work import execute
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "fc1", "up_proj": "fc1"}
 
+MODULES = {
+    "qkv": "self_attention.linear_qkv",
+    "o_proj": "self_attention.linear_proj",
+    "fc1": "mlp.linear_fc1",
+    "down_proj": "mlp.linear_fc2",
+}
+
 
 def make_source(directory: Path, family: str = "llama-3", **sizes: object) -> Path:
     save(directory, family, dtype=torch.bfloat16, **sizes)
@@ -49,7 +56,7 @@ def cast(values: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
 
 
 def slow(directory: Path) -> nn.Module:
-    """transformers' model in FP32, each linear of a layer on rounded inputs and weights, fused groups under one scale."""
+    """transformers' model in FP32, with rounded inputs and weights in each layer, fused groups under one scale."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     states = sidecar.read(directory / sidecar.LIVE)
     for number, layer in enumerate(model.model.layers):
@@ -58,12 +65,7 @@ def slow(directory: Path) -> nn.Module:
         for name, linear in linears.items():
             group = [linears[other] for other in LINEARS if FUSED.get(other, other) == FUSED.get(name, name)]
             amax = torch.stack([part.weight.abs().max() for part in group]).max().detach()
-            module = {
-                "qkv": "self_attention.linear_qkv",
-                "o_proj": "self_attention.linear_proj",
-                "fc1": "mlp.linear_fc1",
-            }
-            of = module.get(FUSED.get(name, name), "mlp.linear_fc2")
+            of = MODULES[FUSED.get(name, name)]
             recorded = states.modules[f"decoder.layers.{number}.{of}"].roles["input"].amax_history.max()
             rounded = cast(linear.weight.detach(), amax)
             linear.forward = lambda x, w=rounded, a=recorded: cast(x, a) @ w.t()  # type: ignore[assignment]
