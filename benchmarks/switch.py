@@ -1,16 +1,22 @@
-"""BF16 to FP8 in the middle of a run, over several seeds: from warm-up passes, calibrated, and from a cold start.
+"""Switches of precision in the middle of a run: into FP8 over several seeds, and both ways in a longer run.
 
     python benchmarks/switch.py [--seeds 3] [--start 150] [--steps 120] [--out benchmarks/results/switch.json]
+    python benchmarks/switch.py --curves [--start 600] [--steps 600] [--out benchmarks/results/curves.json]
 
 For each seed the demo's model and text are made anew. `precisionctl resume` trains in BF16 up to `--start`, and goes on
 from that checkpoint, optimizer and all, on the same data: in BF16; in FP8, its state from warm-up passes, from
 `precisionctl calibrate`, or cold; and in BF16 with each batch in two micro-batches, which changes nothing but the order
 of roundings: that gap is noise. Aims: the mean loss of a seeded or calibrated run over the last 100 steps within 1 % of
 BF16's, and its worst gap in the first 20 steps at most half of the cold start's.
+
+`--curves`: one seed, four runs from the same weights over the same data: BF16; FP8; BF16, in which histories are
+collected, then FP8 from `--start` on; FP8, then BF16. The aim: mean losses and losses on held-out text within 1 %.
+A picture lies beside the result.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -25,6 +31,7 @@ from precisionctl.demo.model import make_checkpoint
 from precisionctl.demo.story import RECIPE, Shell
 from precisionctl.demo.text import write_text
 from precisionctl.reports.curves import Curve, read_curve
+from precisionctl.reports.plot import write_png
 
 EARLY, LAST = 20, 100
 
@@ -59,6 +66,51 @@ def run_seed(folder: Path, seed: int, start: int, steps: int) -> dict[str, float
     return row
 
 
+CURVES = {
+    "BF16": ("from-bf16", "bf16"),
+    "FP8": ("from-fp8", "fp8"),
+    "BF16 to FP8": ("from-bf16", "fp8"),
+    "FP8 to BF16": ("from-fp8", "bf16"),
+}
+"""Each run by what it goes on from, and in which precision."""
+
+
+def run_curves(folder: Path, start: int, steps: int) -> tuple[list[Curve], dict[str, float]]:
+    """The four curves from the first step on, and each one's loss on held-out text at the end."""
+    text = write_text(folder / "text")
+    make_checkpoint(folder / "hf", text.train, 1)
+    (folder / "demo.toml").write_text(RECIPE, encoding="utf-8")
+    shell = Shell(folder, print)
+    run = "--recipe demo.toml --set train.save_every=1000000 --set train.steps="
+    shell(f"resume hf --precision bf16 --collect-amax --out from-bf16 {run}{start}")
+    shell(f"resume hf --precision fp8 --out from-fp8 {run}{start}")
+    curves, held_out = [], {}
+    for name, (source, precision) in CURVES.items():
+        out = name.replace(" ", "-")
+        shell(f"resume {source} --precision {precision} --out {out} {run}{start + steps}")
+        losses = {**read_curve(folder / source, name).losses, **read_curve(folder / out, name).losses}
+        curves.append(Curve(name, losses))
+        found = shell(f"eval {out} --data text/held-out --sequence-length 128 --json").result
+        held_out[name] = math.log(found["perplexity"])
+    return curves, held_out
+
+
+def curve_rows(curves: list[Curve], held_out: dict[str, float], start: int) -> list[dict[str, Any]]:
+    """Gaps to BF16: the largest of the 20 steps after the switch, of the means of the last 100, and on held-out text."""
+    base, rows = curves[0], []
+    for curve in curves:
+        after = Curve(curve.name, {step: loss for step, loss in curve.losses.items() if step > start})
+        row = {"run": curve.name, "last": mean_of_last(curve), "held_out": held_out[curve.name]}
+        gaps = {"early": worst_early(after, base), "mean": mean_gap(curve, base)}
+        gaps["held_out_gap"] = held_out[curve.name] / held_out[base.name] - 1
+        rows.append(row | gaps | {"losses": list(curve.losses.values())})
+    return rows
+
+
+def mean_of_last(run: Curve) -> float:
+    return statistics.mean(list(run.losses.values())[-LAST:])
+
+
 def mean_gap(run: Curve, bf16: Curve) -> float:
     """Of the mean losses over the last steps."""
     last = list(bf16.losses)[-LAST:]
@@ -80,31 +132,53 @@ def aims_kept(row: dict[str, Any]) -> bool:
     return all(abs(row[f"{name}_mean"]) <= 0.01 and row[f"{name}_early"] <= row["cold_early"] / 2 for name in AIMED)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--start", type=int, default=150)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/switch.json"))
-    options = parser.parse_args()
+def measure_curves(start: int, steps: int, out: Path) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        curves, held_out = run_curves(Path(folder), start, steps)
+    rows = curve_rows(curves, held_out, start)
+    for row in rows:
+        gaps = f"mean of the last {LAST} steps {row['mean']:+.3%}, held-out {row['held_out_gap']:+.3%}"
+        print(f"{row['run']}: loss {row['last']:.4f}; against BF16: {gaps}, first {EARLY} steps {row['early']:.3%}")
+    kept = all(abs(row["mean"]) <= 0.01 and abs(row["held_out_gap"]) <= 0.01 for row in rows)
+    print("All gaps are below 1 %." if kept else "NOT all gaps are below 1 %.")
+    write_png(curves, out.with_suffix(".png"))
+    return rows
+
+
+def measure_seeds(seeds: int, start: int, steps: int) -> list[dict[str, Any]]:
     rows = []
-    for seed in range(1, options.seeds + 1):  # 0 is the one that the demo's settings were chosen on
+    for seed in range(1, seeds + 1):  # 0 is the one that the demo's settings were chosen on
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(run_seed(Path(folder), seed, options.start, options.steps))
+            rows.append(run_seed(Path(folder), seed, start, steps))
         print(line(rows[-1]), flush=True)
     kept = all(aims_kept(row) for row in rows)
     print("Both aims are kept on every seed." if kept else "NOT every aim is kept on every seed.")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--curves", action="store_true")
+    parser.add_argument("--start", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    start = options.start or (600 if options.curves else 150)
+    steps = options.steps or (600 if options.curves else 120)
+    out = options.out or Path("benchmarks/results") / ("curves.json" if options.curves else "switch.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    rows = measure_curves(start, steps, out) if options.curves else measure_seeds(options.seeds, start, steps)
     made = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
         "torch": torch.__version__,
-        "start": options.start,
-        "steps": options.steps,
+        "start": start,
+        "steps": steps,
         "rows": rows,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(made, indent=2) + "\n")
+    out.write_text(json.dumps(made, indent=2) + "\n")
 
 
 if __name__ == "__main__":

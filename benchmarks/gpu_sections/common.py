@@ -1,0 +1,189 @@
+"""What the sections share: where they run, the shapes, a clock, and models that come and go."""
+
+import contextlib
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precisionctl.model_shape import ModelShape
+from precisionctl.precision import PRESETS, Precision
+from precisionctl.recipe import Optimizer
+from precisionctl.trainer.backend import BackendName
+from precisionctl.trainer.model import GPT, loss
+from precisionctl.trainer.optim import MasterAdamW
+
+Row = dict[str, Any]
+Report = Callable[[Row], None]
+
+SETTINGS = Optimizer(lr=1e-4)
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-block")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a section runs. `small` runs all of its code on a CPU, emulated, over sizes that say nothing."""
+
+    small: bool
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.small else "cuda")
+
+    @property
+    def backend(self) -> BackendName:
+        return "emulated" if self.small else "te"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published model's layers. `layers` is how many it has, `measured` how many are run; `rows` of `length` tokens
+    are a step."""
+
+    name: str
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    layers: int
+    vocab: int
+    tied: bool
+    measured: tuple[int, int]
+    rows: int
+    length: int = 4096
+
+    def model(self, layers: int) -> ModelShape:
+        return ModelShape(
+            architecture="llama",
+            num_layers=layers,
+            hidden_size=self.hidden,
+            ffn_hidden_size=self.ffn,
+            num_attention_heads=self.heads,
+            num_query_groups=self.groups,
+            kv_channels=self.hidden // self.heads,
+            vocab_size=self.vocab,
+            padded_vocab_size=self.vocab,
+            max_position_embeddings=self.length,
+            tied_embeddings=self.tied,
+        )
+
+    def layer_weights(self) -> int:
+        """Numbers in a layer's matrices."""
+        head = self.hidden // self.heads
+        attention = self.hidden * head * (2 * self.heads + 2 * self.groups)
+        return attention + 3 * self.hidden * self.ffn
+
+    def flops(self, layers: int) -> float:
+        """Of a step's matrix products, forward and backward: 6 for each weight and token, the output layer's too, and
+        attention as far as it is causal."""
+        weights = layers * self.layer_weights() + self.hidden * self.vocab
+        return self.rows * self.length * 6.0 * (weights + layers * self.length * self.hidden)
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """`(in, out)` of a layer's GEMMs."""
+        qkv = self.hidden // self.heads * (self.heads + 2 * self.groups)
+        return {
+            "qkv": (self.hidden, qkv),
+            "proj": (self.hidden, self.hidden),
+            "fc1": (self.hidden, 2 * self.ffn),
+            "fc2": (self.ffn, self.hidden),
+        }
+
+
+SHAPES = (
+    Shape("7B", 4096, 11008, 32, 32, 32, 32000, False, (2, 6), 4),  # Llama-2-7B
+    Shape("8B", 4096, 14336, 32, 8, 32, 128256, False, (2, 6), 2),  # Llama-3.1-8B
+    Shape("1B", 2048, 8192, 32, 8, 16, 128256, True, (4, 12), 4),  # Llama-3.2-1B
+    Shape("3B", 3072, 8192, 24, 8, 28, 128256, True, (3, 9), 4),  # Llama-3.2-3B
+    Shape("13B", 5120, 13824, 40, 40, 40, 32000, False, (2, 5), 4),  # Llama-2-13B
+)
+SMALL = (Shape("tiny", 128, 256, 4, 2, 4, 256, False, (1, 2), 1, 64),)
+
+
+def shapes(place: Place) -> tuple[Shape, ...]:
+    return SMALL if place.small else SHAPES
+
+
+def gpt(shape: ModelShape, place: Place, preset: str | Precision = "bf16") -> GPT:
+    """Weights are the same whatever the precision."""
+    torch.manual_seed(0)
+    return GPT(shape, PRESETS[preset] if isinstance(preset, str) else preset, place.backend, device=place.device)
+
+
+def train_loss(model: GPT, tokens: Tensor) -> Tensor:
+    """Mean loss of next tokens; rows `[B, S + 1]`."""
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    total, count = loss(model(inputs), labels, torch.ones_like(labels, dtype=torch.bool), model.model.vocab_size)
+    return total / count
+
+
+def update(model: GPT, optimizer: MasterAdamW, tokens: Tensor, lr: float = SETTINGS.lr) -> float:
+    """A step as the trainer makes it, which reads loss and gradient norm."""
+    value = train_loss(model, tokens)
+    value.backward()
+    optimizer.collect()
+    optimizer.clip()
+    optimizer.step(lr)
+    return float(value.detach())
+
+
+def timed(function: Callable[[], object], place: Place, repeats: int, warm: int) -> Row:
+    """Seconds of a call: median, least and most of `repeats`."""
+    repeats, warm = (2, 1) if place.small else (repeats, warm)
+    for _ in range(warm):
+        function()
+    taken = []
+    for _ in range(repeats):
+        if place.small:
+            start = time.perf_counter()
+            function()
+            taken.append(time.perf_counter() - start)
+            continue
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        before.record()
+        function()
+        after.record()
+        torch.cuda.synchronize()
+        taken.append(before.elapsed_time(after) / 1000)
+    return {"seconds": statistics.median(taken), "least": min(taken), "most": max(taken), "repeats": repeats}
+
+
+@contextlib.contextmanager
+def alone(place: Place) -> Iterator[None]:
+    """Around a model: nothing of it stays. TE keeps the state of every module that ran in FP8, and updates it in each
+    pass."""
+    if quantization := sys.modules.get("transformer_engine.pytorch.quantization"):
+        quantization.FP8GlobalStateManager.reset()
+    gc.collect()  # before, not after: a failure holds what it failed with until it is reported
+    if not place.small:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    yield
+
+
+def peak_gb(place: Place) -> float | None:
+    return None if place.small else torch.cuda.max_memory_allocated() / 1e9
+
+
+def sqnr(signal: Tensor, other: Tensor) -> float:
+    """Decibels."""
+    wide, noise = signal.detach().double(), (signal.detach().double() - other.detach().double()).norm()
+    return float(20 * torch.log10(wide.norm() / noise.clamp(min=1e-30)))
+
+
+def attempt(report: Report, row: Row, measure: Callable[[], Row]) -> Row | None:
+    """Report what is measured, or why nothing was."""
+    try:
+        made = row | measure()
+    except Exception as problem:  # whatever it is, the other rows are wanted
+        report(row | {"error": f"{type(problem).__name__}: {str(problem).splitlines()[0][:300]}"})
+        return None
+    report(made)
+    return made
