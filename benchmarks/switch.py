@@ -96,7 +96,7 @@ def run_curves(folder: Path, start: int, steps: int) -> tuple[list[Curve], dict[
 
 
 def curve_rows(curves: list[Curve], held_out: dict[str, float], start: int) -> list[dict[str, Any]]:
-    """Gaps to BF16: the largest of the 20 steps after the switch, of the means of the last 100, and on held-out text."""
+    """Gaps to BF16: the largest of the 20 steps after the switch, of the last 100 means, and on held-out text."""
     base, rows = curves[0], []
     for curve in curves:
         after = Curve(curve.name, {step: loss for step, loss in curve.losses.items() if step > start})
