@@ -75,9 +75,9 @@ def gradients(rank: int, names: Sequence[str] = ("a", "bias", "b", "norm")) -> d
 def reduced(rank: Any, mine: dict[str, Tensor], mu: float = 1.0) -> Fp8Gradients:
     made = Fp8Gradients({name: torch.zeros(shape) for name, shape in SHAPES.items()})
     made.mu = mu
-    for name, gradient in mine.items():
-        made.add(name, gradient)
-    made.reduce(rank)
+    given = dict(mine)
+    made.take(given, rank)
+    assert not given  # let go of
     return made
 
 
@@ -95,9 +95,8 @@ def scale(values: Sequence[float]) -> float:
 
 
 def slow_sum(parts: Sequence[Sequence[float]], mu: float) -> list[float]:
-    local = [[in_fp8(value, scale(part)) for value in part] for part in parts]
-    shared = min(mu * scale(part) for part in local)  # the smallest of the ranks' is that of their largest magnitude
-    sums = [sum(in_fp8(value, shared) for value in values) for values in zip(*local, strict=True)]
+    shared = min(mu * scale(part) for part in parts)  # the smallest of the ranks' is that of their largest magnitude
+    sums = [sum(in_fp8(value, shared) for value in values) for values in zip(*parts, strict=True)]
     return [in_fp8(value, scale(sums)) for value in sums]
 
 
@@ -128,9 +127,7 @@ def test_a_gradient_that_one_rank_lacks_is_that_of_the_other() -> None:
 
 
 def alone(gradient: Tensor) -> Tensor:
-    made = Fp8Gradients({"only": gradient})
-    made.add("only", gradient)
-    return made.held["only"].read()
+    return reduced(Threads(1).rank(0), {"a": gradient}).held["a"].read()
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -188,10 +185,8 @@ def test_one_process_exchanges_nothing() -> None:
     assert not ranks.moved and found[0].mu == 1.0
 
 
-def test_gradients_of_passes_add_up_and_shrink_by_their_scale() -> None:
-    made = Fp8Gradients({"a": torch.zeros(2)})
-    made.add("a", torch.tensor([256.0, 3.0]))
-    made.add("a", torch.tensor([192.0, -1.0]))
+def test_gradients_shrink_by_their_scale() -> None:
+    made = reduced(Threads(1).rank(0), {"a": torch.tensor([448.0, 2.0])})
     assert made.held["a"].read().tolist() == [448.0, 2.0]
     codes = made.held["a"].codes.view(torch.uint8).clone()
     made.scale_by(1 / 3)

@@ -36,30 +36,23 @@ class Fp8Gradients:
         self._parameters = parameters
         self._saturated: float | None = None
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Add one pass' gradient: decoded, added in FP32, encoded again."""
-        values = gradient.float()
-        if name in self.held:
-            values = values + self.held[name].read()
-        else:
-            self.held[name] = Scaled.zeros(values, CODES)
-        largest = amax(values)
-        scale = _scale(largest)
-        # what is infinite must not become a largest code and pass for a number
-        self.held[name].set(values, scale, torch.where(largest.isfinite(), scale.reciprocal(), torch.nan))
-
-    def reduce(self, world: World) -> None:
-        """Have the sum of all ranks' gradients instead of this rank's."""
+    def take(self, gradients: dict[str, Tensor], world: World) -> None:
+        """Hold the sum over all ranks of gradients in any dtype, which are let go of one after the other."""
         if world.count == 1:
+            for name in [*gradients]:
+                self.held[name] = _held(gradients.pop(name).float())
             return
         device = next(iter(self._parameters.values())).device
         none = torch.full((), -1.0, device=device)
-        mine = [_amax(self.held[name].read()) if name in self.held else none for name in self._parameters]
+        mine = [amax(gradients[name]) if name in gradients else none for name in self._parameters]
         largest = dict(zip(self._parameters, world.largest(torch.stack(mine)), strict=True))
         counts = torch.zeros(2, dtype=torch.int64, device=device)
         for names in self._buckets([name for name, found in largest.items() if found >= 0]):
-            parts = [self.held.setdefault(name, Scaled.zeros(self._parameters[name], CODES)) for name in names]
-            counts += _sum(parts, torch.stack([largest[name] for name in names]), world, self.mu)
+            zeros = {name: torch.zeros_like(self._parameters[name]) for name in names if name not in gradients}
+            parts = [zeros[name] if name in zeros else gradients.pop(name) for name in names]
+            summed, count = _sum(parts, torch.stack([largest[name] for name in names]), world, self.mu)
+            self.held |= zip(names, summed, strict=True)
+            counts += count
         saturated, codes = world.sum(counts).tolist()
         self._saturated = saturated / max(1, codes)
 
@@ -94,34 +87,39 @@ class Fp8Gradients:
             held.scale_inv.mul_(factor)
 
 
-def _sum(parts: Sequence[Scaled], largest: Tensor, world: World, mu: float) -> Tensor:
-    """Sum tensors over ranks, `largest` `[tensors]` being their largest magnitudes in any. Returns how many of the
-    codes that this rank has sent are the largest one, and how many there are, int64 `[2]`."""
-    sizes = [part.codes.numel() for part in parts]
+def _held(values: Tensor) -> Scaled:
+    """FP32 values as codes."""
+    largest = amax(values)
+    scale, held = _scale(largest), Scaled.zeros(values, CODES)
+    # what is infinite must not become the largest code and pass for a number
+    held.set(values, scale, torch.where(largest.isfinite(), scale.reciprocal(), torch.nan))
+    return held
+
+
+def _sum(parts: Sequence[Tensor], largest: Tensor, world: World, mu: float) -> tuple[list[Scaled], Tensor]:
+    """The sums of tensors over ranks, `largest` `[tensors]` being their largest magnitudes in any; and how many of the
+    codes that this rank has sent are the largest one, and how many they are, int64 `[2]`."""
+    sizes, shapes, device = [part.numel() for part in parts], [part.shape for part in parts], largest.device
     each = -(-sum(sizes) // world.count)  # numbers that a rank adds up; the last one's are filled up with zeros
-    device = largest.device
     tensor = torch.arange(len(parts), device=device).repeat_interleave(torch.tensor(sizes, device=device))
     tensor = torch.cat([tensor, tensor.new_full((each * world.count - len(tensor),), len(parts) - 1)])
     values = torch.zeros(len(tensor), device=device)
-    values[: sum(sizes)] = torch.cat([part.read().flatten() for part in parts])
+    values[: sum(sizes)] = torch.cat([part.flatten() for part in parts])
     scale = mu * _scale(largest)
     codes = _encode(values, scale[tensor])
+    codes[values.isinf()] = 0x7F  # NaN: see _held
     received = world.exchanged(codes.view(world.count, each))
     here = tensor[world.rank * each :][:each]
     total = worths(received.view(CODES)).sum(0) * scale.reciprocal()[here]
     amaxes = torch.zeros_like(largest).scatter_reduce_(0, here, total.abs().nan_to_num(nan=torch.inf), "amax")
     scale = _scale(world.largest(amaxes))
     summed = world.gathered(_encode(total, scale[here])).flatten()[: sum(sizes)]
-    for part, found, one in zip(parts, torch.split(summed, sizes), scale.reciprocal(), strict=True):
-        part.codes.copy_(found.view(CODES).view(part.codes.shape))
-        part.scale_inv.fill_(one)
+    found = [
+        Scaled(code.view(CODES).view(shape).clone(), one[None])
+        for code, shape, one in zip(torch.split(summed, sizes), shapes, scale.reciprocal(), strict=True)
+    ]
     at_most = (codes & 0x7F) == 0x7E  # whatever the sign
-    return torch.stack([at_most.sum(), torch.tensor(sum(sizes), device=device)])
-
-
-def _amax(values: Tensor) -> Tensor:
-    """The largest magnitude, and infinity where one is no number, which `amax` passes over: ranks must agree on it."""
-    return values.abs().amax().nan_to_num(nan=torch.inf)
+    return found, torch.stack([at_most.sum(), torch.tensor(sum(sizes), device=device)])
 
 
 def _scale(largest: Tensor) -> Tensor:

@@ -124,15 +124,14 @@ class Fp8LmAdamW:
                     parameter.copy_(self._moments[name].kinds["param"].read())
 
     def collect(self) -> None:
-        """Take over the model's gradients: add them to those that are held, and hold the codes of the sum."""
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                self._gradients.add(name, parameter.grad)
-                parameter.grad = None
+        """Nothing to do: those of an update's passes add up in BF16 where autograd leaves them, which takes less memory
+        than FP8 beside it, and loses less."""
 
     def reduce(self, world: World) -> None:
-        """Have the sum of all ranks' gradients."""
-        self._gradients.reduce(world)
+        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self._gradients.take(found, world)
 
     @property
     def gradients(self) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.optim import KINDS
+from precisionctl.trainer.world import ALONE
 
 SETTINGS = Optimizer(preset="fp8-lm", lr=1e-3, clip_norm=0.0)
 SHAPES = ((96, 64), (33,), (7, 5, 3))
@@ -36,7 +37,7 @@ def step(of: nn.Module, made: Fp8LmAdamW, seed: int, zeros: bool = False) -> Non
         if parameter.requires_grad:
             gradient = torch.randn(parameter.shape, generator=pick).cuda() * 0.1
             parameter.grad = (gradient * (not zeros)).to(parameter.dtype)
-    made.collect()
+    made.reduce(ALONE)
     made.step(1e-3)
 
 
