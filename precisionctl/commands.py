@@ -19,6 +19,7 @@ from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
+from precisionctl.fp8.statistics import Scaling
 from precisionctl.inference import plan_export_of
 from precisionctl.notes import (
     left_behind,
@@ -33,6 +34,7 @@ from precisionctl.notes import (
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.plan import Plan, check_fp8_gemms, make_plan
 from precisionctl.precision import PRESETS, Precision
+from precisionctl.quant_methods.base import Scheme
 from precisionctl.reencode import coded_before, make_reencoding, seeded
 from precisionctl.targets import CONTAINERS, hf_writer, megatron_writer
 from precisionctl.work import Finish, Work, digest_of, open_output
@@ -264,13 +266,17 @@ def _trained(reader: Reader) -> MegatronReader | None:
     return reader if of_megatron(reader) and reader.optimizer_specs else None
 
 
+_SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic", "block": "block", "mxfp8": "mxfp8"}
+"""What an engine computes most like a recipe does."""
+
+
 def _as_export(conversion: Conversion) -> InferenceExport:
     """FP8 values in a Hugging Face directory are an export, in the spelling that transformers and vLLM read."""
     return InferenceExport(
         conversion.source,
         conversion.destination,
         target="vllm",
-        scheme="static",
+        scheme=_SCHEMES[conversion.recipe.scaling if conversion.recipe else "delayed"],
         recipe=conversion.recipe,
         iteration=conversion.iteration,
         max_shard_size=conversion.max_shard_size,

@@ -318,6 +318,28 @@ def test_a_recipe_says_which_modules_get_state(tmp_path: Path, recipe: str) -> N
         assert {name.rpartition(".")[2] for name in states.modules} == {"linear_qkv", "linear_proj", "linear_fc1"}
 
 
+@pytest.mark.parametrize(
+    ("recipe", "spelling"),
+    [
+        ("fp8-current", ("compressed-tensors", "token")),
+        ("fp8-block", ("fp8", [128, 128])),
+        ("mxfp8", ("modelopt", "MXFP8")),
+    ],
+)
+def test_fp8_for_hugging_face_is_what_the_recipe_computes_and_needs_no_state(
+    tmp_path: Path, recipe: str, spelling: tuple[str, Any]
+) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, hidden_size=128, intermediate_size=256, head_dim=64)
+    run(tmp_path / "hf", tmp_path / "fp8", "hf", precision="fp8", recipe=PRESETS[recipe])
+    said = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    found = {
+        "compressed-tensors": lambda: said["config_groups"]["group_0"]["input_activations"]["strategy"],
+        "fp8": lambda: said["weight_block_size"],
+        "modelopt": lambda: said["quant_algo"],
+    }[said["quant_method"]]()
+    assert (said["quant_method"], found) == spelling
+
+
 CONTRADICTORY: dict[str, dict[str, Any]] = {
     "no payloads of Transformer Engine": {"to": "hf", "te_version": 1},
     "an export takes FP8 state as it is read": {"to": "hf", "precision": "fp8", "grouped_columns": "role"},

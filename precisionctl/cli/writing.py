@@ -65,8 +65,8 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 
     DESTINATION appears only when it is complete; the same command run again goes on where one was stopped.
     `--to hf --precision fp8` gives weights that were FP8 before the codes that they had; others it rounds, as
-    `export-inference --target vllm --scheme static` does. Beside --recipe, Megatron's flags of FP8 say how FP8 is made,
-    such as --fp8-amax-history-len.
+    `export-inference --target vllm` does, under the scheme that is most like the --recipe. Beside --recipe, Megatron's
+    flags of FP8 say how FP8 is made, such as --fp8-amax-history-len.
     """
     from precisionctl.commands import Conversion, plan_conversion
 
