@@ -203,6 +203,14 @@ def all_runs() -> None:
     run("2 of 2-1-4", 2, "2-1-4", kill=3, **fp8)
     run("1 of 2-1-4", 1, "2-1-4", kill=5, **fp8)
     run("4 of 2-1-4", 4, "2-1-4", **fp8)
+    tensor = {"parallel__tensor": 2, "parallel__sequence": "true"}
+    run("source tensor", 2, shadow_every=2, train__recompute="layer", **tensor, **fp8)
+    shared = {**tensor, "parallel__expert": 2}
+    run("moe tensor", 4, source="moe", shadow_every=2, **shared, **fp8 | {"train__micro_batch_size": 2})
+    run("four sharing", 4, source="moe", **shared, **still)
+    run("4 of 4-1-2", 4, "4-1-2", kill=3, **tensor, **fp8)
+    run("1 of 4-1-2", 1, "4-1-2", kill=5, **fp8)
+    run("2 of 4-1-2", 2, "4-1-2", parallel__tensor=2, **fp8)
     phases = {**fp8, "precision__schedule": "[{until = 0.2}, {until = 0.7, fp8 = false}, {}]"}
     run("phases", 2, **phases)
     run("phases, killed", 2, "phases killed", kill=3, **phases)

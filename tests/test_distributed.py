@@ -96,11 +96,12 @@ def test_amaxes_of_experts_are_the_largest_of_all_ranks_and_none_of_those_that_n
             assert torch.equal(two.modules[name].roles[role].recorded_each, part.recorded_each)
 
 
-def test_rows_that_do_not_divide_evenly_come_and_go_as_they_are(place: Path, told: Told) -> None:
-    """Three ranks have 27, 27 and 26 rows of the embedding, and 2, 2 and none of a router's; an update so small that no
-    weight changes is between loading and saving."""
-    assert [step for step, _, _ in steps(told, "three")] == [1]
-    saved = TorchDistReader(place / "three/iter_0000001")
+@pytest.mark.parametrize("name", ["three", "four sharing"])
+def test_parts_of_any_shape_come_and_go_as_they_are(place: Path, told: Told, name: str) -> None:
+    """Three ranks have 27, 27 and 26 rows of the embedding, and 2, 2 and none of a router's; four have a part of every
+    linear and every second expert. An update so small that no weight changes is between loading and saving."""
+    assert [step for step, _, _ in steps(told, name)] == [1]
+    saved = TorchDistReader(place / name / "iter_0000001")
     source = to_megatron(open_checkpoint(place / "moe")).tensors
     assert saved.specs.keys() == source.keys()
     assert all(torch.equal(read_tensor(saved, name), tensor.bfloat16()) for name, tensor in source.items())
@@ -178,6 +179,45 @@ def test_the_guard_of_two_ranks_changes_nothing_and_sees_what_that_of_one_proces
         assert list(ours["modules"]) == list(expected["modules"])
 
 
+@models
+def test_ranks_that_share_layers_train_as_one_process_does_but_for_rounding(
+    place: Path, told: Told, model: str
+) -> None:
+    """In FP8, with the sequence shared too, layers made once more, and experts dealt out: of a sum of two GEMMs'
+    results each has been rounded to BF16. What the guard sees is of all parts, each once."""
+    alone, shared = steps(told, f"{model} guarded alone"), steps(told, f"{model} tensor")
+    assert [loss for _, loss, _ in shared] == pytest.approx([loss for _, loss, _ in alone], rel=2**-9)
+    looks = [[loss for _, _, loss in each if loss is not None] for each in (alone, shared)]
+    assert len(looks[0]) == 2 and looks[1] == pytest.approx(looks[0], rel=2**-9)
+    seen = [guard_s_looks(place / f"{model} {how}") for how in ("guarded alone", "tensor")]
+    for expected, ours in zip(*seen, strict=True):
+        assert ours["loss_bf16"] == pytest.approx(expected["loss_bf16"], rel=2**-9)
+        assert ours["grad_norm_ratio"] == pytest.approx(expected["grad_norm_ratio"], abs=2**-5)
+        assert list(ours["modules"]) == list(expected["modules"])
+    norms = [
+        [row["grad_norm"] for row in read_metrics(place / f"{model} {how}" / FILE)]
+        for how in ("guarded alone", "tensor")
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=2**-5)
+
+
+@models
+def test_ranks_that_share_layers_have_one_fp8_state(place: Path, model: str) -> None:
+    """That of one process, of the same tokens: amaxes are of a rounding to BF16 that may be another one, after a
+    gradient's or activation's way through both layers."""
+    count, alone = {"source": 2, "moe": 4}[model], torch.load(place / f"{model} fp8 alone.start.0.pt")
+    for when in ("start", "end"):
+        first, *others = (torch.load(place / f"{model} tensor.{when}.{rank}.pt") for rank in range(count))
+        assert first.keys() == alone.keys()
+        for key, (scale, history) in first.items():
+            assert all(torch.equal(scale, other[key][0]) and torch.equal(history, other[key][1]) for other in others)
+            if when == "start":
+                assert torch.equal(history != 0, alone[key][1] != 0)
+                assert torch.allclose(history, alone[key][1], rtol=2**-5, atol=0)
+                if key[1] == "weight":
+                    assert torch.equal(history, alone[key][1])
+
+
 def test_copies_of_the_model_change_nothing_of_what_the_guard_sees(place: Path) -> None:
     """A rank that has all of a gradient and one that has a part of it come to the same."""
     (cut,), (copied,), (both,) = (guard_s_looks(place / f"guarded, four in {copies}") for copies in (1, 4, 2))
@@ -213,6 +253,15 @@ def test_a_run_goes_on_with_another_number_of_ranks(place: Path, told: Told) -> 
     assert [row["step"] for row in made] == list(range(1, 7))
     assert [row["loss"] for row in made] == pytest.approx([loss for _, loss, _ in alone], rel=2**-9)
     assert [row["loss"] for row in made[:2]] == [loss for _, loss, _ in steps(told, "source fp8 two")[:2]]
+
+
+def test_a_run_goes_on_with_other_ranks_that_share_layers(place: Path, told: Told) -> None:
+    """Killed with two ranks for each layer and two rows of them, and with one; ended by two for each layer."""
+    assert -signal.SIGKILL in told["4 of 4-1-2"]["codes"] and 0 not in told["4 of 4-1-2"]["codes"]
+    assert [step for step, _, _ in steps(told, "2 of 4-1-2")] == [5, 6]
+    made, alone = read_metrics(place / "4-1-2" / FILE), steps(told, "source fp8 alone")
+    assert [row["step"] for row in made] == list(range(1, 7))
+    assert [row["loss"] for row in made] == pytest.approx([loss for _, loss, _ in alone], rel=2**-9)
 
 
 @models

@@ -46,12 +46,18 @@ class Box:
 class Chunk:
     """A box of a logical tensor and where its row-major bytes are.
 
-    `place` is a file, where they start at byte `offset`, or a live tensor of the box's shape.
+    `place` is a file, where they start at byte `offset`, or a live tensor of the box's shape. `only` a part of it is
+    to be looked at, where others have the rest.
     """
 
     box: Box
     place: Path | Tensor
     offset: int = 0
+    only: Box | None = None
+
+    @property
+    def part(self) -> Box:
+        return self.only or self.box
 
 
 @dataclass(frozen=True)
@@ -183,7 +189,8 @@ def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | Non
 def rows_held(place: Chunked, name: str) -> list[range]:
     """The runs of rows of which some chunk holds something: one of all rows, but where other ranks have the rest."""
     runs: list[range] = []
-    for start, stop in sorted((chunk.box.row, chunk.box.row + chunk.box.rows) for chunk in place.chunks(name)):
+    parts = [chunk.part for chunk in place.chunks(name)]
+    for start, stop in sorted((part.row, part.row + part.rows) for part in parts):
         if runs and start <= runs[-1].stop:
             runs[-1] = range(runs[-1].start, max(stop, runs[-1].stop))
         else:
@@ -232,7 +239,7 @@ def check_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
 
 def _touching(place: Chunked, name: str, box: Box) -> Iterator[tuple[Chunk, Box]]:
     for chunk in place.chunks(name):
-        part = chunk.box.intersect(box)
+        part = chunk.part.intersect(box)
         if part is not None:
             yield chunk, part
 

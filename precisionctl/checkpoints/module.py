@@ -1,7 +1,8 @@
 """A live model as the source or the target of a conversion: its chunks are its tensors themselves.
 
 It has no files, and its FP8 state is taken and set module by module (`fp8_state`, `set_fp8_state`). Of a model that is
-cut for several ranks, a rank has some rows of each tensor (FSDP's DTensors), and reads and writes those alone.
+cut for several ranks, a rank has a part of each tensor (tensor parallelism), of that some rows (FSDP's DTensors), and
+reads and writes those alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Chunk, Chunked, Writer, whole
+from precisionctl.checkpoints.base import Box, Chunk, Chunked, Writer, whole
 from precisionctl.checkpoints.output import sync
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.model_shape import ModelShape
@@ -19,32 +20,61 @@ from precisionctl.param import Layout, TensorSpec
 
 
 @dataclass(frozen=True)
+class Part:
+    """What a rank has of a tensor that is all that `spec` says: `boxes`, one below the other, or none."""
+
+    spec: TensorSpec
+    boxes: Sequence[Box]
+
+
+@dataclass(frozen=True)
 class LiveModel:
-    """Tensors by Megatron name: parameters, or FP32 tensors that stand for them (masters, moments)."""
+    """Tensors by Megatron name: parameters, or FP32 tensors that stand for them (masters, moments). Of a model that
+    tensor or expert ranks share, these are `parts`; what there is no part of is whole."""
 
     model: ModelShape
     tensors: Mapping[str, Tensor]
     layout: Layout = "megatron"
     encodings: Mapping[str, Encoding] = field(default_factory=dict)
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
     @cached_property  # a run asks for it several times a piece
     def specs(self) -> Mapping[str, TensorSpec]:
-        return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
+        specs = {name: part.spec for name, part in self.parts.items()}
+        for name, tensor in self.tensors.items():
+            spec = specs.get(name, TensorSpec(tuple(tensor.shape), tensor.dtype))
+            specs[name] = replace(spec, dtype=tensor.dtype)
+        return specs
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        from torch.distributed.tensor import DTensor  # half a second that files need not wait for
-
-        tensor, box = self.tensors[name], whole(self.specs[name])
-        if not isinstance(tensor, DTensor):
-            return [Chunk(box, tensor)]
-        mine = tensor.to_local().detach()
-        if not mine.numel():
+        if name not in self.tensors:
             return []
-        first = tensor.__create_chunk_list__()[0].offsets[0]  # type: ignore[no-untyped-call]  # as PyTorch's own checkpoints ask for it
-        return [Chunk(replace(box, row=first, rows=len(mine)), mine)]
+        first, mine = _rows(self.tensors[name])
+        boxes = self.parts[name].boxes if name in self.parts else [whole(self.specs[name])]
+        found, start = [], 0
+        for box in boxes:  # whose first row is number `start` of the rank's own
+            top, bottom = max(start, first), min(start + box.rows, first + len(mine))
+            if top < bottom:
+                part = replace(box, row=box.row + top - start, rows=bottom - top)
+                found.append(Chunk(part, mine[top - first : bottom - first]))
+            start += box.rows
+        return found
 
     def lay_out(self) -> None:
         """Nothing to do: the tensors are there."""
+
+
+def _rows(tensor: Tensor) -> tuple[int, Tensor]:
+    """The number of the first row that is here of a tensor which FSDP may have cut, and the rows."""
+    from torch.distributed.tensor import DTensor  # half a second that files need not wait for
+
+    if not isinstance(tensor, DTensor):
+        return 0, tensor.detach()
+    mine = tensor.to_local().detach()
+    if not mine.numel():
+        return 0, mine[:0]
+    first = tensor.__create_chunk_list__()[0].offsets[0]  # type: ignore[no-untyped-call]  # as PyTorch's own checkpoints ask for it
+    return first, mine
 
 
 class Made(Mapping[str, Tensor]):
@@ -97,7 +127,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class RowsOf:
-    """Of a Writer's files, which are laid out, the rows of each tensor that is live here."""
+    """Of a Writer's files, which are laid out, the parts of tensors that are live here."""
 
     writer: Writer
     live: Chunked
@@ -110,9 +140,8 @@ class RowsOf:
         """Nothing to do: the first rank has."""
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        itemsize = self.specs[name].dtype.itemsize
         return [
-            replace(chunk, box=part, offset=chunk.offset + (part.row - chunk.box.row) * part.columns * itemsize)
+            replace(chunk, only=part)
             for chunk in self.writer.chunks(name)
             for here in self.live.chunks(name)
             if (part := chunk.box.intersect(here.box))

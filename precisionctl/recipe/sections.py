@@ -118,12 +118,21 @@ class Schedule:
 @dataclass(frozen=True)
 class Parallel:
     """How the ranks of torchrun share a model: `replicate` copies of it, each cut for the ranks that have it (1 is
-    FSDP, more is HSDP, as many as ranks is DDP)."""
+    FSDP, more is HSDP, as many as ranks is DDP). Of those, `tensor` ranks share each layer's GEMMs, and with `sequence`
+    the tokens between them; `expert` deals the experts out to so many of the others."""
 
     replicate: int = 1
+    tensor: int = 1
+    sequence: bool = False
+    expert: int = 1
 
     def __post_init__(self) -> None:
-        _require("parallel", self, replicate=ABOVE_0)
+        _require("parallel", self, replicate=ABOVE_0, tensor=ABOVE_0, expert=ABOVE_0)
+        if self.sequence and self.tensor == 1:
+            raise RecipeError(
+                "parallel.sequence deals tokens out to tensor-parallel ranks, and parallel.tensor is 1",
+                do="Set parallel.tensor, or leave parallel.sequence out.",
+            )
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,17 @@ class CoreAttention(nn.Module):
     def __init__(self, model: ModelShape, backend: Backend, scale: float) -> None:
         super().__init__()
         self.scale, self.softcap = scale, model.attn_logit_softcapping
-        sinks = torch.zeros(model.num_attention_heads, dtype=backend.dtype, device=backend.device)
+        sinks = torch.zeros(
+            model.num_attention_heads // backend.world.tensor.size, dtype=backend.dtype, device=backend.device
+        )
         self.softmax_offset = nn.Parameter(sinks) if model.softmax_offset else None
         self.plain = self.softcap is None and self.softmax_offset is None
         self.packed = backend.packed_attention(model, scale) if self.plain else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
-        """Queries `[B, S, G * R, D]`, keys and values `[B, S, G, D]`; gives `[B, S, G * R * D]`."""
+        """Queries `[B, S, G * R, D]`, keys and values `[B, S, G, D]`; gives `[T, G * R * D]`."""
         if positions.segments is None:
-            return self._attend((query, key, value), positions.window).flatten(2)
+            return self._attend((query, key, value), positions.window).flatten(2).flatten(0, 1)
         laid = [tensor.flatten(0, 1) for tensor in (query, key, value)]
         if self.packed is not None:
             attended: Tensor = self.packed(*laid, positions.segments, positions.window)
@@ -41,7 +43,7 @@ class CoreAttention(nn.Module):
                 *(torch.split(tensor[None], list(positions.segments.lengths), 1) for tensor in laid), strict=True
             )
             attended = torch.cat([self._attend(text, positions.window) for text in texts], 1)
-        return attended.view(*query.shape[:2], -1)
+        return attended.view(query.shape[:2].numel(), -1)
 
     def _attend(self, heads: Sequence[Tensor], window: int | None) -> Tensor:
         """Queries, keys and values of texts that are S tokens long; gives `[B, S, G * R, D]`."""
@@ -78,19 +80,20 @@ class SelfAttention(nn.Module):
     def __init__(self, name: str, model: ModelShape, backend: Backend) -> None:
         super().__init__()
         self.name, self.backend = f"{name}.core_attention", backend
-        self.groups, self.head = model.num_query_groups, model.kv_channels
+        self.groups, self.head = model.num_query_groups // backend.world.tensor.size, model.kv_channels
         norm, hidden = norm_of(model), model.hidden_size
         bias = model.add_bias_linear or model.add_qkv_bias
-        self.linear_qkv = backend.layer_norm_linear(f"{name}.linear_qkv", hidden, model.qkv_size, bias, norm)
+        self.linear_qkv = backend.layer_norm_linear(f"{name}.linear_qkv", hidden, model.qkv_size, bias, norm, "column")
         self.q_layernorm = backend.norm(self.head, norm) if model.qk_layernorm else nn.Identity()
         self.k_layernorm = backend.norm(self.head, norm) if model.qk_layernorm else nn.Identity()
         self.core_attention = CoreAttention(model, backend, 1 / math.sqrt(model.query_pre_attn_scalar or self.head))
-        self.linear_proj = backend.linear(f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear)
+        self.linear_proj = backend.linear(
+            f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear, "row"
+        )
 
     def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
-        """`[B, S, E]` to the same."""
-        batch, length, _ = hidden.shape
-        qkv = self.linear_qkv(hidden).view(batch, length, self.groups, -1, self.head)
+        """`[T, E]` to the same."""
+        qkv = self.linear_qkv(hidden).view(*positions.shape, self.groups, -1, self.head)
         query = rotate(self.q_layernorm(qkv[..., :-2, :].flatten(2, 3)), positions)
         key = rotate(self.k_layernorm(qkv[..., -2, :]), positions)
         value = qkv[..., -1, :]
@@ -103,7 +106,7 @@ class SelfAttention(nn.Module):
 
 class MLASelfAttention(nn.Module):
     """DeepSeek's latent attention: the keys and values of all heads are made from one small latent for each token,
-    queries from another one, or directly.
+    queries from another one, or directly. Tensor ranks all make the latents, of all tokens, and each its heads.
 
     Rows of linear_q_up_proj (linear_q_proj), per head: those without positions, then those with; of
     linear_kv_up_proj, per head: key, value; of linear_kv_down_proj: the latent, then the part of the key that has
@@ -116,29 +119,32 @@ class MLASelfAttention(nn.Module):
         self.mla = mla
         norm, hidden = norm_of(model), model.hidden_size
         if mla.q_lora_rank is None:
-            self.linear_q_proj = backend.linear(f"{name}.linear_q_proj", hidden, model.query_size, False)
+            self.linear_q_proj = backend.linear(
+                f"{name}.linear_q_proj", hidden, model.query_size, False, "inner column"
+            )
         else:
             self.linear_q_down_proj = backend.linear(f"{name}.linear_q_down_proj", hidden, mla.q_lora_rank, False)
             self.linear_q_up_proj = backend.layer_norm_linear(
-                f"{name}.linear_q_up_proj", mla.q_lora_rank, model.query_size, False, norm
+                f"{name}.linear_q_up_proj", mla.q_lora_rank, model.query_size, False, norm, "inner column"
             )
         self.linear_kv_down_proj = backend.linear(f"{name}.linear_kv_down_proj", hidden, model.latent_size, False)
         self.linear_kv_up_proj: Any = backend.layer_norm_linear(
-            f"{name}.linear_kv_up_proj", mla.kv_lora_rank, model.key_value_size, False, norm
+            f"{name}.linear_kv_up_proj", mla.kv_lora_rank, model.key_value_size, False, norm, "inner column"
         )
         self.core_attention = CoreAttention(model, backend, _mla_scale(model, mla))
-        self.linear_proj = backend.linear(f"{name}.linear_proj", model.projection_size, hidden, False)
+        self.linear_proj = backend.linear(f"{name}.linear_proj", model.projection_size, hidden, False, "row")
 
     def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
-        """`[B, S, E]` to the same."""
-        mla = self.mla
-        heads = (*hidden.shape[:2], -1)
+        """`[T, E]` to the same."""
+        mla, ranks = self.mla, self.backend.world.tensor
+        hidden, heads = ranks.gather(hidden), (*positions.shape, -1)
         query = self._queries(hidden).view(*heads, mla.qk_head_dim + mla.qk_pos_emb_head_dim)
         down = self.linear_kv_down_proj(hidden)
         latent, placed = torch.split(down, [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1)
         up = self.linear_kv_up_proj(latent).view(*heads, mla.qk_head_dim + mla.v_head_dim)
         key, value = torch.split(up, [mla.qk_head_dim, mla.v_head_dim], -1)
-        placed = _rotate_neighbours(placed[..., None, :], positions)
+        placed = ranks.share(placed).view(*positions.shape, 1, mla.qk_pos_emb_head_dim)
+        placed = _rotate_neighbours(placed, positions)
         self._show_cached(latent, placed)
         key = torch.cat([key, placed.expand(*key.shape[:-1], -1)], -1)
         plain, turned = torch.split(query, [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1)

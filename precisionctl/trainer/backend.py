@@ -24,6 +24,19 @@ from precisionctl.trainer.world import ALONE, World
 BackendName = Literal["te", "emulated"]
 
 
+Mode = Literal["column", "inner column", "row"]
+"""How a linear is cut for tensor ranks, as Megatron's are. `column`: by its outputs, and a region begins with it, so
+that with `sequence` it is given a rank's tokens; an `inner` one is given all of them. `row`: by its inputs, and a
+region ends with it."""
+
+
+def cut_sizes(mode: Mode | None, ranks: int, in_features: int, out_features: int) -> tuple[int, int]:
+    """Inputs and outputs of a rank's part of a linear."""
+    if mode is None:
+        return in_features, out_features
+    return (in_features // ranks, out_features) if mode == "row" else (in_features, out_features // ranks)
+
+
 @runtime_checkable
 class Fp8Linear(Protocol):
     """A linear that may keep delayed-scaling state."""
@@ -78,7 +91,8 @@ class Backend(Protocol):
     """Makes the GPT's linears and norms, and keeps their FP8 state in step with its passes.
 
     `name` is the Megatron name of the module (`decoder.layers.0.mlp.linear_fc1`). Linears raise
-    PrecisionError for sizes that an FP8 GEMM cannot have.
+    PrecisionError for sizes that an FP8 GEMM cannot have. Sizes are those of the whole, of which a linear with a `mode`
+    has the part of its tensor rank, `world.tensor`.
     """
 
     dtype: torch.dtype
@@ -87,15 +101,20 @@ class Backend(Protocol):
     recorder: Recorder | None
     """While there is one, GEMMs run in BF16 and show it their tensors; passes are its, not the backend's."""
 
-    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module: ...
+    def linear(
+        self, name: str, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
+    ) -> nn.Module: ...
     def layer_norm_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm
+        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm, mode: Mode | None = None
     ) -> nn.Module: ...
     def norm(self, size: int, norm: Norm) -> nn.Module: ...
-    def grouped_linear(self, name: str, experts: int, in_features: int, out_features: int, bias: bool) -> nn.Module:
-        """A linear for each expert, `weight{expert}` and `bias{expert}`, called with tokens `[tokens, in]` in the order
-        of their experts and the number of each expert's: any number. Its state is of `[experts]`; of an expert without
-        tokens, that of input and gradient stays as it is."""
+    def grouped_linear(
+        self, name: str, experts: int, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
+    ) -> nn.Module:
+        """A linear for each of the `world.experts`' own, `weight{expert}` and `bias{expert}`, called with tokens
+        `[tokens, in]` in the order of their experts and the number of each expert's: any number. Its state is of
+        `[experts]`, of all of them; of an expert without tokens, that of input and gradient stays as it is. The region
+        of tensor ranks that it is in begins and ends elsewhere: what it gives is a part, or a part of a sum."""
         ...
 
     def packed_attention(self, model: ModelShape, scale: float) -> nn.Module | None:

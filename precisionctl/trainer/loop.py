@@ -74,15 +74,15 @@ class Run:
     meter: Meter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.meter = Meter(self.model)
-        self.feed = Feed(self.rows, self.recipe.train, self.device, rank=self.world.rank, ranks=self.world.count)
+        self.meter, world = Meter(self.model), self.world
+        self.feed = Feed(self.rows, self.recipe.train, self.device, rank=world.data_rank, ranks=world.data_count)
 
     def batches(self, position: int) -> tuple[list[Batch], int]:
         """This rank's micro-batches of the update that takes its rows from `position` on, and the targets of all
         ranks' in it."""
         batches = self.feed.batches(position)
         mine = torch.tensor(sum(batch.targets for batch in batches), device=self.device)
-        return batches, int(self.world.sum(mine))
+        return batches, int(self.world.sum_of_data(mine))
 
     def coming(self) -> Iterator[tuple[Batch, int]]:
         """This rank's micro-batches of the next update and all later ones, each with the targets of its update."""
@@ -174,7 +174,7 @@ def passes(run: Run, batches: Sequence[Batch], targets: int) -> float:
             total += backward(run.model, batch, targets)
         run.optimizer.collect()
     run.optimizer.reduce(run.world)
-    return float(run.world.sum(total)) / targets
+    return float(run.world.sum_of_data(total)) / targets
 
 
 def backward(model: GPT, batch: Batch, targets: int) -> Tensor:
@@ -190,15 +190,16 @@ def held_out_loss(model: GPT, rows: Rows | Blend, micro_batch_size: int) -> floa
     starts = range(0, len(rows), micro_batch_size)
     total, targets = 0.0, 0
     with torch.no_grad():
-        for turn in range(0, len(starts), world.count):
-            start = starts[min(turn + world.rank, len(starts) - 1)]
+        for turn in range(0, len(starts), world.data_count):
+            start = starts[min(turn + world.data_rank, len(starts) - 1)]
             batch = rows.batch(range(start, min(start + micro_batch_size, len(rows)))).to(device)
             summed = float(summed_loss(model, batch))  # by every rank: layers come from all of them
-            if turn + world.rank < len(starts):
+            if turn + world.data_rank < len(starts):
                 total += summed
                 targets += batch.targets
         world.rest(model)
-    all_total, all_targets = world.sum(torch.tensor([total, targets], dtype=torch.float64, device=device)).tolist()
+    mine = torch.tensor([total, targets], dtype=torch.float64, device=device)
+    all_total, all_targets = world.sum_of_data(mine).tolist()
     return float(all_total / all_targets)
 
 
@@ -227,7 +228,8 @@ def _measured_step(run: Run, tokens: int) -> StepMetrics:
 def summed_loss(model: GPT, batch: Batch) -> Tensor:
     """Cross entropy summed over a batch's targets, FP32 `[]`."""
     logits = model(batch.tokens, batch.real, batch.segments)
-    total, _ = loss(logits, batch.labels, batch.labels != IGNORED, model.model.vocab_size)
+    mask, ranks = batch.labels != IGNORED, model.backend.world.tensor
+    total, _ = loss(logits, batch.labels, mask, model.model.vocab_size, ranks)
     return total
 
 

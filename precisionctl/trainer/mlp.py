@@ -44,13 +44,13 @@ class MLP(nn.Module):
         rows = 2 * inner if model.gated_linear_unit else inner
         self.linear_fc1: nn.Module
         if norm:
-            self.linear_fc1 = backend.layer_norm_linear(f"{name}.linear_fc1", hidden, rows, bias, norm)
+            self.linear_fc1 = backend.layer_norm_linear(f"{name}.linear_fc1", hidden, rows, bias, norm, "column")
         else:
-            self.linear_fc1 = backend.linear(f"{name}.linear_fc1", hidden, rows, bias)
-        self.linear_fc2 = backend.linear(f"{name}.linear_fc2", inner, hidden, bias)
+            self.linear_fc1 = backend.linear(f"{name}.linear_fc1", hidden, rows, bias, "column")
+        self.linear_fc2 = backend.linear(f"{name}.linear_fc2", inner, hidden, bias, "row")
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[B, S, E]` to the same."""
+        """`[T, E]` to the same."""
         out: Tensor = self.linear_fc2(activate(self.linear_fc1(hidden), self.model))
         return out
 
@@ -64,37 +64,42 @@ class MoELayer(nn.Module):
 
     def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
         super().__init__()
+        self.ranks = backend.world.tensor
         self.router = Router(model, moe, backend)
-        self.experts = Experts(f"{name}.experts", model, moe, backend)
+        self.experts = backend.world.sharded_experts(Experts(f"{name}.experts", model, moe, backend), backend.dtype)
         shared = moe.shared_ffn_hidden_size
         self.shared_experts = MLP(f"{name}.shared_experts", model, backend, shared, None) if shared else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[B, S, E]`, normalised, to the same."""
-        tokens = hidden.flatten(0, 1)
+        """`[T, E]`, normalised, to the same."""
+        tokens = self.ranks.enter(hidden)
         weights, chosen = self.router(tokens)
-        out: Tensor = self.experts(tokens, weights, chosen).view_as(hidden)
+        out = self.ranks.leave(self.experts(tokens, weights, chosen))
         return out if self.shared_experts is None else out + self.shared_experts(hidden)
 
 
 class Experts(nn.Module):
-    """As many MLPs as there are experts, each for its own tokens."""
+    """As many MLPs as there are experts, each for its own tokens; where they are dealt out to ranks, those of all the
+    ranks'. Tensor ranks each have a part of every expert, whose outputs are to be summed."""
 
     def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
         super().__init__()
         self.backend, self.model, self.number = backend, model, moe.num_experts
         hidden, inner, bias = model.hidden_size, moe.ffn_hidden_size, model.add_bias_linear
-        self.linear_fc1 = backend.grouped_linear(f"{name}.linear_fc1", self.number, hidden, model.expert_fc1_size, bias)
-        self.linear_fc2 = backend.grouped_linear(f"{name}.linear_fc2", self.number, inner, hidden, bias)
+        self.linear_fc1 = backend.grouped_linear(
+            f"{name}.linear_fc1", self.number, hidden, model.expert_fc1_size, bias, "column"
+        )
+        self.linear_fc2 = backend.grouped_linear(f"{name}.linear_fc2", self.number, inner, hidden, bias, "row")
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Tokens `[T, E]` to the sums of their experts' outputs times `weights`, FP32 `[T, K]`; `chosen` `[T, K]`."""
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.number).tolist()
         numbers, recorder = order // chosen.shape[1], self.backend.recorder
-        with recorder.arranged(numbers) if recorder else nullcontext():
-            inner = self.linear_fc1(tokens[numbers], counts)
-            outputs = self.linear_fc2(activate(inner, self.model), counts)
+        dispatch = self.backend.world.experts.dispatch(counts, tokens.device)
+        with recorder.arranged(numbers, dispatch) if recorder else nullcontext():
+            inner = self.linear_fc1(dispatch.there(tokens[numbers]), dispatch.counts)
+            outputs = dispatch.back(self.linear_fc2(activate(inner, self.model), dispatch.counts))
         by_token: Tensor = outputs[order.argsort()].view(*chosen.shape, -1)
         return (by_token * weights[..., None]).sum(1).to(tokens.dtype)
 

@@ -3,12 +3,14 @@
 Covers every family that has a table but those with a parallel residual: norms, activations, biases, positions,
 windows, caps, MLA and experts are what ModelShape says.
 
-Shape letters: B batch, S sequence, T tokens (B * S), E hidden_size, F ffn_hidden_size, V padded_vocab_size,
-G num_query_groups, R query heads per group, D kv_channels (the size of a head), K experts of a token.
+Shape letters: B batch, S sequence, T tokens (B * S, or a tensor rank's share of them), E hidden_size, F
+ffn_hidden_size, V padded_vocab_size, G num_query_groups, R query heads per group, D kv_channels (the size of a head), K
+experts of a token. Of V, G and F a tensor rank has a part.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +21,12 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.attention import MLASelfAttention, SelfAttention
 from precisionctl.trainer.backend import Backend, BackendName, add_post_layernorm, make_backend, norm_of
+from precisionctl.trainer.group_ranks import ALL_OF_IT, TensorRanks
 from precisionctl.trainer.mlp import MLP, MoELayer
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.rope import Positions, Rope, has_window
 from precisionctl.trainer.segments import Segments
+from precisionctl.trainer.shares import Shares
 from precisionctl.trainer.world import ALONE, World
 
 
@@ -31,7 +35,8 @@ class GPT(nn.Module):
 
     `precision` says which GEMMs run in FP8; the embedding, the output layer, routers and their experts never do.
     Parameters and activations have `dtype`; of several ranks of `world`, each keeps its rows of the parameters, layer
-    by layer as they are made, and embedding, output layer and last norm together. Raises PrecisionError for sizes that
+    by layer as they are made, and embedding, output layer and last norm together; of sizes that tensor and expert ranks
+    can share (`shares.check`). Raises PrecisionError for sizes that
     FP8 GEMMs cannot have, UnknownArchitecture for rope scaling that is not known and for what is not run: a parallel
     residual.
     """
@@ -61,9 +66,8 @@ class GPT(nn.Module):
         self.embedding = Embedding(model, self.backend)
         self.decoder = Decoder(model, self.backend, recompute)
         if model.untied_embeddings:
-            self.output_layer = nn.Linear(
-                model.hidden_size, model.padded_vocab_size, bias=False, dtype=dtype, device=device
-            )
+            rows = model.padded_vocab_size // world.tensor.size
+            self.output_layer = nn.Linear(model.hidden_size, rows, bias=False, dtype=dtype, device=device)
             nn.init.normal_(self.output_layer.weight, std=0.02)
         if model.mtp_num_layers:
             mtp = MTP(model, make_backend(backend, Precision(fp8=False), dtype, torch.device(device)))
@@ -72,8 +76,9 @@ class GPT(nn.Module):
         world.sharded(self, dtype)
 
     def forward(self, tokens: Tensor, real: Tensor | None = None, segments: Segments | None = None) -> Tensor:
-        """Tokens `[B, S]` int64 to logits `[B, S, V]`. With gradients enabled, each call is one step of
-        delayed scaling: forward scales are updated at its end, backward ones at the end of its backward.
+        """Tokens `[B, S]` int64 to logits `[B, S, V]`, of which a tensor rank makes its part. With gradients enabled,
+        each call is one step of delayed scaling: forward scales are updated at its end, backward ones at the end of its
+        backward.
 
         `real`, bool `[B, S]`, is False at padding, which a recorder leaves out. `segments` are texts that share rows:
         each is then what it would be alone."""
@@ -89,8 +94,8 @@ class GPT(nn.Module):
                 hidden.requires_grad_()  # gradients are recorded even where no parameter is to have one
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: (recorder or self.backend).after_backward())  # its gradient is the last
-            decoded: Tensor = self.decoder(hidden, self._positions(place, segments))
-        return decoded
+            decoded: Tensor = self.decoder(hidden, self._positions(place, segments, tokens))
+        return self.backend.world.tensor.enter(decoded).view(*tokens.shape, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., E]` to `[..., V]`."""
@@ -100,8 +105,13 @@ class GPT(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """`[V, E]`."""
+        """`[V, E]`, or the part of a tensor rank."""
         return self.embedding.word_embeddings.weight if self.model.tied_embeddings else self.output_layer.weight
+
+    @cached_property
+    def shares(self) -> Shares:
+        """What this rank has of each parameter."""
+        return Shares.of(self.model, self.backend.dtype, self.backend.world)
 
     @contextmanager
     def recorded_by(self, recorder: Recorder) -> Iterator[None]:
@@ -129,33 +139,53 @@ class GPT(nn.Module):
             return torch.arange(tokens.shape[1], device=self.backend.device)
         return segments.places(self.backend.device).view(tokens.shape)
 
-    def _positions(self, place: Tensor, segments: Segments | None) -> dict[bool, Positions]:
+    def _positions(self, place: Tensor, segments: Segments | None, tokens: Tensor) -> dict[bool, Positions]:
         """In layers with a window (True) and without."""
+        rows, length = tokens.shape
         longest, made = segments.longest if segments else len(place), {}
         for in_window, rope in self._ropes.items():
             cos, sin = rope.at(place, longest) if rope else (None, None)
-            made[in_window] = Positions(cos, sin, self.model.sliding_window if in_window else None, segments)
+            window = self.model.sliding_window if in_window else None
+            made[in_window] = Positions(cos, sin, window, segments, (rows, length))
         return made
 
 
 class Embedding(nn.Module):
     def __init__(self, model: ModelShape, backend: Backend) -> None:
         super().__init__()
-        self.word_embeddings = _embedding(model.padded_vocab_size, model.hidden_size, backend)
+        self.ranks = backend.world.tensor
+        self.word_embeddings = WordEmbeddings(model.padded_vocab_size, model.hidden_size, backend)
         places = model.max_position_embeddings
-        learned = _embedding(places, model.hidden_size, backend) if model.learned_positions else None
-        self.position_embeddings = learned
+        self.position_embeddings = _embedding(places, model.hidden_size, backend) if model.learned_positions else None
         self.multiplier = model.embedding_multiplier
 
     def forward(self, tokens: Tensor, place: Tensor) -> Tensor:
-        """`[B, S]`, at places `[S]` or `[B, S]`, to `[B, S, E]`."""
-        hidden: Tensor = self.word_embeddings(tokens)
+        """`[B, S]`, at places `[S]` or `[B, S]`, to `[T, E]`."""
+        hidden: Tensor = self.word_embeddings(tokens.flatten())
         if self.multiplier != 1:
             hidden = hidden * torch.tensor(self.multiplier, dtype=hidden.dtype, device=hidden.device)
         if self.position_embeddings is not None:
             # the padding that fills a batch up for FP8 GEMMs may lie beyond the last place
-            hidden = hidden + self.position_embeddings(place.clamp(max=self.position_embeddings.num_embeddings - 1))
+            known = place.clamp(max=self.position_embeddings.num_embeddings - 1)
+            hidden = hidden + self.position_embeddings(self.ranks.mine(known.expand_as(tokens).flatten()))
         return hidden
+
+
+class WordEmbeddings(nn.Embedding):
+    """Rows of the vocabulary; of tensor ranks, each has some of them."""
+
+    def __init__(self, rows: int, columns: int, backend: Backend) -> None:
+        self.ranks = backend.world.tensor
+        super().__init__(rows // self.ranks.size, columns, dtype=backend.dtype, device=backend.device)
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`[T]` to `[T, E]`, of this rank's tokens."""
+        if self.ranks.size == 1:
+            return super().forward(tokens)
+        mine = tokens - self.ranks.rank * self.num_embeddings
+        others = (mine < 0) | (mine >= self.num_embeddings)
+        return self.ranks.leave(super().forward(mine.masked_fill(others, 0)).masked_fill(others[:, None], 0))
 
 
 def _embedding(rows: int, columns: int, backend: Backend) -> nn.Embedding:
@@ -210,7 +240,7 @@ class Layer(nn.Module):
                 add_post_layernorm(self.mlp.linear_fc2, backend.norm(size, norm))
 
     def forward(self, hidden: Tensor, positions: dict[bool, Positions]) -> Tensor:
-        """`[B, S, E]` to the same."""
+        """`[T, E]` to the same; between regions of tensor ranks, T are those of this rank."""
         if self.recompute and torch.is_grad_enabled():
             return self.backend.recomputed(self._through, hidden, positions)
         return self._through(hidden, positions)
@@ -241,13 +271,34 @@ class MTPLayer(nn.Module):
         self.final_layernorm = backend.norm(size, norm)
 
 
-def loss(logits: Tensor, targets: Tensor, mask: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+def loss(
+    logits: Tensor, targets: Tensor, mask: Tensor, vocab_size: int, ranks: TensorRanks = ALL_OF_IT
+) -> tuple[Tensor, Tensor]:
     """Cross entropy in FP32, summed over the targets where `mask` is True, and their number (int64).
 
     Sum and count, so that micro-batches add up exactly to their batch. Logits are `[B, S, V]`, targets and mask
     `[B, S]`. Columns beyond `vocab_size` are padding: no tokenizer makes those tokens and their rows hold
-    anything, so they take no part in the softmax (as in transformers, whose vocabulary has no such rows).
+    anything, so they take no part in the softmax (as in transformers, whose vocabulary has no such rows). Of logits
+    that tensor ranks have in parts all get the same sum.
     """
     wanted = targets.masked_fill(~mask, -100).flatten()
+    if ranks.size > 1:
+        return _loss_of_parts(logits.flatten(0, 1).float(), wanted, vocab_size, ranks), mask.sum()
     rows = logits[..., :vocab_size].flatten(0, 1).float()
     return F.cross_entropy(rows, wanted, ignore_index=-100, reduction="sum"), mask.sum()
+
+
+def _loss_of_parts(rows: Tensor, wanted: Tensor, vocab_size: int, ranks: TensorRanks) -> Tensor:
+    """Each rank has some columns of `[tokens, V]`; what all of them must know is summed (as in Megatron-LM's
+    vocab_parallel_cross_entropy)."""
+    columns = rows.shape[1]
+    first = ranks.rank * columns
+    beyond = torch.arange(first, first + columns, device=rows.device) >= vocab_size
+    rows = rows.masked_fill(beyond, -torch.inf)
+    rows = rows - ranks.largest(rows.amax(-1, keepdim=True))
+    sums = ranks.leave_whole(rows.exp().sum(-1))
+    mine = wanted - first
+    others = (mine < 0) | (mine >= columns)
+    of_targets = rows.gather(1, mine.masked_fill(others, 0)[:, None]).squeeze(1).masked_fill(others, 0)
+    losses = sums.log() - ranks.leave_whole(of_targets)
+    return losses.masked_fill(wanted == -100, 0).sum()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import Norm, recompute, require_alignment
+from precisionctl.trainer.backend import Mode, Norm, cut_sizes, recompute, require_alignment
 from precisionctl.trainer.fp8_gemm import (
     DelayedQuantizer,
     Quantizer,
@@ -29,11 +29,23 @@ from precisionctl.trainer.world import ALONE, World
 
 
 class Linear(nn.Module):
-    """`values @ weight.T + bias`, in FP8 where it has quantizers, else in the parameters' dtype."""
+    """`values @ weight.T + bias`, in FP8 where it has quantizers, else in the parameters' dtype; of tensor ranks, a
+    rank's part of it. Tokens are put together before they are cast: one cast under one scale, whoever had them. The
+    sum of all ranks' products gets the bias, each product having been rounded, as TE's does."""
 
-    def __init__(self, backend: "EmulatedBackend", name: str, in_features: int, out_features: int, bias: bool) -> None:
+    def __init__(
+        self,
+        backend: "EmulatedBackend",
+        name: str,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        mode: Mode | None = None,
+    ) -> None:
         super().__init__()
-        self.backend, self.name = backend, name
+        self.backend, self.name, self.mode = backend, name, mode
+        self.ranks = backend.world.tensor
+        in_features, out_features = cut_sizes(mode, self.ranks.size, in_features, out_features)
         self.quantizers = backend.quantizers(name, in_features, out_features)
         self.weight = nn.Parameter(backend.empty(out_features, in_features).normal_(std=0.02))
         self.bias = nn.Parameter(backend.full(0.0, out_features)) if bias else None
@@ -44,14 +56,24 @@ class Linear(nn.Module):
 
     def gemm(self, values: Tensor) -> Tensor:
         """As `forward`; values may be FP32 whatever the parameters' dtype."""
+        if self.mode == "column":
+            values = self.ranks.enter(values)
+        elif self.mode == "inner column":
+            values = self.ranks.share(values)
+        if self.mode != "row" or self.ranks.size == 1:
+            return self._product(values, self.bias)
+        total = self.ranks.leave(self._product(values, None))
+        return total if self.bias is None else total + self.bias
+
+    def _product(self, values: Tensor, bias: Tensor | None) -> Tensor:
         recorder = self.backend.recorder
         if recorder or not self.quantizers:
-            product = F.linear(values.to(self.weight.dtype), self.weight, self.bias)
+            product = F.linear(values.to(self.weight.dtype), self.weight, bias)
             if recorder:
                 recorder.gemm(self.name, values, self.weight, product)
             return product
         require_alignment(self.backend.precision, self.name, "a batch of tokens", values.shape[:-1].numel())
-        return fp8_gemm(values, self.weight, self.bias, self.quantizers)
+        return fp8_gemm(values, self.weight, bias, self.quantizers)
 
     def fp8_state(self) -> Fp8State | None:
         return state_of(self.quantizers)
@@ -75,8 +97,9 @@ class LayerNormLinear(Linear):
         out_features: int,
         bias: bool,
         norm: Norm,
+        mode: Mode | None = None,
     ) -> None:
-        super().__init__(backend, name, in_features, out_features, bias)
+        super().__init__(backend, name, in_features, out_features, bias, mode)
         self.norm = norm
         self.layer_norm_weight = nn.Parameter(backend.full(norm.initial_weight, in_features))
         self.layer_norm_bias = nn.Parameter(backend.full(0.0, in_features)) if norm.has_bias else None
@@ -104,35 +127,48 @@ class NormModule(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """A linear for each expert, each with quantizers of its own, as TE's has.
+    """A linear for each expert of this rank's, each with quantizers of its own, as TE's has. There are quantizers of
+    other ranks' experts too: they have the state that all ranks have alike.
 
-    Tokens of an expert need no alignment here: TE's are padded with rows of zeros, which change no amax and no sum.
+    Tokens of an expert need no alignment here: TE's are padded with rows of zeros, which change no amax and no sum. Of
+    tensor ranks whose results will be summed, the first adds the bias.
     """
 
     def __init__(
-        self, backend: "EmulatedBackend", name: str, experts: int, in_features: int, out_features: int, bias: bool
+        self,
+        backend: "EmulatedBackend",
+        name: str,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        mode: Mode | None = None,
     ) -> None:
         super().__init__()
-        self.backend, self.name, self.has_bias = backend, name, bias
+        ranks = backend.world.tensor
+        in_features, out_features = cut_sizes(mode, ranks.size, in_features, out_features)
+        self.backend, self.name = backend, name
+        self.adds_bias = bias and (mode != "row" or ranks.rank == 0)
+        self.experts = backend.world.experts.mine(experts)
         self.quantizers = [backend.quantizers(name, in_features, out_features) for _ in range(experts)]
-        for expert in range(experts):
+        for expert in self.experts:
             weight = backend.empty(out_features, in_features).normal_(std=0.02)
             self.register_parameter(f"weight{expert}", nn.Parameter(weight))
             if bias:
                 self.register_parameter(f"bias{expert}", nn.Parameter(backend.full(0.0, out_features)))
 
     def forward(self, values: Tensor, counts: Sequence[int]) -> Tensor:
-        """Tokens `[tokens, in]`, `counts[0]` of expert 0 first and so on, to `[tokens, out]`."""
+        """Tokens `[tokens, in]`, `counts[0]` of this rank's first expert and so on, to `[tokens, out]`."""
         parts = torch.split(values, list(counts))
-        out = torch.cat([self._of(expert, part) for expert, part in enumerate(parts)])
+        out = torch.cat([self._of(expert, part) for expert, part in zip(self.experts, parts, strict=True)])
         if self.backend.recorder:
-            weights = [self.get_parameter(f"weight{expert}") for expert in range(len(parts))]
+            weights = [self.get_parameter(f"weight{expert}") for expert in self.experts]
             self.backend.recorder.grouped_gemm(self.name, values, counts, weights, out)
         return out
 
     def _of(self, expert: int, values: Tensor) -> Tensor:
         weight, quantizers = self.get_parameter(f"weight{expert}"), self.quantizers[expert]
-        bias = self.get_parameter(f"bias{expert}") if self.has_bias else None
+        bias = self.get_parameter(f"bias{expert}") if self.adds_bias else None
         if self.backend.recorder or not quantizers:
             return F.linear(values, weight, bias)
         return fp8_gemm(values, weight, bias, quantizers)
@@ -159,19 +195,21 @@ class EmulatedBackend:
         self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device, world)
         self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device, world)
 
-    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> Linear:
-        return Linear(self, name, in_features, out_features, bias)
+    def linear(self, name: str, in_features: int, out_features: int, bias: bool, mode: Mode | None = None) -> Linear:
+        return Linear(self, name, in_features, out_features, bias, mode)
 
     def layer_norm_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm
+        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm, mode: Mode | None = None
     ) -> LayerNormLinear:
-        return LayerNormLinear(self, name, in_features, out_features, bias, norm)
+        return LayerNormLinear(self, name, in_features, out_features, bias, norm, mode)
 
     def norm(self, size: int, norm: Norm) -> NormModule:
         return NormModule(self, size, norm)
 
-    def grouped_linear(self, name: str, experts: int, in_features: int, out_features: int, bias: bool) -> GroupedLinear:
-        return GroupedLinear(self, name, experts, in_features, out_features, bias)
+    def grouped_linear(
+        self, name: str, experts: int, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
+    ) -> GroupedLinear:
+        return GroupedLinear(self, name, experts, in_features, out_features, bias, mode)
 
     def packed_attention(self, model: ModelShape, scale: float) -> None:
         return None

@@ -27,7 +27,7 @@ from precisionctl.errors import PrecisionError
 from precisionctl.fp8.state import BACKWARD, FORWARD, IN_USE, ROLES, Fp8State, Role, RoleState
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import Norm, recompute, require_alignment
+from precisionctl.trainer.backend import Mode, Norm, cut_sizes, recompute, require_alignment
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.segments import Segments
 from precisionctl.trainer.world import ALONE, World
@@ -68,6 +68,7 @@ class _Stateful(nn.Module):
 
     backend: "TransformerEngineBackend"
     module_name: str
+    mode: Mode | None
     in_fp8: bool
     shape: tuple[int, ...] = ()
     fp8_meta: dict[str, Any]
@@ -212,11 +213,21 @@ class TransformerEngineBackend:
         self.recipe = _recipe(precision)
         self._stateful: list[_Stateful] = []
 
-    def linear(self, name: str, in_features: int, out_features: int, bias: bool) -> nn.Module:
-        module = Linear(in_features, out_features, bias=bias, params_dtype=self.dtype, device=self.device, name=name)
-        return self._adopt(module, name, out_features, in_features)
+    def linear(self, name: str, in_features: int, out_features: int, bias: bool, mode: Mode | None = None) -> nn.Module:
+        module = Linear(
+            in_features,
+            out_features,
+            bias=bias,
+            params_dtype=self.dtype,
+            device=self.device,
+            name=name,
+            **self._cut(mode),
+        )
+        return self._adopt(module, name, mode, in_features, out_features)
 
-    def layer_norm_linear(self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm) -> nn.Module:
+    def layer_norm_linear(
+        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm, mode: Mode | None = None
+    ) -> nn.Module:
         module = LayerNormLinear(
             in_features,
             out_features,
@@ -227,9 +238,10 @@ class TransformerEngineBackend:
             params_dtype=self.dtype,
             device=self.device,
             name=name,
+            **self._cut(mode),
         )
         module.norm = norm
-        return self._adopt(module, name, out_features, in_features)
+        return self._adopt(module, name, mode, in_features, out_features)
 
     def norm(self, size: int, norm: Norm) -> nn.Module:
         if norm.kind == "RMSNorm":
@@ -240,29 +252,47 @@ class TransformerEngineBackend:
             size, eps=norm.epsilon, zero_centered_gamma=norm.zero_centered, dtype=self.dtype, device=self.device
         )
 
-    def grouped_linear(self, name: str, experts: int, in_features: int, out_features: int, bias: bool) -> nn.Module:
+    def grouped_linear(
+        self, name: str, experts: int, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
+    ) -> nn.Module:
+        in_features, out_features = cut_sizes(mode, self.world.tensor.size, in_features, out_features)
         module = GroupedLinear(
             experts, in_features, out_features, bias=bias, params_dtype=self.dtype, device=self.device
         )
         module.shape = (experts,)
         module.padding = te.Fp8Padding(experts, self.precision.alignment)
         module.unpadding = te.Fp8Unpadding(experts, self.precision.alignment)
-        return self._adopt(module, name, out_features, in_features)
+        return self._adopt(module, name, None, in_features, out_features)
 
     def packed_attention(self, model: ModelShape, scale: float) -> nn.Module:
-        mla = model.mla
+        mla, ranks = model.mla, self.world.tensor.size
         return PackedAttention(
-            model.num_attention_heads,
+            model.num_attention_heads // ranks,
             (mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim) if mla else model.kv_channels,
-            num_gqa_groups=model.num_query_groups,
+            num_gqa_groups=model.num_query_groups // ranks,
             softmax_scale=scale,
         )
 
-    def _adopt(self, module: _Stateful, name: str, *sizes: int) -> nn.Module:
-        module.backend, module.module_name = self, name
+    def _cut(self, mode: Mode | None) -> dict[str, Any]:
+        """How TE is told of it. An `inner column` is given all tokens, of which a `column` has this rank's."""
+        ranks = self.world.tensor
+        if mode is None or ranks.size == 1:
+            return {}
+        sequence = ranks.sequence and mode != "inner column"
+        parallel_mode = "row" if mode == "row" else "column"
+        return {
+            "tp_group": ranks.group,
+            "tp_size": ranks.size,
+            "parallel_mode": parallel_mode,
+            "sequence_parallel": sequence,
+        }
+
+    def _adopt(self, module: _Stateful, name: str, mode: Mode | None, in_features: int, out_features: int) -> nn.Module:
+        module.backend, module.module_name, module.mode = self, name, mode
         module.in_fp8 = self.precision.in_fp8(name)
         if module.in_fp8:
-            require_alignment(self.precision, name, "a weight", *sizes)
+            cut = cut_sizes(mode, self.world.tensor.size, in_features, out_features)
+            require_alignment(self.precision, name, "a weight", *reversed(cut))
         if module.keeps_state:
             self._stateful.append(module)
             module.fp8_meta["num_gemms"] = math.prod(module.shape)

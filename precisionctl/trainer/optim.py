@@ -11,10 +11,10 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from precisionctl.recipe import Optimizer, Schedule
-from precisionctl.trainer.world import World
+from precisionctl.trainer.shares import ALL_MINE, Shares
+from precisionctl.trainer.world import World, local
 
 Kind = Literal["param", "exp_avg", "exp_avg_sq"]
 """What a checkpoint keeps of each parameter: master weights and moments, under Megatron's names
@@ -77,9 +77,9 @@ class MasterAdamW:
     """`masters`, `exp_avg` and `exp_avg_sq` are FP32 tensors by parameter name, of the parameters' shapes. A parameter
     that is FP32 is its own master; so are those that are cut for several ranks, and all of this is cut as they are."""
 
-    def __init__(self, module: nn.Module, settings: Optimizer) -> None:
+    def __init__(self, module: nn.Module, settings: Optimizer, shares: Shares = ALL_MINE) -> None:
         self.parameters = dict(module.named_parameters())
-        self._clip_norm = settings.clip_norm or math.inf
+        self._clip_norm, self._shares = settings.clip_norm or math.inf, shares
         self.masters = {
             name: p if p.dtype == torch.float32 else p.detach().to(torch.float32) for name, p in self.parameters.items()
         }
@@ -146,7 +146,8 @@ class MasterAdamW:
             parameter.grad = None
 
     def reduce(self, world: World) -> None:
-        """Nothing to do: FSDP2 has, in every backward."""
+        """FSDP2 has, in every backward, but for what tensor ranks have parts of."""
+        self._shares.complete(self.masters)
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -158,8 +159,11 @@ class MasterAdamW:
         return taken
 
     def clip(self) -> float:
-        norm = nn.utils.clip_grad_norm_(self.masters.values(), self._clip_norm)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = self._shares.norm(self.gradients)
+        factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as nn.utils.clip_grad_norm_ has it
+        for gradient in self.gradients.values():
+            local(gradient).mul_(factor)
+        return float(norm)
 
     def step(self, lr: float) -> None:
         for group in self._adamw.param_groups:

@@ -22,6 +22,7 @@ from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import ATTENTION_BACKWARD, BACKWARD, ROLES, Fp8State, Role, RoleState
 from precisionctl.fp8.statistics import Statistics
 from precisionctl.precision import Precision
+from precisionctl.trainer.group_ranks import AT_HOME, Dispatch
 from precisionctl.trainer.scaling_buffers import ScalingBuffers, Slot
 from precisionctl.trainer.world import ALONE, World
 
@@ -34,7 +35,7 @@ class Recorder:
     `measuring`, statistics are taken too, of a weight once."""
 
     def __init__(self, precision: Precision, device: torch.device, world: World = ALONE) -> None:
-        self.precision, self.device = precision, device
+        self.precision, self.device, self._world = precision, device, world
         recipe = precision.delayed
         self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device, world)
         self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device, world)
@@ -59,10 +60,15 @@ class Recorder:
         self._backward.update()
 
     @contextmanager
-    def arranged(self, tokens: Tensor) -> Iterator[None]:
-        """Around what sees the pass's tokens in another order, or several times: `tokens` are their numbers."""
+    def arranged(self, tokens: Tensor, dispatch: Dispatch = AT_HOME) -> Iterator[None]:
+        """Around what sees the pass's tokens in another order, or several times: `tokens` are their numbers. Those are
+        then sent to their experts."""
         before = self._real
-        self._real = None if before is None else before[tokens]
+        if dispatch.order is not None:  # other ranks may have padding
+            real = torch.ones_like(tokens, dtype=torch.bool) if before is None else before[tokens]
+            self._real = dispatch.there(real)
+        else:
+            self._real = None if before is None else before[tokens]
         yield
         self._real = before
 
@@ -91,8 +97,8 @@ class Recorder:
     def grouped_gemm(
         self, module: str, values: Tensor, counts: Sequence[int], weights: Sequence[Tensor], out: Tensor
     ) -> None:
-        """Be shown one GEMM for each expert: values `[tokens, in]` and out `[tokens, out]`, `counts[0]` of expert 0
-        first and so on, and the experts' weights `[out, in]`."""
+        """Be shown one GEMM for each of this rank's experts: values `[tokens, in]` and out `[tokens, out]`, `counts[0]`
+        of the first one and so on, and the experts' weights `[out, in]`."""
         if not self._wants(module):
             return
         real = self._real
@@ -135,18 +141,32 @@ class Recorder:
     def _take(self, module: str, role: Role, seen: Seen) -> None:
         if self._silent:
             return
-        amax = numerics.amax(seen) if isinstance(seen, Tensor) else torch.stack([numerics.amax(one) for one in seen])
+        amax = numerics.amax(seen) if isinstance(seen, Tensor) else self._of_experts(seen)
         slot = self._slot(module, role, amax)
         if self.measuring:
             self._measure(module, role, seen, slot)
         slot.record(amax)
 
+    def _of_experts(self, seen: Sequence[Tensor]) -> Tensor:
+        """Amaxes of all experts, `[experts]`: 0 for those of other ranks, whose amaxes come when all have met."""
+        amaxes = torch.zeros(len(seen) * self._world.experts.size, device=self.device)
+        amaxes[self._mine(amaxes)] = torch.stack([numerics.amax(one) for one in seen])
+        return amaxes
+
+    def _mine(self, of_experts: Tensor) -> slice:
+        """Where this rank's experts are in `[experts]`."""
+        numbers = self._world.experts.mine(len(of_experts))
+        return slice(numbers.start, numbers.stop)
+
     def _measure(self, module: str, role: Role, seen: Seen, slot: Slot) -> None:
         found = self.statistics.setdefault(module, {})
         if role == "weight" and role in found:
             return
-        parts = [seen] if isinstance(seen, Tensor) else seen
-        for part, scale in zip(parts, slot.scale.view(-1), strict=True):
+        if isinstance(seen, Tensor):
+            parts, scales = [seen], slot.scale[None]
+        else:
+            parts, scales = [*seen], slot.scale[self._mine(slot.scale)]
+        for part, scale in zip(parts, scales, strict=True):
             delayed = scale if scale != 1 else None  # 1 is that of no pass
             one = measure(part, slot.buffers.dtype, delayed, square=role == "weight")
             found[role] = found[role].merge(one) if role in found else one

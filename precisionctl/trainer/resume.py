@@ -23,7 +23,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.plan import check_fp8_gemms, make_plan
 from precisionctl.recipe import Data, Recipe, load_recipe
 from precisionctl.reencode import coded_before
-from precisionctl.trainer import parts, run_folder, state
+from precisionctl.trainer import parts, run_folder, shares, state
 from precisionctl.trainer.backend import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
 from precisionctl.trainer.fp8_lm import Fp8LmAdamW
@@ -254,6 +254,7 @@ def _build(
     world: World,
 ) -> Run:
     check_length(recipe, model)
+    shares.check(model, recipe.parallel, backend)
     recipe = replace(recipe, precision=recipe.precision.of_layers(model.num_layers))
     torch.manual_seed(recipe.train.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -265,7 +266,7 @@ def _build(
     if recipe.optimizer.preset == "fp8-lm":
         optimizer = Fp8LmAdamW(gpt, recipe.optimizer, fused=backend == "te")
     else:
-        optimizer = MasterAdamW(gpt, recipe.optimizer)
+        optimizer = MasterAdamW(gpt, recipe.optimizer, gpt.shares)
     return Run(recipe, gpt, optimizer, rows, held_out, guard=guard, world=world)
 
 

@@ -30,6 +30,8 @@ class Positions(NamedTuple):
     """How many keys a query sees, itself and those before it; None for all."""
     segments: Segments | None
     """Texts that share the batch's rows: a query sees keys of its own text alone."""
+    shape: tuple[int, int]
+    """B and S."""
 
 
 def rotate(heads: Tensor, positions: Positions) -> Tensor:

@@ -26,6 +26,9 @@ _PARTIAL = ".partial"  # what Output builds
 _REMOVED = ".removed"
 _INDIFFERENT = (
     "parallel.replicate",
+    "parallel.tensor",
+    "parallel.sequence",
+    "parallel.expert",
     "train.recompute",
     "train.keep",
     "train.async_save",

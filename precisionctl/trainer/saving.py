@@ -22,7 +22,7 @@ from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron_logical import STATE
-from precisionctl.checkpoints.module import LiveModel, Made, RowsOf, Snapshot
+from precisionctl.checkpoints.module import LiveModel, Made, Part, RowsOf, Snapshot
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.convert import run as convert
 from precisionctl.fp8 import sidecar
@@ -65,7 +65,7 @@ class Saver:
         waited for: no more than one copy is held."""
         self.finish()
         iteration = _begin(self._run, self._out, self._wanted, self._companions, self._carried)
-        live = LiveModel(self._run.model.model, _live_tensors(self._run))
+        live = _live_model(self._run)
         if self._run.recipe.train.async_save:
             self._going = _Going(iteration, Snapshot.of(live) if self._run.world.writes else None)
             return
@@ -168,7 +168,7 @@ def _saved(run: Run, wanted: Mapping[str, Any]) -> Saved:
 
 
 def _write(iteration: _Iteration, tensors: LiveModel | Snapshot) -> None:
-    """This rank's rows, to the disk."""
+    """This rank's parts, to the disk."""
     mine = RowsOf(iteration.writer, tensors)
     with disk_problems(iteration.output):
         if isinstance(tensors, LiveModel):
@@ -178,6 +178,13 @@ def _write(iteration: _Iteration, tensors: LiveModel | Snapshot) -> None:
             for job in iteration.plan.jobs:
                 worker.do(job)
         mine.sync()
+
+
+def _live_model(run: Run) -> LiveModel:
+    """What this rank saves."""
+    saved, prefixes = run.model.shares.saved, ("", *(f"{STATE}{kind}." for kind in KINDS))
+    parts = {prefix + name: part for prefix in prefixes for name, part in saved.items()}
+    return LiveModel(run.model.model, _live_tensors(run), parts=parts)
 
 
 def _live_tensors(run: Run) -> Mapping[str, Tensor]:
@@ -203,17 +210,18 @@ def _optimizer_plan(plan: Plan, kinds: Iterable[str]) -> Plan:
 
 def _plan(run: Run) -> Plan:
     """From the live model and its optimizer to a checkpoint of both."""
-    model = make_plan(LiveModel(run.model.model, _as_stored(run)), "megatron")
+    stored = {name: _as_stored(run, name) for name in run.model.shares.parts}
+    model = make_plan(LiveModel(run.model.model, {}, parts=stored), "megatron")
     optimizer = _optimizer_plan(model, KINDS)
     return replace(model, jobs=model.jobs + optimizer.jobs, targets={**model.targets, **optimizer.targets})
 
 
-def _as_stored(run: Run) -> dict[str, Tensor]:
-    """The parameters' shapes and dtypes; one that is cut for several ranks is FP32, and stored as one that is not."""
-    return {
-        name: torch.empty(p.shape, dtype=run.model.backend.dtype if isinstance(p, DTensor) else p.dtype, device="meta")
-        for name, p in run.optimizer.parameters.items()
-    }
+def _as_stored(run: Run, name: str) -> Part:
+    """A parameter that is cut for several ranks is FP32, and stored as one that is not."""
+    part, here = run.model.shares.parts[name], run.optimizer.parameters.get(name)
+    if here is None or isinstance(here, DTensor):
+        return part
+    return replace(part, spec=replace(part.spec, dtype=here.dtype))
 
 
 def _live(run: Run) -> Fp8States | None:

@@ -121,11 +121,14 @@ def _all_gemms(linears: Mapping[str, Fp8Linear]) -> Mapping[Role, int]:
 
 def _weight_amax(run: Run, linears: Mapping[str, Fp8Linear]) -> dict[str, float]:
     """Largest magnitudes, by the weights' names."""
-    split = ((name, *name.rpartition(".")[::2], values) for name, values in run.optimizer.parameters.items())
-    weights = {name: values for name, module, leaf, values in split if module in linears and leaf.startswith("weight")}
+    split = ((name, *name.rpartition(".")[::2]) for name in run.model.shares.parts)
+    weights = [name for name, module, leaf in split if module in linears and leaf.startswith("weight")]
     if not weights:
         return {}
-    mine = torch.stack([amax(local(values).to(run.model.backend.dtype)) for values in weights.values()])
+    here, none = run.optimizer.parameters, torch.zeros((), device=run.device)  # an expert may be another rank's
+    mine = torch.stack(
+        [amax(local(here[name]).to(run.model.backend.dtype)) if name in here else none for name in weights]
+    )
     return dict(zip(weights, run.world.largest(mine).tolist(), strict=True))
 
 

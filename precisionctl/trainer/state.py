@@ -41,7 +41,7 @@ def load_weights(source: Reader, run: Run) -> None:
     """Fill the masters, in FP32 whatever the source holds, and round them into the model."""
     plan = make_plan(source, "megatron", dtype=torch.float32)
     with run.optimizer.loading("param") as masters:
-        convert(plan, source, LiveModel(run.model.model, masters))
+        convert(plan, source, LiveModel(run.model.model, masters, parts=run.model.shares.parts))
     run.optimizer.publish()
 
 
@@ -72,11 +72,12 @@ def plan_optimizer(source: MegatronReader, run: Run) -> Plan:
     UnmappedTensor, with a table, where the optimizer is not that of the model.
     """
     found, parameters = optimizer_specs(source), run.optimizer.parameters
-    wanted = {f"{STATE}{kind}.{name}": (kind, name) for kind in KINDS for name in parameters}
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    wanted = {f"{STATE}{kind}.{name}": (kind, name) for kind in KINDS for name in run.model.shares.parts}
     spared = {
         key
         for key, (kind, name) in wanted.items()
-        if not parameters[name].requires_grad or (kind == "param" and source.specs[name].dtype == torch.float32)
+        if name in frozen or (kind == "param" and source.specs[name].dtype == torch.float32)
     }
     missing = [key for key in wanted if key not in found and key not in spared]
     fits.check_names(missing, [key for key in found if key not in wanted], source.path, _WITHOUT)
@@ -97,7 +98,9 @@ def load_optimizer(source: MegatronReader, run: Run) -> None:
         jobs = tuple(job for job in plan.jobs if job.name.startswith(f"{STATE}{kind}."))
         with run.optimizer.loading(kind) as tensors:
             named = {f"{STATE}{kind}.{name}": tensor for name, tensor in tensors.items()}
-            convert(replace(plan, jobs=jobs), WithOptimizer(source), LiveModel(run.model.model, named))
+            parts = {f"{STATE}{kind}.{name}": part for name, part in run.model.shares.parts.items()}
+            live = LiveModel(run.model.model, named, parts=parts)
+            convert(replace(plan, jobs=jobs), WithOptimizer(source), live)
     run.optimizer.steps = updates(source)
     run.optimizer.publish()
 

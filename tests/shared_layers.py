@@ -1,0 +1,139 @@
+"""One pass forward and backward by tensor and expert ranks, for test_tensor_parallel.py.
+
+`python shared_layers.py FILE` writes into FILE how far each rank's part of the gradients is from that of one process.
+
+In FP32, so that a sum that is missing somewhere cannot hide behind rounding.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pico
+import torch
+import torch.distributed as dist
+from in_memory import InMemory, to_megatron
+from many_ranks import fork
+from torch import Tensor
+
+from precisionctl import convert
+from precisionctl.checkpoints.module import LiveModel
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.plan import make_plan
+from precisionctl.precision import PRESETS
+from precisionctl.recipe import Optimizer, Parallel
+from precisionctl.trainer.data.batch import Batch
+from precisionctl.trainer.loop import backward
+from precisionctl.trainer.model import GPT
+from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.segments import Segments
+from precisionctl.trainer.world import ALONE, World, _meshes, together
+
+SIZES = {
+    "tensor": (2, Parallel(tensor=2)),
+    "sequence": (2, Parallel(tensor=2, sequence=True)),
+    "sequence and data": (4, Parallel(tensor=2, sequence=True)),
+    "tensor in copies": (4, Parallel(tensor=2, replicate=2)),
+    "experts": (4, Parallel(expert=4)),
+    "experts in copies": (4, Parallel(expert=2, replicate=2)),
+    "experts and tensor": (4, Parallel(tensor=2, expert=2)),
+    "experts and sequence": (4, Parallel(tensor=2, sequence=True, expert=2)),
+}
+"""How many ranks, and how they share a model."""
+
+EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3")
+DENSE = ("llama-3", "llama-all-biases", "qwen2", "qwen3", "phi3", "nemotron-biases", "gpt2", "gemma2", "gemma3")
+CASES = [
+    *((how, family) for how in ("tensor", "sequence") for family in (*DENSE, *EXPERTS)),
+    *((how, family) for how in ("sequence and data", "tensor in copies") for family in ("llama-3", "mixtral")),
+    *((how, family) for how in SIZES if "experts" in how for family in ("mixtral", "gpt-oss", "deepseek-v3")),
+]
+ROWS, LENGTH = 4, 16
+
+
+def source_of(family: str) -> InMemory:
+    changes = {"num_key_value_heads": 2} if family == "gemma2" else {}
+    with tempfile.TemporaryDirectory() as folder:
+        pico.save(Path(folder), family, **changes)
+        return to_megatron(open_checkpoint(Path(folder)))
+
+
+def batch_of(rows: range, packed: bool) -> Batch:
+    """Of the same tokens for all; the last positions of a row are padding."""
+    tokens = torch.randint(250, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))[rows.start : rows.stop]
+    labels, real = tokens[:, 1:].clone(), torch.ones(len(rows), LENGTH, dtype=torch.bool)
+    labels[:, -3:], real[:, -3:] = -100, False
+    return Batch(tokens[:, :-1], labels, real, Segments((5, 8, 3) * len(rows)) if packed else None)
+
+
+def passed(source: InMemory, world: World, rows: range, family: str) -> tuple[float, float, GPT, MasterAdamW]:
+    """Loss and norm of the gradients, which are collected."""
+    model = GPT(source.model, PRESETS["bf16"], dtype=torch.float32, world=world, recompute=family == "qwen3")
+    optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shares)
+    plan = make_plan(source, "megatron")
+    convert.run(plan, source, LiveModel(plan.model, optimizer.masters, parts=model.shares.parts))
+    total = world.sum_of_data(backward(model, batch_of(rows, packed=family == "llama-3"), ROWS * (LENGTH - 3)))
+    optimizer.collect()
+    optimizer.complete()
+    return float(total), optimizer.clip(), model, optimizer
+
+
+def apart(live: LiveModel, whole: Mapping[str, Tensor]) -> dict[str, float]:
+    """By name, the largest difference of what is here from the same boxes of `whole`, as a share of its largest
+    magnitude."""
+    found = {}
+    for name in live.tensors:
+        expected = whole[name].view(live.specs[name].rows, -1)
+        differences = [
+            chunk.place.reshape(chunk.box.rows, -1)
+            - expected[chunk.box.row :, chunk.box.column :][: chunk.box.rows, : chunk.box.columns]
+            for chunk in live.chunks(name)
+            if isinstance(chunk.place, Tensor)
+        ]
+        largest = max((float(each.abs().max()) for each in differences), default=0.0)
+        found[name] = largest / max(float(expected.abs().max()), 1e-30)
+    return found
+
+
+def by_ranks(wanted: list[tuple[str, str]], expected: Mapping[str, Any]) -> dict[str, Any]:
+    told = {}
+    with together() as ranks:
+        dist.init_process_group("gloo", store=ranks.store, rank=ranks.rank, world_size=ranks.count)
+        for how, family in wanted:
+            count, sizes = SIZES[how]
+            world = World(ranks, *_meshes("cpu", count, sizes), sizes.sequence)
+            each = ROWS // world.data_count
+            mine = range(world.data_rank * each, (world.data_rank + 1) * each)
+            source, loss, norm, gradients = expected[family]
+            ours, length, model, optimizer = passed(source, world, mine, family)
+            live = LiveModel(source.model, optimizer.gradients, parts=model.shares.parts)
+            told[f"{how}: {family}"] = {
+                "loss": ours / loss - 1,
+                "norm": length / norm - 1,
+                "gradients": apart(live, gradients),
+                "missing": [name for name in gradients if name not in live.tensors and live.parts[name].boxes],
+            }
+        dist.destroy_process_group()
+    return told
+
+
+def alone(family: str) -> tuple[InMemory, float, float, dict[str, Tensor]]:
+    source = source_of(family)
+    loss, norm, _, optimizer = passed(source, ALONE, range(ROWS), family)
+    return source, loss, norm, optimizer.gradients
+
+
+def main(file: Path) -> None:
+    expected = {family: alone(family) for family in dict.fromkeys(family for _, family in CASES)}
+    told: list[Any] = []
+    for count in (2, 4):
+        wanted = [(how, family) for how, family in CASES if SIZES[how][0] == count]
+        told += [answer for _, answer in fork(count, lambda rank, wanted=wanted: by_ranks(wanted, expected))]
+    file.write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

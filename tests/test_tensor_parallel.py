@@ -1,0 +1,75 @@
+"""Layers that tensor and expert ranks share, held against one process: by 2 and 4 ranks, once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shared_layers import CASES, SIZES, source_of
+
+from precisionctl.errors import RecipeError
+from precisionctl.recipe import Parallel, load_recipe
+from precisionctl.trainer import shares, world
+
+Told = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    program, file = Path(__file__).with_name("shared_layers.py"), tmp_path_factory.mktemp("shared") / "told.json"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, program, file], check=True, env=environment, stdout=subprocess.DEVNULL)
+    found: Told = json.loads(file.read_text())
+    return found
+
+
+@pytest.mark.parametrize(("how", "family"), CASES)
+def test_all_ranks_have_the_loss_and_their_parts_of_the_gradients(told: Told, how: str, family: str) -> None:
+    """In FP32 all that differs is the order of sums. The largest difference of a gradient's element from one process's
+    is held to 2^-17 of the tensor's largest: some gradients cancel, a norm's over all heads most of all."""
+    ranks = [rank[f"{how}: {family}"] for rank in told if f"{how}: {family}" in rank]
+    assert len(ranks) == SIZES[how][0]
+    for found in ranks:
+        assert abs(found["loss"]) < 2**-20 and abs(found["norm"]) < 2**-20
+        assert not found["missing"]
+        assert found["gradients"] and max(found["gradients"].values()) < 2**-17
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "message"),
+    [
+        ("llama-3", Parallel(tensor=4), "2 query groups cannot be shared evenly by 4 ranks"),
+        ("llama-2", Parallel(tensor=3), "4 attention heads cannot be shared evenly by 3 ranks"),
+        ("deepseek-v3", Parallel(tensor=8), "4 attention heads"),
+        ("llama-3", Parallel(expert=2), "0 experts cannot be dealt out"),
+        ("mixtral", Parallel(expert=3), "4 experts cannot be dealt out to parallel.expert = 3"),
+    ],
+)
+def test_a_model_that_ranks_cannot_share_is_refused(family: str, sizes: Parallel, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        shares.check(source_of(family).model, sizes, "emulated")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["parallel.tensor=3"], "4 ranks cannot hold"),
+        (["parallel.tensor=2", "parallel.replicate=4"], "4 copies of the model of 2 tensor-parallel ranks"),
+        (["parallel.tensor=2", "parallel.expert=4"], "does not divide the 2 ranks that share a copy"),
+        (["parallel.replicate=4", "parallel.expert=2"], "does not divide the 1 ranks that share a copy"),
+        (["parallel.sequence=true"], "parallel.tensor is 1"),
+    ],
+)
+def test_sizes_that_ranks_do_not_have_are_refused(changes: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        world.check(4, load_recipe("bf16", changes))
+
+
+def test_tensor_ranks_have_the_same_rows_and_others_have_their_own() -> None:
+    """Of 4 rows, 2 ranks of tensor parallelism make all of them together: so many make an update still."""
+    world.check(4, load_recipe("bf16", ["parallel.tensor=4", "train.batch_size=1"]))
+    with pytest.raises(RecipeError, match="cannot be dealt out to 2 ranks"):
+        world.check(4, load_recipe("bf16", ["parallel.tensor=2", "train.batch_size=1"]))
