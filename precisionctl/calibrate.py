@@ -31,13 +31,14 @@ from precisionctl.fp8.state import Fp8State, Fp8States, Role
 from precisionctl.fp8.statistics import AMAX, Statistics
 from precisionctl.plan import make_plan
 from precisionctl.recipe import Recipe, load_recipe
-from precisionctl.trainer import run_folder
+from precisionctl.trainer import run_folder, shares
 from precisionctl.trainer.backend import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, Feed, Rows
 from precisionctl.trainer.loop import agreed, backward, stop_signals
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.resume import check_length, read_rows, with_data
+from precisionctl.trainer.shares import Shares
 from precisionctl.trainer.start import CALIBRATED
 from precisionctl.trainer.world import World, together, world
 
@@ -100,11 +101,12 @@ def _calibrate(asked: Calibration, recipe: Recipe, world: World, on_pass: OnPass
     backend, output = choose_backend(asked.backend), _output(asked)
     source = open_checkpoint(asked.checkpoint, asked.iteration)
     check_length(recipe, source.model)
+    shares.check(make_plan(source, "megatron").model, recipe.parallel, backend)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
     rows = read_rows(source, recipe.data)
-    at_once = min(recipe.train.micro_batch_size, recipe.train.batch_size // world.count) * world.count
+    at_once = min(recipe.train.micro_batch_size, recipe.train.batch_size // world.data_count) * world.data_count
     passes, notes = _passes(asked.passes, len(rows), at_once)
-    shared = {"ranks": world.count} if world.count > 1 else {}  # what a row of the histories is of
+    shared = {"ranks": world.data_count} if world.data_count > 1 else {}  # what a row of the histories is of
     wanted = run_folder.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend, **shared)
     with disk_problems(output), _locked(output, wanted, world), stop_signals() as received:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -117,10 +119,10 @@ def _calibrate(asked: Calibration, recipe: Recipe, world: World, on_pass: OnPass
                 on_pass(done, passes)
             stopped = agreed(world, device, received) if done < passes else None
             if stopped or (done < passes and done % SAVE_EVERY == 0):
-                _save(output, done, _states(recorder, source, world), world)
+                _save(output, done, _states(recorder, source, model.shares), world)
             if stopped:
                 break
-        states = _states(recorder, source, world)
+        states = _states(recorder, source, model.shares)
         if not stopped:
             _finish(output, states, world)
     return Calibrated(asked.out, states, passes, at_once, (*rows.notes, *notes), stopped, world.first)
@@ -173,19 +175,19 @@ def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.d
     parameters = dict(model.named_parameters())
     # what is cut for several ranks is FP32 and rounded when it is put together
     plan = make_plan(source, "megatron", dtype=torch.bfloat16 if world.count == 1 else torch.float32)
-    convert.run(plan, source, LiveModel(shape, parameters))
+    convert.run(plan, source, LiveModel(shape, parameters, parts=model.shares.parts))
     return model.requires_grad_(False)
 
 
 def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, numbers: range) -> Iterator[int]:
     """Make the passes of these numbers. Yields how many are made in all, after each."""
     world = model.backend.world
-    feed = Feed(rows, recipe.train, recorder.device, rank=world.rank, ranks=world.count)
+    feed = Feed(rows, recipe.train, recorder.device, rank=world.data_rank, ranks=world.data_count)
     with model.recorded_by(recorder):
         for number, (batch, mine) in zip(numbers, islice(feed.coming(0), numbers.start, None), strict=False):
             recorder.measuring = (number + 1) % MEASURE_EVERY == 0 or number + 1 == numbers.stop
-            targets = int(world.sum(torch.tensor(mine, device=recorder.device)))
-            if not math.isfinite(float(world.sum(backward(model, batch, targets)))):
+            targets = int(world.sum_of_data(torch.tensor(mine, device=recorder.device)))
+            if not math.isfinite(float(world.sum_of_data(backward(model, batch, targets)))):
                 raise PrecisionError(
                     f"the loss of pass {number + 1} is no number",
                     do="Is the checkpoint sound? `precisionctl eval` says what it makes of a text.",
@@ -193,7 +195,7 @@ def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, 
             yield number + 1
 
 
-def _states(recorder: Recorder, source: Reader, world: World) -> Fp8States:
+def _states(recorder: Recorder, source: Reader, held: Shares) -> Fp8States:
     """What all ranks have recorded."""
     modules = recorder.states()
     return Fp8States(
@@ -201,21 +203,22 @@ def _states(recorder: Recorder, source: Reader, world: World) -> Fp8States:
         modules,
         producer=CALIBRATED,
         iteration=source.iteration,
-        statistics=_merged(recorder.statistics, modules, recorder.device, world),
+        statistics=_merged(recorder.statistics, modules, recorder.device, held),
     )
 
 
 def _merged(
-    mine: Mapping[str, Mapping[Role, Statistics]], modules: Mapping[str, Fp8State], device: torch.device, world: World
+    mine: Mapping[str, Mapping[Role, Statistics]], modules: Mapping[str, Fp8State], device: torch.device, held: Shares
 ) -> Mapping[str, Mapping[Role, Statistics]]:
-    """Statistics of all ranks; of a weight, which is the same on all, those of the first."""
+    """Statistics of all ranks; of what is the same on several, those of the first."""
+    world = held.world
     if world.count == 1:
         return mine
     keys = [(module, role) for module, state in sorted(modules.items()) for role in state.roles]
     found = [mine.get(module, {}).get(role, Statistics()) for module, role in keys]
     listed = [
-        (one if world.first or role != "weight" else Statistics()).numbers()
-        for one, (_, role) in zip(found, keys, strict=True)
+        (one if held.counts(module, role) else Statistics()).numbers()
+        for one, (module, role) in zip(found, keys, strict=True)
     ]
     numbers = torch.tensor(listed, dtype=torch.float64, device=device)
     total = world.sum(numbers)

@@ -115,11 +115,14 @@ def run(name: str, count: int, out: str = "", source: str = "source", kill: int 
     told[name] = {"codes": [code for code, _ in ends], "said": [said for _, said in ends]}
 
 
-def record(name: str, count: int, passes: int, rows: int, stop: int = 0, out: str = "", source: str = "source") -> None:
+def record(
+    name: str, count: int, passes: int, rows: int, stop: int = 0, out: str = "", source: str = "source", **changes: Any
+) -> None:
     """`calibrate` by so many ranks, `rows` in a pass of each; the first one is sent a signal after `stop` passes."""
 
     def job(rank: int) -> object:
         keys = SMALL | {"train.micro_batch_size": rows, "precision.delayed.amax_history_len": 16}
+        keys |= {key.replace("__", "."): value for key, value in changes.items()}
         overrides = tuple(f"{key}={value}" for key, value in keys.items())
         place = FOLDER / f"{out or name}.safetensors"
         asked = Calibration(FOLDER / source, FOLDER / "text", place, None, overrides, passes, "emulated")
@@ -168,6 +171,20 @@ def signalled() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def sharing_runs(fp8: dict[str, Any], still: dict[str, Any]) -> None:
+    """By ranks that share layers and experts."""
+    tensor = {"parallel__tensor": 2, "parallel__sequence": "true"}
+    shared = {**tensor, "parallel__expert": 2, "source": "moe"}
+    run("source tensor", 2, shadow_every=2, train__recompute="layer", **tensor, **fp8)
+    run("moe tensor", 4, shadow_every=2, **shared, **fp8 | {"train__micro_batch_size": 2})
+    run("four sharing", 4, **shared, **still)
+    run("4 of 4-1-2", 4, "4-1-2", kill=3, **tensor, **fp8)
+    run("1 of 4-1-2", 1, "4-1-2", kill=5, **fp8)
+    run("2 of 4-1-2", 2, "4-1-2", parallel__tensor=2, **fp8)
+    record("source recorded at once by tensor", 2, 1, 4, **tensor)
+    record("moe recorded at once by tensor", 4, 1, 2, **shared)
+
+
 def all_runs() -> None:
     held_out = make_text(FOLDER / "held_out", seed=1, words=300)
     make_text(FOLDER / "text")
@@ -203,14 +220,7 @@ def all_runs() -> None:
     run("2 of 2-1-4", 2, "2-1-4", kill=3, **fp8)
     run("1 of 2-1-4", 1, "2-1-4", kill=5, **fp8)
     run("4 of 2-1-4", 4, "2-1-4", **fp8)
-    tensor = {"parallel__tensor": 2, "parallel__sequence": "true"}
-    run("source tensor", 2, shadow_every=2, train__recompute="layer", **tensor, **fp8)
-    shared = {**tensor, "parallel__expert": 2}
-    run("moe tensor", 4, source="moe", shadow_every=2, **shared, **fp8 | {"train__micro_batch_size": 2})
-    run("four sharing", 4, source="moe", **shared, **still)
-    run("4 of 4-1-2", 4, "4-1-2", kill=3, **tensor, **fp8)
-    run("1 of 4-1-2", 1, "4-1-2", kill=5, **fp8)
-    run("2 of 4-1-2", 2, "4-1-2", parallel__tensor=2, **fp8)
+    sharing_runs(fp8, still)
     phases = {**fp8, "precision__schedule": "[{until = 0.2}, {until = 0.7, fp8 = false}, {}]"}
     run("phases", 2, **phases)
     run("phases, killed", 2, "phases killed", kill=3, **phases)

@@ -71,7 +71,7 @@ class Meter:
         """After an update that took so long."""
         flops = training_flops(self._model.model, self._lengths)
         gpu = torch.cuda.max_memory_allocated(self._device) if self._cuda else 0
-        done = self._world.sum(torch.tensor(float(flops), dtype=torch.float64, device=self._device))
+        done = self._world.sum_of_data(torch.tensor(float(flops), dtype=torch.float64, device=self._device))
         most = self._world.largest(torch.tensor([gpu, host_bytes()], device=self._device)).tolist()
         a_second = float(done) / self._world.count / seconds
         clipped, underflow = self._health.shares or (None, None)

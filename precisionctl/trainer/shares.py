@@ -16,6 +16,7 @@ from precisionctl.architectures.param_map import Row, names
 from precisionctl.checkpoints.base import shard_boxes, whole
 from precisionctl.checkpoints.module import Part
 from precisionctl.errors import RecipeError
+from precisionctl.fp8.state import Role
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import GEMM_ALIGNMENT, REPLICATED, TensorSpec
 from precisionctl.recipe import Parallel
@@ -34,11 +35,11 @@ class Shares:
     this rank are they too, but what tensor ranks have alike: the first of those saves it."""
 
     def __init__(self, parts: Mapping[str, Part], world: World = ALONE) -> None:
-        self.parts, self._world = parts, world
+        self.parts, self.world = parts, world
 
     @cached_property
     def saved(self) -> Mapping[str, Part]:
-        first = self._world.tensor.rank == 0
+        first = self.world.tensor.rank == 0
         return {name: part if first or _is_cut(part) else replace(part, boxes=[]) for name, part in self.parts.items()}
 
     @classmethod
@@ -54,9 +55,26 @@ class Shares:
                     parts[names(row, "megatron", place)[0]] = here if is_here else elsewhere
         return cls(parts, world)
 
+    def counts(self, module: str, role: Role) -> bool:
+        """Whether a rank's numbers of what its module is shown are to be added to those of others: of what several have
+        alike, the first one's are."""
+        tensor, data = self.world.tensor, self.world.data_rank
+        if role == "weight" and data >= (self.world.experts.size if ".experts." in module else 1):
+            return False
+        return tensor.rank == 0 or role in self._cut_roles(module)
+
+    def _cut_roles(self, module: str) -> tuple[Role, ...]:
+        """Of the tensors of a module, those of which tensor ranks have other parts."""
+        if module.endswith("core_attention"):
+            latent = module.replace("core_attention", "linear_kv_down_proj.weight") in self.parts
+            return () if latent else ("k", "v")
+        part = self.parts.get(f"{module}.weight") or self.parts[f"{module}.weight0"]
+        kinds: Mapping[str, tuple[Role, ...]] = {"rows": ("weight", "grad_output"), "columns": ("weight", "input")}
+        return kinds.get(part.spec.parallel.kind, ())
+
     def complete(self, masters: Mapping[str, Tensor]) -> None:
         """Sum what tensor ranks have of the gradients of parameters that all of them have."""
-        ranks = self._world.tensor
+        ranks = self.world.tensor
         partial = [master for name, master in masters.items() if master.requires_grad and self._is_partial(name)]
         if not partial:
             return
@@ -69,7 +87,7 @@ class Shares:
             gradient.copy_(summed.view_as(gradient))
 
     def _is_partial(self, name: str) -> bool:
-        ranks, modules = self._world.tensor, name.split(".")
+        ranks, modules = self.world.tensor, name.split(".")
         if ranks.size == 1 or _is_cut(self.parts[name]) or modules[0] == "mtp":
             return False
         if modules[-2] in _IN_REGIONS or "experts" in modules:
@@ -78,7 +96,7 @@ class Shares:
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The norm of all gradients together, FP32 `[]`: what several ranks have alike counts once."""
-        tensor, experts = self._world.tensor, self._world.experts
+        tensor, experts = self.world.tensor, self.world.experts
         if tensor.size == experts.size == 1:
             return _norm(gradients.values())
         squares = torch.zeros((2, 2), device=next(iter(gradients.values())).device)  # [of experts, cut]
@@ -92,7 +110,7 @@ class Shares:
 
     def _kind(self, name: str) -> tuple[int, int]:
         """Whether expert ranks have others of it, and tensor ranks other parts."""
-        of_experts = ".experts." in name and self._world.experts.size > 1
+        of_experts = ".experts." in name and self.world.experts.size > 1
         return int(of_experts), int(_is_cut(self.parts[name]))
 
 
