@@ -102,7 +102,7 @@ class Engine:
             *(finding for finding in shapes if finding),
             *_unnamed(found, self.ignores[method.name], self.quantisation),
             *_torn(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
-            *_unequal(scales, read, self.fused),
+            *_unequal(scales, read, self.fused, (*FUSED, LATENT) if self.fuses else FUSED),
             *_unequal_experts(scales, read, self.experts),
             *self.check_experts(scales, method.name, scheme),
             *(finding for demand in self.demands for finding in demand.findings(found)),
@@ -168,7 +168,7 @@ def _linears(specs: Mapping[str, TensorSpec]) -> list[str]:
     return [name for name in weights if "embed" not in name]
 
 
-def _groups(specs: Mapping[str, Any], groups: Iterable[tuple[str, ...]] = FUSED) -> Iterator[list[str]]:
+def _groups(specs: Mapping[str, Any], groups: Iterable[tuple[str, ...]]) -> Iterator[list[str]]:
     """The weights of each group of linears that engines fuse."""
     for group in groups:
         first = f".{group[0]}.weight"
@@ -196,8 +196,10 @@ def _torn(
             yield Finding(quantised[0], "FP8 codes, but not all that it is fused with", rule)
 
 
-def _unequal(scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: Rule) -> Iterator[Finding]:
-    for group in _groups(scales):
+def _unequal(
+    scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: Rule, fused: Iterable[tuple[str, ...]]
+) -> Iterator[Finding]:
+    for group in _groups(scales, fused):
         static = [scales[name] for name in group if name in scales and scales[name].input is not None]
         for kind in ("weight", "input"):
             values = [float(read(getattr(tensors, kind))) for tensors in static]

@@ -1,4 +1,5 @@
-"""Our exports in vLLM's own config parser and weight loader. Its FP8 kernels need a GPU and are not run."""
+"""Every spelling and scheme in vLLM's own config parser and weight loader, and what others might write; the checker
+says the same. Its FP8 kernels need a GPU and are not run."""
 
 import os
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import environments
 import in_memory
+import matrix
 import pico
 import pytest
 import torch
@@ -15,9 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.engines.base import engines
 from precisionctl.fp8 import numerics, sidecar
 from precisionctl.fp8.state import Fp8State
 from precisionctl.inference import InferenceExport, plan_export
+from precisionctl.verify import check
 from precisionctl.work import execute
 
 SCRIPT = Path(__file__).with_name("vllm_load.py")
@@ -36,9 +40,16 @@ VLLM = ("--no-build-isolation", "--no-binary=vllm", "--no-deps", "vllm==0.33.0")
 TOO_NEW = ("certifi",)
 """What vLLM asks for in a version of the last days, which not every index has yet: nothing here goes by it."""
 WITHOUT_KERNELS = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": "0.33.0"}
-WHOLE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "moe_intermediate_size": 128}
-"""Of which every linear is whole blocks."""
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+FAMILIES = (*matrix.FAMILIES, "llama-tied", "llama-all-biases", "mistral")
+WRITTEN = [(family, *spelling) for family in FAMILIES for spelling in matrix.SPELLINGS]
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+ROUTED = re.compile(r"(.+\.experts)\.routed_experts\.(w13|w2)_(weight|weight_scale_inv|weight_scale|input_scale)")
 
 
 @pytest.fixture(scope="module")
@@ -54,79 +65,97 @@ def python():
     )
 
 
-def parts(name):
-    """The stored tensors that a parameter of vLLM is made of."""
+@pytest.fixture(scope="module")
+def directories(python, tmp_path_factory):
+    """All of them, each with what vLLM made of it beside it: one start of vLLM for all."""
+    root = tmp_path_factory.mktemp("vllm")
+    made = {case: matrix.make(root, *case) for case in WRITTEN}
+    made |= {name: matrix.make_changed(root, name) for name in matrix.CHANGES}
+    load_in_vllm(python, *made.values())
+    return made
+
+
+def load_in_vllm(python, *directories: Path) -> None:
+    words = [word for directory in directories for word in (directory, out_of(directory))]
+    environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": ""}
+    subprocess.run([python, SCRIPT, *words], check=True, capture_output=True, env=environment)
+
+
+def out_of(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.out")
+
+
+def parts(name: str, count: int, stored: dict[str, torch.Tensor]) -> list[str]:
+    """The stored tensors that a parameter of vLLM is made of; of experts' inputs it keeps one scale for gate and up."""
+    if match := ROUTED.fullmatch(name):
+        stem, part, kind = match.groups()
+        gate, up, down = (
+            ("w1", "w3", "w2") if f"{stem}.0.w1.weight" in stored else ("gate_proj", "up_proj", "down_proj")
+        )
+        names = (down,) if part == "w2" else (gate,) if kind == "input_scale" else (gate, up)
+        return [f"{stem}.{expert}.{each}.{kind}" for expert in range(count) for each in names]
     module, _, kind = name.rpartition(".")
     stem, _, last = module.rpartition(".")
     return [f"{stem}.{part}.{kind}" for part in FUSED.get(last, (last,))] if stem else [name]
 
 
-def through_vllm(tmp_path, python, family, method, scheme):
-    """The tensors of an export, and the parameters that vLLM made of them."""
-    pico.save(tmp_path / "source", family, dtype=torch.bfloat16, **(WHOLE if scheme == "block" else {}))
-    source = in_memory.with_state(HuggingFaceReader(tmp_path / "source"))
-    in_memory.export(source, tmp_path / "exported", method, scheme)
-    loaded, said = load_in_vllm(python, tmp_path / "exported", tmp_path / "loaded.safetensors")
-    assert said["quantization"] == (f"{method}_mxfp8" if scheme == "mxfp8" else method)
-    return load_file(tmp_path / "exported" / "model.safetensors"), loaded
-
-
-def load_in_vllm(python, directory, out):
-    """What vLLM made of a directory's tensors, and what it says of itself."""
-    environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": ""}
-    subprocess.run([python, SCRIPT, directory, out], check=True, capture_output=True, env=environment)
-    with safe_open(out, "pt") as file:
-        return load_file(out), file.metadata()
-
-
-SPELLINGS = [
-    *((method, scheme) for method in ("compressed-tensors", "modelopt") for scheme in ("static", "dynamic")),
-    ("fp8", "block"),
-]
-
-
-@pytest.mark.parametrize("family", ["llama-3", "llama-tied", "llama-all-biases", "mistral"])
-@pytest.mark.parametrize(("method", "scheme"), [*SPELLINGS, ("modelopt", "mxfp8")])
-def test_vllm_loads_every_parameter_with_the_values_that_are_stored(tmp_path, python, family, scheme, method):
-    stored, loaded = through_vllm(tmp_path, python, family, method, scheme)
+def problem_of_vllm(directory: Path) -> str | None:
+    """What it did not load, or holds with other values than are stored; None for nothing."""
+    failure = out_of(directory).with_name(f"{out_of(directory).name}.error")
+    if failure.is_file():
+        return failure.read_text()
+    stored, loaded = load_file(directory / "model.safetensors"), load_file(out_of(directory))
+    taken: set[str] = set()
     for name, values in loaded.items():
-        expected = torch.cat([stored[part].reshape(-1).view(torch.uint8) for part in parts(name)])
-        padded = values.contiguous().reshape(-1).view(torch.uint8)  # vLLM rounds the vocabulary up to 64
-        assert torch.equal(padded[: len(expected)], expected), name
-        assert not padded[len(expected) :].any(), name
-    assert {part for name in loaded for part in parts(name)} == set(stored)
-
-
-EXPERTS = {"mixtral": ("w1", "w3", "w2"), "qwen3-moe": ("gate_proj", "up_proj", "down_proj")}
-ROUTED = re.compile(r"(.+\.experts)\.routed_experts\.(w13|w2)_(weight|weight_scale_inv|weight_scale|input_scale)")
-
-
-def of_experts(name, count, family):
-    """The stored tensors of a parameter of vLLM that holds all experts of a layer; of gate and up, vLLM keeps one input
-    scale."""
-    gate, up, down = EXPERTS[family]
-    stem, part, kind = ROUTED.fullmatch(name).groups()
-    names = (down,) if part == "w2" else (gate,) if kind == "input_scale" else (gate, up)
-    return [f"{stem}.{expert}.{each}.{kind}" for expert in range(count) for each in names]
-
-
-@pytest.mark.parametrize("family", EXPERTS)
-@pytest.mark.parametrize(
-    ("method", "scheme"), [spelling for spelling in SPELLINGS if spelling != ("modelopt", "dynamic")]
-)
-def test_vllm_loads_experts_with_the_values_that_are_stored(tmp_path, python, family, method, scheme):
-    stored, loaded = through_vllm(tmp_path, python, family, method, scheme)
-    found = {name: values for name, values in loaded.items() if ROUTED.fullmatch(name)}
-    assert found
-    taken = set()
-    for name, values in found.items():
-        names = of_experts(name, len(values), family)
-        expected = torch.cat([stored[each].reshape(-1).view(torch.uint8) for each in names])
-        assert torch.equal(values.contiguous().reshape(-1).view(torch.uint8), expected), name
+        names = parts(name, len(values) if values.ndim else 1, stored)
         taken |= set(names)
-    ups = {name for name in stored if ".experts." in name and name.endswith(f".{EXPERTS[family][1]}.input_scale")}
-    assert taken | ups == {name for name in stored if ".experts." in name}
-    assert all(values.dtype == torch.float8_e4m3fn for name, values in found.items() if name.endswith("_weight"))
+        if problem := _differs(values, [stored[each] for each in names]):
+            return f"{name} {problem}"
+    # of a fused group of experts vLLM keeps one input scale
+    left = {name for name in stored.keys() - taken if not re.search(r"\.experts\..*\.(w3|up_proj)\.input_scale", name)}
+    return f"it does not take {sorted(left)}" if left else None
+
+
+def _differs(values: torch.Tensor, stored: list[torch.Tensor]) -> str | None:
+    """Codes and exponents are the stored bytes; the numbers of other tensors are the stored ones, in FP32 or BF16."""
+    exact = stored[0].dtype in (torch.float8_e4m3fn, torch.uint8)
+    if exact and values.dtype != stored[0].dtype:
+        return f"became {values.dtype}"
+    found = values.reshape(-1).view(torch.uint8) if exact else values.reshape(-1).double()
+    expected = torch.cat(
+        [each.reshape(-1).view(torch.uint8) if exact else each.reshape(-1).double() for each in stored]
+    )
+    if not torch.equal(found[: len(expected)], expected):
+        return "has other values"
+    return "has more values" if found[len(expected) :].any() else None  # vLLM rounds the vocabulary up to 64
+
+
+def refused(directory: Path) -> bool:
+    return any(found.rule.fatal for found in check(HuggingFaceReader(directory), engines()["vllm"]))
+
+
+@pytest.mark.parametrize("case", WRITTEN, ids=" ".join)
+def test_vllm_holds_what_is_stored_or_the_checker_says_that_it_does_not(directories, case):
+    family, method, scheme = case
+    problem = problem_of_vllm(directories[case])
+    assert refused(directories[case]) == (problem is not None), problem
+    if not problem:
+        with safe_open(out_of(directories[case]), "pt") as file:
+            assert file.metadata()["quantization"] == (
+                "modelopt_mxfp8" if case[1:] == ("modelopt", "mxfp8") else method
+            )
+
+
+def test_what_vllm_does_not_load_is_known(directories):
+    """So that a checker and a loader that both refuse everything are no agreement."""
+    failing = {case for case in WRITTEN if problem_of_vllm(directories[case])}
+    assert failing == {(family, "modelopt", "dynamic") for family in ("mixtral", "qwen3-moe", "deepseek-v3")}
+
+
+@pytest.mark.parametrize("name", matrix.CHANGES)
+def test_of_directories_that_others_might_write_vllm_takes_those_that_the_checker_does(directories, name):
+    problem = problem_of_vllm(directories[name])
+    assert refused(directories[name]) == (problem is not None), problem
 
 
 @pytest.mark.parametrize(
@@ -134,7 +163,7 @@ def test_vllm_loads_experts_with_the_values_that_are_stored(tmp_path, python, fa
 )
 def test_vllm_casts_its_cache_with_the_scales_that_are_stored(tmp_path, python, target, scheme):
     """Beside blocks and in ModelOpt's spelling, under those scales in BF16."""
-    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16, **WHOLE)
+    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16, **matrix.sizes("llama-3", "block"))
     source = in_memory.with_state(HuggingFaceReader(tmp_path / "hf"))
     roles = {
         role: numerics.after_one_update(torch.tensor(amax), role, source.fp8.recipe)
@@ -143,8 +172,11 @@ def test_vllm_casts_its_cache_with_the_scales_that_are_stored(tmp_path, python, 
     caches = {f"decoder.layers.{layer}.self_attention.core_attention": Fp8State(roles) for layer in range(2)}
     sidecar.write(tmp_path / "hf" / sidecar.RELATIVE, replace(source.fp8, modules={**source.fp8.modules, **caches}))
     execute(plan_export(InferenceExport(tmp_path / "hf", tmp_path / "out", target, scheme, kv_cache="fp8")))
-    loaded, said = load_in_vllm(python, tmp_path / "out", tmp_path / "loaded.safetensors")
-    assert said["cache"] == ("auto" if scheme == "block" else "fp8_e4m3" if target == "tensorrt-llm" else "fp8")
+    load_in_vllm(python, tmp_path / "out")
+    loaded = load_file(out_of(tmp_path / "out"))
+    with safe_open(out_of(tmp_path / "out"), "pt") as file:
+        cache = file.metadata()["cache"]
+    assert cache == ("auto" if scheme == "block" else "fp8_e4m3" if target == "tensorrt-llm" else "fp8")
     for layer in range(2):
         for kind, amax in (("k", 3.3), ("v", 0.7)):
             found = loaded[f"model.layers.{layer}.self_attn.attn.{kind}_scale"]

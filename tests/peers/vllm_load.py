@@ -1,8 +1,12 @@
-"""Run with vLLM's Python: DIRECTORY OUT. vLLM parses the config, builds the model and loads the weights, on a CPU;
-its parameters go into OUT, a safetensors file, but for those that it did not fill and that may keep a default."""
+"""Run with vLLM's Python: DIRECTORY OUT, as many pairs as wanted. vLLM parses the config, builds the model and loads
+the weights, on a CPU, each in a process of its own; its parameters go into OUT, a safetensors file, but for those that
+it did not fill and that may keep a default. Where it fails, OUT.error says how."""
 
+import os
 import sys
 import tempfile
+import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -12,30 +16,48 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.quantization import fp8, modelopt
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_mxfp8 as mxfp8
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+
 # Kernels for blocks ask for a GPU, or for a newer CPU than this; loading needs none.
-fp8.init_fp8_linear_kernel = modelopt.init_mxfp8_linear_kernel = lambda **_: SimpleNamespace(
-    input_quant_key=lambda: None
-)
+def no_kernel(**_: object) -> SimpleNamespace:
+    return SimpleNamespace(input_quant_key=lambda: None)
+
+
+fp8.init_fp8_linear_kernel = modelopt.init_mxfp8_linear_kernel = mxfp8.init_mxfp8_linear_kernel = no_kernel
 fp8.select_fp8_moe_backend = lambda *_, **__: (Fp8MoeBackend.TRITON, None)
 
 OPTIONAL = ("q_scale", "k_scale", "v_scale", "prob_scale", "zero_point")  # of the KV cache: 1 where not stored
 
-directory, out = sys.argv[1:]
-settings = {"dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64}
-config = EngineArgs(model=directory, **settings).create_engine_config()
-with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
-    init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
-    ensure_model_parallel_initialized(1, 1)
-    with set_default_torch_dtype(torch.bfloat16):
-        model = initialize_model(vllm_config=config)
-    loaded = model.load_weights(DefaultModelLoader(config.load_config).get_all_weights(config.model_config, model))
-parameters = dict(model.named_parameters())
-silent = [name for name in parameters if name not in loaded and not name.endswith(OPTIONAL)]
-assert not silent, f"vLLM was given nothing for {silent}"
-tensors = {name: parameters[name].detach().contiguous() for name in loaded}
-caches = {module.kv_cache_dtype for module in model.modules() if hasattr(module, "kv_cache_dtype")}
-save_file(tensors, out, {"quantization": config.model_config.quantization, "cache": " ".join(sorted(caches))})
+SETTINGS = {"dtype": "bfloat16", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 64}
+
+
+def load(directory: str, out: str) -> None:
+    config = EngineArgs(model=directory, **SETTINGS).create_engine_config()
+    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+        init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        with set_default_torch_dtype(torch.bfloat16):
+            model = initialize_model(vllm_config=config)
+        loaded = model.load_weights(DefaultModelLoader(config.load_config).get_all_weights(config.model_config, model))
+    parameters = dict(model.named_parameters())
+    silent = [name for name in parameters if name not in loaded and not name.endswith(OPTIONAL)]
+    assert not silent, f"vLLM was given nothing for {silent}"
+    tensors = {name: parameters[name].detach().contiguous() for name in loaded}
+    caches = {module.kv_cache_dtype for module in model.modules() if hasattr(module, "kv_cache_dtype")}
+    save_file(tensors, out, {"quantization": config.model_config.quantization, "cache": " ".join(sorted(caches))})
+
+
+words = sys.argv[1:]
+for directory, out in zip(words[::2], words[1::2], strict=True):
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    try:
+        load(directory, out)
+    except BaseException:
+        Path(f"{out}.error").write_text(traceback.format_exc())
+    os._exit(0)
