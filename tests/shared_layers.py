@@ -77,7 +77,7 @@ def passed(source: InMemory, world: World, rows: range, family: str) -> tuple[fl
     convert.run(plan, source, LiveModel(plan.model, optimizer.masters, parts=model.shares.parts))
     total = world.sum_of_data(backward(model, batch_of(rows, packed=family == "llama-3"), ROWS * (LENGTH - 3)))
     optimizer.collect()
-    optimizer.complete()
+    optimizer.reduce(world)
     return float(total), optimizer.clip(), model, optimizer
 
 
@@ -104,7 +104,7 @@ def by_ranks(wanted: list[tuple[str, str]], expected: Mapping[str, Any]) -> dict
         dist.init_process_group("gloo", store=ranks.store, rank=ranks.rank, world_size=ranks.count)
         for how, family in wanted:
             count, sizes = SIZES[how]
-            world = World(ranks, *_meshes("cpu", count, sizes), sizes.sequence)
+            world = World(ranks, *_meshes("cpu", count, sizes), sequence=sizes.sequence)
             each = ROWS // world.data_count
             mine = range(world.data_rank * each, (world.data_rank + 1) * each)
             source, loss, norm, gradients = expected[family]
