@@ -297,3 +297,23 @@ def test_what_is_frozen_and_fp32_stays_as_it_is() -> None:
     optimizer.publish()
     assert torch.equal(module.bias, torch.tensor([1.0000001, 5.0, 3.0]))
     assert optimizer.tensors["param"]["bias"].tolist() == module.bias.tolist()
+
+
+def test_a_rate_that_fp16_masters_round_away_is_told_before_the_run() -> None:
+    """Between 2^-6 and 2^-5 FP16 keeps steps of 2^-16, whose half a smaller update does not reach; the scale is one."""
+    module = nn.Linear(10, 10, bias=False).bfloat16()
+    optimizer = Fp8LmAdamW(module, SETTINGS)
+    weights = torch.full((10, 10), 1.5 * 2**-6)
+    weights[0, 0] = 32752 * 2**-20  # its scale is a power of two
+    weights[1] = 2**-10
+    with optimizer.loading("param") as tensors:
+        tensors["weight"].copy_(weights)
+    assert not [*optimizer.notes(2**-15)]
+    (note,) = optimizer.notes(2**-17 - 2**-22)
+    assert "in 90% of the weights" in note
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer.reduce(ALONE)
+    codes = optimizer._moments["weight"].kinds["param"].codes
+    before = codes.clone()
+    optimizer.step(0.99 * 2**-17)
+    assert (codes != before).sum() == 10 and (codes[1] != before[1]).all()

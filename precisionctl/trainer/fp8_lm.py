@@ -158,6 +158,17 @@ class Fp8LmAdamW:
         self._gradients.settle()
         self.publish()
 
+    def notes(self, lr: float) -> Iterator[str]:
+        masters = [each.kinds["param"] for each in self._moments.values()]
+        in_fp16 = [master for master in masters if master.codes.dtype == torch.float16]
+        unmoved = int(sum(master.unmoved_by(lr) for master in in_fp16))
+        share = unmoved / max(1, sum(master.codes.numel() for master in in_fp16))
+        if share > 0.01:
+            yield (
+                f"FP16 masters round an update of {lr:g} away in {share:.0%} of the weights, the largest ones: "
+                "raise optimizer.lr, or leave optimizer.preset out"
+            )
+
 
 def _fused(parameter: nn.Parameter, settings: Optimizer) -> "Moments | FusedMoments":
     """FusedAdam gives an FP32 parameter a master too, which it then does not use."""

@@ -5,7 +5,7 @@ Gradients of micro-batches are summed in FP32, as Megatron does (accumulate_allr
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, Protocol, get_args
 
@@ -71,6 +71,10 @@ class RunOptimizer(Protocol):
 
     def step(self, lr: float) -> None:
         """One update from the collected gradients, which are then gone."""
+
+    def notes(self, lr: float) -> Iterable[str]:
+        """What to tell before a run whose highest learning rate this is."""
+        ...
 
 
 class MasterAdamW:
@@ -172,6 +176,9 @@ class MasterAdamW:
         self._adamw.zero_grad()
         self._steps += 1
         self.publish()
+
+    def notes(self, lr: float) -> Iterable[str]:
+        return ()
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:

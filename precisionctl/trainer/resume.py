@@ -298,6 +298,7 @@ def _start(
 
 def _notes(source: Reader, skipped: Collection[Part], run: Run, settings: Settings) -> Iterator[str]:
     yield from parts.notes(run, source, skipped, settings.overrides)
+    yield from run.optimizer.notes(run.schedule.max_lr if run.schedule else run.recipe.optimizer.lr)
     if source.fp8 is not None and not run.recipe.precision.fp8:
         how = "goes on with what is collected" if run.recorder else "is carried along in the sidecar, unused"
         yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in skipped else how}"

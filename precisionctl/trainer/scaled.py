@@ -50,6 +50,12 @@ class Scaled:
         # the kernel that casts to FP8 keeps the reciprocal of the scale, which may be another number than `inverse`
         self.set(values, scale, scale.reciprocal() if self.codes.dtype == torch.float8_e4m3fn else inverse)
 
+    def unmoved_by(self, change: float) -> Tensor:
+        """How many FP16 values are so large that adding this to them is rounded away, int64 `[]`."""
+        exponent = torch.frexp(self.codes.float()).exponent
+        half_a_step = torch.exp2((exponent - 12).float()) * self.scale_inv  # of 11 bits, the first being worth 2^(e-1)
+        return ((half_a_step > change) & (self.codes != 0)).sum()
+
     def mend(self) -> None:
         """Make zeros of what FusedAdam has made of numbers too small for a scale (`write`)."""
         lost = self.scale_inv.reciprocal().isinf()
