@@ -45,8 +45,9 @@ backend_option = click.option(
 @fp8_state_option
 @click.option("--collect-amax", is_flag=True, help="In BF16, record what an FP8 run to come starts from.")
 @click.option("--shadow-every", type=POSITIVE, help="Make every so many steps in BF16 too, and compare (guard).")
+@click.option("--dry-run", is_flag=True, help="Say what the run will do and take, memory too, and begin nothing.")
 @megatron_fp8_options
-def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], **what: Any) -> None:
+def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool, **what: Any) -> None:
     """Go on training CHECKPOINT, in BF16 or FP8, pretraining or SFT.
 
     A run that was stopped goes on with the same command. FP8 starts from the state in CHECKPOINT, else from that of
@@ -55,8 +56,14 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], **what: Any) -
     from precisionctl import console
     from precisionctl.reports import run as report
     from precisionctl.trainer import resume as trainer
+    from precisionctl.trainer.dry_run import plan_run
     from precisionctl.trainer.metrics import StepMetrics
 
+    settings = trainer.Settings(overrides=(*megatron, *overrides), **what)
+    if dry_run:
+        plan = plan_run(settings)
+        console.show_lines(report.planned(plan) if plan.speaks else [])
+        return
     with console.RunView() as view:
 
         def on_start(started: trainer.Started) -> None:
@@ -68,9 +75,7 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], **what: Any) -
             for line in report.warnings(step):
                 view.say(line)
 
-        finished = trainer.resume(
-            trainer.Settings(overrides=(*megatron, *overrides), **what), on_start, on_step, view.tokenized
-        )
+        finished = trainer.resume(settings, on_start, on_step, view.tokenized)
     if finished.speaks:
         console.show_lines(report.ending(finished))
     raise click.exceptions.Exit(1 if finished.signal else 0)

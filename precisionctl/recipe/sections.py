@@ -29,7 +29,7 @@ def _require(section: str, table: object, **bounds: Bounds) -> None:
 class Train:
     """How long, in what batches, and what is kept. Steps are optimizer steps; sizes are sequences. `recompute` of a
     layer keeps its input alone for the backward, and makes the rest once more then. With `async_save` training goes on
-    while a copy is written."""
+    while a copy is written. `memory_check` is what becomes of a run that will not fit."""
 
     steps: int = 1000
     batch_size: int = 32
@@ -41,6 +41,7 @@ class Train:
     warmup_passes: int = 8
     recompute: Literal["none", "layer"] = "none"
     async_save: bool = False
+    memory_check: Literal["refuse", "warn"] = "refuse"
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "micro_batch_size", "save_every", "keep", "eval_every")

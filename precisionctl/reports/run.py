@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from precisionctl.calibrate import Calibrated
 from precisionctl.fp8.state import Role
 from precisionctl.readiness.judge import NAMES
-from precisionctl.reports.table import percent
+from precisionctl.reports.table import percent, size
+from precisionctl.trainer.dry_run import Planned
 from precisionctl.trainer.metrics import StepMetrics
+from precisionctl.trainer.preflight import would_fit
 from precisionctl.trainer.resume import Finished, Started
 from precisionctl.trainer.start import Source
 
@@ -25,7 +27,27 @@ def beginning(started: Started) -> list[str]:
     return [*lines, *started.notes]
 
 
-def precision(started: Started) -> str:
+def planned(plan: Planned) -> list[str]:
+    """What a run would do and take."""
+    ahead, train = plan.ahead, plan.recipe.train
+    how = "goes on" if plan.going_on else "full" if plan.load == "full" else "weights only"
+    several = f", {ahead.ranks} ranks" if ahead.ranks > 1 else ""
+    memory = {key: size(value) for key, value in vars(ahead.memory).items()}
+    rows = f"{train.batch_size} rows of {plan.recipe.data.sequence_length}, {train.micro_batch_size} in a pass"
+    lines = [
+        f"{precision(plan)} in {plan.out}: from step {plan.step} to {train.steps}, {how}, "
+        f"{plan.backend} backend{several}",
+        f"Model: {ahead.parameters:,} parameters",
+        f"An update: {rows}; {ahead.tokens:,} tokens, {ahead.flops / 1e12:,.4g} TFLOP",
+        f"Memory of each rank: about {size(ahead.memory.total)}, and {size(ahead.free)} are free",
+        f"  {', '.join(f'{key} {value}' for key, value in memory.items())}",
+    ]
+    if not ahead.fits:
+        lines.append(f"It does not fit. {would_fit(ahead)}")
+    return [*lines, "Nothing was begun."]
+
+
+def precision(started: Started | Planned) -> str:
     """In a few words, as a panel's title."""
     chosen = started.recipe.precision
     return f"FP8, {NAMES[chosen.scaling]} scaling" if chosen.fp8 else "BF16"

@@ -24,13 +24,12 @@ def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
 
 def weights_used(model: ModelShape) -> int:
     """The weights that a token is multiplied by: all of the linears but those of experts that it does not go to."""
-    experts = sum(map(model.has_experts, range(model.num_layers)))
-    dense = (model.num_layers - experts) * _mlp(model, model.ffn_hidden_size)
-    logits = model.hidden_size * model.padded_vocab_size
-    return model.num_layers * _projections(model) + dense + experts * _experts(model) + logits
+    layers = sum(projections(model) + mlp(model, inner_used(model, layer)) for layer in range(model.num_layers))
+    return layers + model.hidden_size * model.padded_vocab_size
 
 
-def _projections(model: ModelShape) -> int:
+def projections(model: ModelShape) -> int:
+    """Weights of a layer's linears around attention."""
     hidden, mla = model.hidden_size, model.mla
     out = model.projection_size * hidden
     if mla is None:
@@ -40,15 +39,16 @@ def _projections(model: ModelShape) -> int:
     return queries + hidden * model.latent_size + mla.kv_lora_rank * model.key_value_size + out
 
 
-def _mlp(model: ModelShape, inner: int) -> int:
+def mlp(model: ModelShape, inner: int) -> int:
+    """Weights of linears with so many channels between them."""
     return (3 if model.gated_linear_unit else 2) * model.hidden_size * inner
 
 
-def _experts(model: ModelShape) -> int:
-    if model.moe is None:
-        return 0
-    shared = model.moe.shared_ffn_hidden_size or 0
-    return _mlp(model, model.moe.topk * model.moe.ffn_hidden_size + shared)
+def inner_used(model: ModelShape, layer: int) -> int:
+    """Channels of a layer's MLP for a token, of all experts that it goes to."""
+    if model.moe is None or not model.has_experts(layer):
+        return model.ffn_hidden_size
+    return model.moe.topk * model.moe.ffn_hidden_size + (model.moe.shared_ffn_hidden_size or 0)
 
 
 def _attention(model: ModelShape, lengths: list[int]) -> int:

@@ -33,6 +33,7 @@ from precisionctl.trainer.metrics import MetricsLog
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.optim import MasterAdamW, RunOptimizer
 from precisionctl.trainer.parts import Load, Part
+from precisionctl.trainer.preflight import require_memory
 from precisionctl.trainer.saving import Saver
 from precisionctl.trainer.start import Fp8Start, Source, go_on_fp8, start_collecting, start_fp8
 from precisionctl.trainer.tokenizer import load_tokenizer
@@ -57,6 +58,11 @@ class Settings:
     collect_amax: bool = False
     fp8_state: Path | None = None
     shadow_every: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return self.out or Path(f"{self.checkpoint.resolve().name}-{self.precision}")
 
     @property
     def start(self) -> Mapping[str, object]:
@@ -124,19 +130,21 @@ def _resume(
     on_step: OnStep,
     on_tokens: OnTokens,
 ) -> Finished:
-    out = settings.out or Path(f"{settings.checkpoint.resolve().name}-{settings.precision}")
+    out = settings.folder
     with _locked(out, settings.checkpoint, world):
         source = open_checkpoint(settings.checkpoint)
         load, skipped = parts.left(source, settings.load, settings.skip)
         schedule = parts.schedule_of(source, skipped, settings.overrides)
         plan = make_plan(source, "megatron")
+        backend = choose_backend(settings.backend, recipe.precision)
+        check_length(recipe, plan.model)
+        memory = require_memory(plan.model, recipe, backend, world)
         rows = read_rows(source, recipe.data, out / "tokens", on_tokens)
         beside = replace(recipe.data, path=recipe.data.held_out, blend=(), packing=False)
         held_out = read_rows(source, beside, out / "tokens", on_tokens) if beside.path else None
         start = dict(settings.start) | ({"schedule": "the checkpoint's"} if schedule else {})
         wanted = run_folder.identity(source, rows.fingerprint, recipe, load=load, **start)
         here = run_folder.newest(out)
-        backend = choose_backend(settings.backend, recipe.precision)
         if settings.collect_amax:
             to_come = replace(recipe.precision, fp8=True).of_layers(plan.model.num_layers)
             check_fp8_gemms(plan, to_come)
@@ -149,7 +157,7 @@ def _resume(
             fp8 = _start(run, source, skipped, settings, given)
         with _log(out, run) as log:
             if log:
-                notes = (*_notes(source, skipped, run, settings), *rows.notes, *log.notes, *fp8.notes)
+                notes = (*memory, *_notes(source, skipped, run, settings), *rows.notes, *log.notes, *fp8.notes)
                 on_start(Started(recipe, out, run.step, load, skipped, backend, fp8.counts, notes))
             saver = Saver(run, out, wanted, source.companions, fp8.carried, coded_before(source))
             received = train(run, log, saver, on_step)
@@ -253,7 +261,6 @@ def _build(
     held_out: Rows | Blend | None,
     world: World,
 ) -> Run:
-    check_length(recipe, model)
     shares.check(model, recipe.parallel, backend)
     recipe = replace(recipe, precision=recipe.precision.of_layers(model.num_layers))
     torch.manual_seed(recipe.train.seed)

@@ -30,6 +30,7 @@ _INDIFFERENT = (
     "parallel.sequence",
     "parallel.expert",
     "train.recompute",
+    "train.memory_check",
     "train.keep",
     "train.async_save",
     "train.save_every",

@@ -1,0 +1,228 @@
+"""The estimate of memory against what autograd saves and what tensors of a training step take; and what is refused."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from test_flops import shape
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from training import make_source, make_text, run, settings
+
+from precisionctl.cli import main
+from precisionctl.errors import EnvironmentProblem
+from precisionctl.model_shape import ModelShape
+from precisionctl.recipe import Recipe, load_recipe
+from precisionctl.trainer import memory, preflight
+from precisionctl.trainer.data.batch import Piece, make_batch
+from precisionctl.trainer.fp8_lm import Fp8LmAdamW
+from precisionctl.trainer.loop import backward
+from precisionctl.trainer.memory import Parameters, estimate
+from precisionctl.trainer.model import GPT, loss
+from precisionctl.trainer.optim import MasterAdamW
+
+LENGTH = 64
+
+
+def recipe(name: str = "bf16", **keys: Any) -> Recipe:
+    """Two passes of a row in an update."""
+    given = {"data.sequence_length": LENGTH, "train.batch_size": 2, "precision.delayed.amax_history_len": 16}
+    changes = [f"{key}={value}" for key, value in (given | {k.replace("__", "."): v for k, v in keys.items()}).items()]
+    loaded = load_recipe(name, changes)
+    return replace(loaded, precision=replace(loaded.precision, fp8=name != "bf16"))
+
+
+def saved(model: ModelShape, made: Recipe) -> int:
+    """Bytes that autograd keeps of a pass, of a row, beside the parameters."""
+    torch.manual_seed(0)
+    gpt = GPT(model, made.precision)
+    parameters = {each.untyped_storage().data_ptr() for each in gpt.parameters()}
+    kept: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes(), tensor  # which is kept, or its place would be another's
+        return tensor
+
+    tokens = torch.randint(model.vocab_size, (1, LENGTH))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        total, _ = loss(gpt(tokens), tokens, torch.ones_like(tokens, dtype=torch.bool), model.vocab_size)
+    assert total.requires_grad
+    return sum(count for count, _ in kept.values())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8-delayed"])
+@pytest.mark.parametrize(
+    "family", ["llama-2", "qwen3", "nemotron", "gpt2", "gemma2", "gpt-oss", "mixtral", "qwen3-moe", "deepseek-v3"]
+)
+def test_activations_are_what_autograd_keeps(family: str, name: str) -> None:
+    """Within 5 % below (positions, masks, indices) and 10 % above, for every kind of layer."""
+    model, made = shape(family), recipe(name)
+    if model.mla and name != "bf16":
+        model = replace(model, mla=replace(model.mla, q_lora_rank=16, qk_pos_emb_head_dim=16, v_head_dim=32))
+    kept = memory._Kept.of(model, made, "emulated")
+    layers = range(model.num_layers)
+    weights = [
+        sum(each) * kept.codes for each in zip(Parameters.of(model).dense, Parameters.of(model).experts, strict=True)
+    ]
+    expected = sum(memory._layer(model, layer, kept, LENGTH) * LENGTH + weights[layer] for layer in layers)
+    last = LENGTH * ((kept.norm + 2) * model.hidden_size + 4 * model.padded_vocab_size)
+    assert 0.95 < (expected + last) / saved(model, made) < 1.1
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of storages from the operation that makes them until they are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for each in tree_iter(made):
+            if isinstance(each, Tensor):
+                self._add(each.untyped_storage())
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._known:
+            self._known[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, storage._cdata)
+
+    def _gone(self, place: int) -> None:
+        self.now -= self._known.pop(place, 0)
+
+
+def measured(model: ModelShape, made: Recipe) -> int:
+    """The most that tensors take in two updates, from making the model on."""
+    train, length = made.train, made.data.sequence_length
+    row = Piece(torch.arange(length + 1).numpy() % model.vocab_size, None)
+    with Live() as live:
+        gpt = GPT(model, made.precision, recompute=train.recompute == "layer")
+        fp8_lm = made.optimizer.preset == "fp8-lm"
+        optimizer = Fp8LmAdamW(gpt, made.optimizer) if fp8_lm else MasterAdamW(gpt, made.optimizer)
+        for _ in range(2):
+            for _ in range(train.batch_size // train.micro_batch_size):
+                backward(gpt, make_batch([[row]] * train.micro_batch_size, 0), length * train.batch_size)
+                optimizer.collect()
+            optimizer.clip()
+            optimizer.step(1e-4)
+    return live.peak
+
+
+WIDE = {"hidden_size": 128, "ffn_hidden_size": 256}
+LONG = {"data__sequence_length": 256, "train__micro_batch_size": 4, "train__batch_size": 8}
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8-delayed"])
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("llama-2", {}),
+        ("llama-2", {"train__batch_size": 1}),
+        ("llama-2", {"optimizer__preset": "fp8-lm"}),
+        ("llama-2", LONG),
+        ("llama-2", {**LONG, "train__recompute": "layer"}),
+        ("mixtral", LONG),
+    ],
+)
+def test_the_whole_is_what_tensors_take_in_a_step_and_no_more_than_a_third_beyond(
+    family: str, keys: dict[str, Any], name: str
+) -> None:
+    model, made = replace(shape(family), **WIDE, max_position_embeddings=256), recipe(name, **keys)
+    found = estimate(model, made, "emulated")
+    assert 0.97 < (found.total - memory.PROCESS) / measured(model, made) < 1.35
+
+
+def test_parameters_are_those_of_the_model_but_for_norms_and_biases() -> None:
+    for family in ("llama-2", "llama-tied", "gpt2", "qwen3-moe", "deepseek-v2", "deepseek-v3"):
+        model = shape(family)
+        gpt = GPT(model, recipe().precision, device="meta")
+        expected = sum(each.numel() for each in gpt.parameters() if each.dim() > 1)
+        assert Parameters.of(model).all == expected, family
+
+
+LLAMA_8B = ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 128256, 8192)
+
+
+def ahead(monkeypatch: pytest.MonkeyPatch, free: float, ranks: int = 1, **keys: Any) -> preflight.Preflight:
+    monkeypatch.setattr(preflight, "free_memory", lambda: int(free * 1e9))
+    made = recipe("fp8-delayed", **{"data__sequence_length": 8192, "train__batch_size": 64, **keys})
+    return preflight.look_ahead(LLAMA_8B, made, "te", ranks)
+
+
+def test_llama_3_8b_needs_16_bytes_for_each_parameter_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO, section 3.1: 16 bytes, and 2 more for gradients in BF16 that FP32 ones are made of."""
+    made = ahead(monkeypatch, 1000).memory
+    assert (made.weights + made.optimizer + made.gradients) / 8.03e9 == pytest.approx(18, rel=1e-3)
+    eight = ahead(monkeypatch, 1000, ranks=8).memory
+    assert (eight.weights + eight.optimizer + eight.gradients) / 8.03e9 == pytest.approx(16 / 8, rel=1e-3)
+
+
+def test_what_would_fit_fits_and_is_named_from_small_changes_to_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ahead(monkeypatch, 1000).alternatives == ()
+    tight = ahead(monkeypatch, 170, train__micro_batch_size=8)
+    assert not tight.fits
+    words = [each.partition(" (")[0] for each in tight.alternatives]
+    assert words[0] == "train.recompute=layer" or words[0].startswith("train.micro_batch_size")
+    assert any(" ranks" in each for each in words)
+    for each in tight.alternatives:
+        assert float(each.partition(" (")[2].removesuffix(" GB)")) <= 170
+    small = ahead(monkeypatch, 80)
+    assert all("ranks" in each or "fp8-lm" in each for each in small.alternatives) and small.alternatives
+    assert ahead(monkeypatch, 2).alternatives == ()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("memory")
+    make_source(folder / "source")
+    make_text(folder / "text")
+    return folder
+
+
+def test_a_run_that_will_not_fit_is_refused_before_data_is_read(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "free_memory", lambda: 100_000_000)
+    asked = settings(place / "source", tmp_path / "no such text", tmp_path / "run", train__micro_batch_size=4)
+    with pytest.raises(EnvironmentProblem, match=r"about 0\.6 GB on each rank, and 0\.1 GB are free"):
+        run(asked)
+    warned = settings(place / "source", place / "text", tmp_path / "run", train__memory_check="warn", train__steps=1)
+    started, _, _ = run(warned)
+    assert any("0.1 GB are free" in note for note in started.notes)
+
+
+def test_a_dry_run_says_what_would_be_and_writes_nothing(place: Path, tmp_path: Path) -> None:
+    words = ["resume", place / "source", "--data", place / "text", "--precision=fp8", "--dry-run"]
+    keys = ("train.steps=9", "data.sequence_length=64", "train.batch_size=4")
+    options = [f"--out={tmp_path / 'run'}", *(f"--set={key}" for key in keys)]
+    result = CliRunner().invoke(main, [*map(str, words), *options])
+    assert result.exit_code == 0, result.output
+    for part in ("from step 0 to 9, weights only", "4 rows of 64, 1 in a pass; 256 tokens", "Nothing was begun."):
+        assert part in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_container_s_limit_counts(tmp_path: Path) -> None:
+    assert list(preflight._container(tmp_path)) == []
+    for name, content in (
+        ("memory.max", "1000"),
+        ("memory.current", "700"),
+        ("memory.stat", "anon 1\ninactive_file 50\n"),
+    ):
+        (tmp_path / name).write_text(content)
+    assert list(preflight._container(tmp_path)) == [350]
+    (tmp_path / "memory.max").write_text("max\n")
+    assert list(preflight._container(tmp_path)) == []
+    assert 0 < preflight.free_memory() < 1 << 50
