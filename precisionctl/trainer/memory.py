@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from precisionctl.model_shape import ModelShape
-from precisionctl.recipe import Recipe
+from precisionctl.recipe import Parallel, Recipe
 from precisionctl.trainer.backend import BackendName
 from precisionctl.trainer.flops import mlp, projections
 
@@ -70,9 +70,10 @@ class Parameters:
     def all(self) -> int:
         return sum(self.dense) + sum(self.experts) + self.outside
 
-    @property
-    def largest_layer(self) -> int:
-        return max(map(sum, zip(self.dense, self.experts, strict=True)))
+    def layers(self, parallel: Parallel) -> list[int]:
+        """What each layer is on a rank while it computes."""
+        each = zip(self.dense, self.experts, strict=True)
+        return [(dense + experts // parallel.expert) // parallel.tensor for dense, experts in each]
 
 
 def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: int = 1, gpu: bool = False) -> Memory:
@@ -82,7 +83,7 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     fp8_lm = recipe.optimizer.preset == "fp8-lm"
     masters = 2 if fp8_lm and alone else 4  # cut for several ranks, parameters are their own masters
     moments, gradient = (1 + 2, 1) if fp8_lm else (4 + 4, 4)
-    several = recipe.train.batch_size // ranks > recipe.train.micro_batch_size
+    several = recipe.train.batch_size * recipe.parallel.tensor // ranks > recipe.train.micro_batch_size
     after = max(2 * parameters.all if alone else 0, 0 if several else gradient * mine)
     if fp8_lm:  # a tensor is decoded, updated and encoded again
         after += 6 * 4 * max(_tensors(model))
@@ -91,7 +92,7 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
         weights=2 * mine if alone else 0,
         optimizer=(masters + moments) * mine,
         gradients=(gradient if several else 0) * mine + (4 if recipe.guard.shadow_every else 0) * mine,
-        passes=max(after, _passes(model, recipe, backend)) + (0 if alone else _gathered(parameters)),
+        passes=max(after, _passes(model, recipe, backend)) + (0 if alone else _gathered(parameters, recipe.parallel)),
         process=(PROCESS_GPU if gpu else PROCESS) + _histories(model, recipe) + copies,
     )
 
@@ -110,10 +111,11 @@ PROCESS, PROCESS_GPU = 600 << 20, 1 << 30
 use."""
 
 
-def _gathered(parameters: Parameters) -> int:
+def _gathered(parameters: Parameters, parallel: Parallel) -> int:
     """Of a model that FSDP2 cuts: the layer that computes and the one after it in BF16, the gradients of one in BF16
     and in FP32 as they are reduced; embedding, output layer and their gradients from the forward to the backward."""
-    layer, outside = parameters.largest_layer, parameters.outside
+    layer = max(parameters.layers(parallel))
+    outside = parameters.outside // parallel.tensor
     return (2 + 2) * layer + 2 * layer + 4 * max(layer, outside) + (2 + 2) * outside
 
 
@@ -122,10 +124,10 @@ def _passes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
     layer's backward takes beside them."""
     kept, length = _Kept.of(model, recipe, backend), recipe.data.sequence_length
     tokens, parameters = length * recipe.train.micro_batch_size, Parameters.of(model)
-    codes = [kept.codes * sum(each) for each in zip(parameters.dense, parameters.experts, strict=True)]
+    codes = [kept.codes * each for each in parameters.layers(recipe.parallel)]
     layers = [_layer(model, each, kept, length) * tokens + codes[each] for each in range(model.num_layers)]
-    working = kept.working * _widest(model) * tokens + (8 * max(_tensors(model)) if kept.codes else 0)
-    logits = LOGIT * model.padded_vocab_size * tokens
+    working = kept.working * _widest(model) * tokens // kept.tensor + (8 * max(_tensors(model)) if kept.codes else 0)
+    logits = LOGIT * model.padded_vocab_size * tokens // kept.tensor
     last = (kept.norm + 2) * model.hidden_size * tokens
     if recipe.train.recompute == "layer":
         inputs = 2 * model.hidden_size * tokens * model.num_layers
@@ -140,33 +142,34 @@ LOGIT = 14
 @dataclass(frozen=True)
 class _Kept:
     """Bytes that are kept of each number: what a norm keeps of its input, what a GEMM keeps of its own, of each weight
-    beside the weight; and `working`, those of the largest activation that come and go."""
+    beside the weight; and `working`, those of the largest activation that come and go. `tensor` ranks share the
+    channels of a layer, and `tokens` ranks what is kept of its tokens between GEMMs."""
 
     norm: int
     input: float
     codes: int
     working: int
+    tensor: int = 1
+    tokens: int = 1
 
     @staticmethod
     def of(model: ModelShape, recipe: Recipe, backend: BackendName) -> "_Kept":
         """The emulation's norms keep their input in FP32, and RMSNorm its normalised values too; TE's the input alone.
         TE keeps codes of weights for the forward and transposed for the backward."""
+        tensor = recipe.parallel.tensor
+        tokens = tensor if recipe.parallel.sequence else 1
         emulated, fp8 = backend == "emulated", recipe.precision.fp8
         codes = 0 if not fp8 else 1 if emulated else 2
         grouped = 0.25 if recipe.precision.scaling in ("block", "mxfp8") else 0.0  # scales
         norm = 2 if not emulated else 8 if model.normalization == "RMSNorm" else 4
-        return _Kept(norm, 1 + grouped if fp8 else 2, codes, 12 if emulated and fp8 else 8)
+        return _Kept(norm, 1 + grouped if fp8 else 2, codes, 12 if emulated and fp8 else 8, tensor, tokens)
 
 
 def _layer(model: ModelShape, layer: int, kept: _Kept, length: int) -> float:
     """Bytes for a token, in rows of `length`."""
-    hidden = model.hidden_size
-    norms = (
-        kept.norm + kept.input
-    ) * hidden + kept.norm * hidden  # the second norm's output is counted by what it is for
-    if model.post_layernorms:
-        norms += 2 * kept.norm * hidden
-    return norms + _attention(model, kept, length) + _inner(model, layer, kept)
+    norms = 4 if model.post_layernorms else 2
+    attention = kept.input * model.hidden_size + _attention(model, kept, length) / kept.tensor
+    return norms * kept.norm * model.hidden_size / kept.tokens + attention + _inner(model, layer, kept)
 
 
 def _attention(model: ModelShape, kept: _Kept, length: int) -> float:
@@ -192,9 +195,10 @@ def _attention(model: ModelShape, kept: _Kept, length: int) -> float:
 def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
     """Of the MLP, its input included."""
     hidden, moe = model.hidden_size, model.moe
-    channel = (6 if model.gated_linear_unit else 2) + kept.input + (4 if model.activation == "quick_gelu" else 0)
+    channel: float = (6 if model.gated_linear_unit else 2) + kept.input + (4 if model.activation == "quick_gelu" else 0)
     if model.activation == "squared_relu":
         channel += 2
+    channel /= kept.tensor
     if moe is None or not model.has_experts(layer):
         return kept.input * hidden + channel * model.ffn_hidden_size
     router = 4 * hidden + 16 * moe.num_experts

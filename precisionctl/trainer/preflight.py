@@ -10,13 +10,14 @@ import torch
 from precisionctl.errors import EnvironmentProblem, RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
+from precisionctl.trainer import shares
 from precisionctl.trainer.backend import BackendName
 from precisionctl.trainer.flops import training_flops
 from precisionctl.trainer.memory import Memory, Parameters, estimate
 from precisionctl.trainer.world import World, check
 
-MOST_RANKS = 1024
-"""Beyond which nobody is told to go."""
+MOST_RANKS, MOST_TENSOR = 1024, 8
+"""Beyond which nobody is told to go: in all, and of those that share layers, which one machine has."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def _fitting(
         for words, changed, count in changes:
             try:
                 check(count, changed)
+                shares.check(model, changed.parallel, backend)
             except RecipeError:
                 continue
             needed = estimate(model, changed, backend, ranks=count, gpu=gpu).total
@@ -133,6 +135,7 @@ def _changes(recipe: Recipe, ranks: int) -> Iterator[Iterator[Change]]:
     yield _more_ranks("", recipe, ranks)
     if recipe.train.recompute == "none":
         yield _more_ranks(" with train.recompute=layer", again, ranks)
+    yield _shared_layers(recipe, ranks)
 
 
 def _smaller_passes(words: str, recipe: Recipe, ranks: int) -> Iterator[Change]:
@@ -144,8 +147,20 @@ def _smaller_passes(words: str, recipe: Recipe, ranks: int) -> Iterator[Change]:
 
 
 def _more_ranks(words: str, recipe: Recipe, ranks: int) -> Iterator[Change]:
+    return ((f"{count} ranks{words}", recipe, count) for count in _more(ranks))
+
+
+def _more(ranks: int) -> Iterator[int]:
     while (ranks := 2 * ranks) <= MOST_RANKS:
-        yield f"{ranks} ranks{words}", recipe, ranks
+        yield ranks
+
+
+def _shared_layers(recipe: Recipe, ranks: int) -> Iterator[Change]:
+    tensor = recipe.parallel.tensor
+    while (tensor := 2 * tensor) <= MOST_TENSOR:
+        shared = replace(recipe, parallel=replace(recipe.parallel, tensor=tensor, sequence=True))
+        for count in (ranks, *_more(ranks)):
+            yield f"{count} ranks with parallel.tensor={tensor} and parallel.sequence=true", shared, count
 
 
 def _size(count: int) -> str:
