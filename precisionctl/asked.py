@@ -14,7 +14,10 @@ class InferenceExport:
     """What to export, for which engine (a name in engines/) on `ranks` GPUs. `scheme` static needs recorded input
     scales; None is the best that there is. `recipe` says which modules stay in BF16, and `keep_misfits` that those do
     whose shapes the engine refuses. `kv_cache` fp8 stores scales for a cache of keys and values, which must have been
-    recorded too."""
+    recorded too.
+
+    A plain Megatron checkpoint names no family and has no tokenizer: `architecture` and `reference` do, as for a
+    conversion. `base_model` is the source's name on the Hub, for the model card."""
 
     source: Path
     destination: Path
@@ -27,3 +30,6 @@ class InferenceExport:
     ranks: int = 1
     keep_misfits: bool = False
     kv_cache: Literal["fp8"] | None = None
+    architecture: str | None = None
+    reference: Path | None = None
+    base_model: str | None = None

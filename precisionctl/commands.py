@@ -13,9 +13,8 @@ from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
 from precisionctl.checkpoints.megatron_run import Carried, MegatronReader, carried, of_megatron
-from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output
-from precisionctl.errors import DamagedCheckpoint, RecipeError
+from precisionctl.errors import RecipeError
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
@@ -31,6 +30,7 @@ from precisionctl.notes import (
     of_state,
     of_way_back,
 )
+from precisionctl.opening import open_as_told
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.plan import Plan, check_fp8_gemms, make_plan
 from precisionctl.precision import PRESETS, Precision
@@ -112,7 +112,13 @@ def plan_conversion(conversion: Conversion) -> Work:
 
     FP8 weights in a Hugging Face directory are the codes that they were, where that is known; else an export.
     """
-    reader = _open_as_told(conversion)
+    reader = open_as_told(
+        conversion.source,
+        conversion.iteration,
+        architecture=conversion.architecture,
+        reference=conversion.reference,
+        grouped_columns=conversion.grouped_columns,
+    )
     coded = None if conversion.drop_fp8_state else coded_before(reader)
     if conversion.to == "hf" and conversion.precision == "fp8":
         if coded and coded.quantization and conversion.recipe is None:
@@ -233,32 +239,6 @@ def _known(conversion: Conversion, reader: Reader, plan: Plan) -> Fp8States | No
     state = None if conversion.drop_fp8_state else reader.fp8
     given = read_state(conversion.fp8_state, plan.gemms) if conversion.fp8_state else None
     return filled(state, given, conversion.recipe.delayed if conversion.recipe else None)
-
-
-def _open_as_told(conversion: Conversion) -> Reader:
-    """The source, of the family and with the companions that the command names. Raises RecipeError where it says both
-    by itself."""
-    reader = open_checkpoint(conversion.source, conversion.iteration)
-    if conversion.grouped_columns is not None:
-        if not of_megatron(reader):
-            raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
-        reader.grouped_columns = conversion.grouped_columns
-    if conversion.architecture is None and conversion.reference is None:
-        return reader
-    if not of_megatron(reader) or reader.companions.files:
-        raise RecipeError(
-            "the checkpoint has a config.json, which says what it is", do="Leave --architecture and --reference out."
-        )
-    reader.family = conversion.architecture
-    if conversion.reference is not None:
-        reader.companions = open_checkpoint(conversion.reference).companions
-        try:
-            _ = reader.model
-        except DamagedCheckpoint as error:
-            raise RecipeError(
-                f"the reference is of another model: {error.what}", where=conversion.reference, do="Give another one."
-            ) from error
-    return reader
 
 
 def _trained(reader: Reader) -> MegatronReader | None:

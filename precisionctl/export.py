@@ -27,12 +27,14 @@ _RECORD = (
 
 @dataclass(frozen=True)
 class Export:
-    """A plan, and what the directory says of itself: config.json's `quantization_config` and files beside it."""
+    """A plan, and what the directory says of itself: config.json's `quantization_config` and files beside it. `kept`
+    are the modules with weights of two dimensions that stay in BF16."""
 
     plan: Plan
     quantization: Mapping[str, Any]
     files: Mapping[str, bytes]
     notes: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     @property
     def codes(self) -> list[str]:
@@ -107,6 +109,7 @@ def make_export(
         quantization,
         method.spelling.files(quantization),
         tuple(_notes(plan, precision, kept)),
+        tuple(ignored),
     )
 
 

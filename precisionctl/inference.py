@@ -2,18 +2,20 @@
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from precisionctl import kv_cache
 from precisionctl.asked import InferenceExport
+from precisionctl.card import NAME, Card, beside
 from precisionctl.cast import filled, read_state
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import Coded
-from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import Export, make_export, plan_of_values, served
 from precisionctl.fp8.state import Fp8States
-from precisionctl.notes import left_behind, of_input_scales, of_way_back
+from precisionctl.notes import left_behind, of_companions, of_input_scales, of_way_back
+from precisionctl.opening import open_as_told
 from precisionctl.plan import Plan
 from precisionctl.precision import PRESETS
 from precisionctl.quant_methods.base import QuantMethod, Scheme, quant_methods
@@ -26,7 +28,7 @@ from precisionctl.work import Work, digest_of, open_output
 
 def plan_export(export: InferenceExport) -> Work:
     """Plan `export-inference`. Raises MissingFp8State where `static` needs what was never recorded."""
-    reader = open_checkpoint(export.source, export.iteration)
+    reader = open_as_told(export.source, export.iteration, architecture=export.architecture, reference=export.reference)
     return plan_export_of(reader, coded_before(reader), export)
 
 
@@ -49,10 +51,17 @@ def plan_export_of(reader: Reader, coded: Coded | None, export: InferenceExport)
         notes += kv_cache.notes(engine, method, recorded)
     else:
         notes += kv_cache.left_out(coded, plan)
-    output = open_output(export.destination, export.source, export.fp8_state)
-    writer = hf_writer(output, made.plan, reader.companions, export=made, max_shard_size=export.max_shard_size)
+    output = open_output(export.destination, export.source, export.reference, export.fp8_state)
+    writer = hf_writer(
+        output,
+        made.plan,
+        reader.companions,
+        export=made,
+        max_shard_size=export.max_shard_size,
+        files={NAME: _card(made, engine, method, scheme, recorded, export).text(reader)},
+    )
     serve = engine.serve(export.destination, export.ranks, fp8_cache=export.kv_cache is not None)
-    notes += [*left_behind(reader), *made.notes, f"Serve it with: {serve}"]
+    notes += [*left_behind(reader), *made.notes, *of_companions(reader), f"Serve it with: {serve}"]
 
     def finish(changed: Mapping[str, float]) -> None:
         notes.extend(of_way_back(coded, made.codes, changed) if coded else ())
@@ -89,6 +98,37 @@ def _made(
     if scheme == "static":
         notes += of_input_scales(recorded, export.fp8_state)
     return scheme, method, made, notes
+
+
+_SCHEMES: Mapping[Scheme, str] = {
+    "static": "one scale for a weight, one for all its inputs",
+    "dynamic": "one scale for an output channel of a weight, one for a token of inputs",
+    "block": "one scale for 128 x 128 values of a weight, one for 128 of inputs",
+    "mxfp8": "a power of two for 32 values of a weight or of inputs",
+}
+
+
+def _card(
+    made: Export,
+    engine: Engine,
+    method: QuantMethod,
+    scheme: Scheme,
+    recorded: Fp8States | None,
+    export: InferenceExport,
+) -> Card:
+    """What the model card says of an export."""
+    file = Path(export.fp8_state.name) if export.fp8_state else None
+    inputs = of_input_scales(recorded, file) if scheme == "static" else ("Input scales are made by the engine.",)
+    facts = {
+        "weights": "float8_e4m3fn",
+        "format": method.name,
+        "scheme": f"{scheme}: {_SCHEMES[scheme]}",
+        "input scales": " ".join(inputs),
+        "KV cache": "FP8, its scales stored" if export.kv_cache else "no scales stored",
+    }
+    name = export.destination.name
+    command = engine.serve(beside(name), export.ranks, fp8_cache=export.kv_cache is not None)
+    return Card(name, engine.title, engine.name, command, facts, made.codes, made.kept, export.base_model)
 
 
 def engine_named(name: str) -> Engine:

@@ -1,5 +1,6 @@
 """What a result says of itself: from what it was made, by which plan, and the checksums that were read back."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,14 @@ def _within(file: Path, directory: Path | None) -> str:
     return str(file.relative_to(directory)) if inside and directory else file.name
 
 
+def fingerprint(reader: Reader) -> str:
+    """Of a source's files: SHA-256 of their names and sizes, and of its config.json. Not of the weights."""
+    files = [[_within(file, reader.path), file.stat().st_size] for file in reader.files]
+    about = hashlib.sha256(json.dumps(sorted(files)).encode())
+    about.update(reader.companions.files.get("config.json", b""))
+    return about.hexdigest()
+
+
 def write_manifest(directory: Path, reader: Reader, digest: str, checksums: Mapping[str, str]) -> None:
     """Write it into a checkpoint's directory. It names no path and no time: equal input gives equal bytes.
 
@@ -26,6 +35,7 @@ def write_manifest(directory: Path, reader: Reader, digest: str, checksums: Mapp
         "container": reader.container,
         "architecture": reader.model.architecture,
         "iteration": reader.iteration,
+        "fingerprint": fingerprint(reader),
         "files": {_within(file, reader.path): file.stat().st_size for file in reader.files},
     }
     versions = {"precisionctl": __version__, "torch": torch.__version__.partition("+")[0]}

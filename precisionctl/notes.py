@@ -45,6 +45,16 @@ def left_behind(reader: Reader, *, carried: bool = False) -> Iterator[str]:
         yield f"Older FP8 state of {len(names)} modules, which the run kept in BF16, stays behind."
 
 
+def of_companions(reader: Reader) -> Iterator[str]:
+    """What a complete directory has and the source has not."""
+    files = reader.companions.files
+    missing = [] if any(name.startswith(_TOKENIZERS) for name in files) else ["tokenizer"]
+    missing += [] if "generation_config.json" in files else ["generation_config.json"]
+    if missing:
+        hint = "" if files or not of_megatron(reader) else "; --reference names a directory that has them"
+        yield f"The source has no {' and no '.join(missing)}, and so the result has not{hint}."
+
+
 def of_padding(before: ModelShape, after: ModelShape) -> Iterator[str]:
     """Whether the vocabulary of a Megatron source is padded to another size for a Megatron target."""
     if before.padded_vocab_size != after.padded_vocab_size:
@@ -67,6 +77,8 @@ def of_stages(sizes: Parallelism, layers: int) -> Iterator[str]:
     words = " ".join(f"--{flag} {value}" for flag, value in flags.items() if value is not None)
     yield f"Pipeline ranks have {', '.join(map(str, counts))} layers: start Megatron with {words}."
 
+
+_TOKENIZERS = ("tokenizer", "vocab.", "spiece.model")
 
 GATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 """Without it set to 1, Transformer Engine 2.16.1, 2.17.1 and from 2.18 on refuses delayed-scaling state."""

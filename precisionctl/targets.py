@@ -1,6 +1,7 @@
 """What a plan is written with: the Writer of each container."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from precisionctl.architectures.find import to_hf_config
@@ -30,16 +31,17 @@ def hf_writer(
     export: Export | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
     live: bool = False,
+    files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> HuggingFaceWriter:
-    """Writes a plan's Hugging Face directory; an `export` has something to say beside it, and FP8 state that is `live`
-    is what the model computes with."""
+    """Writes a plan's Hugging Face directory; an `export` has something to say beside it, as have other `files`, and
+    FP8 state that is `live` is what the model computes with."""
     return HuggingFaceWriter(
         output.partial,
         plan.targets,
         companions,
         to_hf_config(plan.model, config_dtype(plan.targets)),
         export.quantization if export else None,
-        export.files if export else {},
+        {**(export.files if export else {}), **files},
         max_shard_size,
         BIN if container == "bin" else SAFETENSORS,
         live,

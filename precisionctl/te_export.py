@@ -4,17 +4,20 @@ Its directory is the Hugging Face model in BF16, with the delayed-scaling state 
 extra data"): `te.load_te` makes the model's linears modules of Transformer Engine that start with that state.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from precisionctl.asked import InferenceExport
+from precisionctl.card import NAME, Card, beside
 from precisionctl.cast import by_module, filled, fp8_state, from_other_experts, read_state
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.errors import MissingFp8State, RecipeError
 from precisionctl.export import in_fp8, input_scales, plan_of_values
 from precisionctl.fp8.state import Fp8State, Fp8States
-from precisionctl.notes import left_behind, of_input_scales
+from precisionctl.notes import left_behind, of_companions, of_input_scales
 from precisionctl.plan import Plan, check_fp8_gemms
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.reencode import check_model, seeded
@@ -36,9 +39,16 @@ def plan_te(reader: Reader, coded: Coded | None, export: InferenceExport) -> Wor
     given = read_state(export.fp8_state, plan.gemms) if export.fp8_state else None
     recorded = filled(reader.fp8, given, export.recipe.delayed if export.recipe else None)
     states = _of_gemms(recorded or seeded(reader, coded, plan), plan, precision)
-    output = open_output(export.destination, export.source, export.fp8_state)
-    writer = hf_writer(output, plan, reader.companions, max_shard_size=export.max_shard_size, live=True)
-    notes = [*of_input_scales(recorded, export.fp8_state), *left_behind(reader)]
+    output = open_output(export.destination, export.source, export.reference, export.fp8_state)
+    writer = hf_writer(
+        output,
+        plan,
+        reader.companions,
+        max_shard_size=export.max_shard_size,
+        live=True,
+        files={NAME: _card(plan, states, recorded, export).text(reader)},
+    )
+    notes = [*of_input_scales(recorded, export.fp8_state), *left_behind(reader), *of_companions(reader)]
     notes.append(f'Load it with: precisionctl.te.load_te("{export.destination}")')
 
     def finish(found: Mapping[str, float]) -> Fp8States:
@@ -47,6 +57,22 @@ def plan_te(reader: Reader, coded: Coded | None, export: InferenceExport) -> Wor
 
     digest = digest_of(plan, export, export.fp8_state, coded)
     return Work(reader, plan, writer, output, finish, True, digest, notes)
+
+
+def _card(plan: Plan, states: Fp8States, recorded: Fp8States | None, export: InferenceExport) -> Card:
+    """What the model card says of it."""
+    file = Path(export.fp8_state.name) if export.fp8_state else None
+    facts = {
+        "weights": "bfloat16, cast to float8_e4m3fn in each pass",
+        "scheme": "delayed scaling, with its state",
+        "input scales": " ".join(of_input_scales(recorded, file)),
+    }
+    in_state = [name for job in plan.jobs if job.row.gemm and job.module in states.modules for name in job.writes]
+    matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2]
+    kept = [name.removesuffix(".weight") for name in matrices if name not in in_state]
+    name = export.destination.name
+    command = f"from precisionctl.te import load_te\n\nmodel = load_te({json.dumps(beside(name))})"
+    return Card(name, _TITLE, "transformer-engine", command, facts, in_state, kept, export.base_model)
 
 
 def _check_options(export: InferenceExport) -> None:

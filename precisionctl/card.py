@@ -1,0 +1,113 @@
+"""The model card of an exported directory, README.md: what it is, how it is served, where it is from, how good it is.
+
+It names no path and no time, so equal exports of one name have equal cards.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from precisionctl import __version__
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.output import sync
+from precisionctl.errors import OutputError, RecipeError
+from precisionctl.manifest import fingerprint
+
+NAME = "README.md"
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_START, _END = "<!-- quality -->\n", "<!-- end of quality -->\n"
+_UNMEASURED = (
+    "None was measured. `precisionctl eval . --data TEXT --against SOURCE --card`, in this directory, writes it here."
+)
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the card of an export called `name` says. `title` and `tag` are its engine's, `command` serves it; `facts`
+    are rows of a table, `quantised` the weights that are FP8 and `kept` the modules that are not, by full name;
+    `base_model` is the source's name on the Hub."""
+
+    name: str
+    title: str
+    tag: str
+    command: str
+    facts: Mapping[str, str]
+    quantised: Sequence[str]
+    kept: Sequence[str]
+    base_model: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises RecipeError for a name that the Hub would not take."""
+        if self.base_model is not None and not _HUB_NAME.fullmatch(self.base_model):
+            raise RecipeError(f"{self.base_model!r:.80} is no name on the Hub", do="Give one such as org/model.")
+
+    def text(self, reader: Reader) -> bytes:
+        """The file, for an export of `reader`."""
+        lines = [*self._front(), "", f"# {_plain(self.name)}", "", *self._about(reader), *self._weights()]
+        lines += ["## Quality", "", _START + _UNMEASURED + "\n" + _END]
+        return "\n".join(lines).encode()
+
+    def _front(self) -> Iterator[str]:
+        yield "---"
+        if self.base_model:
+            yield from (f"base_model: {self.base_model}", "base_model_relation: quantized")
+        yield from ("pipeline_tag: text-generation", "tags:", "- fp8", f"- {self.tag}", "- precisionctl")
+        yield from ("quantized_by: precisionctl", "quantization:")
+        yield from (f"  {name.lower().replace(' ', '_')}: {_quoted(value)}" for name, value in self.facts.items())
+        yield "---"
+
+    def _about(self, reader: Reader) -> Iterator[str]:
+        size = sum(file.stat().st_size for file in reader.files) / 1e9
+        when = "" if reader.iteration is None else f", iteration {reader.iteration}"
+        torch_version = torch.__version__.partition("+")[0]
+        yield f"A `{_plain(reader.model.architecture)}` in FP8, for {self.title}. In the directory above this one:"
+        yield from ("", "```", self.command, "```", "", "| | |", "|---|---|")
+        yield from (f"| {name} | {_plain(value)} |" for name, value in self.facts.items())
+        yield f"| source | {reader.container}{when}, {size:.2f} GB in files: {len(reader.files)} |"
+        yield f"| its fingerprint (SHA-256 of names, sizes and config.json) | `{fingerprint(reader)}` |"
+        yield f"| made by | precisionctl {__version__}, torch {torch_version}; see `precisionctl/manifest.json` |"
+        yield ""
+
+    def _weights(self) -> Iterator[str]:
+        yield from ("## What is FP8", "")
+        patterns = Counter(re.sub(r"\d+(?=[.\]])", "*", name) for name in self.quantised)
+        yield from (f"- `{_plain(pattern)}` ({count})" for pattern, count in patterns.items())
+        yield from ("", "In higher precision, besides norms and biases:", "")
+        yield from (f"- `{_plain(name)}`" for name in self.kept)
+        yield ""
+
+
+def write_quality(directory: Path, lines: Iterable[str]) -> None:
+    """Put what was measured into a directory's card. Raises OutputError where there is none of ours."""
+    path = directory / NAME
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    before, start, rest = text.partition(_START)
+    _, end, after = rest.partition(_END)
+    if not start or not end:
+        raise OutputError("no model card of an export", where=path, do="Leave --card out.")
+    measured = "".join(f"- {_plain(line)}\n" for line in lines)
+    new = path.with_name(f"{NAME}.new")
+    new.write_text(before + start + measured + end + after, encoding="utf-8")
+    sync(new)
+    os.replace(new, path)
+
+
+def beside(name: str) -> str:
+    """A directory as one says it who is in the directory above; a name that would need quotes, as one who is in it."""
+    return f"./{name}" if re.fullmatch(r"[\w.+-]+", name) else "."
+
+
+def _plain(text: str) -> str:
+    """On one line, and nothing that Markdown or HTML would take for its own."""
+    return re.sub(r"[`<>|\x00-\x1f\x7f]", " ", text)
+
+
+def _quoted(text: str) -> str:
+    """A YAML string."""
+    return '"' + _plain(text).replace("\\", " ").replace('"', "'") + '"'

@@ -1,0 +1,42 @@
+"""A source that is opened as a command tells: of which family a Megatron checkpoint is, and whose tokenizer it has."""
+
+from pathlib import Path
+
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.megatron_run import of_megatron
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import DamagedCheckpoint, RecipeError
+from precisionctl.fp8.grouped import Order
+
+
+def open_as_told(
+    source: Path,
+    iteration: int | None,
+    *,
+    architecture: str | None,
+    reference: Path | None,
+    grouped_columns: Order | None = None,
+) -> Reader:
+    """The source, of the family and with the companions that a command names. Raises RecipeError where it says both
+    by itself."""
+    reader = open_checkpoint(source, iteration)
+    if grouped_columns is not None:
+        if not of_megatron(reader):
+            raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
+        reader.grouped_columns = grouped_columns
+    if architecture is None and reference is None:
+        return reader
+    if not of_megatron(reader) or reader.companions.files:
+        raise RecipeError(
+            "the checkpoint has a config.json, which says what it is", do="Leave --architecture and --reference out."
+        )
+    reader.family = architecture
+    if reference is not None:
+        reader.companions = open_checkpoint(reference).companions
+        try:
+            _ = reader.model
+        except DamagedCheckpoint as error:
+            raise RecipeError(
+                f"the reference is of another model: {error.what}", where=reference, do="Give another one."
+            ) from error
+    return reader

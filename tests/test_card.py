@@ -1,0 +1,136 @@
+"""What an exported directory has beside its weights: a model card, and all that its source had."""
+
+import json
+import shutil
+from pathlib import Path
+
+import in_memory
+import pytest
+import torch
+from click.testing import CliRunner
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from test_evaluate import save
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.cli import main
+from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.errors import RecipeError
+from precisionctl.fp8 import sidecar
+from precisionctl.inference import InferenceExport, plan_export
+from precisionctl.work import execute
+
+TEMPLATE = "{% for message in messages %}w{{ message.content }} {% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In several files, with everything that a model on the Hub has."""
+    directory = tmp_path_factory.mktemp("card") / "hf"
+    save(directory, "llama-3", dtype=torch.bfloat16).save_pretrained(directory, max_shard_size="60kB")
+    (directory / "model.safetensors").unlink()
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    GenerationConfig(temperature=0.7, do_sample=True, eos_token_id=[0, 3]).save_pretrained(directory)
+    sidecar.write(directory / sidecar.RELATIVE, in_memory.recorded(HuggingFaceReader(directory)))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def megatron(source: Path) -> Path:
+    execute(plan_conversion(Conversion(source, source.with_name("megatron"), "megatron")))
+    return source.with_name("megatron")
+
+
+def export(source: Path, out: Path, target: str = "vllm", **settings: object) -> Path:
+    execute(plan_export(InferenceExport(source, out, target, **settings)))  # type: ignore[arg-type]
+    return out
+
+
+@pytest.mark.parametrize("kind", ["hf", "megatron"])
+@pytest.mark.parametrize("target", ["vllm", "te"])
+def test_a_directory_is_complete(source: Path, megatron: Path, tmp_path: Path, kind: str, target: str) -> None:
+    out = export(source if kind == "hf" else megatron, tmp_path / "out", target, max_shard_size=60_000)
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    held = {name: file.name for file in out.glob("*.safetensors") for name in load_file(file)}
+    assert index == held and len(set(held.values())) > 1
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert AutoConfig.from_pretrained(out).num_hidden_layers == 2
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [0, 3]
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "7"}])["input_ids"] == tokenizer("w7").input_ids
+    assert (out / "README.md").is_file() and (out / "precisionctl" / "manifest.json").is_file()
+
+
+def test_the_hub_reads_the_card_and_it_says_everything(megatron: Path, tmp_path: Path) -> None:
+    out = export(megatron, tmp_path / "small-fp8", scheme="static", ranks=2, base_model="org/small")
+    card = ModelCard.load(out / "README.md")
+    assert card.data.base_model == "org/small"
+    assert card.data.tags == ["fp8", "vllm", "precisionctl"]
+    assert card.data.to_dict()["quantization"]["format"] == "compressed-tensors"
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert all(f"- `{name}`\n" in card.text for name in config["ignore"])
+    codes = [name for name, t in load_file(out / "model.safetensors").items() if t.dtype == torch.float8_e4m3fn]
+    said = [line for line in card.text.splitlines() if line.startswith("- `") and line.endswith(")")]
+    assert sum(int(line.rpartition("(")[2][:-1]) for line in said) == len(codes) == 14
+    assert "vllm serve ./small-fp8 --tensor-parallel-size 2\n" in card.text
+    assert "torch_dist, iteration" not in card.text and "| source | torch_dist" in card.text
+    assert "Input scales are those of the checkpoint's FP8 state (" in card.text
+    assert "None was measured." in card.text
+    assert json.loads((out / "precisionctl/manifest.json").read_text())["source"]["fingerprint"] in card.text
+
+
+def test_equal_exports_have_equal_cards_that_name_no_path(source: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(source, moved)
+    given = tmp_path / "state.safetensors"
+    shutil.copy(source / sidecar.RELATIVE, given)
+    first = export(source, tmp_path / "a" / "out", fp8_state=given)
+    second = export(moved, tmp_path / "b" / "out", fp8_state=given)
+    assert (first / "README.md").read_bytes() == (second / "README.md").read_bytes()
+    assert "/tmp" not in (first / "README.md").read_text() and str(tmp_path) not in (first / "README.md").read_text()
+
+
+@pytest.mark.parametrize("target", ["vllm", "te"])
+def test_a_directorys_name_is_text_and_nothing_else(source: Path, tmp_path: Path, target: str) -> None:
+    name = 'a\n---\nbase_model: x`<b>"; rm'
+    card = ModelCard.load(export(source, tmp_path / name, target) / "README.md")
+    assert card.data.base_model is None
+    assert "<b>" not in card.text.partition("```")[0] and "\n# a" in card.text
+
+
+def test_a_name_that_is_none_on_the_hub_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no name on the Hub"):
+        export(source, tmp_path / "out", base_model="../etc\n")
+
+
+def test_eval_writes_what_it_measured_and_the_last_time_counts(source: Path, tmp_path: Path) -> None:
+    out = export(source, tmp_path / "out")
+    text = tmp_path / "held_out.txt"
+    text.write_text(" ".join(f"w{1 + number % 249}" for number in range(200)))
+    words = ["eval", str(out), "--data", str(text), "--sequence-length", "32", "--card"]
+    for more in ([], ["--against", str(source)]):
+        shown = CliRunner().invoke(main, [*words, *more])
+        assert shown.exit_code == 0, shown.output
+    card = (out / "README.md").read_text()
+    assert card.count("- held_out.txt: perplexity") == 2
+    assert "KL divergence" in card and "None was measured" not in card
+    lines = [line for line in shown.stdout.splitlines() if line.startswith("perplexity")]
+    assert f"- held_out.txt: {lines[0]}\n" in card
+    without = CliRunner().invoke(main, ["eval", str(source), *words[2:]])
+    assert without.exit_code == 1 and "no model card of an export" in without.output
+
+
+def test_a_plain_megatron_checkpoint_takes_its_tokenizer_from_a_reference(
+    source: Path, megatron: Path, tmp_path: Path
+) -> None:
+    plain = tmp_path / "megatron"
+    shutil.copytree(megatron, plain)
+    for companions in plain.rglob("precisionctl/hf"):
+        shutil.rmtree(companions)
+    work = plan_export(InferenceExport(plain, tmp_path / "out", "vllm"))
+    assert any(note.startswith("The source has no tokenizer and no generation_config.json") for note in work.notes)
+    out = export(plain, tmp_path / "told", reference=source)
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert (out / "generation_config.json").is_file()
