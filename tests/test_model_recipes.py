@@ -20,7 +20,9 @@ from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.plan import check_fp8_gemms, make_plan
-from precisionctl.recipe import Recipe, bundled_recipes, load_recipe
+from precisionctl.recipe import Parallel, bundled_recipes, load_recipe
+from precisionctl.trainer import shares
+from precisionctl.trainer.memory import estimate
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.resume import check_length
 from precisionctl.trainer.world import check
@@ -153,35 +155,22 @@ def test_its_batches_divide_among_the_gpus_that_its_first_line_names(name: str) 
     recipe, gpus = load_recipe(name), real_of(name).gpus
     assert f" {gpus} GPUs of 80 GB" in bundled_recipes()[name].read_text().replace("\n# ", " ")
     check(gpus, recipe)
-    assert recipe.train.batch_size % (gpus * recipe.train.micro_batch_size) == 0
+    shares.check(from_hf_config(dict(real_of(name).config)), recipe.parallel, "te")
+    assert recipe.train.batch_size % (gpus // recipe.parallel.tensor * recipe.train.micro_batch_size) == 0
     assert 0 < recipe.schedule.warmup_steps < recipe.train.steps / 2
     for precision in ("fp8-delayed", "bf16"):
         check(gpus, replace(recipe, precision=load_recipe(precision).precision))
-
-
-def gigabytes(recipe: Recipe, model: ModelShape, parameters: float, gpus: int) -> float:
-    """Of one of so many GPUs, from above: FP32 weights, gradients and moments, cut; the largest two modules whole in
-    BF16 and their gradients in FP32; activations in BF16 of all layers, or their inputs and one layer's; logits in BF16
-    and FP32, and gradients of both."""
-    tokens = recipe.train.micro_batch_size * recipe.data.sequence_length
-    moe = model.moe
-    experts = moe.topk * (model.expert_fc1_size + 2 * moe.ffn_hidden_size) if moe else 0
-    inner = experts or model.fc1_size + 2 * model.ffn_hidden_size
-    of_layer = tokens * 2 * (8 * model.hidden_size + model.qkv_size + 2 * model.projection_size + inner)
-    inputs = tokens * 2 * model.hidden_size * model.num_layers
-    activations = inputs + of_layer if recipe.train.recompute == "layer" else of_layer * model.num_layers
-    head = model.padded_vocab_size * model.hidden_size * 2
-    module = max(parameters / model.num_layers, head)
-    logits = tokens * model.padded_vocab_size * (2 + 4 + 4 + 2)
-    return (16 * parameters / gpus + 2 * module * (2 + 4) + activations + logits) / 1e9
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_fits_the_gpus_that_it_names_and_not_an_eighth_of_them(name: str) -> None:
     recipe, real = load_recipe(name), real_of(name)
     model = from_hf_config(dict(real.config))
-    assert gigabytes(recipe, model, real.billions * 1e9, real.gpus) < 72
-    assert gigabytes(recipe, model, real.billions * 1e9, real.gpus // 8) > 72
+    alone = replace(recipe, parallel=Parallel())  # an eighth of the ranks cannot be dealt out so
+    for precision in (recipe.precision, replace(recipe.precision, fp8=False)):
+        taken = estimate(model, replace(recipe, precision=precision), "te", ranks=real.gpus, gpu=True).total
+        assert 20e9 < taken < 72e9, f"{taken / 1e9:.0f} GB"
+        assert estimate(model, replace(alone, precision=precision), "te", ranks=real.gpus // 8, gpu=True).total > 80e9
 
 
 def write(folder: Path, **files: str) -> Path:
