@@ -24,6 +24,9 @@ from precisionctl.quant_methods.base import CODES, Scales, Scheme, recognise, st
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of scales that load; llm-compressor writes the model's own."""
 
+_CONV1D = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.(c_attn|c_proj|c_fc)\.weight")
+"""GPT-2's linears, stored as `[in, out]`."""
+
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 
 
@@ -32,7 +35,8 @@ class Engine:
     """`spells` is the quant method that an export to this engine is written in, by scheme; `reads` every pair of
     method and scheme that it loads, `reads_experts` those that it loads for experts too. `ragged` says which linears'
     rows may end within a block of scales, `fuses` whether it computes linears of one input as one,
-    `ignores` how the list of modules that are no codes is read, by quant method, and `demands` are what else is asked.
+    `reads_conv1d` whether it takes codes of GPT-2's linears for such, `ignores` how the list of modules that are no
+    codes is read, by quant method, and `demands` are what else is asked.
     `cache` is what it does with the scales of an FP8 KV cache, by quant method, nothing for others. `command` serves a
     directory, in place of `{path}`; `on_ranks` tells it of several GPUs, in place of `{ranks}`, and `on_cache` of an
     FP8 cache."""
@@ -52,6 +56,7 @@ class Engine:
     fused: Rule
     all_or_none: Rule
     fuses: bool
+    reads_conv1d: bool
     experts: Rule
     ignores: Mapping[str, Ignoring]
     demands: tuple[Demand, ...]
@@ -110,12 +115,18 @@ class Engine:
 
     def check_shape(self, name: str, spec: TensorSpec, scheme: str, served: Served) -> Finding | None:
         """What is wrong with the shape of a weight that is to be codes, or is."""
+        rule = self.blocks if scheme in ("block", "mxfp8") else self.aligned
         what = self.refusal(name, spec, scheme, served)
-        return Finding(name, what, self.blocks if scheme in ("block", "mxfp8") else self.aligned) if what else None
+        return Finding(name, what, self.quantisation if self._unread(name) else rule) if what else None
 
     def refusal(self, name: str, spec: TensorSpec, scheme: str, served: Served) -> str | None:
         """The same without the rule."""
+        if self._unread(name):
+            return "codes of a class that is no linear are taken for weights"
         return served.refusal(name, spec, scheme, self.ragged)
+
+    def _unread(self, name: str) -> bool:
+        return not self.reads_conv1d and bool(_CONV1D.fullmatch(name))
 
     def check_experts(self, names: Iterable[str], method: str, scheme: str) -> list[Finding]:
         """What of these weights, which are codes, it does not load because they are experts'."""

@@ -75,6 +75,7 @@ ENGINE = Engine(
         "SGLang 0.5.23 layers/quantization/utils.py is_layer_skipped, compressed_tensors/utils.py",
     ),
     fuses=True,
+    reads_conv1d=True,
     ignores={
         "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
         "modelopt": Ignoring(("ignore", "exclude_modules"), by_part_or_glob),

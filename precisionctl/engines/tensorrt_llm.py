@@ -52,6 +52,7 @@ ENGINE = Engine(
     ),
     all_or_none=Rule("linears that it fuses are one linear with one method", "TensorRT-LLM _torch/modules/linear.py"),
     fuses=True,
+    reads_conv1d=True,
     ignores={
         "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
         "modelopt": Ignoring(("ignore", "exclude_modules"), by_glob),

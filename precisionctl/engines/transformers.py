@@ -64,6 +64,7 @@ ENGINE = Engine(
         "transformers 5.23 core_model_loading.py MergeModulelist",
     ),
     fuses=False,
+    reads_conv1d=False,
     ignores={
         "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
         "fp8": Ignoring(("modules_to_not_convert", "ignored_layers"), by_start_regex_or_end),

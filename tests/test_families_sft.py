@@ -1,0 +1,92 @@
+"""Every family through ten steps of fine-tuning in FP8, and its export through transformers."""
+
+import json
+import random
+import string
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from test_cli import run
+from tokenizers import Tokenizer, models
+from training import CHAT_TEMPLATE, SMALL, WORDS, make_source
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.evaluate import load
+from precisionctl.trainer.metrics import FILE as METRICS
+from precisionctl.trainer.metrics import read_metrics
+
+FAMILIES = {
+    "llama-2": {},
+    "llama-3": {},
+    "mistral": {},
+    "mixtral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3-moe": {},
+    "phi3": {},
+    "nemotron": {},
+    "gemma2": {},
+    "gemma3": {},
+    "gpt2": {},
+    "gpt-oss": {},
+    "deepseek-v2": {"qk_rope_head_dim": 16},
+    "deepseek-v3": {"qk_rope_head_dim": 16, "q_lora_rank": 32},
+}
+"""By the name in pico.py, with sizes that an FP8 GEMM takes."""
+
+
+LOGITS_APART = 0.3
+"""Of the norm of BF16's: a router may choose another expert for what FP8 rounds. Codes taken for weights are 1.5."""
+
+
+def make_chats(file: Path) -> Path:
+    pick = random.Random(0)
+    said = [" ".join(pick.choice(WORDS) for _ in range(6)) for _ in range(80)]
+    pairs = zip(said[::2], said[1::2], strict=True)
+    turns = ([{"role": "user", "content": one}, {"role": "assistant", "content": other}] for one, other in pairs)
+    file.write_text("\n".join(json.dumps({"messages": turn}) for turn in turns))
+    return file
+
+
+def spell_out(folder: Path) -> None:
+    """A tokenizer of characters: transformers makes a Qwen2's its own kind, which knows no words."""
+    characters = ["\u0120", *string.ascii_lowercase, *string.digits, "<", ">"]
+    vocabulary = {token: number for number, token in enumerate(["<eos>", *characters])}
+    bpe = Tokenizer(models.BPE(vocabulary, []))
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", chat_template=CHAT_TEMPLATE).save_pretrained(
+        folder
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ten_steps_of_fine_tuning_in_fp8_and_transformers_computes_the_export(family: str, tmp_path: Path) -> None:
+    source = make_source(tmp_path / "hf", family=family, **FAMILIES[family])
+    if family == "qwen2":
+        spell_out(source)
+    keys = SMALL | {"train.steps": 10, "train.save_every": 10, "data.sequence_length": 64}
+    settings = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    chats = make_chats(tmp_path / "chats.jsonl")
+    command = ("resume", source, "--precision", "fp8", "--data", chats, "--out", tmp_path / "run")
+    done = run(*command, "--backend", "emulated", *settings)
+    assert done.exit_code == 0, done.stderr
+    losses = [metrics["loss"] for metrics in read_metrics(tmp_path / "run" / METRICS)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    trained, _ = load(open_checkpoint(tmp_path / "run"))
+    tokens = torch.randint(80, (4, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = trained(tokens)[..., :80].float()
+        if family == "gpt2":
+            assert "no linear" in export(tmp_path, "--scheme", "static").stderr
+            return
+        done = export(tmp_path, "--scheme", "dynamic")
+        assert done.exit_code == 0, done.stderr
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.float32).eval()(tokens).logits
+    assert (theirs - ours).norm() < LOGITS_APART * ours.norm()
+
+
+def export(folder: Path, *options: str) -> Result:
+    return run("export-inference", folder / "run", folder / "fp8", "--target", "transformers", *options)
