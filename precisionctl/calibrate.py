@@ -34,12 +34,13 @@ from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.trainer import run_folder, shares
 from precisionctl.trainer.backend import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, Feed, Rows
-from precisionctl.trainer.loop import agreed, backward, stop_signals
+from precisionctl.trainer.loop import backward
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.recorder import Recorder
-from precisionctl.trainer.resume import check_length, read_rows, with_data
+from precisionctl.trainer.settings import check_length, read_rows, with_data
 from precisionctl.trainer.shares import Shares
 from precisionctl.trainer.start import CALIBRATED
+from precisionctl.trainer.stopping import agreed_signal, stop_signals
 from precisionctl.trainer.world import World, together, world
 
 PASSES = 64
@@ -117,7 +118,7 @@ def _calibrate(asked: Calibration, recipe: Recipe, world: World, on_pass: OnPass
         for done in _record(model, recorder, rows, recipe, range(before, passes)):
             if world.first:
                 on_pass(done, passes)
-            stopped = agreed(world, device, received) if done < passes else None
+            stopped = agreed_signal(world, device, received) if done < passes else None
             if stopped or (done < passes and done % SAVE_EVERY == 0):
                 _save(output, done, _states(recorder, source, model.shares), world)
             if stopped:

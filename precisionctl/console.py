@@ -167,7 +167,7 @@ def _run_so_far(seen: Sequence["StepMetrics"], steps: int) -> Group:
     bar = ProgressBar(total=steps, completed=last.step)
     numbers = RichTable.grid(padding=(0, 3))
     numbers.add_row("step", f"{last.step} of {steps}, {timedelta(seconds=round(left))} left")
-    numbers.add_row("loss", f"{last.loss:.4f}  {_sparkline([step.loss for step in seen])}")
+    numbers.add_row("loss", f"{last.loss:.4f}  {_sparkline([step.loss for step in seen if not step.skipped])}")
     held_out = [step.held_out_loss for step in seen if step.held_out_loss is not None]
     if held_out:
         numbers.add_row("held out", f"{held_out[-1]:.4f}")
@@ -194,6 +194,8 @@ def _memory(taken: "Taken") -> str:
 
 def _sparkline(losses: Sequence[float], width: int = 40) -> str:
     """The curve in one line of blocks: each the mean of its share of the steps."""
+    if not losses:
+        return ""
     count = min(width, len(losses))
     cuts = [number * len(losses) // count for number in range(count + 1)]
     means = [fmean(losses[start:end]) for start, end in pairwise(cuts)]

@@ -5,10 +5,11 @@
 
 import io
 import json
+import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,15 @@ def die(*_: object) -> None:
 
 
 @contextmanager
-def at_step(step: int, what: Callable[[], object], rank: int, mine: int) -> Iterator[None]:
-    """One rank does something after an update."""
+def at_step(step: int, what: Callable[[], object], rank: int, mine: int, broken: int = -1) -> Iterator[None]:
+    """One rank does something after an update; its first layer gives out infinities after another one, unless it is
+    shown to a recorder."""
     before = trainer.train
 
-    def train(run: Run, log: Any, save: Any, on_step: Any) -> Any:
+    def breaks(run: Run) -> bool:
+        return run.step == broken and run.recorder is None
+
+    def train(run: Run, *how: Any) -> Any:
         clip = run.optimizer.clip
 
         def clipped() -> float:
@@ -72,7 +77,10 @@ def at_step(step: int, what: Callable[[], object], rank: int, mine: int) -> Iter
             return clip()
 
         run.optimizer.clip = clipped  # type: ignore[method-assign]
-        return before(run, log, save, on_step)
+        if rank == mine and broken >= 0:
+            layer = run.model.get_submodule("decoder.layers.0")
+            layer.register_forward_hook(lambda _, __, out: out * math.inf if breaks(run) else out)
+        return before(run, *how)
 
     trainer.train = train  # type: ignore[assignment]
     yield
@@ -89,7 +97,15 @@ def dump(run: Run, name: str, rank: int) -> None:
     torch.save(plain, FOLDER / f"{name}.{rank}.pt")
 
 
-def run(name: str, count: int, out: str = "", source: str = "source", kill: int | None = None, **changes: Any) -> None:
+def run(
+    name: str,
+    count: int,
+    out: str = "",
+    source: str = "source",
+    kill: int | None = None,
+    broken: int = -1,
+    **changes: Any,
+) -> None:
     """Each rank trains, and dumps the FP8 state that it starts with and that it ends with."""
 
     def job(rank: int) -> object:
@@ -107,7 +123,7 @@ def run(name: str, count: int, out: str = "", source: str = "source", kill: int 
 
         trainer.start_fp8, Saver.save = start, saved  # type: ignore[assignment, method-assign]
         made = settings(FOLDER / source, FOLDER / "text", FOLDER / (out or name), **changes)
-        with at_step(kill if kill is not None else -1, die, rank, count - 1):
+        with at_step(kill if kill is not None else -1, die, rank, count - 1, broken):
             trainer.resume(made, lambda _: None, lambda step: steps.append([step.step, step.loss, step.held_out_loss]))
         return steps
 
@@ -140,13 +156,23 @@ def record(
     told[name] = {"codes": [code for code, _ in ends], "said": [said for _, said in ends]}
 
 
-def run_command(name: str, what: Callable[[], object], count: int = 2, **changes: Any) -> None:
+def run_command(
+    name: str, what: Callable[[], object], count: int = 2, more: Sequence[str] = (), **changes: Any
+) -> None:
     """The command itself, in which the last rank meets something in its third update; what it shows."""
 
     def job(rank: int) -> object:
         made = settings(FOLDER / "source", FOLDER / "text", FOLDER / name, train__save_every=1, **changes)
         options = [f"--set={override}" for override in made.overrides]
-        words = ["resume", made.checkpoint, "--precision=bf16", f"--data={made.data}", f"--out={made.out}", *options]
+        words = [
+            "resume",
+            made.checkpoint,
+            "--precision=bf16",
+            f"--data={made.data}",
+            f"--out={made.out}",
+            *options,
+            *more,
+        ]
         from precisionctl import console
 
         shown = io.StringIO()
@@ -232,9 +258,18 @@ def all_runs() -> None:
         record(f"{source} recorded at once by two", 2, 1, 2, source=source)
     record("recorded, stopped", 2, 3, 2, stop=1, out="recorded twice")
     record("recorded, gone on", 2, 3, 2, out="recorded twice")
+    run("two, meanwhile", 2, train__async_save=True, **exact)
+    run("two, meanwhile, killed", 2, "two, meanwhile and killed", kill=5, train__async_save=True, **exact)
+    run("two, meanwhile, gone on", 2, "two, meanwhile and killed", **exact)
+    skipping = {"optimizer__clip_norm": 0, "broken": 2, "train__save_every": 3}
+    run("one skips", 1, **skipping)
+    run("two skip", 2, **skipping)
+    back = {**fp8, "precision__schedule": "[{until = 0.5, fp8 = false}, {}]", "guard__jump_at": 1.0}
+    run("going back", 2, broken=4, **back)
     run_command("killed", die)
     run_command("failed", fails)
     run_command("signalled", signalled)
+    run_command("out of time", lambda: None, more=["--time-limit=0:00:00"])
     run_command("uneven", die, train__batch_size=5, train__micro_batch_size=1)
 
 

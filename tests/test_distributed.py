@@ -327,8 +327,44 @@ def test_whatever_happens_to_a_rank_all_end_and_one_of_them_says_so(
     assert left == ([] if name == "uneven" else ["iter_0000001", "iter_0000002"])
 
 
+def test_two_ranks_save_meanwhile_what_they_save_at_once_and_go_on_after_a_kill(place: Path, told: Told) -> None:
+    assert steps(told, "two, meanwhile") == steps(told, "source two")
+    assert told["two, meanwhile, killed"]["codes"][1] == -signal.SIGKILL
+    assert steps(told, "two, meanwhile, gone on") == steps(told, "source two")[4:]
+    for name in ("two, meanwhile", "two, meanwhile and killed"):
+        for step in (4, 6):
+            assert not differing(place / name / f"iter_000000{step}", place / f"source two/iter_000000{step}")
+        assert not list((place / name).glob("*.partial"))
+
+
+def test_a_step_that_breaks_on_one_rank_is_skipped_by_all(place: Path, told: Told) -> None:
+    assert str(steps(told, "two skip")) == str(steps(told, "one skips"))  # NaN is not itself
+    for name in ("two skip", "one skips"):
+        rows = read_metrics(place / name / FILE)
+        assert [row.get("skipped") for row in rows] == [None, None, 1, None, None, None]
+    assert not differing(place / "two skip/iter_0000006", place / "one skips/iter_0000006")
+
+
+def test_two_ranks_go_back_together_where_one_s_loss_jumps(place: Path, told: Told) -> None:
+    assert [step for step, _, _ in steps(told, "going back")] == [1, 2, 3, 4, 5, 5, 6]
+    jump = json.loads((place / "going back/rollback.json").read_text())
+    assert (jump["step"], jump["loss"], jump["back_to"], jump["switched"]) == (5, None, 4, 3)
+    rows = read_metrics(place / "going back" / FILE)
+    assert [(row["step"], row["fp8"]) for row in rows] == [
+        *((step, False) for step in (1, 2, 3)),
+        (4, True),
+        (5, False),
+        (6, False),
+    ]
+
+
+def test_all_ranks_stop_when_one_is_out_of_time(place: Path, told: Told) -> None:
+    (code, first), (other, said) = told["out of time"]["said"]
+    assert (code, other, said) == (75, 75, "") and (place / "out of time/iter_0000001/metadata.json").is_file()
+
+
 def test_a_signal_to_one_rank_is_for_all(place: Path, told: Told) -> None:
-    assert [code for code, _ in told["signalled"]["said"]] == [1, 1]
+    assert [code for code, _ in told["signalled"]["said"]] == [75, 75]
     assert (place / "signalled/iter_0000003/metadata.json").is_file()
 
 

@@ -24,7 +24,8 @@ from precisionctl.reports.run import warnings
 from precisionctl.trainer.data import IGNORED, Batch, Feed
 from precisionctl.trainer.metrics import SHADOWS, StepMetrics
 from precisionctl.trainer.model import GPT
-from precisionctl.trainer.resume import Settings, read_recipe, read_rows, resume
+from precisionctl.trainer.resume import Started, resume
+from precisionctl.trainer.settings import Settings, read_recipe, read_rows
 from precisionctl.trainer.shadow import Likeness, Shadow, liken
 from precisionctl.work import execute
 
@@ -315,3 +316,99 @@ def test_compare_tells_what_the_guards_of_runs_have_seen(tmp_path: Path) -> None
     file.write_text('{"step": 1, "loss": 2.0}\n')
     with pytest.raises(DataError, match="not what a guard writes"):
         compare([tmp_path / "a", tmp_path / "b"])
+
+
+WORTHLESS = {
+    "load": "weights",
+    "guard__jump_at": 0.1,
+    "shadow_every": None,
+    "precision__delayed__margin": 40,
+    "precision__schedule": "[{until = 0.5, fp8 = false}, {fp8 = true}]",
+    "train__steps": 8,
+    "train__save_every": 3,
+    "optimizer__lr": 1e-5,
+}
+"""FP8 in which every tensor underflows whole, in the second half of a run, under a model that has learned."""
+
+
+def jump_of(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "rollback.json").read_text())
+    return found
+
+
+def test_a_jump_after_the_switch_takes_the_run_back_once_and_on_in_bf16(place: Path, tmp_path: Path) -> None:
+    out, began, seen = tmp_path / "run", list[Started](), list[int]()
+    made = watched(place, out, checkpoint="trained", **WORTHLESS)
+    finished = resume(made, began.append, lambda step: seen.append(step.step))
+    assert seen == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8] and finished.step == 8
+    jump = jump_of(out)
+    assert (jump["step"], jump["back_to"], jump["switched"], jump["bound"]) == (5, 3, 4, 0.1)
+    assert jump["loss"] > 1.1 * jump["before"]
+    rows = [dict(row) for row in losses(out)]
+    assert [row["step"] for row in rows] == list(range(1, 9)) and not any(row["fp8"] for row in rows)
+    assert jump["before"] == pytest.approx(sum(row["loss"] for row in rows[:4]) / 4, rel=1e-12)
+    assert [len(each.notes) - len(began[0].notes) for each in began] == [0, 1]
+    assert began[1].notes[0].startswith("guard: at step 5 the loss ") and began[1].step == 3
+    assert (
+        began[1]
+        .notes[0]
+        .endswith("the bound after the switch to FP8 at step 4 is 10.0%: back to step 3, and on in BF16")
+    )
+    plain = {key: value for key, value in WORTHLESS.items() if not key.startswith(("guard", "precision"))}
+    _, _, expected = run(settings(place / "trained", place / "text.txt", tmp_path / "bf16", "bf16", **plain))
+    assert [row["loss"] for row in rows] == expected
+
+
+def test_a_run_that_went_back_and_is_killed_ends_the_same(place: Path, tmp_path: Path) -> None:
+    whole = watched(place, tmp_path / "whole", checkpoint="trained", **WORTHLESS)
+    run(whole)
+    run_with_kills(replace(whole, out=tmp_path / "killed"), {2, 4, 6, 7, 8})
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    for name in ("iter_0000006", "iter_0000008", "rollback.json"):
+        assert contents(tmp_path / "killed" / name) == contents(tmp_path / "whole" / name)
+
+
+def test_a_run_that_begins_in_fp8_is_held_against_its_first_batch_in_bf16_and_may_be_told_otherwise(
+    place: Path, tmp_path: Path
+) -> None:
+    changes = {key: value for key, value in WORTHLESS.items() if "schedule" not in key} | {"guard__jump_at": 0.03}
+    made = watched(place, tmp_path / "run", checkpoint="trained", **changes)
+    with pytest.raises(Killed):
+        die_at(made, 4)
+    jump = jump_of(tmp_path / "run")
+    assert (jump["step"], jump["back_to"], jump["switched"]) == (1, 0, 0)
+    assert [dict(row)["fp8"] for row in losses(tmp_path / "run")] == [False] * 4
+    assert dict(losses(tmp_path / "run")[0])["loss"] == jump["before"]
+    run(replace(made, overrides=(*made.overrides, "guard.jump_at=1000")))
+    assert [dict(row)["fp8"] for row in losses(tmp_path / "run")] == [False] * 3 + [True] * 5
+    assert jump_of(tmp_path / "run") == jump
+
+
+def die_at(made: Settings, at: int) -> None:
+    made_once: list[int] = []
+
+    def die(step: StepMetrics) -> None:
+        made_once.append(step.step)
+        if made_once.count(at) and step.step == at:
+            raise Killed
+
+    resume(made, lambda started: None, die)
+
+
+def test_watching_for_jumps_changes_no_byte_of_a_healthy_run(place: Path, tmp_path: Path) -> None:
+    schedule = {"precision__schedule": "[{until = 0.5, fp8 = false}, {fp8 = true}]", "shadow_every": None}
+    for name, changes in {"from BF16": schedule, "begins in FP8": {"shadow_every": None}}.items():
+        _, alone, plain = run(watched(place, tmp_path / name / "alone", **changes))
+        _, seen, same = run(watched(place, tmp_path / name / "seen", guard__jump_at=0.25, **changes))
+        assert same == plain
+        assert contents(seen.checkpoint, "run.json") == contents(alone.checkpoint, "run.json")
+        assert not (tmp_path / name / "seen/rollback.json").exists()
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"step": 1}', "{}"])
+def test_a_damaged_note_of_going_back_is_one_clear_error(place: Path, tmp_path: Path, text: str) -> None:
+    made = watched(place, tmp_path / "run", train__steps=1, guard__jump_at=0.5, shadow_every=None)
+    run(made)
+    (tmp_path / "run/rollback.json").write_text(text)
+    with pytest.raises(DamagedCheckpoint, match=r"not what a guard writes.*goes on in FP8"):
+        run(made)

@@ -97,6 +97,11 @@ class Made(Mapping[str, Tensor]):
         return len(self._makers)
 
 
+def _copied(chunk: Chunk) -> Tensor:
+    assert isinstance(chunk.place, Tensor), "a live model's"
+    return chunk.place.detach().to("cpu", copy=True)
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What a live model had here at one moment, copied into this machine's memory: the model may go on."""
@@ -107,19 +112,15 @@ class Snapshot:
 
     @staticmethod
     def of(live: LiveModel) -> "Snapshot":
-        """Tensors that are one and the same are copied once."""
-        copies: dict[tuple[object, ...], Tensor] = {}
-        made = isinstance(live.tensors, Made)  # each is another, and may be where one was that is gone
-
-        def copied(chunk: Chunk) -> Chunk:
-            assert isinstance(chunk.place, Tensor), "a live model's"
-            here = chunk.place.detach()
-            key = (here.data_ptr(), here.dtype, here.shape)
-            if made or key not in copies:
-                copies[key] = here.to("cpu", copy=True)
-            return replace(chunk, place=copies[key])
-
-        return Snapshot(live.specs, {name: [copied(chunk) for chunk in live.chunks(name)] for name in live.specs})
+        """Tensors that are one and the same are copied once; those that are made for it, each."""
+        copies: dict[int, Sequence[Chunk]] = {}
+        held: dict[str, Sequence[Chunk]] = {}
+        for name, tensor in live.tensors.items():
+            known = {} if isinstance(live.tensors, Made) else copies
+            if id(tensor) not in known:
+                known[id(tensor)] = [replace(chunk, place=_copied(chunk)) for chunk in live.chunks(name)]
+            held[name] = known[id(tensor)]
+        return Snapshot(live.specs, held)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self.held[name]

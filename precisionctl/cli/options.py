@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,19 @@ class Size(click.ParamType[int]):
         if not found:
             self.fail(f"{value!r} is not a size such as 5GB", param, ctx)
         return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+
+
+class Duration(click.ParamType[timedelta]):
+    """`3:55:00`: hours, minutes and seconds."""
+
+    name = "h:mm:ss"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
+        found = re.fullmatch(r"(\d{1,5}):([0-5]\d):([0-5]\d)", str(value))
+        if not found:
+            self.fail(f"{value!r} is not hours, minutes and seconds such as 3:55:00", param, ctx)
+        hours, minutes, seconds = map(int, found.groups())
+        return timedelta(hours=hours, minutes=minutes, seconds=seconds)
 
 
 json_option = click.option("--json", "json_wanted", is_flag=True, help="Print JSON on stdout instead of tables.")

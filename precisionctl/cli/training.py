@@ -10,10 +10,14 @@ from precisionctl.cli.options import (
     DATA,
     NEW_PATH,
     POSITIVE,
+    Duration,
     fp8_state_option,
     iteration_option,
     megatron_fp8_options,
 )
+
+GO_ON = 75
+"""The exit code of what was stopped, is saved, and goes on with the same command: sysexits.h's EX_TEMPFAIL."""
 
 backend_option = click.option(
     "--backend",
@@ -44,6 +48,7 @@ backend_option = click.option(
 @click.option("--cold-start", is_flag=True, help="Begin FP8 at scale 1 with empty histories, whatever is carried.")
 @fp8_state_option
 @click.option("--collect-amax", is_flag=True, help="In BF16, record what an FP8 run to come starts from.")
+@click.option("--time-limit", type=Duration(), help="Save and stop after so long; exit code 75, as for SIGTERM.")
 @click.option("--shadow-every", type=POSITIVE, help="Make every so many steps in BF16 too, and compare (guard).")
 @click.option("--dry-run", is_flag=True, help="Say what the run will do and take, memory too, and begin nothing.")
 @megatron_fp8_options
@@ -58,8 +63,9 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     from precisionctl.trainer import resume as trainer
     from precisionctl.trainer.dry_run import plan_run
     from precisionctl.trainer.metrics import StepMetrics
+    from precisionctl.trainer.settings import Settings
 
-    settings = trainer.Settings(overrides=(*megatron, *overrides), **what)
+    settings = Settings(overrides=(*megatron, *overrides), **what)
     if dry_run:
         plan = plan_run(settings)
         console.show_lines(report.planned(plan) if plan.speaks else [])
@@ -78,7 +84,7 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
         finished = trainer.resume(settings, on_start, on_step, view.tokenized)
     if finished.speaks:
         console.show_lines(report.ending(finished))
-    raise click.exceptions.Exit(1 if finished.signal else 0)
+    raise click.exceptions.Exit(GO_ON if finished.stopped else 0)
 
 
 @click.command()
@@ -116,7 +122,7 @@ def calibrate(
         made = record(Calibration(overrides=(*megatron, *overrides, *given), **what), on_pass)
     if made.speaks:
         console.show_lines(report.calibrated(made))
-    raise click.exceptions.Exit(1 if made.signal else 0)
+    raise click.exceptions.Exit(GO_ON if made.signal else 0)
 
 
 @click.command()

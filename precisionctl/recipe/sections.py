@@ -29,7 +29,8 @@ def _require(section: str, table: object, **bounds: Bounds) -> None:
 class Train:
     """How long, in what batches, and what is kept. Steps are optimizer steps; sizes are sequences. `recompute` of a
     layer keeps its input alone for the backward, and makes the rest once more then. With `async_save` training goes on
-    while a copy is written. `memory_check` is what becomes of a run that will not fit."""
+    while a copy is written. A step whose loss or gradients are no numbers is skipped, `max_skipped` running at most.
+    `memory_check` is what becomes of a run that will not fit."""
 
     steps: int = 1000
     batch_size: int = 32
@@ -41,11 +42,12 @@ class Train:
     warmup_passes: int = 8
     recompute: Literal["none", "layer"] = "none"
     async_save: bool = False
+    max_skipped: int = 5
     memory_check: Literal["refuse", "warn"] = "refuse"
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "micro_batch_size", "save_every", "keep", "eval_every")
-        _require("train", self, seed=SEED, warmup_passes=FROM_0, **dict.fromkeys(counts, ABOVE_0))
+        _require("train", self, seed=SEED, warmup_passes=FROM_0, max_skipped=FROM_0, **dict.fromkeys(counts, ABOVE_0))
         if self.batch_size % self.micro_batch_size:
             raise RecipeError(
                 f"train.batch_size {self.batch_size} is no multiple of train.micro_batch_size {self.micro_batch_size}"
@@ -140,7 +142,9 @@ class Parallel:
 class Guard:
     """What watches FP8. Every `shadow_every` steps (0: never) an update's passes are made in BF16 too, and the gap of
     the losses, training or held-out, is judged: a warning beyond `warn_at`, and `act` when it was beyond `act_at` for
-    `act_after` looks running: `stop`, or `bf16` for the next `bf16_steps` steps."""
+    `act_after` looks running: `stop`, or `bf16` for the next `bf16_steps` steps. A loss beyond the mean of the last
+    `jump_within` before a switch to FP8 by more than `jump_at` (0: never), within as many steps after it, takes the run
+    back to its last checkpoint, and on in BF16."""
 
     shadow_every: int = 0
     warn_at: float = 0.0025
@@ -148,9 +152,13 @@ class Guard:
     act_after: int = 3
     act: Literal["stop", "bf16"] = "stop"
     bf16_steps: int = 100
+    jump_at: float = 0.0
+    jump_within: int = 20
 
     def __post_init__(self) -> None:
-        _require("guard", self, shadow_every=FROM_0, warn_at=ABOVE_0, act_at=ABOVE_0)
+        _require(
+            "guard", self, jump_at=FROM_0, jump_within=ABOVE_0, shadow_every=FROM_0, warn_at=ABOVE_0, act_at=ABOVE_0
+        )
         _require("guard", self, act_after=ABOVE_0, bf16_steps=ABOVE_0)
 
 

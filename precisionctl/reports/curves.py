@@ -49,7 +49,7 @@ def read_curve(path: Path, name: str) -> Curve:
     """The curve of a run's folder, or of a metrics file. Raises DataError where there is none."""
     file = path / FILE if path.is_dir() else path
     try:
-        losses = {row["step"]: row["loss"] for row in read_metrics(file)}
+        losses = {row["step"]: row["loss"] for row in read_metrics(file) if "skipped" not in row}
     except OSError as error:
         do = "Give a folder that `precisionctl resume --out` wrote, or its metrics file."
         raise DataError(f"no metrics to read: {error.strerror}", where=file, do=do) from None

@@ -11,6 +11,7 @@ from precisionctl.trainer.dry_run import Planned
 from precisionctl.trainer.metrics import StepMetrics
 from precisionctl.trainer.preflight import would_fit
 from precisionctl.trainer.resume import Finished, Started
+from precisionctl.trainer.shadow import Shadow
 from precisionctl.trainer.start import Source
 
 
@@ -61,27 +62,36 @@ def fp8_sources(counts: Mapping[Source, Mapping[Role, int]]) -> str:
 
 
 def warnings(step: StepMetrics) -> list[str]:
-    """What the guard has to say of a step, if it is not content."""
-    shadow = step.shadow
-    if shadow is None or shadow.decision == "ok":
+    """What is to be said of a step: that it was skipped, and what the guard makes of it, if it is not content."""
+    return [*_of_skipping(step), *([_of_guard(step.shadow)] if step.shadow and step.shadow.decision != "ok" else [])]
+
+
+def _of_skipping(step: StepMetrics) -> list[str]:
+    if not step.skipped:
         return []
+    running = f", {step.skipped} running" if step.skipped > 1 else ""
+    return [f"Step {step.step} is skipped{running}: its loss is {step.loss}, its gradients' norm {step.grad_norm}"]
+
+
+def _of_guard(shadow: Shadow) -> str:
     gaps = f"FP8's loss {shadow.loss:.4f} is {percent(shadow.gap)} from BF16's"
     if shadow.held_out_gap is not None:
         gaps += f", {percent(shadow.held_out_gap)} on held-out data"
     lowest = min(shadow.modules, key=lambda name: shadow.modules[name].cosine)
     then = {"warn": "", "stop": "; the run stops", "bf16": "; the next steps are in BF16"}[shadow.decision]
-    return [
+    return (
         f"Guard, step {shadow.step}: {gaps}; gradients' cosine {shadow.gradients.cosine:.4f}, "
         f"lowest {shadow.modules[lowest].cosine:.4f} in {lowest}{then}"
-    ]
+    )
 
 
 def ending(finished: Finished) -> list[str]:
     """Where the run ended, and how to go on where it was stopped."""
-    if finished.signal is None:
+    if finished.stopped is None:
         return [f"Done: {finished.checkpoint}"]
+    why = "the time limit" if finished.stopped == "time limit" else finished.stopped.name
     return [
-        f"Stopped by {finished.signal.name} at step {finished.step}; {finished.checkpoint} holds it.",
+        f"Stopped by {why} at step {finished.step}; {finished.checkpoint} holds it.",
         "The same command goes on from there.",
     ]
 

@@ -10,7 +10,7 @@ from precisionctl.trainer import parts, run_folder
 from precisionctl.trainer.backend import BackendName, choose_backend
 from precisionctl.trainer.parts import Load
 from precisionctl.trainer.preflight import Preflight, look_ahead
-from precisionctl.trainer.resume import Settings, check_length, read_recipe
+from precisionctl.trainer.settings import Settings, check_length, read_recipe
 from precisionctl.trainer.world import check, together
 
 

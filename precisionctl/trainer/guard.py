@@ -1,13 +1,14 @@
 """Guard: which precision each update of an FP8 run computes in, and what is done where FP8 is too far from BF16.
 
 Steps in BF16, of a schedule or after a decision, record what FP8 would: the state goes with the run through every
-switch. All that a guard keeps in mind are the gaps of its last looks and until when it holds the run in BF16, so that a
-run which is killed and gone on with decides the same.
+switch. All that a guard keeps in mind are the gaps of its last looks, until when it holds the run in BF16, and the
+losses before the last switch, so that a run which is killed and gone on with decides the same.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from precisionctl.precision import Precision
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.data import Batch
+from precisionctl.trainer.jump import Jump
 from precisionctl.trainer.loop import Run, held_out_loss, passes
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.shadow import Decision, Shadow, liken
@@ -24,10 +26,22 @@ from precisionctl.trainer.shadow import Decision, Shadow, liken
 
 class Guard:
     """Of a run whose modules can compute in FP8. `gaps` are those of the last looks, the newest last; up to and with
-    step `bf16_until` the run is held in BF16."""
+    step `bf16_until` the run is held in BF16. `recent` are the losses before it went over to FP8 after step `switched`,
+    and later the last ones. A `jump` that took the run back holds it in BF16 for good."""
 
-    def __init__(self, recipe: Recipe, gaps: Sequence[float] = (), bf16_until: int = 0) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        gaps: Sequence[float] = (),
+        bf16_until: int = 0,
+        recent: Sequence[float] = (),
+        switched: int = 0,
+        *,
+        jump: Jump | None = None,
+    ) -> None:
         self.settings, self.gaps, self.bf16_until = recipe.guard, list(gaps), bf16_until
+        self.recent, self.switched = list(recent), switched
+        self._jump = jump if jump and self._is_jump(jump.size) else None
         self._phases = [(round(phase.until * recipe.train.steps), phase.fp8) for phase in recipe.precision.schedule]
         self._reference: tuple[float, Mapping[str, Tensor], tuple[float, float] | None] | None = None
         self._seen: Shadow | None = None
@@ -35,7 +49,8 @@ class Guard:
     @property
     def kept(self) -> dict[str, Any]:
         """What goes into a checkpoint."""
-        return {"gaps": self.gaps, "bf16_until": self.bf16_until}
+        kept: dict[str, Any] = {"gaps": self.gaps, "bf16_until": self.bf16_until}
+        return kept | ({"recent": self.recent, "switched": self.switched} if self.settings.jump_at else {})
 
     @property
     def stops(self) -> bool:
@@ -74,11 +89,18 @@ class Guard:
             leave_fp8(run)
         else:
             enter_fp8(run)
+            self.switched = run.step
+
+    def start(self, step: int) -> None:
+        """A run begins after `step`."""
+        self.switched = step
 
     def before_passes(self, run: Run, batches: Sequence[Batch], targets: int) -> None:
-        """Before the passes of an update: if it is one to look at, those in BF16, which leave nothing behind."""
+        """Before the passes of an update: if it is one to look at, those in BF16, which leave nothing behind. So it is
+        where a run begins in FP8 and a jump is to be seen."""
         every = self.settings.shadow_every
-        if run.recorder or not every or (run.step + 1) % every:
+        looks, begins = bool(every) and not (run.step + 1) % every, bool(self.settings.jump_at) and not self.recent
+        if run.recorder or not (looks or begins):
             return
         held_out = held_out_loss(run.model, run.held_out, run.recipe.train.micro_batch_size) if run.held_out else None
         with run.model.recorded_by(Recorder(Precision(fp8=False), run.device, run.world)):
@@ -87,7 +109,10 @@ class Guard:
             both = None
             if run.held_out and held_out is not None:
                 both = held_out, held_out_loss(run.model, run.held_out, run.recipe.train.micro_batch_size)
-        self._reference = loss, gradients, both
+        if begins:
+            self.recent = [loss]
+        if looks:
+            self._reference = loss, gradients, both
 
     def after_passes(self, run: Run, loss: float) -> None:
         """After the passes of an update: set them beside those in BF16, if there were any, and decide."""
@@ -100,6 +125,21 @@ class Guard:
         self.gaps = [*self.gaps, seen.worst][-self.settings.act_after :]
         self._seen = seen.decided(self._decision(seen.worst), self._beyond)
 
+    def after_step(self, run: Run, loss: float) -> Jump | None:
+        """After an update: a jump that takes the run back to its last checkpoint, if its loss is one."""
+        soon = run.recorder is None and run.step <= self.switched + self.settings.jump_within
+        if not self.settings.jump_at or not (soon or math.isfinite(loss)):
+            return None
+        if not soon:
+            self.recent = [*self.recent, loss][-self.settings.jump_within :]
+            return None
+        before = fmean(self.recent)
+        jump = Jump(run.step, loss if math.isfinite(loss) else None, before, self.settings.jump_at, self.switched)
+        return jump if self._is_jump(jump.size) else None
+
+    def _is_jump(self, size: float) -> bool:
+        return 0 < self.settings.jump_at < size
+
     def seen(self) -> Shadow | None:
         """The look that was taken at the update just made, once."""
         seen, self._seen = self._seen, None
@@ -111,7 +151,7 @@ class Guard:
         return "ok" if gap <= self.settings.warn_at else "warn"
 
     def _in_fp8(self, step: int) -> bool:
-        if step <= self.bf16_until:
+        if self._jump or step <= self.bf16_until:
             return False
         return next((fp8 for until, fp8 in self._phases if step <= until), True)
 

@@ -5,13 +5,11 @@ to go on exactly where it was.
 """
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
-from types import FrameType
 from typing import Protocol
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 from precisionctl.errors import PrecisionError
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
+from precisionctl.trainer.jump import Jump
 from precisionctl.trainer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.meter import Meter
 from precisionctl.trainer.metrics import MetricsLog, StepMetrics
@@ -27,6 +26,8 @@ from precisionctl.trainer.model import GPT, loss
 from precisionctl.trainer.optim import RunOptimizer, learning_rate
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.shadow import Shadow
+from precisionctl.trainer.skips import Skips, forget_infinite
+from precisionctl.trainer.stopping import Stop, agreed, stop_signals
 from precisionctl.trainer.world import ALONE, World
 
 OnStep = Callable[[StepMetrics], None]
@@ -47,9 +48,11 @@ class Watch(Protocol):
     def stops(self) -> bool: ...
     @property
     def kept(self) -> Mapping[str, object]: ...
+    def start(self, step: int) -> None: ...
     def begin(self, run: "Run") -> None: ...
     def before_passes(self, run: "Run", batches: Sequence[Batch], targets: int) -> None: ...
     def after_passes(self, run: "Run", loss: float) -> None: ...
+    def after_step(self, run: "Run", loss: float) -> Jump | None: ...
     def seen(self) -> Shadow | None: ...
 
 
@@ -70,6 +73,7 @@ class Run:
     guard: Watch | None = None
     schedule: MegatronSchedule | None = None
     """Of the checkpoint, where it goes on instead of the recipe's."""
+    skips: Skips = field(default_factory=Skips)
     feed: Feed = field(init=False)
     meter: Meter = field(init=False)
 
@@ -106,45 +110,54 @@ class Run:
         return self.model.backend.device
 
 
-def train(run: Run, log: MetricsLog | None, saves: Saves, on_step: OnStep) -> signal.Signals | None:
-    """Go on to the recipe's last step, saving as it says; on SIGTERM or SIGINT save and return that signal. Of several
-    ranks the first has a log and hears of steps, and a signal to one of them is for all.
+def train(
+    run: Run, log: MetricsLog | None, saves: Saves, on_step: OnStep, until: float = math.inf
+) -> Stop | Jump | None:
+    """Go on to the recipe's last step, saving as it says. On SIGTERM or SIGINT, and when `time.monotonic()` is at
+    `until`, save and return why. Of several ranks the first has a log and hears of steps, and what stops one stops all.
+    Where the guard sees a jump, that is returned; what is under way is saved.
 
-    Raises PrecisionError, with nothing saved, where the loss or the gradients stop being numbers, and where the guard
+    Raises PrecisionError where too many steps running have no loss or gradients that are numbers, and where the guard
     has stopped the run, which is saved.
     """
-    last = run.recipe.train.steps
     with stop_signals() as received:
-        while run.step < last:
-            if run.guard:
-                run.guard.begin(run)
-            with run.shown():
-                metrics = _measured_step(run, log.tokens if log else 0)
-            if log:
-                log.write(metrics)
-                on_step(metrics)
-            saves.poll()
-            stop = agreed(run.world, run.device, received)
-            ends = stop or run.step == last or (run.guard is not None and run.guard.stops)
-            if ends or run.step % run.recipe.train.save_every == 0:
+        try:
+            while run.step < run.recipe.train.steps:
+                if run.guard:
+                    run.guard.begin(run)
+                with run.shown():
+                    metrics = _measured_step(run, log.tokens if log else 0)
                 if log:
-                    log.sync()
-                saves.save()
-            if ends:
-                saves.finish()
-            if stop:
-                return stop
+                    log.write(metrics)
+                    on_step(metrics)
+                saves.poll()
+                if run.guard and (jump := run.guard.after_step(run, metrics.loss)):
+                    saves.finish()
+                    return jump
+                if (stop := agreed(run.world, run.device, received, until)) or _is_due(run):
+                    if log:
+                        log.sync()
+                    saves.save()
+                if stop:
+                    saves.finish()
+                    return stop
+        except PrecisionError:  # of all ranks
+            saves.finish()
+            raise
+        saves.finish()
     return None
 
 
-def agreed(world: World, device: torch.device, received: list[signal.Signals]) -> signal.Signals | None:
-    """A signal that some rank has received."""
-    number = int(world.largest(torch.tensor(received[0] if received else 0, device=device)))
-    return signal.Signals(number) if number else None
+def _is_due(run: Run) -> bool:
+    """Whether the run is to be saved as it stands."""
+    train = run.recipe.train
+    return run.step % train.save_every == 0 or run.step == train.steps or (run.guard is not None and run.guard.stops)
 
 
 def update(run: Run) -> tuple[float, float, int]:
-    """One optimizer step. Returns its loss (the mean over its targets), the gradients' norm and its targets."""
+    """One optimizer step. Returns its loss (the mean over its targets), the gradients' norm and its targets.
+
+    Where one is no number, on every rank alike, the weights and the optimizer stay as they are, and the step counts."""
     batches, targets = run.batches(run.position)
     run.meter.count(batches)
     if run.guard:
@@ -153,13 +166,13 @@ def update(run: Run) -> tuple[float, float, int]:
     if run.guard:
         run.guard.after_passes(run, mean)
     norm = run.optimizer.clip()
-    if not (math.isfinite(mean) and math.isfinite(norm)):
-        raise PrecisionError(
-            f"step {run.step + 1} has loss {mean} and gradient norm {norm}",
-            do="Nothing of this step was saved. Lower optimizer.lr, or look at the newest checkpoint with "
-            "`precisionctl inspect --fp8`; running again starts from it.",
-        )
-    run.optimizer.step(run.rate(run.step + 1))
+    if math.isfinite(mean) and math.isfinite(norm):
+        run.optimizer.step(run.rate(run.step + 1))
+        run.skips.running = 0
+    else:
+        run.optimizer.take_gradients()
+        forget_infinite(run.model, run.recorder)
+        run.skips.add(run.step + 1, mean, norm, run.recipe.train.max_skipped)
     run.step += 1
     run.position += run.recipe.train.batch_size
     return mean, norm, targets
@@ -222,6 +235,7 @@ def _measured_step(run: Run, tokens: int) -> StepMetrics:
         fp8=run.recorder is None if run.guard else None,
         shadow=run.guard.seen() if run.guard else None,
         taken=run.meter.taken(seconds),
+        skipped=run.skips.running or None,
     )
 
 
@@ -231,25 +245,3 @@ def summed_loss(model: GPT, batch: Batch) -> Tensor:
     mask, ranks = batch.labels != IGNORED, model.backend.world.tensor
     total, _ = loss(logits, batch.labels, mask, model.model.vocab_size, ranks)
     return total
-
-
-@contextmanager
-def stop_signals() -> Iterator[list[signal.Signals]]:
-    """The first SIGTERM or SIGINT lands in the list; a second one does what it always does."""
-    received: list[signal.Signals] = []
-    before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(signal.Signals(number))
-        restore()
-
-    def restore() -> None:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
-
-    for kind in before:
-        signal.signal(kind, note)
-    try:
-        yield received
-    finally:
-        restore()

@@ -37,6 +37,8 @@ class StepMetrics:
     fp8: bool | None = None
     shadow: Shadow | None = None
     taken: Taken | None = None
+    skipped: int | None = None
+    """Where the update was not made, as something was no number: how many running were not."""
 
     def as_dict(self) -> dict[str, Any]:
         """Without what was not measured, and without the shadow, which has a file of its own."""

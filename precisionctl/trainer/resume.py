@@ -1,13 +1,14 @@
 """`resume`: a checkpoint of either layout, a recipe and data become a run that can be killed at any step."""
 
 import fcntl
-import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from signal import Signals
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,66 +17,31 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_keys import directory_name
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import OutputError, RecipeError
+from precisionctl.errors import OutputError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States, Role
-from precisionctl.model_shape import ModelShape
-from precisionctl.plan import check_fp8_gemms, make_plan
-from precisionctl.recipe import Data, Recipe, load_recipe
+from precisionctl.plan import Plan, check_fp8_gemms, make_plan
+from precisionctl.recipe import Recipe
 from precisionctl.reencode import coded_before
 from precisionctl.trainer import parts, run_folder, shares, state
 from precisionctl.trainer.backend import BackendName, choose_backend
-from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
+from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.guard import Guard
+from precisionctl.trainer.jump import Jump, read_jump, write_jump
 from precisionctl.trainer.loop import OnStep, Run, train
+from precisionctl.trainer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.metrics import MetricsLog
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.optim import MasterAdamW, RunOptimizer
 from precisionctl.trainer.parts import Load, Part
 from precisionctl.trainer.preflight import require_memory
 from precisionctl.trainer.saving import Saver
+from precisionctl.trainer.settings import Settings, check_length, is_guarded, read_recipe, read_rows
+from precisionctl.trainer.skips import Skips
 from precisionctl.trainer.start import Fp8Start, Source, go_on_fp8, start_collecting, start_fp8
-from precisionctl.trainer.tokenizer import load_tokenizer
-from precisionctl.trainer.tracking import require
+from precisionctl.trainer.stopping import Stop
 from precisionctl.trainer.world import World, together, world
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the command line says. `load` None is full where the checkpoint has an optimizer; `skip` is left of it."""
-
-    checkpoint: Path
-    precision: Literal["bf16", "fp8"]
-    data: Path | None = None
-    out: Path | None = None
-    recipe: str | None = None
-    overrides: tuple[str, ...] = ()
-    load: Load | None = None
-    skip: tuple[Part, ...] = ()
-    backend: Literal["auto", "te", "emulated"] = "auto"
-    cold_start: bool = False
-    collect_amax: bool = False
-    fp8_state: Path | None = None
-    shadow_every: int | None = None
-
-    @property
-    def folder(self) -> Path:
-        """Of the run."""
-        return self.out or Path(f"{self.checkpoint.resolve().name}-{self.precision}")
-
-    @property
-    def start(self) -> Mapping[str, object]:
-        """What of it makes a run another one, beside checkpoint, data and recipe."""
-        start: dict[str, object] = {"cold_start": self.cold_start}
-        if self.skip:
-            start["skip"] = sorted(set(self.skip))
-        if self.collect_amax:
-            start["collect_amax"] = True
-        if self.fp8_state:
-            with open(self.fp8_state, "rb") as file:
-                start["fp8_state"] = hashlib.file_digest(file, "sha256").hexdigest()
-        return start
 
 
 @dataclass(frozen=True)
@@ -95,12 +61,12 @@ class Started:
 
 @dataclass(frozen=True)
 class Finished:
-    """Where a run ended: at its last step, or earlier by `signal`; `checkpoint` holds it either way. Of several ranks
-    the first one `speaks`."""
+    """Where a run ended: at its last step, or earlier and why; `checkpoint` holds it either way. Of several ranks the
+    first one `speaks`."""
 
     step: int
     checkpoint: Path
-    signal: Signals | None
+    stopped: Stop | None
     speaks: bool = True
 
 
@@ -111,57 +77,102 @@ def resume(
     on_tokens: OnTokens = lambda count: None,
 ) -> Finished:
     """Go on with the run in `settings.out`, or start it from the checkpoint; train to the recipe's last step. Under
-    torchrun all its ranks do so together, and the callbacks are the first one's.
+    torchrun all its ranks do so together, and the callbacks are the first one's. Where the guard takes the run back,
+    it starts once more.
 
     Raises RecipeError, DataError, OutputError (another run is in `out`), and what opening a checkpoint raises. Of
     several ranks one does; the others raise SystemExit.
     """
+    limit = math.inf if settings.time_limit is None else settings.time_limit.total_seconds()
+    until = time.monotonic() + limit
     with together() as ranks:
         recipe = read_recipe(settings)
-        with world(ranks, recipe) as here:
-            return _resume(settings, recipe, here, on_start, on_step, on_tokens)
+        out = settings.folder
+        with world(ranks, recipe) as here, _locked(out, settings.checkpoint, here):
+            asked = _asked(settings, recipe, here, out, on_tokens)
+            while isinstance(ended := _attempt(asked, on_start, on_step, until), Jump):
+                gc.collect()  # the model before it builds another one
+                if here.first:
+                    write_jump(out, ended)
+                here.meet()
+            return ended
 
 
-def _resume(
-    settings: Settings,
-    recipe: Recipe,
-    world: World,
-    on_start: Callable[[Started], None],
-    on_step: OnStep,
-    on_tokens: OnTokens,
-) -> Finished:
-    out = settings.folder
-    with _locked(out, settings.checkpoint, world):
-        source = open_checkpoint(settings.checkpoint)
-        load, skipped = parts.left(source, settings.load, settings.skip)
-        schedule = parts.schedule_of(source, skipped, settings.overrides)
-        plan = make_plan(source, "megatron")
-        backend = choose_backend(settings.backend, recipe.precision)
-        check_length(recipe, plan.model)
-        memory = require_memory(plan.model, recipe, backend, world)
-        rows = read_rows(source, recipe.data, out / "tokens", on_tokens)
-        beside = replace(recipe.data, path=recipe.data.held_out, blend=(), packing=False)
-        held_out = read_rows(source, beside, out / "tokens", on_tokens) if beside.path else None
-        start = dict(settings.start) | ({"schedule": "the checkpoint's"} if schedule else {})
-        wanted = run_folder.identity(source, rows.fingerprint, recipe, load=load, **start)
-        here = run_folder.newest(out)
-        if settings.collect_amax:
-            to_come = replace(recipe.precision, fp8=True).of_layers(plan.model.num_layers)
-            check_fp8_gemms(plan, to_come)
-        given = read_state(settings.fp8_state, plan.gemms) if settings.fp8_state else None
-        run = _build(recipe, plan.model, backend, rows, held_out, world)
-        run.schedule = schedule
-        if here:
-            fp8 = _go_on(run, here, wanted, out, settings)
-        else:
-            fp8 = _start(run, source, skipped, settings, given)
-        with _log(out, run) as log:
-            if log:
-                notes = (*memory, *_notes(source, skipped, run, settings), *rows.notes, *log.notes, *fp8.notes)
-                on_start(Started(recipe, out, run.step, load, skipped, backend, fp8.counts, notes))
-            saver = Saver(run, out, wanted, source.companions, fp8.carried, coded_before(source))
-            received = train(run, log, saver, on_step)
-        return Finished(run.step, out / directory_name(run.step), received, world.first)
+@dataclass(frozen=True)
+class _Asked:
+    """All that a run is, but for where it stands. `wanted` is which run it is, `given` FP8 state of a file, `memory`
+    what there is to say of that."""
+
+    settings: Settings
+    recipe: Recipe
+    world: World
+    out: Path
+    source: Reader
+    plan: Plan
+    load: Load
+    skipped: frozenset[Part]
+    schedule: MegatronSchedule | None
+    rows: Rows | Blend
+    held_out: Rows | Blend | None
+    wanted: Mapping[str, Any]
+    backend: BackendName
+    given: Fp8States | None
+    memory: tuple[str, ...]
+
+
+def _asked(settings: Settings, recipe: Recipe, world: World, out: Path, on_tokens: OnTokens) -> _Asked:
+    """Everything is checked that can be without a model."""
+    source = open_checkpoint(settings.checkpoint)
+    load, skipped = parts.left(source, settings.load, settings.skip)
+    schedule = parts.schedule_of(source, skipped, settings.overrides)
+    plan = make_plan(source, "megatron")
+    backend = choose_backend(settings.backend, recipe.precision)
+    check_length(recipe, plan.model)
+    memory = require_memory(plan.model, recipe, backend, world)
+    rows = read_rows(source, recipe.data, out / "tokens", on_tokens)
+    beside = replace(recipe.data, path=recipe.data.held_out, blend=(), packing=False)
+    held_out = read_rows(source, beside, out / "tokens", on_tokens) if beside.path else None
+    start = dict(settings.start) | ({"schedule": "the checkpoint's"} if schedule else {})
+    wanted = run_folder.identity(source, rows.fingerprint, recipe, load=load, **start)
+    if settings.collect_amax:
+        check_fp8_gemms(plan, replace(recipe.precision, fp8=True).of_layers(plan.model.num_layers))
+    given = read_state(settings.fp8_state, plan.gemms) if settings.fp8_state else None
+    return _Asked(
+        settings,
+        recipe,
+        world,
+        out,
+        source,
+        plan,
+        load,
+        skipped,
+        schedule,
+        rows,
+        held_out,
+        wanted,
+        backend,
+        given,
+        tuple(memory),
+    )
+
+
+def _attempt(asked: _Asked, on_start: Callable[[Started], None], on_step: OnStep, until: float) -> Finished | Jump:
+    """From the newest checkpoint in the run's folder to where it ends, or until it is taken back."""
+    out, source, here = asked.out, asked.source, run_folder.newest(asked.out)
+    jump = read_jump(out)
+    run = _build(asked, jump)
+    fp8 = _go_on(run, here, asked, jump) if here else _start(run, asked)
+    begun = run.step
+    with _log(out, run) as log:
+        if log:
+            told = (jump.words,) if jump else ()
+            notes = (*told, *asked.memory, *_notes(asked, run), *asked.rows.notes, *log.notes, *fp8.notes)
+            on_start(Started(asked.recipe, out, run.step, asked.load, asked.skipped, asked.backend, fp8.counts, notes))
+        saver = Saver(run, out, asked.wanted, source.companions, fp8.carried, coded_before(source))
+        ended = train(run, log, saver, on_step, until)
+    if isinstance(ended, Jump):
+        return replace(ended, back_to=saver.newest if saver.newest is not None else begun)
+    return Finished(run.step, out / directory_name(run.step), ended, asked.world.first)
 
 
 @contextmanager
@@ -172,42 +183,6 @@ def _log(out: Path, run: Run) -> Iterator[MetricsLog | None]:
         return
     with closing(MetricsLog(out, run.step, run.recipe.tracking, asdict(run.recipe))) as log:
         yield log
-
-
-def read_recipe(settings: Settings) -> Recipe:
-    """The recipe with what the command line says over it; without one, the plain recipe of the precision."""
-    name = settings.recipe or {"bf16": "bf16", "fp8": "fp8-delayed"}[settings.precision]
-    recipe = load_recipe(name, settings.overrides)
-    recipe = replace(recipe, precision=replace(recipe.precision, fp8=settings.precision == "fp8"))
-    if settings.shadow_every is not None:
-        recipe = replace(recipe, guard=replace(recipe.guard, shadow_every=settings.shadow_every))
-    if not recipe.precision.fp8 and (recipe.guard.shadow_every or recipe.precision.schedule):
-        raise RecipeError(
-            "a guard and a schedule of precisions are of an FP8 run, and this one is in BF16",
-            do="Give --precision fp8, or leave out --shadow-every, guard.shadow_every and precision.schedule.",
-        )
-    stateful = recipe.precision.keeps_state
-    asked = {"--cold-start empties": settings.cold_start, "--fp8-state is": settings.fp8_state}
-    if not stateful and (wanted := [what for what, value in asked.items() if value]):
-        raise RecipeError(
-            f"{wanted[0]} the state of delayed scaling, and this run keeps none",
-            do="Leave it out, or train in FP8 with precision.scaling=delayed.",
-        )
-    if settings.cold_start and settings.fp8_state:
-        raise RecipeError("--cold-start takes no state, and --fp8-state gives one", do="Leave one of them out.")
-    require(recipe.tracking)
-    if settings.collect_amax and recipe.precision.fp8:
-        raise RecipeError("an FP8 run records amaxes by itself", do="Leave --collect-amax out.")
-    return with_data(recipe, settings.data)
-
-
-def with_data(recipe: Recipe, path: Path | None) -> Recipe:
-    """The recipe with the data that the command line names, if it names some. Raises RecipeError where nobody does."""
-    if path:
-        recipe = replace(recipe, data=replace(recipe.data, path=str(path), blend=()))
-    if not (recipe.data.path or recipe.data.blend):
-        raise RecipeError("no data to train on", do="Give --data PATH, or data.path or data.blend in the recipe.")
-    return recipe
 
 
 @contextmanager
@@ -233,81 +208,57 @@ def _locked(out: Path, checkpoint: Path, world: World) -> Iterator[None]:
         yield
 
 
-def read_rows(
-    source: Reader, data: Data, cache: Path | None = None, on_tokens: OnTokens = lambda count: None
-) -> Rows | Blend:
-    """What a recipe says to train on, in the tokens of a checkpoint's model, which are kept in `data.cache` or else in
-    `cache`. Raises DataError."""
-    place = Path(data.cache) if data.cache else cache
-    rows = load_data(data, load_tokenizer(source.companions), place, on_tokens)
-    rows.require_vocabulary(source.model.vocab_size)
-    return rows
-
-
-def check_length(recipe: Recipe, model: ModelShape) -> None:
-    """Raise RecipeError for rows that the model has no positions for."""
-    if recipe.data.sequence_length > model.max_position_embeddings:
-        raise RecipeError(
-            f"data.sequence_length {recipe.data.sequence_length} is beyond the model's {model.max_position_embeddings}",
-            do=f"Give --set data.sequence_length={model.max_position_embeddings}.",
-        )
-
-
-def _build(
-    recipe: Recipe,
-    model: ModelShape,
-    backend: BackendName,
-    rows: Rows | Blend,
-    held_out: Rows | Blend | None,
-    world: World,
-) -> Run:
-    shares.check(model, recipe.parallel, backend)
+def _build(asked: _Asked, jump: Jump | None) -> Run:
+    model, recipe = asked.plan.model, asked.recipe
+    shares.check(model, recipe.parallel, asked.backend)
     recipe = replace(recipe, precision=recipe.precision.of_layers(model.num_layers))
     torch.manual_seed(recipe.train.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     recompute = recipe.train.recompute == "layer"
-    gpt = GPT(model, recipe.precision, backend, torch.bfloat16, device, world=world, recompute=recompute)
-    guarded = recipe.precision.fp8 and (recipe.guard.shadow_every or recipe.precision.schedule)
-    guard = Guard(recipe) if guarded else None
+    gpt = GPT(model, recipe.precision, asked.backend, torch.bfloat16, device, world=asked.world, recompute=recompute)
+    guard = Guard(recipe, jump=jump) if is_guarded(recipe) else None
     optimizer: RunOptimizer
     if recipe.optimizer.preset == "fp8-lm":
-        optimizer = Fp8LmAdamW(gpt, recipe.optimizer, fused=backend == "te")
+        optimizer = Fp8LmAdamW(gpt, recipe.optimizer, fused=asked.backend == "te")
     else:
         optimizer = MasterAdamW(gpt, recipe.optimizer, gpt.shares)
-    return Run(recipe, gpt, optimizer, rows, held_out, guard=guard, world=world)
+    return Run(
+        recipe, gpt, optimizer, asked.rows, asked.held_out, guard=guard, world=asked.world, schedule=asked.schedule
+    )
 
 
-def _go_on(run: Run, here: TorchDistReader, wanted: Mapping[str, Any], out: Path, settings: Settings) -> Fp8Start:
+def _go_on(run: Run, here: TorchDistReader, asked: _Asked, jump: Jump | None) -> Fp8Start:
     """Exactly where the run was."""
     saved = run_folder.read_saved(here)
     assert saved is not None, "the newest iteration is ours"
-    run_folder.check_same(saved, wanted, out)
+    run_folder.check_same(saved, asked.wanted, asked.out)
     state.load_rng(here)
     assert state.has_optimizer(here), "so it has one"
     state.load_optimizer(here, run)
-    run.step, run.position = saved.step, saved.position
+    run.step, run.position, run.skips = saved.step, saved.position, Skips(**saved.skips)
     if run.guard and saved.guard:
-        run.guard = Guard(run.recipe, **saved.guard)
+        run.guard = Guard(run.recipe, **saved.guard, jump=jump)
     beside = sidecar.find(here.path)
-    return start_collecting(run, beside) if settings.collect_amax else go_on_fp8(run, here.fp8, beside)
+    return start_collecting(run, beside) if asked.settings.collect_amax else go_on_fp8(run, here.fp8, beside)
 
 
-def _start(
-    run: Run, source: Reader, skipped: Collection[Part], settings: Settings, given: Fp8States | None
-) -> Fp8Start:
-    parts.take(run, source, skipped)
-    found = None if "fp8" in skipped else source.fp8
-    if settings.collect_amax:
+def _start(run: Run, asked: _Asked) -> Fp8Start:
+    parts.take(run, asked.source, asked.skipped)
+    if run.guard:
+        run.guard.start(run.step)
+    with_fp8 = "fp8" not in asked.skipped
+    found = asked.source.fp8 if with_fp8 else None
+    if asked.settings.collect_amax:
         return start_collecting(run, found)
-    aside = sidecar.find(source.path) if source.path and "fp8" not in skipped else None
-    return start_fp8(run, found, aside, given, cold=settings.cold_start)
+    aside = sidecar.find(asked.source.path) if asked.source.path and with_fp8 else None
+    return start_fp8(run, found, aside, asked.given, cold=asked.settings.cold_start)
 
 
-def _notes(source: Reader, skipped: Collection[Part], run: Run, settings: Settings) -> Iterator[str]:
-    yield from parts.notes(run, source, skipped, settings.overrides)
+def _notes(asked: _Asked, run: Run) -> Iterator[str]:
+    yield from parts.notes(run, asked.source, asked.skipped, asked.settings.overrides)
     yield from run.optimizer.notes(run.schedule.max_lr if run.schedule else run.recipe.optimizer.lr)
-    if source.fp8 is not None and not run.recipe.precision.fp8:
+    if asked.source.fp8 is not None and not run.recipe.precision.fp8:
         how = "goes on with what is collected" if run.recorder else "is carried along in the sidecar, unused"
-        yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in skipped else how}"
+        yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in asked.skipped else how}"
     if run.model.model.mtp_num_layers:
         yield "multi-token prediction layers are carried along as they are; nothing trains them"

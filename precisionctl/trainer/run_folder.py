@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
 from precisionctl.recipe import Guard, Recipe, Tracking
 from precisionctl.trainer.megatron_schedule import MegatronSchedule
+from precisionctl.trainer.skips import Skips
 
 RUN_FILE = Path("precisionctl/run.json")
 _PARTIAL = ".partial"  # what Output builds
@@ -33,6 +34,7 @@ _INDIFFERENT = (
     "train.memory_check",
     "train.keep",
     "train.async_save",
+    "train.max_skipped",
     "train.save_every",
     "train.eval_every",
     "data.path",
@@ -43,7 +45,8 @@ _INDIFFERENT = (
     *(f"tracking.{key.name}" for key in fields(Tracking)),
 )
 """Recipe keys that change no number of a run; `data.path` and `data.blend` are covered by what is in the files.
-A guard changes none until it acts, and then its user must be able to tell it something else."""
+A guard, and the bound on skipped steps, change none until they act, and then a user must be able to tell them something
+else."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Saved:
     identity: Mapping[str, Any]
     guard: Mapping[str, Any] | None = None
     schedule: Mapping[str, Any] | None = None
+    skips: Mapping[str, int] = field(default_factory=lambda: {"total": 0, "running": 0})
 
 
 def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict[str, Any]:
@@ -121,6 +125,10 @@ def read_saved(reader: TorchDistReader) -> Saved | None:
     if saved.schedule is not None:
         with damage("not what a run writes: its schedule", file):
             MegatronSchedule(**saved.schedule)
+    with damage("not what a run writes: its skipped steps", file):
+        counts = vars(Skips(**saved.skips)).values()
+    if not all(type(count) is int for count in counts):
+        raise DamagedCheckpoint("not what a run writes: its skipped steps are no numbers", where=file)
     if "data" not in saved.identity:
         raise DamagedCheckpoint("not what a run writes: it does not say on which data", where=file)
     return saved
@@ -128,8 +136,13 @@ def read_saved(reader: TorchDistReader) -> Saved | None:
 
 def _is_kept(guard: object) -> bool:
     match guard:
-        case {"gaps": list(gaps), "bf16_until": int(), **more} if not more:
-            return all(isinstance(gap, float) for gap in gaps)
+        case {"gaps": list(gaps), "bf16_until": int(), **more} if more.keys() <= {"recent", "switched"}:
+            recent, switched = more.get("recent", []), more.get("switched", 0)
+            return (
+                isinstance(recent, list)
+                and type(switched) is int
+                and all(isinstance(number, float) for number in gaps + recent)
+            )
     return False
 
 

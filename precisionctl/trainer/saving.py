@@ -59,6 +59,8 @@ class Saver:
         self._run, self._out, self._wanted = run, out, wanted
         self._companions, self._carried, self._coded = companions, carried, coded
         self._going: _Going | None = None
+        self.newest: int | None = None
+        """The step of the last one that was committed."""
 
     def save(self) -> None:
         """Commit the run as it stands, then drop iterations beyond `train.keep`; or begin to. One that is under way is
@@ -103,6 +105,7 @@ class Saver:
                 write_tracker(self._out, iteration.step)
                 prune(self._out, iteration.step, self._run.recipe.train.keep)
         world.meet()
+        self.newest = iteration.step
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,8 @@ def _begin(
 
 def _saved(run: Run, wanted: Mapping[str, Any]) -> Saved:
     guard = run.guard.kept if run.guard else None
-    return Saved(run.step, run.position, wanted, guard, asdict(run.schedule) if run.schedule else None)
+    schedule = asdict(run.schedule) if run.schedule else None
+    return Saved(run.step, run.position, wanted, guard, schedule, asdict(run.skips))
 
 
 def _write(iteration: _Iteration, tensors: LiveModel | Snapshot) -> None:

@@ -1,0 +1,117 @@
+"""What a run is asked: the command line, and the recipe and the data that it names."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+from precisionctl.checkpoints.base import Reader
+from precisionctl.errors import RecipeError
+from precisionctl.model_shape import ModelShape
+from precisionctl.recipe import Data, Recipe, load_recipe
+from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
+from precisionctl.trainer.parts import Load, Part
+from precisionctl.trainer.tokenizer import load_tokenizer
+from precisionctl.trainer.tracking import require
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line says. `load` None is full where the checkpoint has an optimizer; `skip` is left of it."""
+
+    checkpoint: Path
+    precision: Literal["bf16", "fp8"]
+    data: Path | None = None
+    out: Path | None = None
+    recipe: str | None = None
+    overrides: tuple[str, ...] = ()
+    load: Load | None = None
+    skip: tuple[Part, ...] = ()
+    backend: Literal["auto", "te", "emulated"] = "auto"
+    cold_start: bool = False
+    collect_amax: bool = False
+    fp8_state: Path | None = None
+    shadow_every: int | None = None
+    time_limit: timedelta | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return self.out or Path(f"{self.checkpoint.resolve().name}-{self.precision}")
+
+    @property
+    def start(self) -> Mapping[str, object]:
+        """What of it makes a run another one, beside checkpoint, data and recipe."""
+        start: dict[str, object] = {"cold_start": self.cold_start}
+        if self.skip:
+            start["skip"] = sorted(set(self.skip))
+        if self.collect_amax:
+            start["collect_amax"] = True
+        if self.fp8_state:
+            with open(self.fp8_state, "rb") as file:
+                start["fp8_state"] = hashlib.file_digest(file, "sha256").hexdigest()
+        return start
+
+
+def read_recipe(settings: Settings) -> Recipe:
+    """The recipe with what the command line says over it; without one, the plain recipe of the precision."""
+    name = settings.recipe or {"bf16": "bf16", "fp8": "fp8-delayed"}[settings.precision]
+    recipe = load_recipe(name, settings.overrides)
+    recipe = replace(recipe, precision=replace(recipe.precision, fp8=settings.precision == "fp8"))
+    if settings.shadow_every is not None:
+        recipe = replace(recipe, guard=replace(recipe.guard, shadow_every=settings.shadow_every))
+    if not recipe.precision.fp8 and is_guarded(recipe):
+        raise RecipeError(
+            "a guard and a schedule of precisions are of an FP8 run, and this one is in BF16",
+            do="Give --precision fp8, or leave out --shadow-every, guard.shadow_every, guard.jump_at and "
+            "precision.schedule.",
+        )
+    stateful = recipe.precision.keeps_state
+    asked = {"--cold-start empties": settings.cold_start, "--fp8-state is": settings.fp8_state}
+    if not stateful and (wanted := [what for what, value in asked.items() if value]):
+        raise RecipeError(
+            f"{wanted[0]} the state of delayed scaling, and this run keeps none",
+            do="Leave it out, or train in FP8 with precision.scaling=delayed.",
+        )
+    if settings.cold_start and settings.fp8_state:
+        raise RecipeError("--cold-start takes no state, and --fp8-state gives one", do="Leave one of them out.")
+    require(recipe.tracking)
+    if settings.collect_amax and recipe.precision.fp8:
+        raise RecipeError("an FP8 run records amaxes by itself", do="Leave --collect-amax out.")
+    return with_data(recipe, settings.data)
+
+
+def is_guarded(recipe: Recipe) -> bool:
+    """Whether something decides, at each step, what to compute in."""
+    return bool(recipe.guard.shadow_every or recipe.guard.jump_at or recipe.precision.schedule)
+
+
+def with_data(recipe: Recipe, path: Path | None) -> Recipe:
+    """The recipe with the data that the command line names, if it names some. Raises RecipeError where nobody does."""
+    if path:
+        recipe = replace(recipe, data=replace(recipe.data, path=str(path), blend=()))
+    if not (recipe.data.path or recipe.data.blend):
+        raise RecipeError("no data to train on", do="Give --data PATH, or data.path or data.blend in the recipe.")
+    return recipe
+
+
+def read_rows(
+    source: Reader, data: Data, cache: Path | None = None, on_tokens: OnTokens = lambda count: None
+) -> Rows | Blend:
+    """What a recipe says to train on, in the tokens of a checkpoint's model, which are kept in `data.cache` or else in
+    `cache`. Raises DataError."""
+    place = Path(data.cache) if data.cache else cache
+    rows = load_data(data, load_tokenizer(source.companions), place, on_tokens)
+    rows.require_vocabulary(source.model.vocab_size)
+    return rows
+
+
+def check_length(recipe: Recipe, model: ModelShape) -> None:
+    """Raise RecipeError for rows that the model has no positions for."""
+    if recipe.data.sequence_length > model.max_position_embeddings:
+        raise RecipeError(
+            f"data.sequence_length {recipe.data.sequence_length} is beyond the model's {model.max_position_embeddings}",
+            do=f"Give --set data.sequence_length={model.max_position_embeddings}.",
+        )

@@ -1,0 +1,136 @@
+"""Steps whose loss or gradients are no numbers: skipped, counted, bounded, and without a trace in weights or scales."""
+
+import json
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_guard import run_with_kills
+from training import contents, losses, make_place, run, scales, settings
+
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_run import WithOptimizer
+from precisionctl.errors import DamagedCheckpoint, PrecisionError
+from precisionctl.fp8 import sidecar
+from precisionctl.reports.compare import compare
+from precisionctl.reports.run import warnings
+from precisionctl.trainer import resume as trainer
+from precisionctl.trainer.loop import Run
+from precisionctl.trainer.metrics import FILE, read_metrics
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("skips"))
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Steps in which the first layer gives out infinities."""
+    steps: set[int] = set()
+    before = trainer.train
+
+    def train(run: Run, *how: Any) -> Any:
+        layer = run.model.get_submodule("decoder.layers.0")
+        layer.register_forward_hook(lambda _, __, out: out * math.inf if run.step + 1 in steps else out)
+        return before(run, *how)
+
+    monkeypatch.setattr(trainer, "train", train)
+    return steps
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    source: Any = TorchDistReader(checkpoint)
+    both = WithOptimizer(source)
+    return {name: read_tensor(both, name) for name in both.specs}
+
+
+def same(a: Path, b: Path, without: Collection[str] = ()) -> bool:
+    left, right = tensors(a), tensors(b)
+    return all(torch.equal(left[name], right[name]) for name in left.keys() | right.keys())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "bf16 --collect-amax"])
+def test_a_skipped_step_leaves_the_weights_the_optimizer_and_the_scales_as_they_are(
+    place: Path, tmp_path: Path, broken: set[int], precision: str
+) -> None:
+    precision, _, collect = precision.partition(" ")
+    broken |= {3}
+    made = settings(
+        place / "source",
+        place / "text.txt",
+        tmp_path / "run",
+        precision,
+        train__save_every=1,
+        train__keep=9,
+        collect_amax=bool(collect),
+    )
+    said: list[str] = []
+    trainer.resume(made, lambda started: None, lambda step: said.extend(warnings(step)))
+    assert same(tmp_path / "run/iter_0000002", tmp_path / "run/iter_0000003")
+    assert not same(tmp_path / "run/iter_0000003", tmp_path / "run/iter_0000004")
+    rows = read_metrics(tmp_path / "run" / FILE)
+    assert [row.get("skipped") for row in rows] == [None, None, 1, None, None, None]
+    assert [math.isfinite(row["loss"]) for row in rows] == [True, True, False, True, True, True]
+    assert said == ["Step 3 is skipped: its loss is nan, its gradients' norm nan"]
+    saved = TorchDistReader(tmp_path / "run/iter_0000006")
+    assert saved.common["optimizer"]["optimizer"]["state"]["common_step"] == 5
+    if precision == "fp8" or collect:
+        for step in (3, 6):
+            reader = TorchDistReader(tmp_path / f"run/iter_000000{step}")
+            found = sidecar.find(reader.path) if collect else reader.fp8
+            numbers = [number for scale, history in scales(found).values() for number in (scale, *history)]
+            assert all(map(math.isfinite, numbers)) and any(numbers)
+    (gap,) = compare([tmp_path / "run", tmp_path / "run"]).gaps
+    assert (gap.steps, gap.mean) == (5, 0.0)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_run_that_skipped_and_is_killed_ends_as_one_that_is_not(
+    place: Path, tmp_path: Path, broken: set[int], precision: Any
+) -> None:
+    broken |= {2, 4, 5}
+    whole = settings(place / "source", place / "text.txt", tmp_path / "whole", precision)
+    run(whole)
+    killed = settings(place / "source", place / "text.txt", tmp_path / "killed", precision)
+    run_with_kills(killed, {1, 3, 5, 6})
+    assert str(losses(tmp_path / "killed")) == str(losses(tmp_path / "whole"))  # NaN is not itself
+    assert contents(tmp_path / "killed/iter_0000006") == contents(tmp_path / "whole/iter_0000006")
+
+
+def test_too_many_running_end_the_run_and_are_counted_through_a_kill(
+    place: Path, tmp_path: Path, broken: set[int]
+) -> None:
+    broken |= {1, 3, 4, 5}
+    changes = {"train__max_skipped": 2, "train__save_every": 1}
+    made = settings(place / "source", place / "text.txt", tmp_path / "run", **changes)
+    with pytest.raises(PrecisionError, match=r"step 5 has loss nan .* the last of 3 running that were skipped"):
+        run_with_kills(made, {2, 4})
+    assert sorted(path.name for path in (tmp_path / "run").glob("iter_*")) == ["iter_0000003", "iter_0000004"]
+    more = settings(place / "source", place / "text.txt", tmp_path / "run", **changes | {"train__max_skipped": 3})
+    started, finished, _ = run(more)
+    assert (started.step, finished.step) == (4, 6)
+
+
+def test_with_none_allowed_the_first_one_ends_the_run_with_nothing_saved(place: Path, tmp_path: Path) -> None:
+    hopeless = {"optimizer__lr": 1e30, "train__save_every": 9, "train__max_skipped": 0}
+    with pytest.raises(PrecisionError, match=r"step 2 has loss [\d.]+ and gradient norm nan\. Nothing"):
+        run(settings(place / "source", place / "text.txt", tmp_path / "run", **hopeless))
+    assert not list((tmp_path / "run").glob("iter_*"))
+
+
+@pytest.mark.parametrize("skips", [[], {"total": 1}, {"total": "1", "running": 0}, {"total": 1, "x": 0}], ids=str)
+def test_a_damaged_count_is_one_clear_error(place: Path, tmp_path: Path, skips: Any) -> None:
+    made = settings(place / "source", place / "text.txt", tmp_path / "run", train__steps=1)
+    _, finished, _ = run(made)
+    note = finished.checkpoint / "precisionctl/run.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"skips": skips}))
+    if skips == {"total": 1}:  # what is not said is 0
+        run(made)
+        return
+    with pytest.raises(DamagedCheckpoint, match="its skipped steps"):
+        run(made)
