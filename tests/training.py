@@ -67,7 +67,9 @@ def settings(source: Path, data: Path, out: Path, precision: Any = "bf16", **cha
     """SMALL, changed by recipe keys with `__` for the dot (`train__steps=3`) and by fields of Settings."""
     fields: Mapping[str, Any] = {key: value for key, value in changes.items() if "__" not in key}
     keys = SMALL | {key.replace("__", "."): value for key, value in changes.items() if "__" in key}
-    overrides = tuple(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in keys.items())
+    overrides = tuple(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in keys.items()
+    )
     return Settings(source, precision, data, out, overrides=overrides, backend="emulated", **fields)
 
 
