@@ -202,7 +202,7 @@ def sharing_runs(fp8: dict[str, Any], still: dict[str, Any]) -> None:
     tensor = {"parallel__tensor": 2, "parallel__sequence": "true"}
     shared = {**tensor, "parallel__expert": 2, "source": "moe"}
     run("source tensor", 2, shadow_every=2, train__recompute="layer", **tensor, **fp8)
-    run("moe tensor", 4, shadow_every=2, **shared, **fp8 | {"train__micro_batch_size": 2})
+    run("moe tensor", 4, shadow_every=2, train__async_save=True, **shared, **fp8 | {"train__micro_batch_size": 2})
     run("four sharing", 4, **shared, **still)
     run("4 of 4-1-2", 4, "4-1-2", kill=3, **tensor, **fp8)
     run("1 of 4-1-2", 1, "4-1-2", kill=5, **fp8)

@@ -123,7 +123,7 @@ class Snapshot:
         return Snapshot(live.specs, held)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
-        return self.held[name]
+        return self.held.get(name, ())
 
 
 @dataclass(frozen=True)
