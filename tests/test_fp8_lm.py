@@ -2,6 +2,7 @@
 
 import gc
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from training import make_source, make_text, run, settings
+from training import contents, make_source, make_text, run, settings
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_run import WithOptimizer
 from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.run_folder import RUN_FILE
 from precisionctl.trainer.state import OPTIMIZER
 from precisionctl.trainer.world import ALONE
 from precisionctl.work import execute
@@ -285,6 +288,36 @@ def test_either_optimizer_goes_on_from_what_the_other_left_also_when_converted(
     assert on[0][2] == pytest.approx(stayed[2], rel=2e-3)
     moved, kept = (TorchDistReader(tmp_path / name) for name in ("on 0", "stayed"))
     assert (OPTIMIZER in moved.objects, OPTIMIZER in kept.objects) == (second == "fp8-lm", first == "fp8-lm")
+
+
+def test_a_save_while_the_run_goes_on_is_that_of_one_that_waits(place: Path, tmp_path: Path) -> None:
+    """Decoded tensors are there only while they are copied, and the next one may be in their place."""
+    made = train_on(place / "source", place, tmp_path / "later", "fp8-lm", 4)
+    run(replace(made, overrides=(*made.overrides, "train.async_save=true")))
+    now, later = (contents(folder / "iter_0000004", RUN_FILE.name) for folder in (place / "fp8-lm", tmp_path / "later"))
+    assert now == later
+
+
+@pytest.mark.parametrize("kept", [{}, {"mu": "much"}, {"mu": math.nan}, {"mu": 0.0}, {"mu": 1.0, "scale_inv": [1]}, []])
+def test_what_no_such_optimizer_keeps_is_damage(kept: Any) -> None:
+    optimizer = Fp8LmAdamW(model(), SETTINGS)
+    with pytest.raises(DamagedCheckpoint), damage("what no optimizer of ours keeps", None):
+        optimizer.restore(kept)
+
+
+def test_scales_that_do_not_give_the_values_back_are_not_believed() -> None:
+    first, second = (Fp8LmAdamW(model(), SETTINGS) for _ in range(2))
+    train(model(), first, range(2))
+    wrong = {kind: dict.fromkeys(scales, 3.0) for kind, scales in first.kept["scale_inv"].items()}
+    wrong["param"] = dict.fromkeys(wrong["param"], math.nan)
+    wrong["exp_avg"] = dict.fromkeys(wrong["exp_avg"], 0.0)
+    second.restore({"mu": 1.0, "scale_inv": wrong})
+    for kind, tensors in first.tensors.items():
+        with second.loading(kind) as empty:
+            for name, tensor in empty.items():
+                tensor.copy_(tensors[name])
+        for name, tensor in tensors.items():
+            assert torch.allclose(second.tensors[kind][name], tensor, rtol=2**-20)
 
 
 def test_what_is_frozen_and_fp32_stays_as_it_is() -> None:

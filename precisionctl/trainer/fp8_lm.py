@@ -104,8 +104,10 @@ class Fp8LmAdamW:
         return {"mu": self._gradients.mu, "scale_inv": scales}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Before tensors are loaded that were kept with this."""
-        self._gradients.mu = float(kept["mu"])
+        mu = float(kept["mu"])
+        if not 0 < mu < math.inf:
+            raise ValueError(f"mu is {mu}")
+        self._gradients.mu = mu
         self._scales = {kind: {name: float(s) for name, s in kept["scale_inv"][kind].items()} for kind in KINDS}
 
     @contextmanager

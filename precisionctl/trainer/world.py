@@ -237,7 +237,7 @@ def check(count: int, recipe: Recipe) -> None:
     if recipe.optimizer.preset == "fp8-lm" and sizes.replicate != count:
         raise RecipeError(
             "fp8-lm sums gradients of whole models, and these ranks share one",
-            do=f"Give --set parallel.replicate={count}, so that each rank has a copy, or leave optimizer.preset out.",
+            do=f"Give --set parallel.replicate={count} and no parallel.tensor, or leave optimizer.preset out.",
         )
     if count > 1 and not recipe.precision.delayed.reduce_amax:
         raise RecipeError(
