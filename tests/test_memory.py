@@ -26,6 +26,7 @@ from precisionctl.trainer.loop import backward
 from precisionctl.trainer.memory import Parameters, estimate
 from precisionctl.trainer.model import GPT, loss
 from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.world import ALONE
 
 LENGTH = 64
 
@@ -115,6 +116,7 @@ def measured(model: ModelShape, made: Recipe) -> int:
             for _ in range(train.batch_size // train.micro_batch_size):
                 backward(gpt, make_batch([[row]] * train.micro_batch_size, 0), length * train.batch_size)
                 optimizer.collect()
+            optimizer.reduce(ALONE)
             optimizer.clip()
             optimizer.step(1e-4)
     return live.peak

@@ -81,18 +81,18 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     parameters, alone = Parameters.of(model), ranks == 1
     mine = parameters.all // (ranks // recipe.parallel.replicate)
     fp8_lm = recipe.optimizer.preset == "fp8-lm"
-    masters = 2 if fp8_lm and alone else 4  # cut for several ranks, parameters are their own masters
-    moments, gradient = (1 + 2, 1) if fp8_lm else (4 + 4, 4)
+    whole = alone or fp8_lm  # cut for several ranks, parameters are their own masters
+    masters, moments, gradient = (2, 1 + 2, 2) if fp8_lm else (4, 4 + 4, 4)
     several = recipe.train.batch_size * recipe.parallel.tensor // ranks > recipe.train.micro_batch_size
-    after = max(2 * parameters.all if alone else 0, 0 if several else gradient * mine)
+    after = max(2 * parameters.all if whole else 0, 0 if several else gradient * mine)
     if fp8_lm:  # a tensor is decoded, updated and encoded again
         after += 6 * 4 * max(_tensors(model))
     copies = (2 + 4 + 4 + 4) * mine if recipe.train.async_save and not gpu else 0
     return Memory(
-        weights=2 * mine if alone else 0,
+        weights=2 * mine if whole else 0,
         optimizer=(masters + moments) * mine,
         gradients=(gradient if several else 0) * mine + (4 if recipe.guard.shadow_every else 0) * mine,
-        passes=max(after, _passes(model, recipe, backend)) + (0 if alone else _gathered(parameters, recipe.parallel)),
+        passes=max(after, _passes(model, recipe, backend)) + (0 if whole else _gathered(parameters, recipe.parallel)),
         process=(PROCESS_GPU if gpu else PROCESS) + _histories(model, recipe) + copies,
     )
 
