@@ -12,6 +12,9 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import after_one_update, change_recipe, recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, Role, RoleState
 
+FIXED_SCALES = "input scales of "
+"""What the producer of a state begins with that was made of the fixed input scales of FP8 codes."""
+
 STALE = 2.0
 """A carried weight amax further than this factor from the weights' own is not of these weights."""
 
@@ -110,9 +113,12 @@ def first_recorded(states: Sequence[Fp8State]) -> Fp8State:
 
 
 def filled(carried: Fp8States | None, given: Fp8States | None, recipe: DelayedScaling | None) -> Fp8States | None:
-    """What is carried, and what it never recorded from what is given; of both, under `recipe`, else the carried one."""
+    """What is carried, and what it never recorded from what is given; of both, under `recipe`, else the carried one.
+    What is carried of fixed input scales counts less than what is given: nobody here has recorded it."""
     if carried is None or given is None:
         return carried or given
+    if carried.producer.startswith(FIXED_SCALES):
+        carried, given = given, carried
     new = recipe or carried.recipe
     first, second = under(new, carried), under(new, given)
     modules = {

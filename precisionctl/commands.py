@@ -15,6 +15,7 @@ from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
 from precisionctl.checkpoints.megatron_run import Carried, MegatronReader, carried, of_megatron
 from precisionctl.checkpoints.output import Output
 from precisionctl.errors import RecipeError
+from precisionctl.export import plan_of_values
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
@@ -213,7 +214,8 @@ def _notes(conversion: Conversion, reader: Reader, plan: Plan, run: Carried | No
 
 def _plan_way_back(conversion: Conversion, reader: Reader, coded: Coded) -> Work:
     """The FP8 that the weights were once, or are."""
-    made = make_reencoding(reader, coded)
+    state = _known(conversion, reader, plan_of_values(reader))
+    made = make_reencoding(reader, coded, state)
     output = open_output(conversion.destination, conversion.source, conversion.reference)
     writer = hf_writer(
         output,
@@ -224,7 +226,6 @@ def _plan_way_back(conversion: Conversion, reader: Reader, coded: Coded) -> Work
         max_shard_size=conversion.max_shard_size,
     )
     notes = [*left_behind(reader)]
-    state = _known(conversion, reader, made.plan)
 
     def finish(changed: Mapping[str, float]) -> Fp8States | None:
         notes.extend(of_way_back(coded, made.codes, changed))

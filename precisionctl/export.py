@@ -16,7 +16,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.plan import Job, Plan, Source, make_plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import CODES, QuantMethod, Scheme
+from precisionctl.quant_methods.base import CODES, POWERS_OF_2, QuantMethod, Scheme
 
 _HEAD = "lm_head"
 _RECORD = (
@@ -67,12 +67,14 @@ def make_export(
     refusal: Refusal | None = None,
     *,
     keep_refused: bool = False,
+    powers_of_2: bool = False,
 ) -> Export:
     """Make a plan of values one of a directory of E4M3 weights for inference; everything else is in BF16.
 
     `precision` says which modules stay in BF16. What has a shape that the engine refuses does too if `keep_refused`,
     with all that engines want to have the same form. For `static`, one weight scale and one input scale for each fused
-    group, and one input scale for all experts of a layer. Raises MissingFp8State where `static` asks for an input amax
+    group, and one input scale for all experts of a layer. `powers_of_2`: scales of blocks are such, and are said to be.
+    Raises MissingFp8State where `static` asks for an input amax
     that was never recorded, and PrecisionError for shapes that are refused.
     """
     refusal = refusal or partial(served(plan).refusal, scheme=scheme, ragged="last")
@@ -91,7 +93,7 @@ def make_export(
             )
     assert method.spelling is not None, "engines name methods that exports are written in"
     inputs = input_scales(states, encoded) if scheme == "static" else {}
-    encodings = {job.name: _encode(job, plan, method, scheme, inputs.get(job.module)) for job in encoded}
+    encodings = {job.name: _encode(job, plan, method, scheme, inputs.get(job.module), powers_of_2) for job in encoded}
     jobs = tuple(replace(job, encode=encodings.get(job.name)) for job in plan.jobs)
     codes = {name for encode in encodings.values() for name in encode.weight_scales}
     targets: dict[str, TensorSpec] = {}
@@ -103,7 +105,7 @@ def make_export(
     ignored = list(dict.fromkeys(map(_module, (*matrices, *_shared(plan)))))
     if _HEAD not in ignored:  # what transformers calls every head, whatever its tensor is called
         ignored.append(_HEAD)
-    quantization = method.spelling.config(scheme, ignored)
+    quantization = {**method.spelling.config(scheme, ignored), **(POWERS_OF_2 if powers_of_2 else {})}
     return Export(
         replace(plan, jobs=jobs, targets=targets, quantization=quantization),
         quantization,
@@ -184,11 +186,14 @@ def input_scales(states: Fp8States | None, jobs: list[Job]) -> dict[str, float]:
     return scales
 
 
-def _encode(job: Job, plan: Plan, method: QuantMethod, scheme: Scheme, input_scale: float | None) -> Encode:
+def _encode(
+    job: Job, plan: Plan, method: QuantMethod, scheme: Scheme, input_scale: float | None, powers_of_2: bool
+) -> Encode:
     scales = {name: method.scales(name, plan.targets[name], scheme) for name in job.writes}
     return Encode(
         blocks={name: tensors.block for name, tensors in scales.items()},
         weight_scales={name: tensors.weight for name, tensors in scales.items()},
         input_scales={t.input: input_scale for t in scales.values() if t.input is not None and input_scale is not None},
         shared=scheme == "static",
+        power_of_2=powers_of_2,
     )

@@ -19,7 +19,7 @@ from precisionctl.opening import open_as_told
 from precisionctl.plan import Plan
 from precisionctl.precision import PRESETS
 from precisionctl.quant_methods.base import QuantMethod, Scheme, quant_methods
-from precisionctl.reencode import check_model, coded_before, seeded
+from precisionctl.reencode import check_model, coded_before, in_powers_of_2, seeded
 from precisionctl.schemes import best_scheme
 from precisionctl.targets import hf_writer
 from precisionctl.te_export import TE, plan_te
@@ -80,14 +80,23 @@ def _made(
 ) -> tuple[Scheme, QuantMethod, Export, list[str]]:
     """The scheme, how it is spelled, the export's plan, and what to tell of all that."""
     precision = (export.recipe or PRESETS["fp8-delayed"]).of_layers(plan.model.num_layers)
-    states = recorded or seeded(reader, coded, plan)
+    states = filled(recorded, seeded(reader, coded, plan), None)
     codes = coded if reader.encodings else None
     scheme, why = (export.scheme, "") if export.scheme else best_scheme(engine, plan, precision, states, codes)
     if scheme not in engine.spells:
         raise PrecisionError(f"no {scheme} for {engine.title}", do=f"Choose --scheme {' or '.join(engine.spells)}.")
     method = quant_methods()[engine.spells[scheme]]
     refusal = partial(engine.refusal, scheme=scheme, served=served(plan, export.ranks))
-    made = make_export(plan, states, method, scheme, precision, refusal, keep_refused=export.keep_misfits)
+    made = make_export(
+        plan,
+        states,
+        method,
+        scheme,
+        precision,
+        refusal,
+        keep_refused=export.keep_misfits,
+        powers_of_2=scheme == "block" and codes is not None and in_powers_of_2(codes),
+    )
     if found := engine.check_experts(made.codes, method.name, scheme):
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}",

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from precisionctl.cast import Encode
+from precisionctl.cast import FIXED_SCALES, Encode
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Reader, read_tensor, whole
 from precisionctl.checkpoints.encodings_file import Coded
@@ -24,7 +24,7 @@ from precisionctl.fp8.numerics import FP8_MAX, after_one_update, recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.plan import Job, Plan, make_plan
-from precisionctl.quant_methods.base import CODES, Said, Scales, recognise, sibling, sized
+from precisionctl.quant_methods.base import CODES, POWERS_OF_2, Said, Scales, recognise, sibling, sized
 
 _TWO_ROUNDINGS = 2.0**-22
 """What an amax may be off by that a scale was made of, and which was taken from that scale again: a history of one row,
@@ -115,8 +115,8 @@ class _Moved:
         return self._last[1][weight]
 
 
-def make_reencoding(source: Reader, coded: Coded) -> Export:
-    """Plan the directory that `coded` was read from, of the values that are here now.
+def make_reencoding(source: Reader, coded: Coded, states: Fp8States | None) -> Export:
+    """Plan the directory that `coded` was read from, of the values that are here now; `states` have what was recorded.
 
     A weight that is what it was gets the codes that it had; blocks that have changed get new scales, and keep their
     size. Everything that was no code is in BF16. Raises MappingError where `coded` is of another model.
@@ -126,7 +126,7 @@ def make_reencoding(source: Reader, coded: Coded) -> Export:
     assert method is not None, "codes of a Hugging Face directory have a method"
     said = method.says(coded.quantization)
     check_model(coded, plan)
-    jobs = [replace(job, encode=_encode(job, coded, said, source.fp8)) for job in plan.jobs]
+    jobs = [replace(job, encode=_encode(job, coded, said, states)) for job in plan.jobs]
     _add_constants(jobs, coded)
     targets: dict[str, TensorSpec] = {}
     for name, spec in plan.targets.items():
@@ -158,8 +158,13 @@ def _encode(job: Job, coded: Coded, said: Said, states: Fp8States | None) -> Enc
         blocks={name: _block(name, coded, said) for name in names},
         weight_scales={name: coded.scales[name].weight for name in names},
         input_scales=_input_scales(names, coded, states, job),
-        power_of_2=coded.quantization.get("scale_fmt") == "ue8m0",
+        power_of_2=in_powers_of_2(coded),
     )
+
+
+def in_powers_of_2(coded: Coded) -> bool:
+    """Whether all scales of blocks are said to be powers of two."""
+    return POWERS_OF_2.items() <= coded.quantization.items()
 
 
 def _block(name: str, coded: Coded, said: Said) -> tuple[int, int]:
@@ -228,4 +233,4 @@ def seeded(reader: Reader, coded: Coded | None, plan: Plan) -> Fp8States | None:
             fresh = Fp8State.fresh(recipe.amax_history_len, shape)
             modules[module] = Fp8State({**fresh.roles, "input": after_one_update(amaxes, "input", recipe)})
     method = coded.quantization.get("quant_method")
-    return Fp8States(recipe, modules, producer=f"input scales of {method}") if modules else None
+    return Fp8States(recipe, modules, producer=f"{FIXED_SCALES}{method}") if modules else None

@@ -38,7 +38,7 @@ def plan_te(reader: Reader, coded: Coded | None, export: InferenceExport) -> Wor
     precision = (export.recipe or PRESETS["fp8-delayed"]).of_layers(plan.model.num_layers)
     given = read_state(export.fp8_state, plan.gemms) if export.fp8_state else None
     recorded = filled(reader.fp8, given, export.recipe.delayed if export.recipe else None)
-    states = _of_gemms(recorded or seeded(reader, coded, plan), plan, precision)
+    states = _of_gemms(filled(recorded, seeded(reader, coded, plan), None), plan, precision)
     output = open_output(export.destination, export.source, export.reference, export.fp8_state)
     writer = hf_writer(
         output,

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from precisionctl.cast import Encode
 from precisionctl.checkpoints.base import Chunked, check_rows, read_rows, rows_held, write_rows
-from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, ShapeMismatch
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.blocks import Fit, share
 from precisionctl.fp8.encoding import Encoding, grid_shape
 from precisionctl.lower import Segment, lower
+from precisionctl.passing import passed_on
 from precisionctl.plan import Job, Plan
 
 BUFFER = 4 << 20
@@ -106,6 +107,8 @@ class Worker:
             return self._compute(job)
         reads = {name: self._reader.specs[name].rows for name in job.reads}
         segments = lower(job.row, self._plan.model, self._plan.source, self._plan.target, reads, job.writes)
+        if job.encode and self._pass_on(job.encode, segments):
+            return {}
         if job.encode:
             return self._encode(job.encode, lambda: (piece for segment in segments for piece in self._moved(segment)))
         seen: list[Tensor] = []
@@ -193,6 +196,38 @@ class Worker:
             values = _view(self._write_buffer, dtype, *values.shape).copy_(values)
         self._put(name, row, values)
 
+    def _pass_on(self, encode: Encode, segments: Sequence[Segment]) -> bool:
+        """Copy codes that are what is wanted already; False where some are not."""
+        where = [(segment.read, segment.read_row) for segment in segments]
+        if where != [(segment.write, segment.write_row) for segment in segments]:
+            return False
+        if not encode.blocks or {segment.write for segment in segments} != encode.blocks.keys():
+            return False
+        grids = passed_on(encode, self._reader.encodings, self._carried, self._writer.specs)
+        if grids is None:
+            return False
+        for name, grid in grids.items():
+            self._put_scales(encode.weight_scales[name], grid)
+        for segment in segments:
+            spec = self._reader.specs[segment.write]
+            step = max(1, BUFFER // spec.columns)
+            for row in range(segment.write_row, segment.write_row + segment.rows, step):
+                rows = min(step, segment.write_row + segment.rows - row)
+                into = _view(self._read_buffer, spec.dtype, rows, spec.columns)
+                self._put(segment.write, row, read_rows(self._reader, segment.write, row, rows, into))
+        self._put_constants(encode)
+        return True
+
+    def _put_constants(self, encode: Encode) -> None:
+        for name, value in encode.input_scales.items():
+            self._put(name, 0, torch.tensor([[value]]).to(self._writer.specs[name].dtype))
+
+    def _put_scales(self, name: str, grid: Tensor) -> None:
+        """A grid of scales, FP32 or as it is stored: exponents as bytes."""
+        spec = self._writer.specs[name]
+        stored = grid.to(torch.float8_e8m0fnu if spec.dtype == torch.uint8 else spec.dtype).contiguous()
+        self._put(name, 0, stored.view(spec.dtype).reshape(spec.rows, spec.columns))
+
     def _encode(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> dict[str, float]:
         """Two passes: what scales there must be, then the codes. One is enough where each row has its own scale, and
         none is carried."""
@@ -204,6 +239,8 @@ class Worker:
         for name, row, values in pieces() if fits else ():
             if name in fits:
                 fits[name].see(values, row)
+        for name, fit in fits.items():
+            _check_finite(name, fit.amax)
         if encode.shared:
             share(list(fits.values()))
         made = {name: self._made(fit, encode.weight_scales[name], encode.power_of_2) for name, fit in fits.items()}
@@ -218,8 +255,7 @@ class Worker:
             if name in changed:
                 changed[name] += fits[name].changed(values, codes, row)
             self._put(name, row, codes)
-        for name, value in encode.input_scales.items():
-            self._put(name, 0, torch.tensor([[value]]).to(self._writer.specs[name].dtype))
+        self._put_constants(encode)
         return changed
 
     def _is_by_row(self, name: str, encode: Encode) -> bool:
@@ -233,13 +269,15 @@ class Worker:
         spec = self._writer.specs[scales]
         exponents = spec.dtype == torch.uint8
         encoding = fit.encoding(torch.float8_e8m0fnu if exponents else spec.dtype, power_of_2=power_of_2)
-        self._put(scales, 0, encoding.scale_inv.view(spec.dtype).reshape(spec.rows, spec.columns))
+        self._put_scales(scales, encoding.scale_inv)
         return encoding
 
     def _by_row(self, name: str, row: int, values: Tensor, encode: Encode) -> Encoding:
         """How to encode rows that each have the scale of their own amax, which is written."""
         dtype = self._writer.specs[name].dtype
-        scale_inv = numerics.scale_inv(numerics.row_amax(values), dtype)
+        amax = numerics.row_amax(values)
+        _check_finite(name, amax)
+        scale_inv = numerics.scale_inv(amax, dtype)
         self._put(encode.weight_scales[name], row, scale_inv)
         return Encoding(dtype, scale_inv, (1, values.shape[1]))
 
@@ -280,6 +318,15 @@ class Checker(Worker):
             into = _view(self._read_buffer, spec.dtype, rows, spec.columns)
             total.update(read_rows(self._writer, name, row, rows, into).view(torch.uint8).numpy().data)
         return total.hexdigest()
+
+
+def _check_finite(name: str, amax: Tensor) -> None:
+    """Raises PrecisionError for the amax of an infinite weight, which no scale brings into FP8."""
+    if bool(amax.isinf().any()):
+        raise PrecisionError(
+            f"`{name}` holds an infinite weight, which no FP8 scale is for",
+            do="Is the checkpoint sound? `keep_bf16` in a --recipe leaves the module as it is.",
+        )
 
 
 def _view(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int) -> Tensor:

@@ -40,6 +40,9 @@ _KINDS = {TENSOR: "per-tensor", CHANNEL: "per-channel"}
 SQUARE = (128, 128)
 """DeepSeek's blocks, the only ones that every engine here has kernels for."""
 
+POWERS_OF_2: Mapping[str, str] = {"scale_fmt": "ue8m0"}
+"""How `quant_method: fp8` says that the scales of its blocks are powers of two, and that those of inputs are to be."""
+
 BLOCKS: Mapping[Scheme, Block] = {"static": TENSOR, "dynamic": CHANNEL, "block": SQUARE, "mxfp8": (1, 32)}
 """How many rows and columns of a weight share a scale, by scheme."""
 

@@ -1,0 +1,119 @@
+"""Codes that are passed on, and what is said or refused where they cannot be."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import fp8_directories
+import pico
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.errors import PrecisionError
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.inference import InferenceExport, plan_export
+from precisionctl.work import execute
+
+WHOLE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def export(source: Path, out: Path, scheme: str | None = None, **settings: object) -> dict[str, torch.Tensor]:
+    work = plan_export(InferenceExport(source, out, "vllm", scheme, **settings))  # type: ignore[arg-type]
+    execute(work, workers=1, verify=True)
+    return load_file(out / "model.safetensors")
+
+
+def change(directory: Path, name: str, values: torch.Tensor | None) -> None:
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    if values is None:
+        del tensors[name]
+    else:
+        tensors[name] = values
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("spelling", ["fp8-block", "fp8-ue8m0", "compressed-channel", "compressed-tensor"])
+def test_codes_that_are_wanted_are_copied_and_not_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str
+) -> None:
+    """NaN among them, of either sign, and both zeros."""
+    fp8_directories.make(tmp_path / "fp8", spelling, **WHOLE)
+    before = load_file(tmp_path / "fp8" / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    before[name].view(torch.uint8)[0, :4] = torch.tensor([0x7F, 0xFF, 0x00, 0x80], dtype=torch.uint8)
+    change(tmp_path / "fp8", name, before[name])
+    made_anew = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"} if spelling == "compressed-tensor" else set()
+
+    def unasked(*_: object) -> None:
+        raise AssertionError("a code was looked at")
+
+    if not made_anew:  # a fused group shares its scale, and these have several
+        monkeypatch.setattr(Encoding, "decode_rows", unasked)
+        monkeypatch.setattr(Encoding, "encode_rows", unasked)
+    after = export(tmp_path / "fp8", tmp_path / "out")
+    codes = [name for name, values in before.items() if values.dtype == torch.float8_e4m3fn]
+    kept = [name for name in codes if name.split(".")[-2] not in made_anew]
+    assert len(kept) == (4 if made_anew else 14)
+    for name in kept:
+        assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
+
+
+def test_powers_of_two_are_kept_and_new_blocks_get_some(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "fp8-ue8m0", **WHOLE)
+    before = load_file(tmp_path / "fp8" / "model.safetensors")
+    values = torch.randn(before[UP].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    change(tmp_path / "fp8", UP, values)
+    change(tmp_path / "fp8", f"{UP}_scale_inv", None)
+    after = export(tmp_path / "fp8", tmp_path / "out", "block")
+    quantization = HuggingFaceReader(tmp_path / "out").config["quantization_config"]
+    assert quantization["scale_fmt"] == "ue8m0"
+    other = "model.layers.0.mlp.gate_proj.weight"
+    assert torch.equal(after[other].view(torch.uint8), before[other].view(torch.uint8))
+    assert torch.equal(after[f"{other}_scale_inv"], before[f"{other}_scale_inv"].float())
+    amax = values.float().abs().view(3, 128, 2, 128).amax((1, 3))
+    assert torch.equal(after[f"{UP}_scale_inv"], torch.exp2(torch.ceil(torch.log2(amax / 448))))
+
+
+def test_other_schemes_say_nothing_of_powers_of_two(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "fp8", "fp8-ue8m0", **WHOLE)
+    export(tmp_path / "fp8", tmp_path / "out", "dynamic")
+    assert "scale_fmt" not in HuggingFaceReader(tmp_path / "out").config["quantization_config"]
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "block", "mxfp8"])
+def test_an_infinite_weight_is_refused_by_its_name(tmp_path: Path, scheme: str) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, **WHOLE)
+    weight = load_file(tmp_path / "hf" / "model.safetensors")[UP]
+    weight[5, 7] = -torch.inf
+    change(tmp_path / "hf", UP, weight)
+    with pytest.raises(PrecisionError, match=f"`{UP}` holds an infinite weight"):
+        export(tmp_path / "hf", tmp_path / "out", scheme)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("by_way_of", ["nothing", "megatron"])
+def test_a_file_of_state_counts_more_than_fixed_scales_of_codes(tmp_path: Path, by_way_of: str) -> None:
+    """Also where those have become state that waits in a sidecar."""
+    fp8_directories.make(tmp_path / "fp8", "modelopt-tensor", **WHOLE)
+    execute(plan_conversion(Conversion(tmp_path / "fp8", tmp_path / "megatron", "megatron")))
+    states = sidecar.read(tmp_path / "megatron" / "release" / sidecar.RELATIVE)
+    module = "decoder.layers.0.mlp.linear_fc2"
+    states.modules[module].roles["input"].amax_history[-1] = 7.0
+    given = tmp_path / "given.safetensors"
+    only = replace(states, modules={module: states.modules[module]}, producer="a run", iteration=5)
+    sidecar.write(given, only)
+    source = tmp_path / ("fp8" if by_way_of == "nothing" else "megatron")
+    exported = export(source, tmp_path / "out", "static", fp8_state=given)
+    told = Conversion(source, tmp_path / "back", "hf", precision="fp8", fp8_state=given)
+    execute(plan_conversion(told))
+    converted = load_file(tmp_path / "back" / "model.safetensors")
+    before = load_file(tmp_path / "fp8" / "model.safetensors")
+    for stored in (exported, converted):
+        assert stored["model.layers.0.mlp.down_proj.input_scale"].item() == torch.tensor(7.0).div(448).item()
+        other = "model.layers.1.mlp.down_proj.input_scale"
+        assert stored[other].item() == pytest.approx(before[other].item(), rel=1e-6), "what the file lacks stays"
