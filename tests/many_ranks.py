@@ -236,6 +236,8 @@ def all_runs() -> None:
         run(f"{source} fp8 two, recomputed", 2, source=source, train__recompute="layer", **fp8)
         run(f"{source} guarded alone", 1, source=source, shadow_every=2, **fp8)
         run(f"{source} guarded two", 2, source=source, shadow_every=2, train__recompute="layer", **fp8)
+    for name, count, how in (("alone", 1, {}), ("two", 2, {}), ("tensor", 2, {"parallel__tensor": 2})):
+        run(f"block {name}", count, precision__scaling="block", train__steps=3, **how, **fp8)
     run("four alone", 1, train__micro_batch_size=1, train__steps=1)
     look = {**fp8, "train__micro_batch_size": 1, "train__steps": 1, "shadow_every": 1}
     for copies in (1, 2, 4):

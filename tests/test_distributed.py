@@ -136,6 +136,16 @@ def test_fp8_of_two_ranks_is_that_of_one_process_but_for_rounding(place: Path, t
     assert [loss for _, loss in looks[1]] == pytest.approx([loss for _, loss in looks[0]], rel=2**-9)
 
 
+@pytest.mark.parametrize(("ranks", "at_first"), [("two", 1e-6), ("tensor", 2**-12)])
+def test_128_blocks_of_two_ranks_are_those_of_one_process_but_for_rounding(
+    told: Told, ranks: str, at_first: float
+) -> None:
+    """Nothing is kept that ranks must have alike. Those that share a layer cut its squares: some scales are others."""
+    alone, two = steps(told, "block alone"), steps(told, f"block {ranks}")
+    assert two[0][1] == pytest.approx(alone[0][1], rel=at_first)
+    assert [loss for _, loss, _ in two] == pytest.approx([loss for _, loss, _ in alone], rel=2**-9)
+
+
 @models
 def test_all_ranks_have_the_same_fp8_state(place: Path, told: Told, model: str) -> None:
     for when in ("start", "end"):
