@@ -7,7 +7,7 @@ import click
 
 from precisionctl import __version__
 from precisionctl.cli.group import Commands
-from precisionctl.cli.looking import compare, doctor, evaluate, inspect, verify
+from precisionctl.cli.looking import compare, doctor, evaluate, inspect, launch_args, verify
 from precisionctl.cli.training import calibrate, demo, resume
 from precisionctl.cli.writing import convert, export_inference
 
@@ -22,6 +22,18 @@ def main(debug: bool) -> None:
     """
 
 
-FIRST_DAY = (inspect, convert, calibrate, resume, export_inference, verify, compare, evaluate, doctor, demo)
+FIRST_DAY = (
+    inspect,
+    convert,
+    calibrate,
+    resume,
+    export_inference,
+    verify,
+    compare,
+    evaluate,
+    launch_args,
+    doctor,
+    demo,
+)
 for command in FIRST_DAY:
     main.add_command(command)

@@ -237,3 +237,29 @@ def doctor(checkpoint: Path | None, iteration: int | None, json_wanted: bool) ->
         print_json({"machine": asdict(machine), "payloads": asdict(found) if found else None})
     else:
         console.show_tables(report.machine_tables(machine) + (report.payload_tables(found) if found else []))
+
+
+@click.command("launch-args")
+@click.argument("checkpoint", type=CHECKPOINT)
+@click.option(
+    "--framework",
+    type=click.Choice(["megatron-lm", "megatron-bridge", "nemo", "accelerate"]),
+    required=True,
+    help="What is to go on from CHECKPOINT.",
+)
+@iteration_option
+@json_option
+def launch_args(checkpoint: Path, framework: str, iteration: int | None, json_wanted: bool) -> None:
+    """Print what another framework is started with to go on from CHECKPOINT.
+
+    The model's sizes, where the weights and the tokenizer are, how they were cut, the FP8 recipe, and what to leave
+    behind. What it cannot know (data, batch sizes, rates) is listed.
+    """
+    from precisionctl import console
+    from precisionctl.launch.find import launch
+
+    found = launch(checkpoint, framework, iteration)
+    if json_wanted:
+        print_json(found.as_json())
+    else:
+        console.show_lines(found.lines())

@@ -1,0 +1,1 @@
+"""How other frameworks go on from a checkpoint: what to start them with."""

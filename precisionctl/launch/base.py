@@ -1,0 +1,133 @@
+"""What is known of a checkpoint, and what a framework is started with to go on from it."""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.megatron_keys import OURS
+from precisionctl.checkpoints.megatron_run import MegatronReader, of_megatron
+from precisionctl.doctor import examine_payloads
+from precisionctl.errors import CheckpointError
+from precisionctl.fp8.state import DelayedScaling
+from precisionctl.model_shape import ModelShape
+from precisionctl.notes import GATE
+from precisionctl.trainer.run_folder import RUN_FILE
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start a framework with: a command and its options, each with its values; or `config`, text for a file of
+    its own. `yours` is what is left to say; `notes` what to know."""
+
+    framework: str
+    command: tuple[str, ...] = ()
+    options: tuple[tuple[str, ...], ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    config: str = ""
+    yours: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """For a shell, or the file; what is not for those is a comment of both."""
+        comment = "# " if self.config else ""
+        lines = [f"{comment}export {name}={value}" for name, value in self.environment.items()]
+        words = [shlex.join(self.command), *map(shlex.join, self.options)]
+        lines += " \\\n    ".join(filter(None, words)).splitlines()
+        lines += self.config.splitlines()
+        lines += [f"# yours to add: {', '.join(self.yours)}"] if self.yours else []
+        return [*lines, *(f"# {note}" for note in self.notes)]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "command": [*self.command, *(word for option in self.options for word in option)],
+            "options": [list(option) for option in self.options],
+        }
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint that is to be gone on from, at `path`, as it was named."""
+
+    reader: Reader
+    path: Path
+
+    @property
+    def model(self) -> ModelShape:
+        return self.reader.model
+
+    def megatron(self, framework: str, do: str) -> MegatronReader:
+        """Its reader. Raises CheckpointError where it is not Megatron's."""
+        if not of_megatron(self.reader):
+            raise CheckpointError(f"{framework} takes Megatron's checkpoints, and this is none", where=self.path, do=do)
+        return self.reader
+
+    @property
+    def directory(self) -> Path:
+        """Of the iteration, or of the Hugging Face model."""
+        return (self.reader.path or self.path).absolute()
+
+    @property
+    def root(self) -> Path:
+        """What `--load` names: where iterations are."""
+        here = self.directory
+        return here.parent if here.name == "release" or here.name.startswith("iter_") else here
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """A directory that transformers can load a tokenizer from."""
+        for place in (self.directory, self.directory / OURS / "hf"):
+            if any(place.glob("tokenizer*")):
+                return place
+        return None
+
+    @cached_property
+    def state(self) -> DelayedScaling | None:
+        """The recipe of the FP8 state that Transformer Engine would take up: in a Megatron checkpoint that of payloads,
+        in a Hugging Face directory that of the sidecar."""
+        states = self.reader.fp8
+        if states is None or not any(one.of_gemm for one in states.modules.values()):
+            return None
+        if of_megatron(self.reader) and not self._refused:
+            return None
+        return states.recipe
+
+    @cached_property
+    def _refused(self) -> int:
+        return examine_payloads(self.reader, None).refused
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What Transformer Engine wants to be told before it loads pickles; from 2.16.1 on."""
+        return {GATE: "1"} if of_megatron(self.reader) and self._refused else {}
+
+    @property
+    def has_payloads(self) -> bool:
+        """Whether there is an `_extra_state` at all, empty or not."""
+        return of_megatron(self.reader) and next(iter(self.reader.payloads()), None) is not None
+
+    @property
+    def ours(self) -> bool:
+        """Whether `resume` wrote it."""
+        return isinstance(self.reader, TorchDistReader) and (self.directory / RUN_FILE).is_file()
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there is one that Megatron itself wrote, or that was converted from such a one."""
+        return of_megatron(self.reader) and bool(self.reader.optimizer_specs) and not self.ours
+
+
+def recipe_words(recipe: DelayedScaling) -> Mapping[str, object]:
+    """Of delayed scaling, under the names that Megatron, Bridge and NeMo share."""
+    return {
+        "fp8": recipe.fp8_format.lower(),
+        "fp8_recipe": "delayed",
+        "fp8_margin": recipe.margin,
+        "fp8_amax_history_len": recipe.amax_history_len,
+        "fp8_amax_compute_algo": recipe.amax_compute_algo,
+    }

@@ -1,0 +1,20 @@
+"""The frameworks, by name."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.launch import accelerate, megatron_bridge, megatron_lm, nemo
+from precisionctl.launch.base import Launch, Subject
+
+FRAMEWORKS: Mapping[str, Callable[[Subject], Launch]] = {
+    "megatron-lm": megatron_lm.launch,
+    "megatron-bridge": megatron_bridge.launch,
+    "nemo": nemo.launch,
+    "accelerate": accelerate.launch,
+}
+
+
+def launch(checkpoint: Path, framework: str, iteration: int | None = None) -> Launch:
+    """Raises CheckpointError where the framework cannot take the checkpoint, and what opening one raises."""
+    return FRAMEWORKS[framework](Subject(open_checkpoint(checkpoint, iteration), checkpoint))

@@ -1,0 +1,45 @@
+"""Megatron-Bridge: lines for a recipe, on its ConfigContainer `cfg` (training/config.py, mixed_precision.py)."""
+
+from precisionctl.launch.base import Launch, Subject, recipe_words
+
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+_MIXED = "megatron.bridge.training.mixed_precision"
+
+
+def launch(subject: Subject) -> Launch:
+    """Raises CheckpointError for a checkpoint that is not Megatron's."""
+    reader = subject.megatron(
+        "Megatron-Bridge", "Write one with `convert --to megatron`, or let Bridge import the Hugging Face directory."
+    )
+    recipe = "bf16_with_fp8_delayed_scaling_mixed" if subject.state else "bf16_mixed"
+    lines = [
+        f"from {_MIXED} import {recipe}",
+        f"cfg.checkpoint.pretrained_checkpoint = {str(subject.directory)!r}",
+        "cfg.checkpoint.finetune = True",
+        "cfg.checkpoint.load_optim = False",
+        "cfg.checkpoint.load_rng = False",
+        *([] if subject.has_payloads else ["cfg.checkpoint.dist_ckpt_strictness = 'log_all'"]),
+    ]
+    lines += [f"cfg.model.{name} = {int(reader.args.get(name) or 1)}" for name in _SIZES]
+    lines += [f"cfg.model.seq_length = {subject.model.max_position_embeddings}"]
+    if subject.tokenizer:
+        lines += [
+            "cfg.tokenizer.tokenizer_type = 'HuggingFaceTokenizer'",
+            f"cfg.tokenizer.tokenizer_model = {str(subject.tokenizer)!r}",
+        ]
+    lines.append(f"cfg.mixed_precision = {recipe}()")
+    if subject.state:
+        lines += [f"cfg.mixed_precision.{name} = {value!r}" for name, value in recipe_words(subject.state).items()]
+        lines.append("cfg.mixed_precision.fp8_param_gather = False")
+    notes = ["weights alone are taken: Bridge's optimizer has files of its own"]
+    if subject.state:
+        notes.append("whether FP8 state is taken up depends on Bridge's version; its import and export drop it")
+    if not (subject.directory / "run_config.yaml").is_file():
+        notes.append("no run_config.yaml describes the model: take the provider of its family, from AutoBridge")
+    return Launch(
+        "megatron-bridge",
+        environment=subject.environment,
+        config="\n".join(lines),
+        yours=("the recipe of the model's family", "data", "batch sizes", "learning rate"),
+        notes=tuple(notes),
+    )

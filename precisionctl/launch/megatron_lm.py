@@ -1,0 +1,155 @@
+"""Megatron-LM: flags of `pretrain_gpt.py`, under the names that versions from 0.14 on have in common (arguments.py)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
+from precisionctl.launch.base import Launch, Subject, recipe_words
+from precisionctl.model_shape import ModelShape
+
+Option = tuple[str, ...]
+
+_VALUES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("max_position_embeddings", "seq_length", "normalization", "norm_epsilon", "position_embedding_type"),
+    *("rotary_base", "rotary_percent", "rope_scaling_factor", "rotary_seq_len_interpolation_factor", "rope_type"),
+    *("window_size", "window_attn_skip_freq", "softmax_type", "attention_dropout", "hidden_dropout"),
+    *("make_vocab_size_divisible_by", "padded_vocab_size", "glu_linear_offset", "activation_func_clamp_value"),
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("rotary_scaling_factor", "mscale", "mscale_all_dim", "num_experts", "moe_layer_freq", "moe_router_topk"),
+    *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_score_function"),
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
+    *("moe_token_dispatcher_type", "mtp_num_layers"),
+)
+_SWITCHES = (
+    *("group_query_attention", "swiglu", "squared_relu", "quick_geglu", "add_qkv_bias", "qk_layernorm"),
+    *("rotary_interleaved", "apply_layernorm_1p", "untie_embeddings_and_output_weights", "use_rope_scaling"),
+    *("multi_latent_attention", "moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_grouped_gemm"),
+)
+_OFF = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
+"""Switches that are on where nothing is said."""
+
+_HUGGING_FACE_ONLY = (
+    *("architecture", "vocab_size", "qkv_bias", "proj_bias", "mlp_bias", "output_bias", "hf_zero_centered_gamma"),
+)
+"""Fields of a model that Megatron has no argument for, and needs none."""
+
+_SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+    *("expert_tensor_parallel_size", "num_layers_per_virtual_pipeline_stage"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+)
+
+
+def launch(subject: Subject) -> Launch:
+    """Raises CheckpointError for a checkpoint that is not Megatron's, and UnknownArchitecture for a model that flags
+    cannot describe."""
+    reader = subject.megatron("Megatron-LM", "Write one: `precisionctl convert CKPT NEW --to megatron`.")
+    sizes = {name: int(reader.args[name]) for name in _SIZES if reader.args.get(name) is not None}
+    ranks = _product(sizes, "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    options = [*_model_options(subject.model), *_loading(subject), *_tokenizer(subject), *_precision(subject)]
+    options += [(_flag(name), str(size)) for name, size in sizes.items()]
+    if subject.model.moe and sizes.get("tensor_model_parallel_size", 1) > 1:
+        options.append(("--sequence-parallel",))  # which experts ask for
+    return Launch(
+        "megatron-lm",
+        ("torchrun", "--nproc-per-node", str(ranks), "pretrain_gpt.py"),
+        tuple(options),
+        subject.environment,
+        yours=("--micro-batch-size", "--global-batch-size", "--train-iters", "--lr", "--data-path", "--save"),
+        notes=tuple(_notes(subject)),
+    )
+
+
+def _product(sizes: Mapping[str, int], *names: str) -> int:
+    return math.prod(sizes.get(name, 1) for name in names)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _model_options(model: ModelShape) -> list[Option]:
+    """What is said is read back, and must be the model: flags that make another one would be worse than none."""
+    wanted = to_megatron_args(model)
+    said = {name: wanted[name] for name in _VALUES if wanted.get(name) is not None}
+    said |= {name: True for name in _SWITCHES if wanted.get(name)}
+    said |= {name: False for name in _OFF if wanted.get(name) is False}
+    if model.num_query_groups == model.num_attention_heads:
+        said.pop("num_query_groups")
+    if not said.get("use_rope_scaling"):
+        said.pop("rope_scaling_factor", None)
+    _require_said(model, said)
+    options: list[Option] = [(_flag(name), _spelled(said[name])) for name in _VALUES if name in said]
+    options += [(_flag(name),) for name in _SWITCHES if name in said]
+    return options + [(flag,) for name, flag in _OFF.items() if name in said]
+
+
+def _require_said(model: ModelShape, said: Mapping[str, Any]) -> None:
+    """Raise UnknownArchitecture where Megatron's flags do not say all of a model."""
+    try:
+        understood = read_megatron_args({"q_lora_rank": None, **said}, model.padded_vocab_size, "")
+    except DamagedCheckpoint as error:
+        raise UnknownArchitecture(
+            f"Megatron-LM's flags do not describe `{model.architecture}`: {error.what}"
+        ) from error
+    expected = replace(model, **{name: getattr(understood, name) for name in _HUGGING_FACE_ONLY})
+    if expected.query_pre_attn_scalar == model.kv_channels:
+        expected = replace(expected, query_pre_attn_scalar=None)
+    names = [field.name for field in fields(ModelShape)]
+    differing = [name for name in names if getattr(expected, name) != getattr(understood, name)]
+    if differing:
+        raise UnknownArchitecture(
+            f"Megatron-LM has no flags for all of `{model.architecture}`: {', '.join(differing)}",
+            do="Megatron-Bridge has a provider for many such models: --framework megatron-bridge.",
+        )
+
+
+def _spelled(value: Any) -> str:
+    """As the flags' own readers take it: tuples and lists without spaces."""
+    return str(value).replace(" ", "")
+
+
+def _loading(subject: Subject) -> list[Option]:
+    options: list[Option] = [("--load", str(subject.root)), ("--ckpt-format", subject.reader.container)]
+    if not subject.has_optimizer:
+        options += [("--no-load-optim",), ("--no-load-rng",)]
+    elif not any("rng_state" in key for key in subject.megatron("", "").objects):
+        options.append(("--no-load-rng",))
+    if subject.reader.container == "torch_dist" and not subject.has_payloads:
+        options.append(("--dist-ckpt-strictness", "log_all"))
+    return options
+
+
+def _tokenizer(subject: Subject) -> list[Option]:
+    if subject.tokenizer is None:
+        return []
+    return [("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", str(subject.tokenizer))]
+
+
+def _precision(subject: Subject) -> list[Option]:
+    options: list[Option] = [("--bf16",)]
+    if subject.state:
+        words = {"fp8_format" if name == "fp8" else name: value for name, value in recipe_words(subject.state).items()}
+        options += [(_flag(name), str(value)) for name, value in words.items()]
+    return options
+
+
+def _notes(subject: Subject) -> list[str]:
+    notes = ["--seq-length is the model's longest; a shorter one is fine"]
+    if subject.tokenizer is None:
+        notes.append("no tokenizer lies beside the weights: --tokenizer-type and --tokenizer-model are yours, too")
+    if subject.ours:
+        notes.append("the optimizer of `precisionctl resume` stays behind: Megatron does not read it")
+    if subject.state:
+        notes.append(
+            "to go on in BF16, leave the --fp8 flags out, and convert with --precision bf16 so that no pickle is met"
+        )
+    elif subject.reader.fp8:
+        notes.append("FP8 state is in the sidecar alone: for an FP8 run, convert with --precision fp8")
+    if not subject.has_payloads and subject.reader.container == "torch_dist":
+        notes.append("no _extra_state is in it; --dist-ckpt-strictness lets Megatron load it and name what is missing")
+    return notes

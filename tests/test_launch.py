@@ -1,0 +1,222 @@
+"""What other frameworks are started with. Megatron's flags are parsed by Megatron-LM's own, of three versions.
+
+`golden/megatron_flags.json` has those that are used: their destination, type and choices, as the parser of Megatron-LM
+core_v0.14.0, core_v0.16.1 and core_v0.19.0 (`add_megatron_arguments`, megatron/training/arguments.py) has them.
+"""
+
+import argparse
+import ast
+import json
+import shlex
+import warnings
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from pico import LLAMA3_ROPE, save
+from training import SMALL, make_source, make_text, run, settings
+
+from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.calibrate import Calibration, calibrate
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.cli import main
+from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.errors import CheckpointError, UnknownArchitecture
+from precisionctl.launch.base import Launch
+from precisionctl.launch.find import FRAMEWORKS, launch
+from precisionctl.param import Parallelism
+from precisionctl.work import execute
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, of what megatron-core imports from it
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+FLAGS: dict[str, dict[str, dict[str, Any]]] = json.loads(
+    (Path(__file__).parent / "golden/megatron_flags.json").read_text()
+)
+READERS: dict[str, Any] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "tuple_type": lambda text: tuple(int(part) for part in text.strip("()").split(",")),
+    "moe_freq_type": lambda text: ast.literal_eval(text),
+}
+"""What Megatron's types make of a text."""
+
+
+def parse(version: str, words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    for flag, about in FLAGS[version].items():
+        if about.get("switch"):
+            off = flag.startswith(("--disable-", "--no-bias-"))
+            parser.add_argument(flag, dest=about["dest"], action="store_false" if off else "store_true")
+        else:
+            kind = READERS[about.get("type", "str")]
+            parser.add_argument(
+                flag, dest=about["dest"], type=kind, nargs=about.get("nargs"), choices=about.get("choices")
+            )
+    return parser.parse_args(words)
+
+
+def flags_of(found: Launch) -> list[str]:
+    return [word for option in found.options for word in option]
+
+
+def converted(folder: Path, family: str = "llama-3", *, name: str = "", **changes: Any) -> Path:
+    save(folder / "source", family)
+    execute(plan_conversion(Conversion(folder / "source", folder / (name or "megatron"), "megatron", **changes)))
+    return folder / (name or "megatron")
+
+
+LLAMA_31 = LLAMA3_ROPE | {"factor": 32.0, "original_max_position_embeddings": 8192}
+"""As in Llama 3.2 1B; Megatron's flags know this one context, and the factor."""
+NEW = {"gpt-oss", "mistral", "mixtral", "qwen2-window"}
+"""Families with flags that Megatron has since 0.16: windows, sinks."""
+SAID = {
+    *("llama-2", "llama-all-biases", "llama-head-dim", "mistral", "qwen2", "qwen2-window", "qwen3", "mixtral"),
+    *("qwen3-moe", "phi3", "nemotron", "gpt2", "deepseek-v2"),
+}
+UNSAID = {"gemma2": "attn_logit_softcapping", "gemma3": "rotary_base_local", "phi3-long": "rope_scaling"}
+
+
+@pytest.mark.parametrize("family", sorted(SAID))
+def test_megatron_lm_reads_the_model_of_its_flags(family: str, tmp_path: Path) -> None:
+    """Every flag is one of its own with a value that it takes, and where TransformerConfig has a field of that name, it
+    has the value that the checkpoint's own arguments say."""
+    found = launch(converted(tmp_path, family), "megatron-lm")
+    model = open_checkpoint(tmp_path / "megatron").model
+    said = to_megatron_args(model)
+    known = {field.name for kind in (TransformerConfig, MLATransformerConfig) for field in fields(kind)}
+    for version in FLAGS if family not in NEW else ("core_v0.16.1", "core_v0.19.0"):
+        read = vars(parse(version, flags_of(found)))
+        assert (read["ckpt_format"], read["load"]) == ("torch_dist", str(tmp_path / "megatron"))
+        assert read["no_load_optim"] and read["no_load_rng"] and read["bf16"]
+        assert read["padded_vocab_size"] == model.padded_vocab_size
+        compared = 0
+        for name in known & said.keys() & read.keys():
+            if read[name] is not None:
+                assert read[name] == said[name], name
+                compared += 1
+        assert compared > 10
+
+
+@pytest.mark.parametrize("family", sorted(UNSAID))
+def test_a_model_that_flags_cannot_say_is_refused_by_what_they_lack(family: str, tmp_path: Path) -> None:
+    with pytest.raises(UnknownArchitecture, match=UNSAID[family]):
+        launch(converted(tmp_path, family), "megatron-lm")
+
+
+def test_sizes_container_and_experts_follow_the_checkpoint(tmp_path: Path) -> None:
+    cut = converted(tmp_path, "mixtral", container="torch", parallelism=Parallelism(tensor=2, pipeline=2, expert=2))
+    found = launch(cut, "megatron-lm")
+    read = parse("core_v0.16.1", flags_of(found))
+    sizes = (read.tensor_model_parallel_size, read.pipeline_model_parallel_size, read.expert_model_parallel_size)
+    assert sizes == (2, 2, 2) and read.ckpt_format == "torch" and read.sequence_parallel
+    assert found.command == ("torchrun", "--nproc-per-node", "8", "pretrain_gpt.py")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source with a tokenizer, its FP8 state, and both in Megatron's layout and back."""
+    folder = tmp_path_factory.mktemp("launch")
+    make_source(folder / "source", family="llama-2", rope_parameters=LLAMA_31)
+    make_text(folder / "text")
+    keys = tuple(f"{key}={value}" for key, value in SMALL.items())
+    state = folder / "state"
+    calibrate(Calibration(folder / "source", folder / "text", state, overrides=keys, passes=1, backend="emulated"))
+    for name, precision in (("fp8", "fp8"), ("bf16", "bf16")):
+        made: Any = Conversion(folder / "source", folder / name, "megatron", precision, fp8_state=state)
+        execute(plan_conversion(made))
+    execute(plan_conversion(Conversion(folder / "fp8", folder / "hf", "hf")))
+    return folder
+
+
+def test_fp8_state_brings_its_recipe_and_the_switch_for_pickles(place: Path) -> None:
+    found = launch(place / "fp8", "megatron-lm")
+    read = parse("core_v0.19.0", flags_of(found))
+    history, algorithm = read.fp8_amax_history_len, read.fp8_amax_compute_algo
+    assert (read.fp8, read.fp8_recipe, read.fp8_margin, history, algorithm) == ("hybrid", "delayed", 0, 4, "max")
+    assert found.environment == {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
+    assert read.use_rope_scaling and read.rope_scaling_factor == 32
+    assert read.tokenizer_type == "HuggingFaceTokenizer" and (Path(read.tokenizer_model) / "tokenizer.json").is_file()
+    plain = launch(place / "bf16", "megatron-lm")
+    assert not plain.environment and not any("fp8" in word for word in flags_of(plain))
+    assert any("sidecar" in note for note in plain.notes)
+
+
+def test_a_run_of_ours_is_gone_on_from_without_its_optimizer(place: Path, tmp_path: Path) -> None:
+    run(settings(place / "source", place / "text", tmp_path / "run", "fp8", train__steps=2))
+    found = launch(tmp_path / "run", "megatron-lm")
+    read = parse("core_v0.16.1", flags_of(found))
+    assert read.no_load_optim and read.no_load_rng and read.load == str(tmp_path / "run")
+    assert any("optimizer of `precisionctl resume`" in note for note in found.notes)
+
+
+def test_a_checkpoint_without_extra_state_is_loaded_less_strictly(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from precisionctl.checkpoints.megatron_dist import TorchDistReader
+
+    assert parse("core_v0.16.1", flags_of(launch(place / "fp8", "megatron-lm"))).dist_ckpt_strictness is None
+    monkeypatch.setattr(TorchDistReader, "payloads", lambda self: iter(()))
+    read = parse("core_v0.16.1", flags_of(launch(place / "bf16", "megatron-lm")))
+    assert read.dist_ckpt_strictness == "log_all"
+
+
+def set_by(config: str) -> dict[str, object]:
+    """What the lines of a snippet assign, by dotted name."""
+    found: dict[str, object] = {}
+    for node in ast.parse(config).body:
+        if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Call):
+            found[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
+    return found
+
+
+def test_bridge_gets_lines_of_its_own_config(place: Path) -> None:
+    """Names of ConfigContainer's parts in Megatron-Bridge 0.3.1 (training/config.py, tokenizers/config.py,
+    mixed_precision.py)."""
+    found = launch(place / "fp8", "megatron-bridge")
+    given = set_by(found.config)
+    weights = open_checkpoint(place / "fp8").path
+    assert given["cfg.checkpoint.pretrained_checkpoint"] == str(weights)
+    assert given["cfg.checkpoint.load_optim"] is given["cfg.checkpoint.load_rng"] is False
+    assert given["cfg.mixed_precision.fp8"] == "hybrid" and given["cfg.mixed_precision.fp8_amax_history_len"] == 4
+    assert "bf16_with_fp8_delayed_scaling_mixed()" in found.config
+    known = {field.name for field in fields(TransformerConfig)}
+    assert {name.rpartition(".")[2] for name in given if name.startswith("cfg.model.")} - known == {"seq_length"}
+
+
+def test_nemo_imports_hugging_face_s_directories_and_is_told_what_it_cannot_open(place: Path) -> None:
+    found = launch(place / "hf", "nemo")
+    compile(found.config, "nemo", "exec")
+    assert f"hf://{place / 'hf'}" in found.config and "fp8_amax_history_len=4" in found.config
+    with pytest.raises(CheckpointError, match="--framework megatron-bridge"):
+        launch(place / "fp8", "nemo")
+
+
+def test_accelerate_takes_the_recipe_and_hugging_face_s_directories_alone(place: Path) -> None:
+    """Options and choices of accelerate 1.15.0 (commands/launch.py)."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
+    parser.add_argument("--fp8_backend", choices=["ao", "te", "msamp"])
+    parser.add_argument("--fp8_format", choices=["HYBRID", "E4M3", "E5M2"])
+    parser.add_argument("--fp8_amax_compute_algo", choices=["max", "most_recent"])
+    for name in ("--fp8_margin", "--fp8_amax_history_len"):
+        parser.add_argument(name, type=int)
+    read = parser.parse_args(flags_of(launch(place / "hf", "accelerate")))
+    assert (read.mixed_precision, read.fp8_backend, read.fp8_format) == ("fp8", "te", "HYBRID")
+    assert (read.fp8_margin, read.fp8_amax_history_len, read.fp8_amax_compute_algo) == (0, 4, "max")
+    assert parser.parse_args(flags_of(launch(place / "source", "accelerate"))).mixed_precision == "bf16"
+    with pytest.raises(CheckpointError, match="--to hf"):
+        launch(place / "fp8", "accelerate")
+
+
+def test_the_command_prints_what_a_shell_takes_and_json(place: Path) -> None:
+    words = ["launch-args", str(place / "fp8"), "--framework", "megatron-lm"]
+    shown = CliRunner().invoke(main, words)
+    assert shown.exit_code == 0, shown.output
+    script = [line for line in shown.output.replace("\\\n", "").splitlines() if not line.startswith(("#", "export"))]
+    found = json.loads(CliRunner().invoke(main, [*words, "--json"]).output)
+    assert [shlex.split(line) for line in script] == [found["command"]]
+    assert "export NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1" in shown.output.splitlines()
+    assert set(FRAMEWORKS) == set(main.commands["launch-args"].params[1].type.choices)  # type: ignore[attr-defined]
