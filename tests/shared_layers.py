@@ -25,6 +25,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Optimizer, Parallel
+from precisionctl.trainer.backend import BackendName
 from precisionctl.trainer.data.batch import Batch
 from precisionctl.trainer.loop import backward
 from precisionctl.trainer.model import GPT
@@ -69,9 +70,12 @@ def batch_of(rows: range, packed: bool) -> Batch:
     return Batch(tokens[:, :-1], labels, real, Segments((5, 8, 3) * len(rows)) if packed else None)
 
 
-def passed(source: InMemory, world: World, rows: range, family: str) -> tuple[float, float, GPT, MasterAdamW]:
+def passed(
+    source: InMemory, world: World, rows: range, family: str, backend: BackendName = "emulated"
+) -> tuple[float, float, GPT, MasterAdamW]:
     """Loss and norm of the gradients, which are collected."""
-    model = GPT(source.model, PRESETS["bf16"], dtype=torch.float32, world=world, recompute=family == "qwen3")
+    recompute = family == "qwen3"
+    model = GPT(source.model, PRESETS["bf16"], backend, dtype=torch.float32, world=world, recompute=recompute)
     optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shares)
     plan = make_plan(source, "megatron")
     convert.run(plan, source, LiveModel(plan.model, optimizer.masters, parts=model.shares.parts))
@@ -98,7 +102,9 @@ def apart(live: LiveModel, whole: Mapping[str, Tensor]) -> dict[str, float]:
     return found
 
 
-def by_ranks(wanted: list[tuple[str, str]], expected: Mapping[str, Any]) -> dict[str, Any]:
+def by_ranks(
+    wanted: list[tuple[str, str]], expected: Mapping[str, Any], backend: BackendName = "emulated"
+) -> dict[str, Any]:
     told = {}
     with together() as ranks:
         dist.init_process_group("gloo", store=ranks.store, rank=ranks.rank, world_size=ranks.count)
@@ -108,7 +114,7 @@ def by_ranks(wanted: list[tuple[str, str]], expected: Mapping[str, Any]) -> dict
             each = ROWS // world.data_count
             mine = range(world.data_rank * each, (world.data_rank + 1) * each)
             source, loss, norm, gradients = expected[family]
-            ours, length, model, optimizer = passed(source, world, mine, family)
+            ours, length, model, optimizer = passed(source, world, mine, family, backend)
             live = LiveModel(source.model, optimizer.gradients, parts=model.shares.parts)
             told[f"{how}: {family}"] = {
                 "loss": ours / loss - 1,

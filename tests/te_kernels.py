@@ -58,6 +58,8 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
         scale = quantizer.scale.detach().reshape(1).clone()
         quantizer.amax.copy_(torch.fmax(quantizer.amax, amax.reshape(quantizer.amax.shape)))
     else:
+        if quantizer.with_amax_reduction:
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=quantizer.amax_reduction_group)
         scale = _current_scale(amax, quantizer)
     limit = _largest_code(quantizer.dtype)
     codes = (values * scale).clamp(-limit, limit).to(CODES[DType(quantizer.dtype)]).view(torch.uint8)
@@ -97,6 +99,11 @@ def create_empty_quantized_tensor(
 def _transposed(codes: Tensor) -> Tensor:
     """`[..., columns]` to `[columns, ...]`."""
     return codes.movedim(-1, 0).contiguous()
+
+
+def fp8_transpose(codes: Tensor, dtype: int, out: Tensor | None = None) -> Tensor:
+    made = _transposed(codes)
+    return made if out is None else out.copy_(made)
 
 
 def dequantize(stored: Any, dtype: int) -> Tensor:

@@ -120,7 +120,11 @@ class _Fp8Linear(_Stateful):
             with te.autocast(enabled=False):
                 out = super().forward(values)
         if recorder:
-            recorder.gemm(self.module_name, self.gemm_input(values), self.weight, out)
+            ranks, scattered = self.backend.world.tensor, self.mode == "row"
+            shown = self.gemm_input(values)
+            recorder.gemm(
+                self.module_name, ranks.gather(shown) if self.mode == "column" else shown, self.weight, out, scattered
+            )
         return out
 
     def gemm_input(self, values: Tensor) -> Tensor:
@@ -160,8 +164,11 @@ class LayerNorm(_Stateless, te.LayerNorm):  # type: ignore[misc]
 
 class GroupedLinear(_Stateful, te.GroupedLinear):  # type: ignore[misc]
     """te.GroupedLinear with an Fp8State of `[experts]`. Each expert's tokens are padded with rows of zeros to what an
-    FP8 GEMM takes, which change no amax and no sum."""
+    FP8 GEMM takes, which change no amax and no sum. Of tensor ranks whose results will be summed, the first adds the
+    bias."""
 
+    adds_bias: bool
+    return_bias: bool
     padding: nn.Module
     unpadding: nn.Module
 
@@ -171,13 +178,21 @@ class GroupedLinear(_Stateful, te.GroupedLinear):  # type: ignore[misc]
         out: Tensor
         if self.in_fp8 and not recorder:
             padded, rows = self.padding(values, list(counts))
-            out = self.unpadding(super().forward(padded, rows), list(counts))
+            out = self.unpadding(self._product(padded, rows), list(counts))
         else:
             with te.autocast(enabled=False):
-                out = super().forward(values, list(counts))
+                out = self._product(values, list(counts))
+        if self.adds_bias:
+            biases = [self.get_parameter(f"bias{expert}") for expert in range(len(counts))]
+            out = out + torch.cat([bias.expand(count, -1) for bias, count in zip(biases, counts, strict=True)])
         if recorder:
             weights = [self.get_parameter(f"weight{expert}") for expert in range(len(counts))]
             recorder.grouped_gemm(self.module_name, values, counts, weights, out)
+        return out
+
+    def _product(self, values: Tensor, counts: list[int]) -> Tensor:
+        made = super().forward(values, counts)
+        out: Tensor = made[0] if self.return_bias else made
         return out
 
 
@@ -256,9 +271,17 @@ class TransformerEngineBackend:
         self, name: str, experts: int, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
     ) -> nn.Module:
         in_features, out_features = cut_sizes(mode, self.world.tensor.size, in_features, out_features)
+        apart = bias and mode == "row" and self.world.tensor.size > 1
         module = GroupedLinear(
-            experts, in_features, out_features, bias=bias, params_dtype=self.dtype, device=self.device
+            experts,
+            in_features,
+            out_features,
+            bias=bias,
+            return_bias=apart,
+            params_dtype=self.dtype,
+            device=self.device,
         )
+        module.adds_bias = apart and self.world.tensor.rank == 0
         module.shape = (experts,)
         module.padding = te.Fp8Padding(experts, self.precision.alignment)
         module.unpadding = te.Fp8Unpadding(experts, self.precision.alignment)

@@ -81,17 +81,19 @@ class Recorder:
         finally:
             self._silent = False
 
-    def gemm(self, module: str, values: Tensor, weight: Tensor, out: Tensor) -> None:
+    def gemm(self, module: str, values: Tensor, weight: Tensor, out: Tensor, scattered: bool = False) -> None:
         """Be shown a GEMM: values `[..., in]`, in FP32 where the cast would come before their rounding, weight
-        `[out, in]` and its output `[..., out]`, whose gradient is recorded when it comes."""
+        `[out, in]` and its output `[..., out]`, whose gradient is recorded when it comes. Of an output that is
+        `scattered` this tensor rank has its tokens."""
         if not self._wants(module):
             return
         real = self._real
+        real_out = self._world.tensor.mine(real) if scattered and real is not None else real
         self._take(module, "input", _only(values, real))
         self._take(module, "weight", weight)
         if out.requires_grad:
             out.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: self._take(module, "grad_output", _only(gradient, real))
+                lambda gradient: self._take(module, "grad_output", _only(gradient, real_out))
             )
 
     def grouped_gemm(

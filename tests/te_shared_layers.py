@@ -1,0 +1,92 @@
+"""Tensor ranks on Transformer Engine's own Python (`te_on_cpu`), for peers/test_te_on_cpu.py.
+
+`python te_shared_layers.py FILE` writes how far they are from one process in FP32 (`shared_layers.py`), and in FP8 from
+tensor ranks that are emulated.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import te_on_cpu
+import torch
+import torch.distributed as dist
+from many_ranks import fork
+from shared_layers import LENGTH, ROWS, SIZES, alone, batch_of, by_ranks, source_of
+from torch import Tensor
+
+from precisionctl import convert
+from precisionctl.checkpoints.module import LiveModel
+from precisionctl.fp8.state import IN_USE
+from precisionctl.plan import make_plan
+from precisionctl.precision import PRESETS
+from precisionctl.recipe import Optimizer
+from precisionctl.trainer.backend import BackendName, fp8_linears
+from precisionctl.trainer.loop import backward
+from precisionctl.trainer.model import GPT
+from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.world import World, _meshes, local, together
+
+FAMILIES = ("llama-3", "llama-all-biases", "gemma2", "gpt2", "gpt-oss", "deepseek-v3")
+
+
+def in_fp8(backend: BackendName, source: Any, world: World, preset: str) -> dict[str, Any]:
+    """Losses of two passes, gradients, and histories by module and role."""
+    model = GPT(source.model, PRESETS[preset], backend, world=world)
+    optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shares)
+    live = LiveModel(source.model, optimizer.masters, parts=model.shares.parts)
+    convert.run(make_plan(source, "megatron"), source, live)
+    batch = batch_of(range(ROWS), packed=False)
+    losses = [float(backward(model, batch, ROWS * (LENGTH - 3))) for _ in range(2)]
+    optimizer.collect()
+    optimizer.reduce(world)
+    states = {name: state for name, linear in fp8_linears(model).items() if (state := linear.fp8_state())}
+    return {"losses": losses, "gradients": optimizer.gradients, "states": states}
+
+
+def both_in_fp8(how: str, preset: str) -> dict[str, Any]:
+    """How far TE's ranks are from emulated ones."""
+    source, (count, sizes) = source_of("llama-3"), SIZES[how]
+    with together() as ranks:
+        dist.init_process_group("gloo", store=ranks.store, rank=ranks.rank, world_size=ranks.count)
+        world = World(ranks, *_meshes("cpu", count, sizes), sequence=sizes.sequence)
+        ours, theirs = (in_fp8(backend, source, world, preset) for backend in ("emulated", "te"))
+        dist.destroy_process_group()
+    apart = {
+        name: float((local(theirs["gradients"][name]) - local(gradient)).norm() / local(gradient).norm())
+        for name, gradient in ours["gradients"].items()
+    }
+    amaxes = {
+        f"{name} {role}": _apart(state.roles[role].amax_history, theirs["states"][name].roles[role].amax_history)
+        for name, state in ours["states"].items()
+        for role in IN_USE
+    }
+    return {"losses": [ours["losses"], theirs["losses"]], "gradients": apart, "amaxes": amaxes}
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> float:
+    """The largest share by which an amax is another one. Row 0 is that of the next pass, for which TE keeps the amax of
+    weights that FSDP2 lets it cast anew in the backward."""
+    assert torch.equal(ours[1:] != 0, theirs[1:] != 0)
+    return float((ours - theirs)[1:].div(ours[1:].clamp(min=1e-30)).abs().amax())
+
+
+def main(file: Path) -> None:
+    wanted = [(how, family) for how in ("tensor", "sequence") for family in FAMILIES]
+    expected = {family: alone(family) for family in FAMILIES}
+
+    def job(rank: int, *case: str) -> Any:
+        te_on_cpu.install()
+        return both_in_fp8(*case) if case else by_ranks(wanted, expected, "te")
+
+    told: dict[str, Any] = {"whole": [answer for _, answer in fork(2, job)]}
+    for how in ("tensor", "sequence"):
+        for preset in ("fp8-delayed", "fp8-current"):
+            ends = fork(2, lambda rank, case=(how, preset): job(rank, *case))
+            told[f"{how} {preset}"] = [answer for _, answer in ends]
+    file.write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
