@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 from pico import LLAMA3_ROPE, save
 from training import SMALL, make_source, make_text, run, settings
@@ -72,13 +73,18 @@ def converted(folder: Path, family: str = "llama-3", *, name: str = "", **change
 
 LLAMA_31 = LLAMA3_ROPE | {"factor": 32.0, "original_max_position_embeddings": 8192}
 """As in Llama 3.2 1B; Megatron's flags know this one context, and the factor."""
-NEW = {"gpt-oss", "mistral", "mixtral", "qwen2-window"}
-"""Families with flags that Megatron has since 0.16: windows, sinks."""
+NEW = {"mistral", "mixtral", "qwen2-window"}
+"""Families with flags that Megatron has since 0.16: windows."""
 SAID = {
     *("llama-2", "llama-all-biases", "llama-head-dim", "mistral", "qwen2", "qwen2-window", "qwen3", "mixtral"),
     *("qwen3-moe", "phi3", "nemotron", "gpt2", "deepseek-v2"),
 }
-UNSAID = {"gemma2": "attn_logit_softcapping", "gemma3": "rotary_base_local", "phi3-long": "rope_scaling"}
+UNSAID = {
+    "gpt-oss": "rope_scaling",
+    "gemma2": "attn_logit_softcapping",
+    "gemma3": "rotary_base_local",
+    "phi3-long": "rope_scaling",
+}
 
 
 @pytest.mark.parametrize("family", sorted(SAID))
@@ -106,6 +112,15 @@ def test_megatron_lm_reads_the_model_of_its_flags(family: str, tmp_path: Path) -
 def test_a_model_that_flags_cannot_say_is_refused_by_what_they_lack(family: str, tmp_path: Path) -> None:
     with pytest.raises(UnknownArchitecture, match=UNSAID[family]):
         launch(converted(tmp_path, family), "megatron-lm")
+
+
+def test_latents_keep_their_norms(tmp_path: Path) -> None:
+    """megatron-core makes MLA's projections with a norm under qk_layernorm alone (gpt_layer_specs.py); a model without
+    would load all the same, and be another one."""
+    folder = converted(tmp_path, "deepseek-v2")
+    assert any(name.endswith("linear_kv_up_proj.layer_norm_weight") for name in open_checkpoint(folder).specs)
+    assert parse("core_v0.16.1", flags_of(launch(folder, "megatron-lm"))).qk_layernorm
+    assert yaml.safe_load((folder / "release/run_config.yaml").read_text())["model"]["qk_layernorm"] is True
 
 
 def test_sizes_container_and_experts_follow_the_checkpoint(tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def _mla_args(model: ModelShape) -> dict[str, Any]:
     if model.mla is None:
         return args
     args |= {name: getattr(model.mla, name) for name in _MLA}
+    args["qk_layernorm"] = True  # the norms of latents, without which Megatron would make linears alone
     rope = model.rope_scaling or {}
     if rope.get("rope_type") != "yarn":
         return args | {"rope_type": "rope"}
