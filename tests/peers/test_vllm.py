@@ -159,7 +159,8 @@ def test_of_directories_that_others_might_write_vllm_takes_those_that_the_checke
 
 
 @pytest.mark.parametrize(
-    ("target", "scheme"), [("vllm", "static"), ("vllm", "dynamic"), ("vllm", "block"), ("tensorrt-llm", "static")]
+    ("target", "scheme"),
+    [("vllm", "static"), ("vllm", "dynamic"), ("vllm", "block"), ("vllm", "mxfp8"), ("tensorrt-llm", "static")],
 )
 def test_vllm_casts_its_cache_with_the_scales_that_are_stored(tmp_path, python, target, scheme):
     pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16, **matrix.sizes("llama-3", "block"))
@@ -175,7 +176,8 @@ def test_vllm_casts_its_cache_with_the_scales_that_are_stored(tmp_path, python, 
     loaded = load_file(out_of(tmp_path / "out"))
     with safe_open(out_of(tmp_path / "out"), "pt") as file:
         cache = file.metadata()["cache"]
-    assert cache == ("auto" if scheme == "block" else "fp8_e4m3" if target == "tensorrt-llm" else "fp8")
+    modelopt = target == "tensorrt-llm" or scheme == "mxfp8"
+    assert cache == ("auto" if scheme == "block" else "fp8_e4m3" if modelopt else "fp8")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     below = "{0}_scale" if "model.layers.0.self_attn.k_scale" in stored else "{0}_proj.{0}_scale"
     for layer in range(2):
