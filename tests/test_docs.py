@@ -11,6 +11,7 @@ from precisionctl.cli import main
 from precisionctl.discover import discover
 from precisionctl.engines.base import engines
 from precisionctl.recipe import bundled_recipes
+from precisionctl.te_export import TE
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,4 +64,4 @@ def test_the_readme_names_all_that_is_supported_and_nothing_else():
     assert named["families (`model_type`)"] == families
     assert named["recipes that come along"] == set(bundled_recipes())
     schemes = {scheme for engine in engines().values() for scheme in engine.spells}
-    assert named["`--target` of an export"] == set(engines()) | schemes
+    assert named["`--target` of an export"] == set(engines()) | schemes | {TE}
