@@ -104,7 +104,7 @@ def _calibrate(asked: Calibration, recipe: Recipe, world: World, on_pass: OnPass
     check_length(recipe, source.model)
     shares.check(make_plan(source, "megatron").model, recipe.parallel, backend)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
-    rows = read_rows(source, recipe.data)
+    rows = read_rows(source, recipe.data).shared_by(recipe.parallel.token_ranks)
     at_once = min(recipe.train.micro_batch_size, recipe.train.batch_size // world.data_count) * world.data_count
     passes, notes = _passes(asked.passes, len(rows), at_once)
     shared = {"ranks": world.data_count} if world.data_count > 1 else {}  # what a row of the histories is of

@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from shared_layers import CASES, SIZES, source_of
 
 from precisionctl.errors import RecipeError
 from precisionctl.recipe import Parallel, load_recipe
 from precisionctl.trainer import shares, world
+from precisionctl.trainer.data.blend import Blend
+from precisionctl.trainer.data.rows import EvenCut, Rows
 
 Told = list[dict[str, Any]]
 
@@ -73,3 +76,12 @@ def test_tensor_ranks_have_the_same_rows_and_others_have_their_own() -> None:
     world.check(4, load_recipe("bf16", ["parallel.tensor=4", "train.batch_size=1"]))
     with pytest.raises(RecipeError, match="cannot be dealt out to 2 ranks"):
         world.check(4, load_recipe("bf16", ["parallel.tensor=2", "train.batch_size=1"]))
+
+
+def test_rows_are_padded_so_that_each_rank_s_tokens_are_what_fp8_gemms_take() -> None:
+    tokens = np.arange(3 * 41)
+    rows = Rows(tokens, None, EvenCut(3, 40), padding=0, largest=122, digest="")
+    assert [rows.shared_by(ranks).batch([0, 2]).tokens.shape for ranks in (1, 2, 4)] == [(2, 64), (2, 64), (2, 128)]
+    both = Blend([rows, rows], [1.0, 1.0])
+    assert both.shared_by(4).batch([0]).tokens.shape == (1, 128)
+    assert both.shared_by(4).fingerprint == both.fingerprint

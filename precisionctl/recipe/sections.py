@@ -137,6 +137,11 @@ class Parallel:
                 do="Set parallel.tensor, or leave parallel.sequence out.",
             )
 
+    @property
+    def token_ranks(self) -> int:
+        """How many ranks share the tokens of a batch."""
+        return self.tensor if self.sequence else 1
+
 
 @dataclass(frozen=True)
 class Guard:

@@ -6,7 +6,7 @@ from pathlib import Path
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.plan import make_plan
 from precisionctl.recipe import Recipe
-from precisionctl.trainer import parts, run_folder
+from precisionctl.trainer import parts, run_folder, shares
 from precisionctl.trainer.backend import BackendName, choose_backend
 from precisionctl.trainer.parts import Load
 from precisionctl.trainer.preflight import Preflight, look_ahead
@@ -39,6 +39,7 @@ def plan_run(settings: Settings) -> Planned:
         model = make_plan(source, "megatron").model
         check_length(recipe, model)
         backend = choose_backend(settings.backend, recipe.precision)
+        shares.check(model, recipe.parallel, backend)
         here = run_folder.newest(settings.folder) if settings.folder.is_dir() else None
         begins_at = (source.iteration or 0) if load == "full" else 0
         step = begins_at if here is None else here.iteration or 0

@@ -128,10 +128,13 @@ def _asked(settings: Settings, recipe: Recipe, world: World, out: Path, on_token
     plan = make_plan(source, "megatron")
     backend = choose_backend(settings.backend, recipe.precision)
     check_length(recipe, plan.model)
+    shares.check(plan.model, recipe.parallel, backend)
     memory = require_memory(plan.model, recipe, backend, world)
     rows = read_rows(source, recipe.data, out / "tokens", on_tokens)
     beside = replace(recipe.data, path=recipe.data.held_out, blend=(), packing=False)
     held_out = read_rows(source, beside, out / "tokens", on_tokens) if beside.path else None
+    rows = rows.shared_by(recipe.parallel.token_ranks)
+    held_out = held_out and held_out.shared_by(recipe.parallel.token_ranks)
     start = dict(settings.start) | ({"schedule": "the checkpoint's"} if schedule else {})
     wanted = run_folder.identity(source, rows.fingerprint, recipe, load=load, **start)
     if settings.collect_amax:
@@ -210,7 +213,6 @@ def _locked(out: Path, checkpoint: Path, world: World) -> Iterator[None]:
 
 def _build(asked: _Asked, jump: Jump | None) -> Run:
     model, recipe = asked.plan.model, asked.recipe
-    shares.check(model, recipe.parallel, asked.backend)
     recipe = replace(recipe, precision=recipe.precision.of_layers(model.num_layers))
     torch.manual_seed(recipe.train.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"

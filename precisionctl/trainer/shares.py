@@ -18,7 +18,7 @@ from precisionctl.checkpoints.module import Part
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.state import Role
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import GEMM_ALIGNMENT, REPLICATED, TensorSpec
+from precisionctl.param import REPLICATED, TensorSpec
 from precisionctl.recipe import Parallel
 from precisionctl.trainer.group_ranks import TensorRanks
 from precisionctl.trainer.world import ALONE, World, local
@@ -153,11 +153,6 @@ def check(model: ModelShape, sizes: Parallel, backend: str) -> None:
                 f"{size} {what} cannot be shared evenly by {sizes.tensor} ranks",
                 do="Choose a parallel.tensor that divides them.",
             )
-    if sizes.sequence and GEMM_ALIGNMENT % sizes.tensor:
-        raise RecipeError(
-            f"the tokens of a batch, multiples of {GEMM_ALIGNMENT}, cannot be dealt out to {sizes.tensor} ranks evenly",
-            do="Leave parallel.sequence out, or choose a parallel.tensor that divides them.",
-        )
     if sizes.expert > 1:
         _check_experts(model, sizes, backend)
 

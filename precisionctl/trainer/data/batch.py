@@ -57,10 +57,12 @@ class Batch:
         return Batch(tokens, labels, real, self.segments)
 
 
-def make_batch(rows: Sequence[Sequence[Piece]], padding: int) -> Batch:
-    """Rows of pieces, padded at the right to the longest, rounded up to what FP8 GEMMs take under any recipe."""
+def make_batch(rows: Sequence[Sequence[Piece]], padding: int, ranks: int = 1) -> Batch:
+    """Rows of pieces, padded at the right to the longest, rounded up to what FP8 GEMMs take under any recipe, on each
+    of `ranks` that share the tokens."""
     filled = max(sum(piece.positions for piece in row) for row in rows)
-    width = -(-filled // MX_BLOCK) * MX_BLOCK
+    multiple = MX_BLOCK * ranks
+    width = -(-filled // multiple) * multiple
     longest = max(piece.positions for row in rows for piece in row)
     tokens = torch.full((len(rows), width), padding)
     labels = torch.full((len(rows), width), IGNORED)

@@ -3,7 +3,7 @@
 import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 from math import gcd, lcm
@@ -49,12 +49,15 @@ class Blend:
         for part in self.parts:
             part.require_vocabulary(size)
 
+    def shared_by(self, ranks: int) -> "Blend":
+        return replace(self, parts=[part.shared_by(ranks) for part in self.parts])
+
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The rows of these numbers, padded at the right."""
         first = [0, *accumulate(map(len, self.parts))]
         owners = [bisect_right(first, number) - 1 for number in numbers]
         rows = [self.parts[part].pieces(number - first[part]) for number, part in zip(numbers, owners, strict=True)]
-        return make_batch(rows, self.parts[0].padding)
+        return make_batch(rows, self.parts[0].padding, self.parts[0].ranks)
 
     def order(self, seed: int) -> "BlendedOrder":
         return BlendedOrder([len(part) for part in self.parts], self.weights, seed)

@@ -6,7 +6,7 @@ many share one as fit into it.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,7 +75,8 @@ class PieceCut:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of `tokens`, of which those are targets that are `learned`, or all where that is None.
+    """Rows of `tokens`, of which those are targets that are `learned`, or all where that is None. The tokens of a batch
+    are shared by so many `ranks`.
 
     `largest` is the largest token and `digest` a hash of them all, so that nothing need be read to know them.
     """
@@ -87,9 +88,13 @@ class Rows:
     largest: int
     digest: str
     notes: tuple[str, ...] = ()
+    ranks: int = 1
 
     def __len__(self) -> int:
         return len(self.cut)
+
+    def shared_by(self, ranks: int) -> "Rows":
+        return replace(self, ranks=ranks)
 
     @property
     def fingerprint(self) -> str:
@@ -111,7 +116,7 @@ class Rows:
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The rows of these numbers, padded at the right."""
-        return make_batch([self.pieces(number) for number in numbers], self.padding)
+        return make_batch([self.pieces(number) for number in numbers], self.padding, self.ranks)
 
     def order(self, seed: int) -> Order:
         return Order(len(self), seed)
