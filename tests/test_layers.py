@@ -93,7 +93,7 @@ def test_no_unit_may_import_from_a_row_below_its_own():
 def test_every_other_package_that_is_imported_is_declared_in_pyproject():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    needed = [*project["dependencies"], *extras["te"], *extras["tracking"], *extras["parquet"]]
+    needed = [*project["dependencies"], *extras["te"], *extras["tracking"], *extras["parquet"], *extras["lm-eval"]]
     declared = {re.split(r"[^\w-]", each)[0] for each in needed}
     known = {"precisionctl", "transformer_engine_torch", *sys.stdlib_module_names, *declared}
     known |= {"yaml"} if "pyyaml" in declared else set()  # a package by another name

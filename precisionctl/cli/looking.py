@@ -186,37 +186,52 @@ def compare(
 
 @click.command("eval")
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--data", type=DATA, required=True, help="Text, JSONL, parquet, a folder, as resume takes it.")
+@click.option("--data", type=DATA, help="Text, JSONL, parquet, a folder, as resume takes it.")
 @click.option("--against", type=CHECKPOINT, help="The BF16 source: its perplexity too, KL divergence, top-1 agreement.")
 @click.option("--sequence-length", type=POSITIVE, default=1024, show_default=True, help="At most the model's own.")
+@click.option("--tasks", help="Instead of --data, tasks of lm-eval: names or files of YAML, with commas between.")
+@click.option("--limit", type=POSITIVE, help="With --tasks: so many examples of each.")
 @click.option("--card", is_flag=True, help="Write the result into the model card of an exported CHECKPOINT.")
 @iteration_option
 @json_option
 def evaluate(
     checkpoint: Path,
-    data: Path,
+    data: Path | None,
     against: Path | None,
     sequence_length: int,
+    tasks: str | None,
+    limit: int | None,
     card: bool,
     iteration: int | None,
     json_wanted: bool,
 ) -> None:
-    """Perplexity of CHECKPOINT on text, in the precision it is stored in."""
+    """Perplexity of CHECKPOINT on text, in the precision it is stored in; or lm-eval's tasks."""
+    if (data is None) == (tasks is None) or (tasks and against) or (limit and not tasks):
+        raise click.UsageError("eval needs either --data, which --against is for, or --tasks, which --limit is for.")
     from precisionctl import console
     from precisionctl.card import write_quality
     from precisionctl.checkpoints.open import open_checkpoint
-    from precisionctl.evaluate import evaluate as measure
     from precisionctl.reports import evaluation as report
 
     reader, reference = open_checkpoint(checkpoint, iteration), open_checkpoint(against) if against else None
-    with console.rows_progress("evaluating") as on_rows:
-        found = measure(reader, data, against=reference, sequence_length=sequence_length, on_rows=on_rows)
-    if card:
-        write_quality(checkpoint, (f"{data.name}: {line}" for line in report.lines(found)))
-    if json_wanted:
-        print_json(found.as_json())
+    if tasks:
+        from precisionctl.evaluate.harness import run_tasks
+
+        of_tasks = run_tasks(reader, tasks.split(","), limit=limit)
+        lines, result = report.of_tasks(of_tasks), of_tasks
     else:
-        console.show_lines(report.lines(found))
+        from precisionctl.evaluate import evaluate as measure
+
+        assert data is not None
+        with console.rows_progress("evaluating") as on_rows:
+            found = measure(reader, data, against=reference, sequence_length=sequence_length, on_rows=on_rows)
+        lines, result = report.lines(found), found.as_json()
+    if card:
+        write_quality(checkpoint, [f"{data.name}: {line}" for line in lines] if data else lines)
+    if json_wanted:
+        print_json(result)
+    else:
+        console.show_lines(lines)
 
 
 @click.command()

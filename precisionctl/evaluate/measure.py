@@ -57,6 +57,11 @@ class Evaluation:
         return asdict(self)
 
 
+def best_device() -> str:
+    """The GPU, where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def evaluate(
     reader: Reader,
     data: Path,
@@ -74,7 +79,7 @@ def evaluate(
     context of the one before; a shorter rest is left out. Raises DataError for text or a tokenizer that cannot be used,
     and for a reference with another vocabulary.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or best_device()
     readers = [reader] if against is None else [reader, against]
     length = min(sequence_length, *(each.model.max_position_embeddings for each in readers))
     rows = load_rows(data, load_tokenizer(reader.companions), length)

@@ -1,0 +1,147 @@
+"""lm-eval's tasks over a checkpoint in the precision that it is stored in: an adapter to its LM (extra `lm-eval`).
+
+Made for its `TemplateLM` of lm-eval 0.4: it asks for the likelihood of token sequences, of whole texts, and for texts.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from precisionctl.checkpoints.base import Reader
+from precisionctl.errors import DataError, EnvironmentProblem
+from precisionctl.evaluate.measure import best_device
+from precisionctl.evaluate.stored import load
+from precisionctl.param import GEMM_ALIGNMENT
+from precisionctl.trainer.model import GPT
+from precisionctl.trainer.tokenizer import load_tokenizer
+
+try:
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise EnvironmentProblem(
+        f"tasks are lm-eval's, which is not here: {error}", do="pip install 'precisionctl[lm-eval]'"
+    ) from None
+
+NEW_TOKENS = 256
+"""Of a generated text, where the task names no number."""
+
+Scored = tuple[float, bool]
+"""The log-likelihood of a continuation, and whether it is what greedy decoding gives."""
+
+
+class StoredModel(TemplateLM):  # type: ignore[misc]  # it has no types
+    """A model and its tokenizer, as lm-eval wants them. `longest` is how many tokens the model has places for."""
+
+    def __init__(self, model: GPT, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
+        super().__init__()
+        self.model, self.tokenizer, self.longest = model, tokenizer, longest
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer(string, **special)["input_ids"])
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[Scored]:
+        return [self._scored(context, continuation) for _, context, continuation in requests]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        return [sum(self._scored(*window)[0] for window in self._windows(request.args[0])) for request in requests]
+
+    def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
+        windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.longest, 1)
+        yield from map(make_disjoint_window, windows)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        return [self._generated(*request.args) for request in requests]
+
+    def _scored(self, context: list[int], continuation: list[int]) -> Scored:
+        """Of the tokens of both the last ones count, where the model has no places for all."""
+        tokens = (context + continuation)[-(self.longest + 1) :]
+        count = min(len(continuation), len(tokens) - 1)
+        logs = F.log_softmax(self._logits(tokens[:-1], count), -1)
+        labels = torch.tensor(tokens[-count:], device=logs.device)
+        total = logs.gather(1, labels[:, None]).double().sum()
+        return float(total), bool((logs.argmax(1) == labels).all())
+
+    def _generated(self, context: str, settings: dict[str, Any]) -> str:
+        """Greedily, without a cache of keys and values: each token is a pass over all before it."""
+        if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
+            raise DataError("a task samples its texts", do="Choose tasks that decode greedily.")
+        until = settings.get("until") or []
+        stops = [until] if isinstance(until, str) else list(until)
+        wanted = min(int(settings.get("max_gen_toks", NEW_TOKENS)), self.longest - 1)
+        tokens, made = self.tok_encode(context)[-(self.longest - wanted) :], ""
+        start = len(tokens)
+        for _ in range(wanted):
+            following = int(self._logits(tokens, 1).argmax())
+            if following == self.eot_token_id:
+                break
+            tokens.append(following)
+            made = str(self.tokenizer.decode(tokens[start:]))
+            if any(stop in made for stop in stops):
+                break
+        ends = [made.index(stop) for stop in stops if stop in made]
+        return made[: min(ends)] if ends else made
+
+    @torch.no_grad()
+    def _logits(self, tokens: list[int], count: int) -> Tensor:
+        """Behind each of the last `count` tokens, FP32 `[count, vocab_size]`."""
+        padding = -len(tokens) % GEMM_ALIGNMENT  # at the right, where no token before it looks
+        row = torch.tensor([tokens + [0] * padding], device=self.model.output_weight.device)
+        hidden = self.model.hidden(row)[0, len(tokens) - count : len(tokens)]
+        return self.model.logits(hidden)[:, : self.model.model.vocab_size].float()
+
+
+def run_tasks(
+    reader: Reader, tasks: Sequence[str], *, limit: int | None = None, device: torch.device | str | None = None
+) -> dict[str, Any]:
+    """What lm-eval's tasks, by their names or files of YAML, find of a checkpoint: `results` and how many examples.
+
+    Raises DataError for a task that does not load or run."""
+    model, precision = load(reader, device or best_device())
+    adapter = StoredModel(model, load_tokenizer(reader.companions), reader.model.max_position_embeddings)
+    files = {task: _name_in(Path(task)) for task in tasks if task.endswith((".yaml", ".yml"))}
+    try:
+        manager = TaskManager(include_path=sorted({str(Path(file).parent) for file in files}) or None)
+        names = [files.get(task, task) for task in tasks]
+        found = simple_evaluate(adapter, tasks=names, limit=limit, task_manager=manager, log_samples=False)
+    except (ValueError, KeyError, OSError, TypeError, AssertionError) as error:
+        raise DataError(f"lm-eval: {error}", do="See `lm-eval ls tasks` for its names.") from None
+    return {"precision": precision, "results": found["results"], "samples": found["n-samples"]}
+
+
+def _name_in(file: Path) -> str:
+    """The name that a task's file gives it; the rest of the file is lm-eval's to read."""
+    try:
+        named = re.search(r"^task:\s*['\"]?([\w.-]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, UnicodeError) as error:
+        raise DataError(f"cannot be read: {error}", where=file) from None
+    if named is None:
+        raise DataError("no `task:` in it", where=file, do="Give a file of YAML that lm-eval reads as a task.")
+    return named[1]
