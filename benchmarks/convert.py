@@ -40,7 +40,14 @@ IN_PLOT = ("hf to torch_dist", "torch_dist to hf", "hf to torch", "export static
 
 
 def make_model(directory: Path, gigabytes: float) -> None:
-    """A Llama of about that size with random BF16 weights, written shard by shard."""
+    """A Llama of about that size."""
+    layer_bytes = 2 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 5632 * 2048)
+    layers = 4 * max(1, round((gigabytes * 1e9 - 2 * 2 * 32000 * 2048) / layer_bytes / 4))
+    write_model(directory, 2048, 5632, layers, 32000)
+
+
+def write_model(directory: Path, width: int, ffn: int, layers: int, vocabulary: int) -> None:
+    """A Llama with random BF16 weights and recorded FP8 state, written shard by shard."""
     import torch
 
     from precisionctl.architectures.find import architecture_of, from_hf_config
@@ -49,16 +56,15 @@ def make_model(directory: Path, gigabytes: float) -> None:
     from precisionctl.checkpoints.huggingface import HuggingFaceWriter
     from precisionctl.param import TensorSpec
 
-    layer_bytes = 2 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 5632 * 2048)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "num_hidden_layers": 4 * max(1, round((gigabytes * 1e9 - 2 * 2 * 32000 * 2048) / layer_bytes / 4)),
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": ffn,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
-        "vocab_size": 32000,
+        "vocab_size": vocabulary,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "torch_dtype": "bfloat16",

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.fp8 import numerics
 from precisionctl.work import execute
 
 SCRIPT = Path(__file__).with_name("modelopt_export.py")
@@ -71,6 +72,26 @@ def test_codes_and_scales_per_channel_are_those_of_modelopt_to_the_bit(exported,
     expected, found = map(tensors, exported(family, "dynamic"))
     for name, values in expected.items():
         assert torch.equal(found[name].view(torch.uint8), values.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+def test_codes_are_those_of_a_division_by_its_scales_but_for_its_own_rounding_in_bf16(exported, scheme, capsys):
+    """Our codes under its scales are a division in FP32; its own, per tensor, are one in BF16, which is told of."""
+    theirs, _ = exported("llama-3", scheme)
+    source, stored, reader = tensors(theirs.parent / "source"), tensors(theirs), HuggingFaceReader(theirs)
+    others = total = 0
+    for name, encoding in reader.encodings.items():
+        weight, codes = source[name], stored[name]
+        scale = encoding.scale_inv.float().expand(len(weight), 1)
+        expected = (weight.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        ours = torch.empty_like(codes)
+        encoding.encode_rows(weight, 0, ours, torch.empty(numerics.PIECE))
+        assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8)), name
+        others += int((codes.view(torch.uint8) != expected.view(torch.uint8)).sum())
+        total += codes.numel()
+    with capsys.disabled():
+        print(f"\nModelOpt, {scheme}: {others / total:.2%} of codes are others than those of a division in FP32")
+    assert others == 0 if scheme == "dynamic" else 0 < others < 0.1 * total
 
 
 DECODE = Path(__file__).with_name("modelopt_decode.py")

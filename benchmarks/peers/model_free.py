@@ -1,0 +1,97 @@
+"""Export of FP8 weights against llm-compressor's `model_free_ptq` on the same model: pairs of runs, time and memory.
+
+    python benchmarks/peers/model_free.py --python .peers/llmcompressor/bin/python [--gigabytes 2.4] [--pairs 3]
+
+Both make a scale for each output channel and leave inputs to the engine (its preset FP8_DYNAMIC), of the same BF16
+Llama in the page cache, with as many workers, each in a fresh process whose imports are not counted; ours syncs what it
+wrote, the other one does not. `--python` is that of an environment with llm-compressor (`make peers` makes one).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+def child(source: str, target: str, workers: int) -> None:
+    """One run of llm-compressor's; prints seconds and memory above what importing took."""
+    import convert
+    from llmcompressor import model_free_ptq
+
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak that importing left
+    before = convert.memory_mb("VmRSS")
+    start = time.perf_counter()
+    model_free_ptq(source, target, scheme="FP8_DYNAMIC", ignore=["lm_head"], max_workers=workers, device="cpu")
+    seconds = time.perf_counter() - start
+    print("\n" + json.dumps({"seconds": seconds, "memory_mb": convert.memory_mb("VmHWM") - before}))
+
+
+def run_theirs(python: Path, source: Path, target: Path, workers: int) -> dict[str, float]:
+    shutil.rmtree(target, ignore_errors=True)
+    subprocess.run(["sync"], check=True)
+    command = [python, __file__, "--child", source, target, "--workers", str(workers)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    measured: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return measured
+
+
+def measure(python: Path, gigabytes: float, pairs: int, workers: int, scratch: Path) -> dict[str, Any]:
+    import convert
+
+    source = scratch / "hf"
+    convert.make_model(source, gigabytes)
+    theirs, ours, load = [], [], []
+    for _ in range(pairs):
+        load.append(os.getloadavg()[0])
+        theirs.append(run_theirs(python, source, scratch / "theirs", workers))
+        ours.append(convert.run_child("export dynamic", source, scratch / "ours", workers))
+        print(f"theirs {theirs[-1]}\nours   {ours[-1]}\nload   {load[-1]:.1f}", flush=True)
+    pairwise = [their["seconds"] / our["seconds"] for their, our in zip(theirs, ours, strict=True)]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "gigabytes": convert.total_bytes(source) / 1e9,
+        "workers": workers,
+        "cpus": os.cpu_count(),
+        "theirs_s": [run["seconds"] for run in theirs],
+        "ours_s": [run["seconds"] for run in ours],
+        "speed_over_theirs": statistics.median(pairwise),
+        "each_pair": pairwise,
+        "theirs_mb": max(run["memory_mb"] for run in theirs),
+        "ours_mb": max(run["memory_mb"] for run in ours),
+        "load_before_each_pair": load,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", type=Path, default=Path(".peers/llmcompressor/bin/python"))
+    parser.add_argument("--gigabytes", type=float, default=2.4)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--scratch", type=Path, help="directory on the disk to measure; else the temporary one")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/model_free.json"))
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(*options.child, options.workers)
+        return
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+        found = measure(options.python.absolute(), options.gigabytes, options.pairs, options.workers, Path(scratch))
+    options.out.write_text(json.dumps(found, indent=2))
+    print(
+        f"{found['speed_over_theirs']:.1f} x model_free_ptq, {found['ours_mb']:.0f} MB and {found['theirs_mb']:.0f} MB"
+    )
+
+
+if __name__ == "__main__":
+    main()
