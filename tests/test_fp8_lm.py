@@ -189,7 +189,6 @@ def test_what_is_no_number_is_none_in_fp8_either(bad: float) -> None:
 
 def tensor_bytes() -> int:
     """Of all tensors that are alive."""
-    gc.collect()
     alive = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
     alive += [each.grad for each in alive if each.is_leaf and each.grad is not None]
     stored = [each.untyped_storage() for each in alive]
@@ -201,6 +200,7 @@ def test_bytes_of_each_parameter_are_those_published(kind: Any, passing: int, ex
     """With gradients, after a pass and after the last one of an update; the parameters themselves aside."""
     module = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).bfloat16()
     parameters = sum(p.numel() for p in module.parameters())
+    gc.collect()
     before = tensor_bytes()
     optimizer = kind(module, SETTINGS)
     for _ in range(2):

@@ -5,6 +5,7 @@ codes in FP8. Here each rank is sent the codes of its part of every tensor by al
 FP32, and sends the codes of the sum to all: the same bytes between ranks, and no sum that overflows.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -89,37 +90,38 @@ class Fp8Gradients:
 
 def _held(values: Tensor) -> Scaled:
     """FP32 values as codes."""
-    largest = amax(values)
-    scale, held = _scale(largest), Scaled.zeros(values, CODES)
-    # what is infinite must not become the largest code and pass for a number
-    held.set(values, scale, torch.where(largest.isfinite(), scale.reciprocal(), torch.nan))
-    return held
+    scale = _scale(amax(values))
+    return Scaled(_encode(values, scale).view(CODES), scale.reciprocal()[None])
 
 
 def _sum(parts: Sequence[Tensor], largest: Tensor, world: World, mu: float) -> tuple[list[Scaled], Tensor]:
     """The sums of tensors over ranks, `largest` `[tensors]` being their largest magnitudes in any; and how many of the
     codes that this rank has sent are the largest one, and how many they are, int64 `[2]`."""
-    sizes, shapes, device = [part.numel() for part in parts], [part.shape for part in parts], largest.device
-    each = -(-sum(sizes) // world.count)  # numbers that a rank adds up; the last one's are filled up with zeros
-    tensor = torch.arange(len(parts), device=device).repeat_interleave(torch.tensor(sizes, device=device))
-    tensor = torch.cat([tensor, tensor.new_full((each * world.count - len(tensor),), len(parts) - 1)])
-    values = torch.zeros(len(tensor), device=device)
-    values[: sum(sizes)] = torch.cat([part.flatten() for part in parts])
-    scale = mu * _scale(largest)
-    codes = _encode(values, scale[tensor])
-    codes[values.isinf()] = 0x7F  # NaN: see _held
-    received = world.exchanged(codes.view(world.count, each))
-    here = tensor[world.rank * each :][:each]
-    total = worths(received.view(CODES)).sum(0) * scale.reciprocal()[here]
-    amaxes = torch.zeros_like(largest).scatter_reduce_(0, here, total.abs().nan_to_num(nan=torch.inf), "amax")
-    scale = _scale(world.largest(amaxes))
-    summed = world.gathered(_encode(total, scale[here])).flatten()[: sum(sizes)]
-    found = [
-        Scaled(code.view(CODES).view(shape).clone(), one[None])
-        for code, shape, one in zip(torch.split(summed, sizes), shapes, scale.reciprocal(), strict=True)
+    ends = list(itertools.accumulate(part.numel() for part in parts))
+    places = [slice(end - part.numel(), end) for part, end in zip(parts, ends, strict=True)]
+    each = -(-ends[-1] // world.count)  # numbers that a rank adds up; the last one's are filled up with zeros
+    here = [slice(*(min(max(at - world.rank * each, 0), each) for at in (place.start, place.stop))) for place in places]
+
+    scales = mu * _scale(largest)
+    codes = torch.zeros(each * world.count, dtype=torch.uint8, device=largest.device)
+    for part, place, scale in zip(parts, places, scales, strict=True):
+        codes[place] = _encode(part.flatten(), scale)
+    total = worths(world.exchanged(codes.view(world.count, each)).view(CODES)).sum(0)
+    for place, scale in zip(here, scales, strict=True):
+        total[place] *= scale.reciprocal()
+
+    amaxes = [total[place].abs().amax() if place.start < place.stop else total.new_zeros(()) for place in here]
+    scales = _scale(world.largest(torch.stack(amaxes).nan_to_num(nan=torch.inf)))  # of NaN ranks may find no largest
+    mine = torch.zeros(each, dtype=torch.uint8, device=largest.device)
+    for place, scale in zip(here, scales, strict=True):
+        mine[place] = _encode(total[place], scale)
+    summed = world.gathered(mine).flatten()
+    held = [
+        Scaled(summed[place].clone().view(CODES).view(part.shape), scale.reciprocal()[None])
+        for part, place, scale in zip(parts, places, scales, strict=True)
     ]
     at_most = (codes & 0x7F) == 0x7E  # whatever the sign
-    return found, torch.stack([at_most.sum(), torch.tensor(sum(sizes), device=device)])
+    return held, torch.stack([at_most.sum(), torch.tensor(ends[-1], device=largest.device)])
 
 
 def _scale(largest: Tensor) -> Tensor:
@@ -128,6 +130,7 @@ def _scale(largest: Tensor) -> Tensor:
 
 
 def _encode(values: Tensor, scale: Tensor) -> Tensor:
-    """Codes as bytes; each number has its own scale."""
+    """Codes as bytes. What is infinite must not become the largest code and pass for a number: it is NaN."""
+    scaled = values.float() * scale
     limit = FP8_MAX[CODES]
-    return (values * scale).clamp_(-limit, limit).to(CODES).view(torch.uint8)
+    return scaled.masked_fill_(scaled.isinf(), torch.nan).clamp_(-limit, limit).to(CODES).view(torch.uint8)
