@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.errors import MissingFp8State
@@ -63,12 +64,21 @@ def _replace_linears(model: PreTrainedModel, plan: Plan, states: Fp8States, back
     modules = dict(model.named_modules())
     for job in plan.jobs:
         for name in job.reads if job.row.gemm and job.module in states.modules else ():
-            old = modules.get(name.removesuffix(".weight"))
-            if isinstance(old, nn.Linear):
-                new = backend.linear(job.module, old.in_features, old.out_features, old.bias is not None)
-                new.load_state_dict(old.state_dict())
+            values = _of_linear(modules.get(name.removesuffix(".weight")))
+            if values:
+                rows, columns = values["weight"].shape
+                new = backend.linear(job.module, columns, rows, "bias" in values)
+                new.load_state_dict(values)
                 _set_state(new, states, job.module)
                 model.set_submodule(name.removesuffix(".weight"), _Padded(new, alignment))
+
+
+def _of_linear(module: nn.Module | None) -> dict[str, Tensor]:
+    """A linear's parameters, its weight `[out, in]`; GPT-2's is stored the other way around. None of other modules."""
+    if not isinstance(module, nn.Linear | Conv1D):
+        return {}
+    values: dict[str, Tensor] = module.state_dict()
+    return values | {"weight": values["weight"].t()} if isinstance(module, Conv1D) else values
 
 
 def _replace_experts(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Backend) -> None:

@@ -22,7 +22,8 @@ def python_with(
     package that was installed `without_dependencies`: those of `any_version` in that which there is."""
     folder = ROOT / ".peers" / name
     python, ready = folder / "bin" / "python", folder / "ready"
-    wanted = "\n".join([*(" ".join(install) for install in installs), f"{without_dependencies} {any_version}"])
+    apart = [f"{without_dependencies} {any_version}"] if without_dependencies else []
+    wanted = "\n".join([*(" ".join(install) for install in installs), *apart])
     if not ready.is_file() or ready.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         for install in installs:
