@@ -22,7 +22,7 @@ bench: $(READY)  ## prints numbers, asserts none
 peers: $(READY)  ## other programs, each in an environment of its own
 	$(BIN)/pytest -q tests/peers
 
-soak: $(READY)  ## many kills, big files and fuzzing (FUZZ_SECONDS for each target): 35 minutes and 10 GB of disk
+soak: $(READY)  ## many kills, big files and fuzzing (FUZZ_SECONDS for each target): 45 minutes and 10 GB of disk
 	$(BIN)/pytest -q -s tests/soak
 
 clean:

@@ -240,6 +240,24 @@ def test_an_optimizer_of_other_parameters_is_a_table_both_ways(megatron: Path, t
         source.rename(megatron / "plain/iter_0000005")
 
 
+def test_what_no_optimizer_trains_needs_no_state_in_one(megatron: Path, tmp_path: Path) -> None:
+    """Megatron's optimizer has nothing of the router's bias, which a rule changes."""
+    sizes = {"q_lora_rank": 32, "qk_rope_head_dim": 16}
+    source = make_source(tmp_path / "hf", family="deepseek-v3", **sizes)
+    _, finished, _ = run(settings(source, megatron / "text.txt", tmp_path / "first", train__steps=1))
+    index = dcp.read_index(finished.checkpoint)
+    kept = {key: t for key, t in index.tensors.items() if "optimizer" not in key or "expert_bias" not in key}
+    assert len(kept) == len(index.tensors) - 2 * 3  # of a layer and of the multi-token prediction layer
+    dcp.write_index(finished.checkpoint, dcp.Index(kept, index.objects))
+    again = settings(finished.checkpoint, megatron / "text.txt", tmp_path / "second", train__steps=2, load="full")
+    _, second, _ = run(again)
+    before, after = (TorchDistReader(each.checkpoint) for each in (finished, second))
+    biases = [name for name in before.specs if name.endswith("expert_bias")]
+    assert len(biases) == 2
+    assert all(torch.equal(read_tensor(before, name), read_tensor(after, name)) for name in biases)
+    assert after.common["optimizer"]["optimizer"]["state"]["common_step"] == 2
+
+
 def test_a_table_of_names_is_bounded_whatever_a_stranger_s_checkpoint_holds(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -35,13 +35,13 @@ def plan_run(settings: Settings) -> Planned:
         recipe = read_recipe(settings)
         check(ranks.count, recipe)
         source = open_checkpoint(settings.checkpoint)
-        load, _ = parts.left(source, settings.load, settings.skip)
+        load, skipped = parts.left(source, settings.load, settings.skip)
         model = make_plan(source, "megatron").model
         check_length(recipe, model)
         backend = choose_backend(settings.backend, recipe.precision)
         shares.check(model, recipe.parallel, backend)
         here = run_folder.newest(settings.folder) if settings.folder.is_dir() else None
-        begins_at = (source.iteration or 0) if load == "full" else 0
+        begins_at = 0 if "schedule" in skipped else source.iteration or 0
         step = begins_at if here is None else here.iteration or 0
         ahead = look_ahead(model, recipe, backend, ranks.count)
         return Planned(recipe, settings.folder, step, here is not None, load, backend, ahead, ranks.first)
