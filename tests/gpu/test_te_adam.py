@@ -2,21 +2,23 @@
 
 import pytest
 import torch
+from te_pairs import SHAPE, SHAPES, gpts, train_step
 from torch import Tensor, nn
 
+from precisionctl.precision import Precision
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.optim import KINDS
 from precisionctl.trainer.world import ALONE
 
 SETTINGS = Optimizer(preset="fp8-lm", lr=1e-3, clip_norm=0.0)
-SHAPES = ((96, 64), (33,), (7, 5, 3))
+SIZES = ((96, 64), (33,), (7, 5, 3))
 
 
 def module() -> nn.Module:
     made = nn.Module()
     pick = torch.Generator().manual_seed(0)
-    for number, shape in enumerate(SHAPES):
+    for number, shape in enumerate(SIZES):
         values = torch.randn(shape, generator=pick).mul_(0.02).bfloat16().cuda()
         made.register_parameter(f"p{number}", nn.Parameter(values))
     made.register_parameter("frozen", nn.Parameter(torch.ones(4, device="cuda"), requires_grad=False))
@@ -118,3 +120,24 @@ def test_what_is_kept_goes_on_to_the_same_codes(ways: tuple[bool, bool]) -> None
     assert second.steps == 4 and any(
         not torch.equal(a, b) for a, b in zip(before.values(), state(second).values(), strict=True)
     )
+
+
+@pytest.mark.parametrize("name", ["llama", "like DeepSeek", "like gpt-oss"])
+def test_a_model_on_te_learns_with_it(name: str) -> None:
+    """Every parameter that is trained has a FusedAdam, experts' and routers' too; what is frozen stays as it is."""
+    model, _ = gpts(Precision(fp8=True), SHAPES.get(name, SHAPE))
+    made = optimizer(model, fused=True)
+    fused = {name for name, moments in made._moments.items() if type(moments).__name__ == "FusedMoments"}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert fused == trained
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    tokens = torch.arange(256, device="cuda").view(2, 128) * 7 % 500
+    losses = []
+    for _ in range(4):
+        losses.append(float(train_step(model, tokens)))
+        made.reduce(ALONE)
+        made.clip()
+        made.step(1e-3)
+    assert losses[-1] < losses[0]
+    for parameter, values in model.named_parameters():
+        assert values.isfinite().all() and (parameter in trained or torch.equal(values, before[parameter]))
