@@ -58,6 +58,23 @@ def test_a_step_run_again_counts_as_run_last_and_a_line_still_being_written_is_l
     assert read_curve(tmp_path, "run").losses == {1: 3.0, 2: 2.0}
 
 
+def test_runs_with_and_without_what_their_steps_took_are_compared(tmp_path):
+    taken = {
+        "tflops": 412.0,
+        "mfu_bf16": 0.4,
+        "gpu_bytes": 1,
+        "host_bytes": 2,
+        "fp8_clipped": 0.0,
+        "fp8_underflow": 1.0,
+    }
+    for name, more in (("old", {}), ("new", taken), ("newer", taken | {"skipped": 1})):
+        (tmp_path / name).mkdir()
+        rows = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, **more}]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, *others = read_curves([tmp_path / name for name in ("old", "new", "newer")])
+    assert [find_gap(other, first).steps for other in others] == [2, 1]
+
+
 @pytest.mark.parametrize("content", ["[]\n", "nonsense\n", '{"loss": 1.0}\n', ""])
 def test_a_file_that_holds_no_metrics_is_refused(tmp_path, content):
     file = tmp_path / "metrics.jsonl"

@@ -93,7 +93,7 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
         optimizer=(masters + moments) * mine,
         gradients=(gradient if several else 0) * mine + (4 if recipe.guard.shadow_every else 0) * mine,
         passes=max(after, _passes(model, recipe, backend)) + (0 if whole else _gathered(parameters, recipe.parallel)),
-        process=(PROCESS_GPU if gpu else PROCESS) + _histories(model, recipe) + copies,
+        process=(PROCESS_GPU if gpu else PROCESS if alone else PROCESS_OF_SEVERAL) + _histories(model, recipe) + copies,
     )
 
 
@@ -106,9 +106,9 @@ def _histories(model: ModelShape, recipe: Recipe) -> int:
     return 5 * gemms * recipe.precision.delayed.amax_history_len * 4 * 4
 
 
-PROCESS, PROCESS_GPU = 600 << 20, 1 << 30
-"""Python, PyTorch and their libraries in memory; on a GPU the workspaces of libraries and what the allocator cannot
-use."""
+PROCESS, PROCESS_OF_SEVERAL, PROCESS_GPU = 600 << 20, 700 << 20, 1 << 30
+"""Python, PyTorch and their libraries in memory, and those for several ranks; on a GPU the workspaces of libraries and
+what the allocator cannot use."""
 
 
 def _gathered(parameters: Parameters, parallel: Parallel) -> int:
