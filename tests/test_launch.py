@@ -21,10 +21,11 @@ from training import SMALL, make_source, make_text, run, settings
 
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.calibrate import Calibration, calibrate
+from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.commands import Conversion, plan_conversion
-from precisionctl.errors import CheckpointError, UnknownArchitecture
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownArchitecture
 from precisionctl.launch.base import Launch
 from precisionctl.launch.find import FRAMEWORKS, launch
 from precisionctl.param import Parallelism
@@ -170,12 +171,31 @@ def test_a_run_of_ours_is_gone_on_from_without_its_optimizer(place: Path, tmp_pa
 
 
 def test_a_checkpoint_without_extra_state_is_loaded_less_strictly(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from precisionctl.checkpoints.megatron_dist import TorchDistReader
-
     assert parse("core_v0.16.1", flags_of(launch(place / "fp8", "megatron-lm"))).dist_ckpt_strictness is None
     monkeypatch.setattr(TorchDistReader, "payloads", lambda self: iter(()))
     read = parse("core_v0.16.1", flags_of(launch(place / "bf16", "megatron-lm")))
     assert read.dist_ckpt_strictness == "log_all"
+
+
+def test_an_optimizer_of_megatron_is_loaded_and_generators_that_are_not_there_are_not(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchDistReader, "optimizer_specs", {"optimizer.state.exp_avg.x": None})
+    flags = flags_of(launch(place / "bf16", "megatron-lm"))
+    assert "--no-load-rng" in flags and "--no-load-optim" not in flags
+    monkeypatch.setattr(TorchDistReader, "objects", ("rng_state/shard_0_1",))
+    assert "--no-load-rng" not in flags_of(launch(place / "bf16", "megatron-lm"))
+
+
+@pytest.mark.parametrize("size", ["1; touch executed", -1, 1 << 40, [2], 2.0])
+@pytest.mark.parametrize("framework", ["megatron-lm", "megatron-bridge"])
+def test_a_stranger_s_sizes_are_sizes_or_nothing_is_printed(
+    place: Path, framework: str, size: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = {**open_checkpoint(place / "bf16").args, "tensor_model_parallel_size": size}  # type: ignore[attr-defined]
+    monkeypatch.setattr(TorchDistReader, "args", args)
+    with pytest.raises(DamagedCheckpoint, match="tensor_model_parallel_size"):
+        launch(place / "bf16", framework)
 
 
 def set_by(config: str) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """What is known of a checkpoint, and what a framework is started with to go on from it."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,11 +10,11 @@ from typing import Any
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_keys import OURS
-from precisionctl.checkpoints.megatron_run import MegatronReader, of_megatron
+from precisionctl.checkpoints.megatron_run import of_megatron
 from precisionctl.doctor import examine_payloads
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8.state import DelayedScaling
-from precisionctl.model_shape import ModelShape
+from precisionctl.model_shape import ModelShape, check_size
 from precisionctl.notes import GATE
 from precisionctl.trainer.run_folder import RUN_FILE
 
@@ -61,11 +61,10 @@ class Subject:
     def model(self) -> ModelShape:
         return self.reader.model
 
-    def megatron(self, framework: str, do: str) -> MegatronReader:
-        """Its reader. Raises CheckpointError where it is not Megatron's."""
+    def require_megatron(self, framework: str, do: str) -> None:
+        """Raise CheckpointError where it is not Megatron's."""
         if not of_megatron(self.reader):
             raise CheckpointError(f"{framework} takes Megatron's checkpoints, and this is none", where=self.path, do=do)
-        return self.reader
 
     @property
     def directory(self) -> Path:
@@ -106,10 +105,23 @@ class Subject:
         """What Transformer Engine wants to be told before it loads pickles; from 2.16.1 on."""
         return {GATE: "1"} if of_megatron(self.reader) and self._refused else {}
 
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """Of the arguments of a Megatron checkpoint, those that say how it is cut. Raises DamagedCheckpoint."""
+        args = self.reader.args if of_megatron(self.reader) else {}
+        found = {name: args[name] for name in names if args.get(name) is not None}
+        for name, size in found.items():
+            check_size(size, name)
+        return found
+
     @property
     def has_payloads(self) -> bool:
         """Whether there is an `_extra_state` at all, empty or not."""
         return of_megatron(self.reader) and next(iter(self.reader.payloads()), None) is not None
+
+    @property
+    def has_generators(self) -> bool:
+        """Whether there are states of random generators."""
+        return of_megatron(self.reader) and any("rng_state" in key for key in self.reader.objects)
 
     @property
     def ours(self) -> bool:

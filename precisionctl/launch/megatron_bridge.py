@@ -8,7 +8,7 @@ _MIXED = "megatron.bridge.training.mixed_precision"
 
 def launch(subject: Subject) -> Launch:
     """Raises CheckpointError for a checkpoint that is not Megatron's."""
-    reader = subject.megatron(
+    subject.require_megatron(
         "Megatron-Bridge", "Write one with `convert --to megatron`, or let Bridge import the Hugging Face directory."
     )
     recipe = "bf16_with_fp8_delayed_scaling_mixed" if subject.state else "bf16_mixed"
@@ -20,7 +20,7 @@ def launch(subject: Subject) -> Launch:
         "cfg.checkpoint.load_rng = False",
         *([] if subject.has_payloads else ["cfg.checkpoint.dist_ckpt_strictness = 'log_all'"]),
     ]
-    lines += [f"cfg.model.{name} = {int(reader.args.get(name) or 1)}" for name in _SIZES]
+    lines += [f"cfg.model.{name} = {size}" for name, size in subject.sizes(_SIZES).items()]
     lines += [f"cfg.model.seq_length = {subject.model.max_position_embeddings}"]
     if subject.tokenizer:
         lines += [

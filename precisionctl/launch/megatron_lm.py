@@ -47,8 +47,8 @@ _SIZES = (
 def launch(subject: Subject) -> Launch:
     """Raises CheckpointError for a checkpoint that is not Megatron's, and UnknownArchitecture for a model that flags
     cannot describe."""
-    reader = subject.megatron("Megatron-LM", "Write one: `precisionctl convert CKPT NEW --to megatron`.")
-    sizes = {name: int(reader.args[name]) for name in _SIZES if reader.args.get(name) is not None}
+    subject.require_megatron("Megatron-LM", "Write one: `precisionctl convert CKPT NEW --to megatron`.")
+    sizes = subject.sizes(_SIZES)
     ranks = _product(sizes, "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     options = [*_model_options(subject.model), *_loading(subject), *_tokenizer(subject), *_precision(subject)]
     options += [(_flag(name), str(size)) for name, size in sizes.items()]
@@ -117,7 +117,7 @@ def _loading(subject: Subject) -> list[Option]:
     options: list[Option] = [("--load", str(subject.root)), ("--ckpt-format", subject.reader.container)]
     if not subject.has_optimizer:
         options += [("--no-load-optim",), ("--no-load-rng",)]
-    elif not any("rng_state" in key for key in subject.megatron("", "").objects):
+    elif not subject.has_generators:
         options.append(("--no-load-rng",))
     if subject.reader.container == "torch_dist" and not subject.has_payloads:
         options.append(("--dist-ckpt-strictness", "log_all"))
