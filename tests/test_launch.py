@@ -26,7 +26,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.commands import Conversion, plan_conversion
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownArchitecture
-from precisionctl.launch.base import Launch
+from precisionctl.launch.base import Launch, Subject
 from precisionctl.launch.find import FRAMEWORKS, launch
 from precisionctl.param import Parallelism
 from precisionctl.work import execute
@@ -180,11 +180,12 @@ def test_a_checkpoint_without_extra_state_is_loaded_less_strictly(place: Path, m
 def test_an_optimizer_of_megatron_is_loaded_and_generators_that_are_not_there_are_not(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TorchDistReader, "optimizer_specs", {"optimizer.state.exp_avg.x": None})
-    flags = flags_of(launch(place / "bf16", "megatron-lm"))
+    subject = Subject(open_checkpoint(place / "bf16"), place / "bf16")
+    monkeypatch.setattr(subject.reader, "optimizer_specs", {"optimizer.state.exp_avg.x": None})
+    flags = flags_of(FRAMEWORKS["megatron-lm"](subject))
     assert "--no-load-rng" in flags and "--no-load-optim" not in flags
     monkeypatch.setattr(TorchDistReader, "objects", ("rng_state/shard_0_1",))
-    assert "--no-load-rng" not in flags_of(launch(place / "bf16", "megatron-lm"))
+    assert "--no-load-rng" not in flags_of(FRAMEWORKS["megatron-lm"](subject))
 
 
 @pytest.mark.parametrize("size", ["1; touch executed", -1, 1 << 40, [2], 2.0])
