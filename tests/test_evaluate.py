@@ -21,7 +21,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.cli import main
 from precisionctl.errors import DataError
-from precisionctl.evaluate import evaluate, load
+from precisionctl.evaluate import evaluate, load, quantizers
 from precisionctl.evaluate.quantizers import TokenInputs
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, RoleState
@@ -350,6 +350,26 @@ def test_state_that_is_only_carried_or_not_recorded_yet_is_not_computed_with(tra
     waiting = Fp8State({**first.roles, "input": RoleState.fresh(4)})
     trained.fp8 = replace(state, modules={**state.modules, name: waiting})
     assert load(trained)[1] == "bfloat16"
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+@pytest.mark.parametrize("family", ["llama-3", "mixtral"])
+def test_pytorchs_own_fp8_gemm_gives_the_logits_that_are_emulated(tmp_path, scheme, family, monkeypatch):
+    """It is what a GPU computes with; PyTorch has one for a CPU, too."""
+    save(tmp_path / "source", family, dtype=torch.bfloat16)
+    source = in_memory.with_state(HuggingFaceReader(tmp_path / "source"))
+    reader = in_memory.export(source, tmp_path / "out", "compressed-tensors", scheme)
+    model, _ = load(reader)
+    calls = []
+    own = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: calls.append(a) or own(*a, **k))
+    with torch.no_grad():
+        emulated = model(TOKENS).float()
+        assert not calls
+        monkeypatch.setattr(quantizers, "_has_fp8_gemms", lambda device: True)
+        found = model(TOKENS).float()
+    assert len(calls) >= 8
+    assert (found - emulated).norm() < 0.01 * emulated.norm()  # sums in another order, rounded to BF16 layer by layer
 
 
 @pytest.mark.parametrize("tokens", [1e-9, 3.0])

@@ -50,6 +50,7 @@ def measure(python: Path, gigabytes: float, pairs: int, workers: int, scratch: P
 
     source = scratch / "hf"
     convert.make_model(source, gigabytes)
+    shutil.rmtree(source / "precisionctl")  # FP8 state, which neither needs: llm-compressor takes it for weights
     theirs, ours, load = [], [], []
     for _ in range(pairs):
         load.append(os.getloadavg()[0])

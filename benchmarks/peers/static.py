@@ -3,7 +3,7 @@
     make demo
     python benchmarks/peers/static.py --demo demo-run --python .peers/llmcompressor/bin/python
 
-The demo trains a Llama of 2.4 million parameters in FP8; its checkpoint has recorded every input, from which ours takes
+The demo trains a Llama of 2.4 million parameters in FP8; its checkpoints have recorded every input, where ours gets
 its scales. llm-compressor quantises the same weights in BF16 with its preset FP8, calibrated on rows of the text that
 the model was trained on. Both are evaluated as an engine would compute, against the BF16 weights, on text that neither
 has seen: by `precisionctl eval`, and by transformers, which simulates compressed-tensors by itself.
@@ -67,6 +67,7 @@ def judged(export: Path, source: Path, text: Path) -> dict[str, float]:
     )
     assert found.against is not None
     numbers = {"perplexity": found.perplexity, "kl": found.against.kl, "top1": found.against.top1}
+    numbers["perplexity_of_the_source"] = found.against.perplexity
     return numbers | {f"transformers_{name}": value for name, value in simulated(export, source, text).items()}
 
 
@@ -93,43 +94,41 @@ def simulated(export: Path, source: Path, text: Path, batch: int = 16) -> dict[s
     return {"perplexity": float(torch.tensor(loss / count).exp()), "kl": kl / count}
 
 
-def measure(demo: Path, python: Path, counts: list[int], scratch: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "precisionctl"]
-    ours, source = scratch / "ours", scratch / "bf16"
+def measure(run: Path, text: Path, python: Path, count: int, scratch: Path) -> dict[str, Any]:
+    """Both exports of a run's newest checkpoint."""
+    ours, source, theirs, rows = (scratch / name for name in ("ours", "bf16", "theirs", "rows.json"))
     for words in (
-        ("convert", demo / "fp8", source, "--to", "hf", "--precision", "bf16"),
-        ("export-inference", demo / "fp8", ours, "--target", "vllm", "--scheme", "static"),
+        ("convert", run, source, "--to", "hf", "--precision", "bf16"),
+        ("export-inference", run, ours, "--target", "vllm", "--scheme", "static"),
     ):
-        subprocess.run([*command, *words], check=True)
-    held_out = demo / "text" / "held-out"
-    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "ours": judged(ours, source, held_out), "theirs": {}}
-    print("ours", found["ours"], flush=True)
-    for count in counts:
-        rows = scratch / "rows.json"
-        rows.write_text(json.dumps(calibration_rows(source, demo / "text" / "train", count)))
-        theirs = scratch / f"theirs-{count}"
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        subprocess.run(
-            [python, __file__, "--child", source, theirs, rows], check=True, env=environment, stdout=subprocess.DEVNULL
-        )
-        found["theirs"][count] = judged(theirs, source, held_out)
-        print(f"llm-compressor, {count} rows", found["theirs"][count], flush=True)
-    return found
+        subprocess.run([sys.executable, "-m", "precisionctl", *words], check=True, stdout=subprocess.DEVNULL)
+    rows.write_text(json.dumps(calibration_rows(source, text / "train", count)))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, __file__, "--child", source, theirs, rows]
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    return {name: judged(scratch / name, source, text / "held-out") for name in ("ours", "theirs")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demo", type=Path, default=Path("demo-run"))
     parser.add_argument("--python", type=Path, default=Path(".peers/llmcompressor/bin/python"))
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--rows", type=int, default=512, help="that llm-compressor is calibrated on")
+    parser.add_argument("--runs", nargs="+", default=["fp8", "fp8-cold", "fp8-on", "fp8-straight-on"])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/static.json"))
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(*options.child)
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        found = measure(options.demo, options.python.absolute(), options.rows, Path(scratch))
+    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "rows": options.rows, "runs": {}}
+    for name in options.runs:
+        with tempfile.TemporaryDirectory() as scratch:
+            made = measure(
+                options.demo / name, options.demo / "text", options.python.absolute(), options.rows, Path(scratch)
+            )
+        print(name, json.dumps(made), flush=True)
+        found["runs"][name] = made
     options.out.write_text(json.dumps(found, indent=2))
 
 

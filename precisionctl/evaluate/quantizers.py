@@ -27,13 +27,17 @@ class StoredBlocks:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight that is codes already: `scale_inv` is FP32 `[out, 1]`."""
+    """A weight that is codes already: `scale_inv` is FP32 `[out, 1]`. On a GPU that has FP8 GEMMs, those are used."""
 
     codes: Tensor
     scale_inv: Tensor
 
     def quantize(self, values: Tensor) -> Quantized:
-        return Quantized(Operand(self.codes, self.scale_inv))
+        return Quantized(Operand(self.codes, self.scale_inv, native=_has_fp8_gemms(self.codes.device)))
+
+
+def _has_fp8_gemms(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @dataclass(frozen=True)

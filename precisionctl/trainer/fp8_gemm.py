@@ -34,10 +34,12 @@ from precisionctl.trainer.scaling_buffers import Slot
 
 class Operand(NamedTuple):
     """FP8 codes `[rows, summed over]`, and the FP32 multipliers that decode them: `[]` for all, `[rows, 1]` for a row,
-    or `[rows, groups]` for equal groups of neighbours in a row, of which zeros may fill the last."""
+    or `[rows, groups]` for equal groups of neighbours in a row, of which zeros may fill the last. Under `native` the
+    product is left to PyTorch's own FP8 GEMM, which takes the codes as they are."""
 
     codes: Tensor
     scale_inv: Tensor
+    native: bool = False
 
     @property
     def in_groups(self) -> bool:
@@ -64,6 +66,10 @@ class Operand(NamedTuple):
 
 def _product(left: Operand, right: Operand) -> Tensor:
     """FP32 `[rows of left, rows of right]`."""
+    if right.native:
+        one = right.scale_inv.new_ones(())
+        sums = torch._scaled_mm(left.codes, right.codes.t(), one, one, out_dtype=torch.float32)
+        return sums.mul_(left.outside() * right.outside().t())
     return (left.inside() @ right.inside().t()).mul_(left.outside() * right.outside().t())
 
 
