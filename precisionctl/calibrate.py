@@ -102,7 +102,7 @@ def _calibrate(asked: Calibration, recipe: Recipe, world: World, on_pass: OnPass
     backend, output = choose_backend(asked.backend), _output(asked)
     source = open_checkpoint(asked.checkpoint, asked.iteration)
     check_length(recipe, source.model)
-    shares.check(make_plan(source, "megatron").model, recipe.parallel, backend)
+    shares.check(make_plan(source, "megatron").model, recipe.parallel)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
     rows = read_rows(source, recipe.data).shared_by(recipe.parallel.token_ranks)
     at_once = min(recipe.train.micro_batch_size, recipe.train.batch_size // world.data_count) * world.data_count

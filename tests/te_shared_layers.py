@@ -6,6 +6,8 @@ tensor ranks that are emulated.
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,8 @@ def in_fp8(backend: BackendName, source: Any, world: World, preset: str) -> dict
     optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shares)
     live = LiveModel(source.model, optimizer.masters, parts=model.shares.parts)
     convert.run(make_plan(source, "megatron"), source, live)
-    batch = batch_of(range(ROWS), packed=False)
+    each = ROWS // world.data_count
+    batch = batch_of(range(world.data_rank * each, (world.data_rank + 1) * each), packed=False)
     losses = [float(backward(model, batch, ROWS * (LENGTH - 3))) for _ in range(2)]
     optimizer.collect()
     optimizer.reduce(world)
@@ -47,7 +50,7 @@ def in_fp8(backend: BackendName, source: Any, world: World, preset: str) -> dict
 
 def both_in_fp8(how: str, preset: str) -> dict[str, Any]:
     """How far TE's ranks are from emulated ones."""
-    source, (count, sizes) = source_of("llama-3"), SIZES[how]
+    source, (count, sizes) = source_of("mixtral" if "experts" in how else "llama-3"), SIZES[how]
     with together() as ranks:
         dist.init_process_group("gloo", store=ranks.store, rank=ranks.rank, world_size=ranks.count)
         world = World(ranks, *_meshes("cpu", count, sizes), sequence=sizes.sequence)
@@ -68,23 +71,28 @@ def both_in_fp8(how: str, preset: str) -> dict[str, Any]:
 def _apart(ours: Tensor, theirs: Tensor) -> float:
     """The largest share by which an amax is another one. Row 0 is that of the next pass, for which TE keeps the amax of
     weights that FSDP2 lets it cast anew in the backward."""
-    assert torch.equal(ours[1:] != 0, theirs[1:] != 0)
-    return float((ours - theirs)[1:].div(ours[1:].clamp(min=1e-30)).abs().amax())
+    ours, theirs = ours[..., 1:], theirs[..., 1:]
+    assert torch.equal(ours != 0, theirs != 0)
+    return float((ours - theirs).div(ours.clamp(min=1e-30)).abs().amax())
 
 
 def main(file: Path) -> None:
-    wanted = [(how, family) for how in ("tensor", "sequence") for family in FAMILIES]
-    expected = {family: alone(family) for family in FAMILIES}
+    expected = {family: alone(family) for family in (*FAMILIES, "mixtral")}
+    by_two = [(how, family) for how in ("tensor", "sequence") for family in FAMILIES]
+    by_four = [("experts", "mixtral"), ("experts and sequence", "gpt-oss"), ("experts in copies", "deepseek-v3")]
 
-    def job(rank: int, *case: str) -> Any:
-        te_on_cpu.install()
-        return both_in_fp8(*case) if case else by_ranks(wanted, expected, "te")
+    def told_by(count: int, job: Callable[[], Any]) -> list[Any]:
+        def on_te(rank: int) -> Any:
+            te_on_cpu.install()
+            return job()
 
-    told: dict[str, Any] = {"whole": [answer for _, answer in fork(2, job)]}
-    for how in ("tensor", "sequence"):
+        return [answer for _, answer in fork(count, on_te)]
+
+    told: dict[str, Any] = {"whole": told_by(2, lambda: by_ranks(by_two, expected, "te"))}
+    told["whole"] += told_by(4, lambda: by_ranks(by_four, expected, "te"))
+    for how in ("tensor", "sequence", "experts and sequence"):
         for preset in ("fp8-delayed", "fp8-current"):
-            ends = fork(2, lambda rank, case=(how, preset): job(rank, *case))
-            told[f"{how} {preset}"] = [answer for _, answer in ends]
+            told[f"{how} {preset}"] = told_by(SIZES[how][0], partial(both_in_fp8, how, preset))
     file.write_text(json.dumps(told))
 
 

@@ -53,7 +53,7 @@ def test_all_ranks_have_the_loss_and_their_parts_of_the_gradients(told: Told, ho
 )
 def test_a_model_that_ranks_cannot_share_is_refused(family: str, sizes: Parallel, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        shares.check(source_of(family).model, sizes, "emulated")
+        shares.check(source_of(family).model, sizes)
 
 
 @pytest.mark.parametrize(

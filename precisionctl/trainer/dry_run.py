@@ -39,7 +39,7 @@ def plan_run(settings: Settings) -> Planned:
         model = make_plan(source, "megatron").model
         check_length(recipe, model)
         backend = choose_backend(settings.backend, recipe.precision)
-        shares.check(model, recipe.parallel, backend)
+        shares.check(model, recipe.parallel)
         here = run_folder.newest(settings.folder) if settings.folder.is_dir() else None
         begins_at = 0 if "schedule" in skipped else source.iteration or 0
         step = begins_at if here is None else here.iteration or 0

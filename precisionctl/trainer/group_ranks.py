@@ -53,6 +53,14 @@ class _GroupRanks:
         """Over all ranks; no gradient passes."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
+    def gathered(self, values: Tensor) -> Tensor:
+        """Dimension 0 of all ranks, one after the other; no gradient passes."""
+        if self.size == 1:
+            return values
+        out = values.new_empty(len(values) * self.size, *values.shape[1:])
+        _all_gather(out, values.contiguous(), group=self.group)
+        return out
+
     def _reduced(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if self.size == 1:
             return values
@@ -80,11 +88,11 @@ class TensorRanks(_GroupRanks):
 
     def enter(self, values: Tensor) -> Tensor:
         """All tokens; gradients are summed."""
-        return self.share(values) if not self.sequence else _passed(values, self._gathered, self._scattered)
+        return self.share(values) if not self.sequence else _passed(values, self.gathered, self._scattered)
 
     def leave(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts; of this rank's tokens."""
-        return _passed(part, self._scattered, self._gathered) if self.sequence else self.leave_whole(part)
+        return _passed(part, self._scattered, self.gathered) if self.sequence else self.leave_whole(part)
 
     def leave_whole(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts; of all tokens."""
@@ -92,7 +100,7 @@ class TensorRanks(_GroupRanks):
 
     def gather(self, values: Tensor) -> Tensor:
         """All tokens, with which all ranks do the same: so the gradients of all are the same."""
-        return _passed(values, self._gathered, self.mine) if self.sequence else values
+        return _passed(values, self.gathered, self.mine) if self.sequence else values
 
     def share(self, values: Tensor) -> Tensor:
         """What all ranks have alike, for each to do something else with; gradients are summed."""
@@ -101,11 +109,6 @@ class TensorRanks(_GroupRanks):
     def mine(self, values: Tensor) -> Tensor:
         """This rank's tokens of all."""
         return values.chunk(self.size)[self.rank] if self.sequence else values
-
-    def _gathered(self, values: Tensor) -> Tensor:
-        out = values.new_empty(len(values) * self.size, *values.shape[1:])
-        _all_gather(out, values.contiguous(), group=self.group)
-        return out
 
     def _scattered(self, values: Tensor) -> Tensor:
         out = values.new_empty(len(values) // self.size, *values.shape[1:])
@@ -123,13 +126,17 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 @dataclass(frozen=True)
 class ExpertRanks(_GroupRanks):
-    """Rank i of `size` has the i-th part of each layer's experts, by number."""
+    """Rank i of `size` has the i-th part of each layer's experts, by number. `alike` are all with the same part."""
+
+    alike: dist.ProcessGroup | None = None
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "ExpertRanks":
-        """Those of the mesh's dimension `expert`."""
+        """Those of the mesh's dimension `expert`, the last but one."""
         ranks = mesh["expert"]
-        return cls(ranks.size(), ranks.get_local_rank(), ranks.get_group())
+        here, parts = ranks.get_local_rank(), mesh.mesh.movedim(-2, 0).flatten(1)  # `[expert, ranks]`
+        alike = [dist.new_group(those) for those in parts.tolist()]  # every rank makes all of them
+        return cls(ranks.size(), here, ranks.get_group(), alike[here])
 
     def mine(self, experts: int) -> range:
         """The numbers of this rank's, of so many."""

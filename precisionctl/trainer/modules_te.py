@@ -6,8 +6,9 @@ No other file but `fused_adam_te` imports Transformer Engine. Parameters, FP8 st
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch  # before Transformer Engine, which needs torch's libraries to be loaded
@@ -167,6 +168,8 @@ class GroupedLinear(_Stateful, te.GroupedLinear):  # type: ignore[misc]
     FP8 GEMM takes, which change no amax and no sum. Of tensor ranks whose results will be summed, the first adds the
     bias."""
 
+    numbers: Mapping[str, str] = MappingProxyType({})
+    """TE's names of parameters, `weight0` of the first one here, to those by the experts' own numbers."""
     adds_bias: bool
     return_bias: bool
     padding: nn.Module
@@ -190,8 +193,40 @@ class GroupedLinear(_Stateful, te.GroupedLinear):  # type: ignore[misc]
             recorder.grouped_gemm(self.module_name, values, counts, weights, out)
         return out
 
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(self.numbers.get(name, name))
+
+    def number_from(self, first: int, experts: int) -> None:
+        """Let the parameters have the names of experts from `first` on, whose numbers are beyond TE's own."""
+        each = ((kind, expert) for kind in ("weight", "bias") for expert in range(experts if first else 0))
+        numbers = {f"{kind}{expert}": f"{kind}{first + expert}" for kind, expert in each}
+        for name, numbered in numbers.items():
+            if name in self._parameters:
+                self._parameters[numbered] = self._parameters.pop(name)
+        self.numbers = numbers
+
+    def fp8_state(self) -> Fp8State | None:
+        if not self.keeps_state:
+            return None
+        gathered = self.backend.world.experts.gathered
+        return Fp8State({role: RoleState(*(gathered(part).cpu().clone() for part in self._of(role))) for role in ROLES})
+
+    def set_fp8_state(self, state: Fp8State) -> None:
+        mine = self.backend.world.experts.mine(len(state.roles["weight"].scale))
+        here = slice(mine.start, mine.stop)
+        roles = state.roles.items()
+        super().set_fp8_state(
+            Fp8State({role: RoleState(part.scale[here], part.amax_history[here]) for role, part in roles})
+        )
+
     def _product(self, values: Tensor, counts: list[int]) -> Tensor:
-        made = super().forward(values, counts)
+        group = self.backend.world.experts.alike
+        if self.in_fp8 and group is not None and not self.backend.recorder:
+            # its amaxes are those of the ranks that have the same experts
+            with te.autocast(enabled=True, recipe=self.backend.recipe, amax_reduction_group=group):
+                made = super().forward(values, counts)
+        else:
+            made = super().forward(values, counts)
         out: Tensor = made[0] if self.return_bias else made
         return out
 
@@ -272,8 +307,9 @@ class TransformerEngineBackend:
     ) -> nn.Module:
         in_features, out_features = cut_sizes(mode, self.world.tensor.size, in_features, out_features)
         apart = bias and mode == "row" and self.world.tensor.size > 1
+        here = self.world.experts.mine(experts)
         module = GroupedLinear(
-            experts,
+            len(here),
             in_features,
             out_features,
             bias=bias,
@@ -282,9 +318,10 @@ class TransformerEngineBackend:
             device=self.device,
         )
         module.adds_bias = apart and self.world.tensor.rank == 0
-        module.shape = (experts,)
-        module.padding = te.Fp8Padding(experts, self.precision.alignment)
-        module.unpadding = te.Fp8Unpadding(experts, self.precision.alignment)
+        module.number_from(here.start, len(here))
+        module.shape = (len(here),)
+        module.padding = te.Fp8Padding(len(here), self.precision.alignment)
+        module.unpadding = te.Fp8Unpadding(len(here), self.precision.alignment)
         return self._adopt(module, name, None, in_features, out_features)
 
     def packed_attention(self, model: ModelShape, scale: float) -> nn.Module:

@@ -109,7 +109,7 @@ def _fitting(
         for words, changed, count in changes:
             try:
                 check(count, changed)
-                shares.check(model, changed.parallel, backend)
+                shares.check(model, changed.parallel)
             except RecipeError:
                 continue
             needed = estimate(model, changed, backend, ranks=count, gpu=gpu).total

@@ -128,7 +128,7 @@ def _asked(settings: Settings, recipe: Recipe, world: World, out: Path, on_token
     plan = make_plan(source, "megatron")
     backend = choose_backend(settings.backend, recipe.precision)
     check_length(recipe, plan.model)
-    shares.check(plan.model, recipe.parallel, backend)
+    shares.check(plan.model, recipe.parallel)
     memory = require_memory(plan.model, recipe, backend, world)
     rows = read_rows(source, recipe.data, out / "tokens", on_tokens)
     beside = replace(recipe.data, path=recipe.data.held_out, blend=(), packing=False)

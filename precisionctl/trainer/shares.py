@@ -136,7 +136,7 @@ def _norm(gradients: Iterable[Tensor]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def check(model: ModelShape, sizes: Parallel, backend: str) -> None:
+def check(model: ModelShape, sizes: Parallel) -> None:
     """Raise RecipeError for a model that so many tensor and expert ranks cannot share."""
     moe = model.moe
     shared = {
@@ -154,18 +154,13 @@ def check(model: ModelShape, sizes: Parallel, backend: str) -> None:
                 do="Choose a parallel.tensor that divides them.",
             )
     if sizes.expert > 1:
-        _check_experts(model, sizes, backend)
+        _check_experts(model, sizes)
 
 
-def _check_experts(model: ModelShape, sizes: Parallel, backend: str) -> None:
+def _check_experts(model: ModelShape, sizes: Parallel) -> None:
     experts = model.moe.num_experts if model.moe else 0
     if not experts or experts % sizes.expert:
         raise RecipeError(
             f"{experts} experts cannot be dealt out to parallel.expert = {sizes.expert} ranks evenly",
             do="Choose a number that divides them." if experts else "Leave parallel.expert out.",
-        )
-    if backend == "te":
-        raise RecipeError(
-            "parallel.expert is for the emulated backend: Transformer Engine's modules number a rank's experts anew",
-            do="Leave parallel.expert out: FSDP shares the experts' weights all the same.",
         )

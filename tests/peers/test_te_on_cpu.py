@@ -73,7 +73,7 @@ def test_tensor_ranks_on_te_s_own_python_are_one_process_and_those_that_are_emul
     run(site, str(TESTS / "te_shared_layers.py"), str(tmp_path / "told.json"))
     told = json.loads((tmp_path / "told.json").read_text())
     for rank in told.pop("whole"):
-        assert len(rank) == 12
+        assert len(rank) in (12, 3)
         for found in rank.values():
             assert abs(found["loss"]) < 2**-20 and abs(found["norm"]) < 2**-20 and not found["missing"]
             assert max(found["gradients"].values()) < 2**-17
