@@ -1,7 +1,7 @@
 """Switches of precision in the middle of a run: into FP8 over several seeds, and both ways in a longer run.
 
     python benchmarks/switch.py [--seeds 3] [--start 150] [--steps 120] [--out benchmarks/results/switch.json]
-    python benchmarks/switch.py --curves [--start 600] [--steps 600] [--out benchmarks/results/curves.json]
+    python benchmarks/switch.py --curves [--start 250] [--steps 250] [--out benchmarks/results/curves.json]
 
 For each seed the demo's model and text are made anew. `precisionctl resume` trains in BF16 up to `--start`, and goes on
 from that checkpoint, optimizer and all, on the same data: in BF16; in FP8, its state from warm-up passes, from
@@ -22,6 +22,7 @@ import platform
 import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,18 +82,31 @@ def run_curves(folder: Path, start: int, steps: int) -> tuple[list[Curve], dict[
     make_checkpoint(folder / "hf", text.train, 1)
     (folder / "demo.toml").write_text(RECIPE, encoding="utf-8")
     shell = Shell(folder, print)
-    run = "--recipe demo.toml --set train.save_every=1000000 --set train.steps="
-    shell(f"resume hf --precision bf16 --collect-amax --out from-bf16 {run}{start}")
-    shell(f"resume hf --precision fp8 --out from-fp8 {run}{start}")
+    rows = "--set train.batch_size=4 --set train.micro_batch_size=4 --set optimizer.lr=1e-3"  # many steps, each cheap
+    run = f"--recipe demo.toml {rows} --set train.save_every=1000000 --set train.steps="
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        first = (
+            f"resume hf --precision bf16 --collect-amax --out from-bf16 {run}{start}",
+            f"resume hf --precision fp8 --out from-fp8 {run}{start}",
+        )
+        list(pool.map(shell, first))
+        on = (
+            f"resume {source} --precision {precision} --out {_folder(name)} {run}{start + steps}"
+            for name, (source, precision) in CURVES.items()
+        )
+        list(pool.map(shell, on))
     curves, held_out = [], {}
-    for name, (source, precision) in CURVES.items():
-        out = name.replace(" ", "-")
-        shell(f"resume {source} --precision {precision} --out {out} {run}{start + steps}")
+    for name, (source, _) in CURVES.items():
+        out = _folder(name)
         losses = {**read_curve(folder / source, name).losses, **read_curve(folder / out, name).losses}
         curves.append(Curve(name, losses))
         found = shell(f"eval {out} --data text/held-out --sequence-length 128 --json").result
         held_out[name] = math.log(found["perplexity"])
     return curves, held_out
+
+
+def _folder(name: str) -> str:
+    return name.replace(" ", "-")
 
 
 def curve_rows(curves: list[Curve], held_out: dict[str, float], start: int) -> list[dict[str, Any]]:
@@ -164,8 +178,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    start = options.start or (600 if options.curves else 150)
-    steps = options.steps or (600 if options.curves else 120)
+    start = options.start or (250 if options.curves else 150)
+    steps = options.steps or (250 if options.curves else 120)
     out = options.out or Path("benchmarks/results") / ("curves.json" if options.curves else "switch.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = measure_curves(start, steps, out) if options.curves else measure_seeds(options.seeds, start, steps)

@@ -71,7 +71,7 @@ CONSTANTS = {
         "NVTE_Fused_Attn_Backend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
     ),
     "get_fused_attn_backend": lambda *_, **__: (-1, "no kernel here"),
-    "get_cublasLt_version": lambda: 130200,
+    "get_cublasLt_version": lambda: 130101,
     "get_cudnn_version": lambda: 92000,
     "get_num_cublas_streams": lambda: 4,
 }

@@ -38,11 +38,20 @@ def amax(values: Tensor) -> Tensor:
     """Largest magnitude, FP32 `[]`. NaN is passed over, as by the `fmaxf` of TE's cast kernels; 0 when empty."""
     if values.numel() == 0:
         return torch.zeros((), device=values.device)
-    low, high = torch.aminmax(values.detach())
-    largest = torch.maximum(-low, high).float()
-    if largest.isnan():
-        return amax(values.detach().nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
-    return largest
+    values = values.detach()
+    if values.is_cuda:  # to ask whether there is a NaN would wait for the GPU, at each tensor of a pass
+        return _largest_magnitude(_without_nan(values))
+    largest = _largest_magnitude(values)
+    return _largest_magnitude(_without_nan(values)) if largest.isnan() else largest
+
+
+def _largest_magnitude(values: Tensor) -> Tensor:
+    low, high = torch.aminmax(values)
+    return torch.maximum(-low, high).float()
+
+
+def _without_nan(values: Tensor) -> Tensor:
+    return values.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
 def row_amax(values: Tensor) -> Tensor:
@@ -50,7 +59,7 @@ def row_amax(values: Tensor) -> Tensor:
     # Two passes: torch.aminmax over a dimension is six times slower than amin and amax together.
     largest = torch.maximum(-values.amin(1, keepdim=True), values.amax(1, keepdim=True)).float()
     if largest.isnan().any():
-        return row_amax(values.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
+        return row_amax(_without_nan(values))
     return largest
 
 

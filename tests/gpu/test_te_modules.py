@@ -193,3 +193,10 @@ def test_sizes_that_te_would_refuse_are_refused_with_the_name_of_the_module() ->
     backend, module = make("te", PRESETS["fp8-delayed"], "linear")
     with pytest.raises(PrecisionError, match="linear_fc1"), backend.forward_pass():
         module(batch()[0][:, :5])
+
+
+def test_an_amax_on_a_gpu_passes_over_what_is_not_a_number() -> None:
+    values = torch.tensor([1.0, torch.nan, -3.0, 2.0], device="cuda").bfloat16()
+    assert numerics.amax(values) == 3
+    assert numerics.amax(torch.cat([values, values.new_tensor([-torch.inf])])) == torch.inf
+    assert numerics.amax(values[:0]) == 0
