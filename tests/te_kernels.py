@@ -7,6 +7,7 @@ the parameters of `transformer_engine_torch`; for `te_on_cpu.py`.
 import enum
 from typing import Any
 
+import te_blocks
 import torch
 from torch import Tensor
 
@@ -50,8 +51,11 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
     """A cast under a tensor's scale; under delayed scaling its amax is left in the quantizer, by atomic maximum."""
     if quantizer is None:
         return tensor
-    if type(quantizer).__name__ not in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
-        raise NotImplementedError(f"{type(quantizer).__name__} is not stood in for")
+    kind = type(quantizer).__name__
+    if kind == "Float8BlockQuantizer":
+        return te_blocks.quantize(tensor, quantizer, output, CODES[DType(quantizer.dtype)])
+    if kind not in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
+        raise NotImplementedError(f"{kind} is not stood in for")
     values = tensor.detach().float()
     amax = values.abs().amax().nan_to_num(0.0, torch.inf) if values.numel() else torch.zeros(())
     if hasattr(quantizer, "scale"):
@@ -115,11 +119,13 @@ def _decoded(operand: Any) -> Tensor:
     return codes if scale_inv is None else codes * scale_inv
 
 
-def _codes(operand: Any) -> tuple[Tensor, Tensor | None]:
+def _codes(operand: Any, columnwise: bool = False) -> tuple[Tensor, Tensor | None]:
     """Values as FP32 and what they are multiplied by; None for a tensor that is not FP8."""
     if not hasattr(operand, "_fp8_dtype"):
         return operand.float(), None
     dtype = CODES[DType(operand._fp8_dtype)]
+    if hasattr(operand, "_is_2D_scaled"):
+        return te_blocks.decoded(operand, columnwise, dtype), None
     rows, columns = operand._data, operand._transpose
     if rows is None or (columns is not None and operand._transpose_invalid):
         rows = columns.movedim(0, -1) if rows is None else rows
@@ -135,7 +141,7 @@ def generic_gemm(
 ):  # fmt: skip
     """cuBLAS stores columns first: the rows of D are those of op(B) times op(A)."""
     assert not gelu and comm_overlap is None, "not stood in for"
-    (left, left_inv), (right, right_inv) = _codes(B), _codes(A)
+    (left, left_inv), (right, right_inv) = _codes(B, transb), _codes(A, not transa)
     shape = left.shape[:-1] if not transb else left.shape[-1:]
     left, right = left.flatten(0, -2), right.flatten(0, -2)
     product = (left.mT if transb else left) @ (right.mT if transa else right)
