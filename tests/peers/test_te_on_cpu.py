@@ -13,8 +13,6 @@ import pytest
 TESTS = Path(__file__).parents[1]
 WHEELS = ("transformer_engine==2.20.2", "einops", "pydantic")
 
-NOT_STOOD_IN_FOR = {"get_fused_attn_backend", "Float8BlockQuantizer"}
-
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -36,8 +34,7 @@ def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_what_needs_no_kernel_passes_without_a_gpu(site: Path) -> None:
     done = run(site, "-m", "pytest", "-q", "-rs", "-p", "te_on_cpu", str(TESTS / "gpu"))
-    skipped = set(re.findall(r"(\w+) is not stood in for", done.stdout))
-    assert skipped <= NOT_STOOD_IN_FOR, skipped
+    assert "not stood in for" not in done.stdout
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) > 75
 
@@ -57,8 +54,7 @@ print(json.dumps(rows))
 
 def test_the_benchmark_s_sections_run_on_te_s_own_python(site: Path) -> None:
     rows = json.loads(run(site, "-c", BENCHMARK).stdout.splitlines()[-1])
-    errors = [row for row in rows if "error" in row and "not stood in for" not in row["error"]]
-    assert not errors
+    assert not [row for row in rows if "error" in row]
     (replayed,) = (row for row in rows if row.get("of") == "replay")
     assert replayed["different"] == 0
     assert replayed["equal"] > 100
