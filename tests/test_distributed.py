@@ -340,7 +340,8 @@ def test_whatever_happens_to_a_rank_all_end_and_one_of_them_says_so(
 def test_two_ranks_save_meanwhile_what_they_save_at_once_and_go_on_after_a_kill(place: Path, told: Told) -> None:
     assert steps(told, "two, meanwhile") == steps(told, "source two")
     assert told["two, meanwhile, killed"]["codes"][1] == -signal.SIGKILL
-    assert steps(told, "two, meanwhile, gone on") == steps(told, "source two")[4:]
+    gone_on = steps(told, "two, meanwhile, gone on")  # from step 4, or from 2 where that was not on the disk yet
+    assert len(gone_on) in (2, 4) and gone_on == steps(told, "source two")[-len(gone_on) :]
     for name in ("two, meanwhile", "two, meanwhile and killed"):
         for step in (4, 6):
             assert not differing(place / name / f"iter_000000{step}", place / f"source two/iter_000000{step}")
