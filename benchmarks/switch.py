@@ -110,13 +110,16 @@ def _folder(name: str) -> str:
 
 
 def curve_rows(curves: list[Curve], held_out: dict[str, float], start: int) -> list[dict[str, Any]]:
-    """Gaps to BF16: the largest of the 20 steps after the switch, of the last 100 means, and on held-out text."""
-    base, rows = curves[0], []
-    for curve in curves:
-        after = Curve(curve.name, {step: loss for step, loss in curve.losses.items() if step > start})
-        row = {"run": curve.name, "last": mean_of_last(curve), "held_out": held_out[curve.name]}
-        gaps = {"early": worst_early(after, base), "mean": mean_gap(curve, base)}
-        gaps["held_out_gap"] = held_out[curve.name] / held_out[base.name] - 1
+    """The largest gap of the 20 steps after the switch to the run that was not switched; and gaps to BF16, of the mean
+    of the last 100 steps and on held-out text."""
+    by_name, rows = {curve.name: curve for curve in curves}, []
+    for name, curve in by_name.items():
+        source, _ = CURVES[name]
+        stayed = by_name["BF16" if source == "from-bf16" else "FP8"]
+        after = Curve(name, {step: loss for step, loss in curve.losses.items() if step > start})
+        row = {"run": name, "last": mean_of_last(curve), "held_out": held_out[name]}
+        gaps = {"early": worst_early(after, stayed), "mean": mean_gap(curve, by_name["BF16"])}
+        gaps["held_out_gap"] = held_out[name] / held_out["BF16"] - 1
         rows.append(row | gaps | {"losses": list(curve.losses.values())})
     return rows
 
@@ -152,7 +155,7 @@ def measure_curves(start: int, steps: int, out: Path) -> list[dict[str, Any]]:
     rows = curve_rows(curves, held_out, start)
     for row in rows:
         gaps = f"mean of the last {LAST} steps {row['mean']:+.3%}, held-out {row['held_out_gap']:+.3%}"
-        print(f"{row['run']}: loss {row['last']:.4f}; against BF16: {gaps}, first {EARLY} steps {row['early']:.3%}")
+        print(f"{row['run']}: loss {row['last']:.4f}; against BF16: {gaps}; jump at the switch {row['early']:.3%}")
     kept = all(abs(row["mean"]) <= 0.01 and abs(row["held_out_gap"]) <= 0.01 for row in rows)
     print("All gaps are below 1 %." if kept else "NOT all gaps are below 1 %.")
     write_png(curves, out.with_suffix(".png"))
