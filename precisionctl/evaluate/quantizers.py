@@ -11,7 +11,7 @@ from torch import Tensor
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.quant_methods.base import CODES
-from precisionctl.trainer.fp8_gemm import Operand, Quantized
+from precisionctl.trainer.fp8_gemm import NativeOperand, Operand, Quantized
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class StoredWeight:
     scale_inv: Tensor
 
     def quantize(self, values: Tensor) -> Quantized:
-        return Quantized(Operand(self.codes, self.scale_inv, native=_has_fp8_gemms(self.codes.device)))
+        kind = NativeOperand if _has_fp8_gemms(self.codes.device) else Operand
+        return Quantized(kind(self.codes, self.scale_inv))
 
 
 def _has_fp8_gemms(device: torch.device) -> bool:

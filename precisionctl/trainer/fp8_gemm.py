@@ -34,12 +34,10 @@ from precisionctl.trainer.scaling_buffers import Slot
 
 class Operand(NamedTuple):
     """FP8 codes `[rows, summed over]`, and the FP32 multipliers that decode them: `[]` for all, `[rows, 1]` for a row,
-    or `[rows, groups]` for equal groups of neighbours in a row, of which zeros may fill the last. Under `native` the
-    product is left to PyTorch's own FP8 GEMM, which takes the codes as they are."""
+    or `[rows, groups]` for equal groups of neighbours in a row, of which zeros may fill the last."""
 
     codes: Tensor
     scale_inv: Tensor
-    native: bool = False
 
     @property
     def in_groups(self) -> bool:
@@ -64,9 +62,13 @@ class Operand(NamedTuple):
         return self.scale_inv.new_ones(()) if self.in_groups else self.scale_inv
 
 
+class NativeOperand(Operand):
+    """One whose products are left to PyTorch's own FP8 GEMM, as the right side; it takes the codes as they are."""
+
+
 def _product(left: Operand, right: Operand) -> Tensor:
     """FP32 `[rows of left, rows of right]`."""
-    if right.native:
+    if isinstance(right, NativeOperand):
         one = right.scale_inv.new_ones(())
         sums = torch._scaled_mm(left.codes, right.codes.t(), one, one, out_dtype=torch.float32)
         return sums.mul_(left.outside() * right.outside().t())
