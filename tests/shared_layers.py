@@ -6,6 +6,7 @@ In FP32, so that a sum that is missing somewhere cannot hide behind rounding.
 """
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ from precisionctl.trainer.loop import backward
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.optim import MasterAdamW
 from precisionctl.trainer.segments import Segments
+from precisionctl.trainer.shadow import liken
+from precisionctl.trainer.shares import ALL_MINE, Shares
 from precisionctl.trainer.world import ALONE, World, _meshes, together
 
 SIZES = {
@@ -113,12 +116,13 @@ def by_ranks(
             world = World(ranks, *_meshes("cpu", count, sizes), sequence=sizes.sequence)
             each = ROWS // world.data_count
             mine = range(world.data_rank * each, (world.data_rank + 1) * each)
-            source, loss, norm, gradients = expected[family]
+            source, loss, norm, gradients, likeness = expected[family]
             ours, length, model, optimizer = passed(source, world, mine, family, backend)
             live = LiveModel(source.model, optimizer.gradients, parts=model.shares.parts)
             told[f"{how}: {family}"] = {
                 "loss": ours / loss - 1,
                 "norm": length / norm - 1,
+                "likeness": bent(optimizer.gradients, model.shares) - likeness,
                 "gradients": apart(live, gradients),
                 "missing": [name for name in gradients if name not in live.tensors and live.parts[name].boxes],
             }
@@ -126,10 +130,16 @@ def by_ranks(
     return told
 
 
-def alone(family: str) -> tuple[InMemory, float, float, dict[str, Tensor]]:
+def bent(gradients: Mapping[str, Tensor], shares: Shares) -> float:
+    """The cosine of gradients and of them with larger ones of norms, which tensor ranks have alike."""
+    larger = {name: 9 * each if re.search("layer_?norm", name) else each for name, each in gradients.items()}
+    return liken(larger, gradients, shares)[0].cosine
+
+
+def alone(family: str) -> tuple[InMemory, float, float, dict[str, Tensor], float]:
     source = source_of(family)
     loss, norm, _, optimizer = passed(source, ALONE, range(ROWS), family)
-    return source, loss, norm, optimizer.gradients
+    return source, loss, norm, optimizer.gradients, bent(optimizer.gradients, ALL_MINE)
 
 
 def main(file: Path) -> None:

@@ -37,7 +37,7 @@ def test_all_ranks_have_the_loss_and_their_parts_of_the_gradients(told: Told, ho
     assert len(ranks) == SIZES[how][0]
     for found in ranks:
         assert abs(found["loss"]) < 2**-20 and abs(found["norm"]) < 2**-20
-        assert not found["missing"]
+        assert not found["missing"] and abs(found["likeness"]) < 2**-20
         assert found["gradients"] and max(found["gradients"].values()) < 2**-17
 
 

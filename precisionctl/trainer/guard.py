@@ -120,7 +120,7 @@ class Guard:
             return
         loss_bf16, gradients, held_out = self._reference
         self._reference = None
-        whole, modules = liken(run.optimizer.gradients, gradients, run.world)
+        whole, modules = liken(run.optimizer.gradients, gradients, run.model.shares)
         seen = Shadow(run.step + 1, loss, loss_bf16, whole, modules, held_out)
         self.gaps = [*self.gaps, seen.worst][-self.settings.act_after :]
         self._seen = seen.decided(self._decision(seen.worst), self._beyond)

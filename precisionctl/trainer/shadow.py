@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from precisionctl.trainer.world import ALONE, World, local
+from precisionctl.trainer.shares import ALL_MINE, Shares
+from precisionctl.trainer.world import local
 
 Decision = Literal["ok", "warn", "stop", "bf16"]
 
@@ -84,15 +85,16 @@ def _gap(fp8: float, bf16: float) -> float:
 
 
 def liken(
-    fp8: Mapping[str, Tensor], bf16: Mapping[str, Tensor], world: World = ALONE
+    fp8: Mapping[str, Tensor], bf16: Mapping[str, Tensor], shares: Shares = ALL_MINE
 ) -> tuple[Likeness, dict[str, Likeness]]:
     """Gradients by parameter: all of them together, and by module. One that is not there is zero. Each rank has its
-    part of them; copies of the model count alike in all products, and so in no likeness."""
+    part of them; copies of the model count alike in all products, and so in no likeness, but what tensor ranks have
+    alike counts once."""
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
     for name in {**bf16, **fp8}:
-        sums[name.rpartition(".")[0]] += _products(fp8.get(name), bf16.get(name))
+        sums[name.rpartition(".")[0]] += _products(fp8.get(name), bf16.get(name)) if shares.is_own(name) else 0
     device = next(iter({**bf16, **fp8}.values())).device
-    whole = world.sum(torch.stack([*sums.values()]).to(device)).cpu()
+    whole = shares.world.sum(torch.stack([*sums.values()]).to(device)).cpu()
     modules = {module: _likeness(products) for module, products in zip(sums, whole, strict=True)}
     return _likeness(whole.sum(0)), modules
 

@@ -39,8 +39,11 @@ class Shares:
 
     @cached_property
     def saved(self) -> Mapping[str, Part]:
-        first = self.world.tensor.rank == 0
-        return {name: part if first or _is_cut(part) else replace(part, boxes=[]) for name, part in self.parts.items()}
+        return {name: part if self.is_own(name) else replace(part, boxes=[]) for name, part in self.parts.items()}
+
+    def is_own(self, name: str) -> bool:
+        """Whether no other tensor rank has the same of a parameter, or this is the first of those."""
+        return self.world.tensor.rank == 0 or _is_cut(self.parts[name])
 
     @classmethod
     def of(cls, model: ModelShape, dtype: torch.dtype, world: World) -> "Shares":
