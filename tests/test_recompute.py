@@ -21,12 +21,12 @@ def made(precision: Precision, family: str, *, recompute: bool) -> GPT:
     return GPT(from_hf_config(transformers_model(family).config.to_dict()), precision, recompute=recompute)
 
 
-def trained(model: GPT) -> list[torch.Tensor]:
+def trained(model: GPT, real: torch.Tensor | None = None) -> list[torch.Tensor]:
     """Logits of some steps of plain gradient descent, and the parameters after them."""
     torch.manual_seed(1)
     seen = []
     for _ in range(PASSES):
-        logits = model(torch.randint(VOCABULARY, (2, 16)))
+        logits = model(torch.randint(VOCABULARY, (2, 16)), real)
         logits.float().square().mean().backward()
         seen.append(logits.detach())
         with torch.no_grad():
@@ -63,13 +63,15 @@ def test_every_bit_is_the_same_and_each_layer_is_computed_twice(
     assert len(calls) == (2 * PASSES + 1) * LAYERS
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", ["llama-2", "mixtral"])
-def test_a_recorder_sees_each_pass_once(family: str) -> None:
+def test_a_recorder_sees_each_pass_once(family: str, padded: bool) -> None:
+    real = torch.arange(16) < torch.tensor([[16], [9]]) if padded else None
     states = []
     for recompute in (False, True):
         model, recorder = made(PRESETS["bf16"], family, recompute=recompute), Recorder(DELAYED, torch.device("cpu"))
         with model.recorded_by(recorder):
-            trained(model)
+            trained(model, real)
         states.append(recorder.states())
     assert states[0].keys() == states[1].keys() and states[0]
     assert all(same_state(state, states[1][name]) for name, state in states[0].items())

@@ -183,13 +183,15 @@ class Recorder:
 
 
 def _only(values: Tensor, real: Tensor | None) -> Tensor:
-    """The tokens of `[B, S, ...]` or `[T, ...]` that are no padding."""
+    """The tokens of `[B, S, ...]` or `[T, ...]` that are no padding. They are looked at alone: a layer that is computed
+    once more keeps nothing for a backward that it would not keep then."""
+    values = values.detach()
     return values if real is None else values.reshape(len(real), -1, values.shape[-1])[real]
 
 
 def _by_expert(values: Tensor, counts: Sequence[int], real: Tensor | None) -> Sequence[Tensor]:
     """The tokens of each expert that are no padding."""
-    parts = torch.split(values, list(counts))
+    parts = torch.split(values.detach(), list(counts))
     if real is None:
         return parts
     return [part[mine] for part, mine in zip(parts, torch.split(real, list(counts)), strict=True)]
