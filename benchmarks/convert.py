@@ -105,6 +105,7 @@ def recorded_state(model: Any) -> Any:
 def child(task: str, source: Path, target: Path, workers: int) -> None:
     """One run in this process; prints seconds and memory above what importing took, its workers' included."""
     import precisionctl.commands  # noqa: F401  # start-up, which `plan` would otherwise pay for
+    import precisionctl.inference  # noqa: F401
     from precisionctl.work import execute
 
     take_memory(target.parent, source)
@@ -148,12 +149,12 @@ def private_mb(process: int | None) -> float:
 
 
 def plan(task: str, source: Path, target: Path) -> Any:
-    from precisionctl import commands
+    from precisionctl import commands, inference
     from precisionctl.param import Parallelism
 
     if task.startswith("export"):
         scheme: Any = task.removeprefix("export ")
-        return commands.plan_export(commands.InferenceExport(source, target, "vllm", scheme))
+        return inference.plan_export(inference.InferenceExport(source, target, "vllm", scheme))
     if " to hf" in task:
         return commands.plan_conversion(commands.Conversion(source, target, "hf"))
     container = task.removeprefix("hf to ").partition(",")[0]

@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--demo", type=Path, default=Path("demo-run"))
     parser.add_argument("--python", type=Path, default=Path(".peers/llmcompressor/bin/python"))
     parser.add_argument("--rows", type=int, default=512, help="that llm-compressor is calibrated on")
-    parser.add_argument("--runs", nargs="+", default=["fp8", "fp8-cold", "fp8-on", "fp8-straight-on"])
+    parser.add_argument("--runs", nargs="+", default=["fp8", "fp8-cold", "fp8-on"])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/static.json"))
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
