@@ -9,6 +9,7 @@ import in_memory
 import pico
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
@@ -168,6 +169,10 @@ def respelled(directory: Path) -> None:
 
 
 @DEQUANTIZES
+@pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
+    reason="transformers 5.17 decodes such a directory and rounds no inputs",
+)
 def test_evaluation_is_what_compressed_tensors_simulates_of_groups(tmp_path: Path) -> None:
     """transformers rounds the inputs of linears by groups of a token."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16, **WHOLE)
