@@ -62,6 +62,9 @@ def test_the_readme_names_all_that_is_supported_and_nothing_else():
     named = {first: set(re.findall(r"`([\w-]+)`", second)) for first, second in rows}
     families = {name for each in discover(precisionctl.architectures, "ARCHITECTURE") for name in each.model_types}
     assert named["families (`model_type`)"] == families
-    assert named["recipes that come along"] == set(bundled_recipes())
+    of_models = {
+        f"{name}{kind}" for name in named["recipes for a model, as `-cpt` and `-sft`"] for kind in ("-cpt", "-sft")
+    }
+    assert named["recipes that come along"] | of_models == set(bundled_recipes())
     schemes = {scheme for engine in engines().values() for scheme in engine.spells}
     assert named["`--target` of an export"] == set(engines()) | schemes | {TE}
