@@ -189,16 +189,16 @@ def _te_problem() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device"
     try:
-        from precisionctl.trainer import modules_te
+        from precisionctl.trainer import backend_te
     except (ImportError, RuntimeError, OSError) as problem:  # TE's empty metapackage raises RuntimeError
         return str(problem)
-    return modules_te.fp8_problem()
+    return backend_te.fp8_problem()
 
 
 def _te_recipe_problem(precision: Precision) -> str | None:
-    from precisionctl.trainer import modules_te
+    from precisionctl.trainer import backend_te
 
-    return modules_te.recipe_problem(precision)
+    return backend_te.recipe_problem(precision)
 
 
 def make_backend(
@@ -206,7 +206,7 @@ def make_backend(
 ) -> Backend:
     """Parameters of its modules have `dtype`; FP8 state lives on `device`, and is one for all ranks of `world`."""
     if name == "te":
-        from precisionctl.trainer.modules_te import TransformerEngineBackend
+        from precisionctl.trainer.backend_te import TransformerEngineBackend
 
         return TransformerEngineBackend(precision, dtype, device, world)
     from precisionctl.trainer.modules_emulated import EmulatedBackend

@@ -1,37 +1,28 @@
-"""The GPT's linears and norms on Transformer Engine 2.x; unproved until `tests/gpu` has passed.
+"""The GPT's linears, norms and attention on Transformer Engine 2.x; unproved until `tests/gpu` has passed.
 
-No other file but `fused_adam_te` imports Transformer Engine. Parameters, FP8 state and numerics are those of
-`modules_emulated`. State goes straight into the modules' tensors, never through TE's pickles, and TE's
-`_extra_state` keys stay out of state dicts.
+Only `backend_te`, which makes them, and `fused_adam_te` import Transformer Engine too. Parameters, FP8 state and
+numerics are those of `modules_emulated`. State goes straight into the modules' tensors, never through TE's pickles, and
+TE's `_extra_state` keys stay out of state dicts.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch  # before Transformer Engine, which needs torch's libraries to be loaded
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.common.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    MXFP8BlockScaling,
-    QParams,
     Recipe,
 )
 
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.state import BACKWARD, FORWARD, IN_USE, ROLES, Fp8State, Role, RoleState
-from precisionctl.model_shape import ModelShape
-from precisionctl.precision import Precision
-from precisionctl.trainer.backend import Mode, Norm, cut_sizes, recompute, require_alignment
-from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.backend import Mode, Norm, require_alignment
 from precisionctl.trainer.segments import Segments
-from precisionctl.trainer.world import ALONE, World
+
+if TYPE_CHECKING:
+    from precisionctl.trainer.backend_te import TransformerEngineBackend
 
 Group = Literal["scaling_fwd", "scaling_bwd"]
 
@@ -40,28 +31,7 @@ COLUMNS: dict[Group, tuple[Role, ...]] = {"scaling_fwd": FORWARD, "scaling_bwd":
 grouped linear has these of its first GEMM, then those of its second (grouped_linear.py, _get_quantizers; TE 2.3 on)."""
 
 
-def fp8_problem() -> str | None:
-    """Why this machine's GPU has no FP8; None where it has."""
-    available, reason = te.is_fp8_available(return_reason=True)
-    return None if available else reason
-
-
-def recipe_problem(precision: Precision) -> str | None:
-    """Why this machine cannot compute under a recipe of FP8; None where it can. 128-blocks ask for Hopper and CUDA
-    12.9, MXFP8 for compute capability 10.x (quantization.py, _compute_fp8_block_scaling_support and
-    _compute_mxfp8_support)."""
-    if precision.scaling == "block":
-        available, reason = te.is_fp8_block_scaling_available(return_reason=True)
-        if available and precision.block.use_f32_scales and torch.cuda.get_device_capability() >= (10, 0):
-            return "Blackwell computes 128-blocks as MXFP8, whose scales are powers of two: use_f32_scales = false"
-    elif precision.scaling == "mxfp8":
-        available, reason = te.is_mxfp8_available(return_reason=True)
-    else:
-        return fp8_problem()
-    return None if available else reason
-
-
-class _Stateful(nn.Module):
+class Stateful(nn.Module):
     """What linears add to TE's: where they run in FP8, and their state as an Fp8State, of scales of `shape`."""
 
     get_extra_state = nn.Module.get_extra_state  # without an override of these two no `_extra_state` is in state dicts
@@ -105,7 +75,7 @@ class _Stateful(nn.Module):
         return ((role, RoleState(*self._of(role))) for role in IN_USE)
 
 
-class _Fp8Linear(_Stateful):
+class _Fp8Linear(Stateful):
     """What both linears of one GEMM add to TE's."""
 
     weight: Tensor
@@ -163,7 +133,7 @@ class LayerNorm(_Stateless, te.LayerNorm):  # type: ignore[misc]
     """te.LayerNorm."""
 
 
-class GroupedLinear(_Stateful, te.GroupedLinear):  # type: ignore[misc]
+class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
     """te.GroupedLinear with an Fp8State of `[experts]`. Each expert's tokens are padded with rows of zeros to what an
     FP8 GEMM takes, which change no amax and no sum. Of tensor ranks whose results will be summed, the first adds the
     bias."""
@@ -251,152 +221,3 @@ class PackedAttention(_Stateless, te.DotProductAttention):  # type: ignore[misc]
                 window_size=(-1 if window is None else window - 1, 0),  # TE does not count the query itself
             )
         return out
-
-
-class TransformerEngineBackend:
-    """Makes TE's modules. TE itself updates their state after FP8 passes, from the amaxes of all ranks (its group for
-    that, where none is given, is all of them)."""
-
-    def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device, world: World = ALONE) -> None:
-        self.precision, self.dtype, self.device, self.world = precision, dtype, device, world
-        self.recorder: Recorder | None = None
-        self.recipe = _recipe(precision)
-        self._stateful: list[_Stateful] = []
-
-    def linear(self, name: str, in_features: int, out_features: int, bias: bool, mode: Mode | None = None) -> nn.Module:
-        module = Linear(
-            in_features,
-            out_features,
-            bias=bias,
-            params_dtype=self.dtype,
-            device=self.device,
-            name=name,
-            **self._cut(mode),
-        )
-        return self._adopt(module, name, mode, in_features, out_features)
-
-    def layer_norm_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm, mode: Mode | None = None
-    ) -> nn.Module:
-        module = LayerNormLinear(
-            in_features,
-            out_features,
-            eps=norm.epsilon,
-            bias=bias,
-            normalization=norm.kind,
-            zero_centered_gamma=norm.zero_centered,
-            params_dtype=self.dtype,
-            device=self.device,
-            name=name,
-            **self._cut(mode),
-        )
-        module.norm = norm
-        return self._adopt(module, name, mode, in_features, out_features)
-
-    def norm(self, size: int, norm: Norm) -> nn.Module:
-        if norm.kind == "RMSNorm":
-            return RMSNorm(
-                size, eps=norm.epsilon, zero_centered_gamma=norm.zero_centered, dtype=self.dtype, device=self.device
-            )
-        return LayerNorm(
-            size, eps=norm.epsilon, zero_centered_gamma=norm.zero_centered, dtype=self.dtype, device=self.device
-        )
-
-    def grouped_linear(
-        self, name: str, experts: int, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
-    ) -> nn.Module:
-        in_features, out_features = cut_sizes(mode, self.world.tensor.size, in_features, out_features)
-        apart = bias and mode == "row" and self.world.tensor.size > 1
-        here = self.world.experts.mine(experts)
-        module = GroupedLinear(
-            len(here),
-            in_features,
-            out_features,
-            bias=bias,
-            return_bias=apart,
-            params_dtype=self.dtype,
-            device=self.device,
-        )
-        module.adds_bias = apart and self.world.tensor.rank == 0
-        module.number_from(here.start, len(here))
-        module.shape = (len(here),)
-        module.padding = te.Fp8Padding(len(here), self.precision.alignment)
-        module.unpadding = te.Fp8Unpadding(len(here), self.precision.alignment)
-        return self._adopt(module, name, None, in_features, out_features)
-
-    def packed_attention(self, model: ModelShape, scale: float) -> nn.Module:
-        mla, ranks = model.mla, self.world.tensor.size
-        return PackedAttention(
-            model.num_attention_heads // ranks,
-            (mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim) if mla else model.kv_channels,
-            num_gqa_groups=model.num_query_groups // ranks,
-            softmax_scale=scale,
-        )
-
-    def _cut(self, mode: Mode | None) -> dict[str, Any]:
-        """How TE is told of it. An `inner column` is given all tokens, of which a `column` has this rank's."""
-        ranks = self.world.tensor
-        if mode is None or ranks.size == 1:
-            return {}
-        sequence = ranks.sequence and mode != "inner column"
-        parallel_mode = "row" if mode == "row" else "column"
-        return {
-            "tp_group": ranks.group,
-            "tp_size": ranks.size,
-            "parallel_mode": parallel_mode,
-            "sequence_parallel": sequence,
-        }
-
-    def _adopt(self, module: _Stateful, name: str, mode: Mode | None, in_features: int, out_features: int) -> nn.Module:
-        module.backend, module.module_name, module.mode = self, name, mode
-        module.in_fp8 = self.precision.in_fp8(name)
-        if module.in_fp8:
-            cut = cut_sizes(mode, self.world.tensor.size, in_features, out_features)
-            require_alignment(self.precision, name, "a weight", *reversed(cut))
-        if module.keeps_state:
-            self._stateful.append(module)
-            module.fp8_meta["num_gemms"] = math.prod(module.shape)
-            with torch.no_grad(), te.autocast(enabled=True, recipe=self.recipe):
-                module.init_fp8_meta_tensors(self.recipe)
-        return module
-
-    @contextmanager
-    def forward_pass(self) -> Iterator[None]:
-        with te.autocast(enabled=self.precision.fp8, recipe=self.recipe):
-            yield
-        if torch.is_grad_enabled():
-            return
-        # TE records in evaluation too, and would let its amaxes count for the next training step.
-        for module in self._stateful:
-            module.fp8_meta["scaling_fwd"].amax_history[0].zero_()
-
-    def after_backward(self) -> None:
-        """TE has updated the backward scales by then."""
-
-    def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        if self.recorder:
-            return recompute(function, *arguments, again=self.recorder.computed_again())
-        out: Tensor = te.checkpoint(function, *arguments, use_reentrant=False)  # it keeps the scales of this pass
-        return out
-
-
-def _recipe(precision: Precision) -> Recipe:
-    ours = precision.delayed
-    if precision.scaling == "current":
-        return Float8CurrentScaling(fp8_format=Format[ours.fp8_format])
-    if precision.scaling == "mxfp8":
-        return MXFP8BlockScaling(fp8_format=Format[precision.block.fp8_format])
-    if precision.scaling == "block":
-        made = Float8BlockScaling(fp8_format=Format[precision.block.fp8_format])
-        scales = QParams(power_2_scale=not precision.block.use_f32_scales, amax_epsilon=0.0)
-        made.use_f32_scales = precision.block.use_f32_scales
-        # the class reads the environment once, whatever its constructor is told
-        made.fp8_quant_fwd_inp = made.fp8_quant_fwd_weight = made.fp8_quant_bwd_grad = scales
-        return made
-    return DelayedScaling(
-        margin=ours.margin,
-        fp8_format=Format[ours.fp8_format],
-        amax_history_len=ours.amax_history_len,
-        amax_compute_algo=ours.amax_compute_algo,
-        reduce_amax=ours.reduce_amax,
-    )

@@ -1,4 +1,4 @@
-"""modules_te.py against Transformer Engine's own source: its wheel is read, not imported, since that needs a GPU."""
+"""modules_te.py and backend_te.py against Transformer Engine's source: its wheel is read, as importing needs a GPU."""
 
 import ast
 import inspect
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-OURS = Path(__file__).parents[2] / "precisionctl" / "trainer" / "modules_te.py"
+FOLDER = Path(__file__).parents[2] / "precisionctl" / "trainer"
+OURS = ast.parse("\n".join((FOLDER / name).read_text() for name in ("modules_te.py", "backend_te.py")))
 VERSION = "2.20.2"
 
 ATTENTION = "pytorch/attention/dot_product_attention/dot_product_attention.py"
@@ -38,7 +39,7 @@ CALLED = {
     "module.init_fp8_meta_tensors": ("pytorch/module/base.py", "TransformerEngineBaseModule.init_fp8_meta_tensors"),
     "super().forward": ("pytorch/module/layernorm_linear.py", "LayerNormLinear.forward"),
 }
-"""What modules_te.py calls of TE, and where TE defines it."""
+"""What these call of TE, and where TE defines it."""
 
 Source = Callable[[str], ast.Module]
 
@@ -56,9 +57,8 @@ def te(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Calls in modules_te.py of what it takes from TE, by the name that it uses."""
-    tree = ast.parse(OURS.read_text())
-    taken = {name for name in imported(tree, "transformer_engine") if name != "te"} | {
+    """Calls in them of what they take from TE, by the name that they use."""
+    taken = {name for name in imported(OURS, "transformer_engine") if name != "te"} | {
         "Linear",
         "LayerNormLinear",
         "GroupedLinear",
@@ -66,8 +66,8 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
         "LayerNorm",
         "PackedAttention",
     }
-    attention = {id(node) for node in ast.walk(definition(tree, "PackedAttention"))}
-    for node in ast.walk(tree):
+    attention = {id(node) for node in ast.walk(definition(OURS, "PackedAttention"))}
+    for node in ast.walk(OURS):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             if name == "super().forward" and id(node) in attention:
@@ -124,7 +124,7 @@ def test_every_call_of_te_is_one_that_its_source_accepts(te: Source) -> None:
 
 def cut() -> dict[str, ast.expr]:
     """What linears are told of tensor ranks, `**self._cut(mode)`."""
-    made = definition(ast.parse(OURS.read_text()), "TransformerEngineBackend._cut")
+    made = definition(OURS, "TransformerEngineBackend._cut")
     (told,) = (node for node in ast.walk(made) if isinstance(node, ast.Dict) and node.keys)
     pairs = zip(told.keys, told.values, strict=True)
     return {key.value: value for key, value in pairs if isinstance(key, ast.Constant) and isinstance(key.value, str)}
@@ -148,12 +148,11 @@ def test_a_grouped_linear_takes_tokens_and_how_many_are_whose(te: Source) -> Non
 
 
 def test_what_is_imported_from_te_is_there(te: Source) -> None:
-    ours = ast.parse(OURS.read_text())
     offered = set(imported(te("pytorch/__init__.py"), "transformer_engine.pytorch"))
-    used = {n.attr for n in ast.walk(ours) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "te"}
+    used = {n.attr for n in ast.walk(OURS) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "te"}
     assert used <= offered
     recipes = {getattr(node, "name", None) for node in te("common/recipe/__init__.py").body}
-    assert set(imported(ours, "transformer_engine.common.recipe")) <= recipes
+    assert set(imported(OURS, "transformer_engine.common.recipe")) <= recipes
 
 
 def test_tensors_of_the_state_are_where_we_reach_for_them(te: Source) -> None:
