@@ -50,7 +50,9 @@ def load_te(
     kept = tuple(name for name in plan.gemms if name not in states.modules)
     precision = Precision(fp8=True, delayed=states.recipe, keep_bf16=kept)
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    built: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    built: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype="auto", trust_remote_code=False, use_safetensors=True
+    )
     model: PreTrainedModel = built.to(on).eval()
     made = make_backend(choose_backend(backend), precision, model.dtype, on)
     _replace_linears(model, plan, states, made, precision.alignment)
