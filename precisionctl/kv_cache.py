@@ -4,7 +4,7 @@ An engine divides what it caches by them and multiplies what it reads, so like e
 one for all keys of a layer and one for all its values; under tensor parallelism each GPU has both.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,9 +60,9 @@ def check_engine(plan: Plan, engine: Engine, method: QuantMethod) -> None:
 def recorded_scales(states: Fp8States | None, coded: Coded | None, plan: Plan) -> dict[str, CacheScale]:
     """By the attention's Hugging Face name: what was recorded, else what a source of FP8 codes came with. Raises
     MissingFp8State where there is neither."""
-    found = {}
+    found, places = {}, _places(coded)
     for stem, job in _attentions(plan).items():
-        scale = _recorded(states, job) or _stored(coded, stem)
+        scale = _recorded(states, job) or _stored(coded, places.get(stem, []))
         if scale is None:
             raise MissingFp8State(f"the keys and values that `{stem}` caches were never recorded", do=_RECORD)
         found[stem] = scale
@@ -99,13 +99,15 @@ def notes(engine: Engine, method: QuantMethod, states: Fp8States | None) -> Iter
 
 def left_out(coded: Coded | None, plan: Plan) -> Iterator[str]:
     """That a source has such scales, where the result is not to have them."""
-    if any(_stored(coded, stem) for stem in _attentions(plan)):
+    places = _places(coded)
+    if any(_stored(coded, places.get(stem, [])) for stem in _attentions(plan)):
         yield "The scales of a KV cache that the source has stay behind; --kv-cache fp8 takes them along."
 
 
 def stored_scales(coded: Coded | None, plan: Plan) -> dict[str, CacheScale]:
     """Those that a source of FP8 codes came with, by Megatron's name of what caches: `….core_attention`."""
-    found = {_core(job): _stored(coded, stem) for stem, job in _attentions(plan).items()}
+    places = _places(coded)
+    found = {_core(job): _stored(coded, places.get(stem, [])) for stem, job in _attentions(plan).items()}
     return {name: scale for name, scale in found.items() if scale is not None}
 
 
@@ -136,13 +138,21 @@ def _in_bf16(scale: float) -> float:
     return float(rounded if rounded >= exact else torch.nextafter(rounded, torch.full_like(rounded, torch.inf)))
 
 
-def _stored(coded: Coded | None, stem: str) -> CacheScale | None:
-    values: dict[str, float] = {}
+def _places(coded: Coded | None) -> dict[str, list[tuple[str, str]]]:
+    """The single scales of caches that a source has, by attention: `k` or `v`, and the tensor's name."""
+    places: dict[str, list[tuple[str, str]]] = {}
     for name, spec in coded.stored.specs.items() if coded else ():
         found = attention_and_kind(name)
-        if coded and found and found[0] == stem and spec.rows * spec.columns == 1:
-            kind = found[1]
-            values[kind] = float(read_tensor(coded.stored, name).float().reshape(()))
-            if not 0 < values[kind] < float("inf"):
-                raise DamagedCheckpoint(f"{name} holds a scale that is no positive number", where=coded.path)
+        if found and spec.rows * spec.columns == 1:
+            places.setdefault(found[0], []).append((found[1], name))
+    return places
+
+
+def _stored(coded: Coded | None, places: Sequence[tuple[str, str]]) -> CacheScale | None:
+    values: dict[str, float] = {}
+    for kind, name in places:
+        assert coded is not None, "places are those of a source"
+        values[kind] = float(read_tensor(coded.stored, name).float().reshape(()))
+        if not 0 < values[kind] < float("inf"):
+            raise DamagedCheckpoint(f"{name} holds a scale that is no positive number", where=coded.path)
     return CacheScale(values["k"], values["v"]) if values.keys() >= {"k", "v"} else None
