@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from precisionctl.checkpoints.megatron_logical import OPTIMIZER
-from precisionctl.fp8.state import Fp8States
+from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 
@@ -61,11 +61,18 @@ def fp8_args(states: Fp8States) -> dict[str, Any]:
         return {}
     recipe = states.recipe
     return {
+        **recipe_words(recipe),
+        "fp8_dot_product_attention": recipe.fp8_dpa,
+        "fp8_multi_head_attention": recipe.fp8_mha,
+    }
+
+
+def recipe_words(recipe: DelayedScaling) -> Mapping[str, object]:
+    """Of delayed scaling, under the names that Megatron, Bridge and NeMo share."""
+    return {
         "fp8": recipe.fp8_format.lower(),
         "fp8_recipe": "delayed",
         "fp8_margin": recipe.margin,
         "fp8_amax_history_len": recipe.amax_history_len,
         "fp8_amax_compute_algo": recipe.amax_compute_algo,
-        "fp8_dot_product_attention": recipe.fp8_dpa,
-        "fp8_multi_head_attention": recipe.fp8_mha,
     }

@@ -132,14 +132,3 @@ class Subject:
     def has_optimizer(self) -> bool:
         """Whether there is one that Megatron itself wrote, or that was converted from such a one."""
         return of_megatron(self.reader) and bool(self.reader.optimizer_specs) and not self.ours
-
-
-def recipe_words(recipe: DelayedScaling) -> Mapping[str, object]:
-    """Of delayed scaling, under the names that Megatron, Bridge and NeMo share."""
-    return {
-        "fp8": recipe.fp8_format.lower(),
-        "fp8_recipe": "delayed",
-        "fp8_margin": recipe.margin,
-        "fp8_amax_history_len": recipe.amax_history_len,
-        "fp8_amax_compute_algo": recipe.amax_compute_algo,
-    }
