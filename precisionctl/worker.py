@@ -275,7 +275,7 @@ class Worker:
     def _by_row(self, name: str, row: int, values: Tensor, encode: Encode) -> Encoding:
         """How to encode rows that each have the scale of their own amax, which is written."""
         dtype = self._writer.specs[name].dtype
-        amax = numerics.row_amax(values)
+        amax = numerics.row_amax(values, self._scratch)
         _check_finite(name, amax)
         scale_inv = numerics.scale_inv(amax, dtype)
         self._put(encode.weight_scales[name], row, scale_inv)

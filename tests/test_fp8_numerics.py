@@ -315,8 +315,10 @@ def test_a_margin_changes_the_scale_by_a_power_of_two_even_when_only_the_scale_i
     assert numerics.change_recipe(state, old, new).roles["input"].scale == 448.0 / 4.0 / 4.0
 
 
-def test_a_rows_amax_is_that_of_the_row_alone() -> None:
-    values = torch.randn(7, 33).bfloat16()
-    values[2, 5], values[3, 1], values[4] = float("nan"), -float("inf"), 0.0
+@pytest.mark.parametrize("scratch", [2, 40, 100, numerics.PIECE], ids="{} numbers at a time".format)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_rows_amax_is_that_of_the_row_alone(dtype: torch.dtype, scratch: int) -> None:
+    values = torch.randn(7, 33).to(dtype)
+    values[2, 5], values[3, 1], values[4], values[5] = float("nan"), -float("inf"), -0.0, float("nan")
     expected = torch.stack([numerics.amax(row) for row in values]).unsqueeze(1)
-    assert torch.equal(numerics.row_amax(values), expected)
+    assert torch.equal(numerics.row_amax(values, torch.empty(scratch)), expected)

@@ -6,7 +6,6 @@ Everything here works on one tensor's numbers (`[]`, history `[H]`) and on sever
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping
 
@@ -27,11 +26,12 @@ FP8_MAX: Mapping[torch.dtype, float] = {
 BLOCK, MX_BLOCK = 128, 32
 """Elements that share a scale in Float8BlockScaling, along a row or on each side of a weight's square, and in MXFP8."""
 
-PIECE = 64 * 1024
-"""Elements to cast at a time: FP32 scratch of this size (256 KiB) stays in a core's cache."""
+PIECE = 128 * 1024
+"""Elements to cast at a time: FP32 scratch of this size (512 KiB) stays in a core's cache."""
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _FP32_EXPONENT = 0x7F800000
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def amax(values: Tensor) -> Tensor:
@@ -54,13 +54,20 @@ def _without_nan(values: Tensor) -> Tensor:
     return values.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
-def row_amax(values: Tensor) -> Tensor:
-    """`amax` of each row of `[rows, columns]`, FP32 `[rows, 1]`."""
-    # Two passes: torch.aminmax over a dimension is six times slower than amin and amax together.
-    largest = torch.maximum(-values.amin(1, keepdim=True), values.amax(1, keepdim=True)).float()
-    if largest.isnan().any():
-        return row_amax(_without_nan(values))
-    return largest
+def row_amax(values: Tensor, scratch: Tensor) -> Tensor:
+    """`amax` of each row of `[rows, columns]`, FP32 `[rows, 1]`; `scratch` is FP32 of any size, best PIECE."""
+    # Magnitudes have the order of their bits, and integers the faster maximum: four times that of amin and amax.
+    bits = values.view(_INTEGERS[values.dtype.itemsize])
+    columns = bits.shape[1]
+    room = scratch.view(bits.dtype) if 4 * scratch.numel() >= values[:1].nbytes else torch.empty_like(bits[0])
+    largest = bits.new_empty(len(bits), 1)
+    for row in range(0, len(bits), step := room.numel() // columns):
+        piece = bits[row : row + step]
+        magnitudes = room[: piece.numel()].view(piece.shape)
+        torch.bitwise_and(piece, torch.iinfo(bits.dtype).max, out=magnitudes)
+        torch.amax(magnitudes, 1, keepdim=True, out=largest[row : row + step])
+    amax = largest.view(values.dtype).float()
+    return row_amax(_without_nan(values), scratch) if amax.isnan().any() else amax
 
 
 def scaled_max(dtype: torch.dtype, margin: int) -> float:
@@ -206,18 +213,16 @@ def _encode_pieces(
     largest = FP8_MAX[codes.dtype]
     columns = max(1, min(values.shape[1], scratch.numel()))
     rows = scratch.numel() // columns
-    for row, column in itertools.product(range(0, values.shape[0], rows), range(0, values.shape[1], columns)):
-        piece = (slice(row, row + rows), slice(column, column + columns))
-        work = scratch[: values[piece].numel()].view(values[piece].shape).copy_(values[piece])
-        apply(work, _window(factor, *piece))
+    tiles = [_tiles(tensor, rows, columns) for tensor in (values, factor.expand(values.shape), codes)]
+    for tile, by, into in zip(*tiles, strict=True):
+        work = scratch[: tile.numel()].view(tile.shape).copy_(tile)
+        apply(work, by)
         # PyTorch's casts do not saturate: E5M2 overflows to infinity, E4M3 to NaN before some version after 2.11.
-        codes[piece].copy_(work.clamp_(-largest, largest))
+        into.copy_(work.clamp_(-largest, largest))
 
 
-def _window(factor: Tensor, rows: slice, columns: slice) -> Tensor:
-    """The part of `[]`, `[1]`, `[rows, 1]` or `[rows, columns]` that goes with a piece; one row is for all."""
-    by_row = factor[rows] if factor.dim() == 2 and len(factor) > 1 else factor
-    return by_row[:, columns] if by_row.dim() == 2 and by_row.shape[1] > 1 else by_row
+def _tiles(tensor: Tensor, rows: int, columns: int) -> list[Tensor]:
+    return [tile for band in torch.split(tensor, rows) for tile in torch.split(band, columns, 1)]
 
 
 def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
