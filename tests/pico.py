@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 SIZES: dict[str, Any] = {
     "vocab_size": 250,
@@ -154,6 +155,9 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(r"norm|ln_|bias$|sinks$", name):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
+    for experts in model.modules():
+        if isinstance(experts, GptOssExperts):  # transformers 5.17 clamps at 7, whatever its config says
+            experts.limit = model.config.swiglu_limit
     return model.to(dtype).eval()
 
 
