@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from precisionctl.trainer.data import IGNORED, Batch, Feed
 from precisionctl.trainer.metrics import SHADOWS, StepMetrics
 from precisionctl.trainer.model import GPT
 from precisionctl.trainer.resume import Started, resume
+from precisionctl.trainer.run_folder import RUN_FILE, Saved, read_saved, sign
 from precisionctl.trainer.settings import Settings, read_recipe, read_rows
 from precisionctl.trainer.shadow import Likeness, Shadow, liken
 from precisionctl.work import execute
@@ -299,6 +301,18 @@ def test_a_damaged_memory_of_the_guard_is_one_clear_error(place: Path, tmp_path:
     note.write_text(json.dumps(json.loads(note.read_text()) | {"guard": kept}))
     with pytest.raises(DamagedCheckpoint, match="what its guard keeps"):
         run(made)
+
+
+def test_a_gap_that_is_no_number_is_kept_as_json_has_it(tmp_path: Path) -> None:
+    gaps = {"gaps": [0.5, math.nan, math.inf], "bf16_until": 0}
+    sign(tmp_path, Saved(3, 12, {"data": "x"}, gaps))
+    text = (tmp_path / RUN_FILE).read_text()
+    assert json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))["guard"]["gaps"][1] is None
+    saved = read_saved(SimpleNamespace(path=tmp_path))  # all that is asked of a Reader
+    assert saved and saved.guard
+    assert (
+        saved.guard["gaps"] == pytest.approx([0.5, math.nan, math.nan], nan_ok=True) and saved.guard["bf16_until"] == 0
+    )
 
 
 def test_compare_tells_what_the_guards_of_runs_have_seen(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """The metrics file says every step once, whatever happened to the process that wrote it."""
 
+import json
+import math
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -11,7 +14,10 @@ import pytest
 
 from precisionctl.errors import DataError, EnvironmentProblem
 from precisionctl.recipe import Tracking
-from precisionctl.trainer.metrics import FILE, MetricsLog, StepMetrics, read_metrics
+from precisionctl.reports.compare import find_looks
+from precisionctl.reports.curves import read_curve, read_shadows
+from precisionctl.trainer.metrics import FILE, SHADOWS, MetricsLog, StepMetrics, read_metrics
+from precisionctl.trainer.shadow import Likeness, Shadow
 from precisionctl.trainer.tracking import require
 
 
@@ -47,7 +53,30 @@ def test_what_was_not_measured_is_not_written(tmp_path: Path) -> None:
     assert "held_out_loss" not in read_metrics(tmp_path / FILE)[0]
 
 
-@pytest.mark.parametrize("garbage", ["\0\0\0", "[1]", '{"step": 2}', '{"step": 2, "loss": "x", "tokens": 1}', "\ud800"])
+def test_what_is_no_number_is_null_in_the_file_and_nan_to_whoever_reads_it(tmp_path: Path) -> None:
+    likeness = Likeness(math.nan, math.inf)
+    shadow = Shadow(2, math.nan, 1.0, likeness, {"a": likeness})
+    broken = replace(step(2, loss=math.nan), grad_norm=math.inf, skipped=1, shadow=shadow)
+    for after in (0, 2):  # again, as the start of a run that goes on writes what it keeps
+        write(tmp_path, after, *([] if after else [step(1), broken]))
+        lines = [(tmp_path / name).read_text().splitlines() for name in (FILE, SHADOWS)]
+        written = [
+            json.loads(each[-1], parse_constant=lambda word: pytest.fail(f"{word} is not JSON")) for each in lines
+        ]
+        assert written[0]["loss"] is written[0]["grad_norm"] is written[1]["gap"] is None
+        assert written[1]["modules"] == {"a": [None, None]}
+        row = read_metrics(tmp_path / FILE)[-1]
+        assert math.isnan(row["loss"]) and math.isnan(row["grad_norm"]) and row["lr"] == 1e-3
+        (look,) = read_shadows(tmp_path)
+        assert math.isnan(look["gap"]) and look["loss_bf16"] == 1.0
+    assert read_curve(tmp_path, "run").losses == {1: 1.0}
+    looks = find_looks(tmp_path, "run")
+    assert looks and math.isnan(looks.worst)
+
+
+@pytest.mark.parametrize(
+    "garbage", ["\0\0\0", "[1]", '{"step": 2}', '{"step": 2, "loss": "x", "tokens": 1}', "\ud800", "[" * 9999]
+)
 def test_a_line_that_is_no_step_s_is_one_clear_error_also_for_a_run_that_goes_on(tmp_path: Path, garbage: str) -> None:
     write(tmp_path, 0, step(1))
     with open(tmp_path / FILE, "a", encoding="utf-8", errors="surrogatepass") as file:

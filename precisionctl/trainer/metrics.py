@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from precisionctl.checkpoints.output import sync
 from precisionctl.errors import DataError
 from precisionctl.recipe import Tracking
+from precisionctl.trainer.json_numbers import numbers, to_json
 from precisionctl.trainer.meter import Taken
 from precisionctl.trainer.shadow import Shadow
 from precisionctl.trainer.tracking import trackers
@@ -65,7 +66,7 @@ class MetricsLog:
         """One line, which a kill of the process leaves behind."""
         self.tokens = metrics.tokens
         values = metrics.as_dict()
-        self._file.write(json.dumps(values) + "\n")
+        self._file.write(to_json(values) + "\n")
         self._file.flush()
         self._track(values.pop("step"), values)
         if metrics.shadow:
@@ -74,7 +75,7 @@ class MetricsLog:
     def _write_shadow(self, shadow: Shadow) -> None:
         if self._shadow_file is None:
             self._shadow_file = open(self._shadows, "a", encoding="utf-8")
-        self._shadow_file.write(json.dumps(shadow.as_dict()) + "\n")
+        self._shadow_file.write(to_json(shadow.as_dict()) + "\n")
         self._shadow_file.flush()
         self._track(shadow.step, {f"shadow/{key}": value for key, value in shadow.numbers().items()})
 
@@ -98,17 +99,18 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics file, up to a line that a kill cut short. Raises DataError for other garbage."""
+    """The steps of a metrics file, up to a line that a kill cut short; a `null` is NaN. Raises DataError for other
+    garbage."""
     *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     return [_read_line(line, number, path) for number, line in enumerate(whole, start=1)]
 
 
 def _read_line(line: str, number: int, path: Path) -> dict[str, Any]:
     try:
-        row: dict[str, Any] = json.loads(line)
+        row: dict[str, Any] = numbers(json.loads(line))
         counted = {"tokens": int(row["tokens"])} if "tokens" in row else {}
         return row | {"step": int(row["step"]), "loss": float(row["loss"])} | counted
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise DataError(
             f"line {number} is not a step's metrics: {line[:80]!r}",
             where=path,
@@ -120,7 +122,7 @@ def _keep_up_to(path: Path, step: int) -> list[dict[str, Any]]:
     """What is kept; the file is replaced at once."""
     kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
     beside = path.with_suffix(".jsonl.partial")
-    beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    beside.write_text("".join(to_json(row) + "\n" for row in kept), encoding="utf-8")
     sync(beside)
     os.replace(beside, path)
     return kept

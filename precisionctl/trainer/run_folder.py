@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from precisionctl.checkpoints.megatron_keys import TRACKER
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
 from precisionctl.recipe import Guard, Recipe, Tracking
+from precisionctl.trainer.json_numbers import numbers, to_json
 from precisionctl.trainer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.skips import Skips
 
@@ -116,6 +117,7 @@ def read_saved(reader: TorchDistReader) -> Saved | None:
         return None
     try:
         saved = Saved(**json.loads(file.read_bytes()))
+        saved = replace(saved, guard=saved.guard and numbers(saved.guard))  # its gaps
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None
     if not (type(saved.step) is type(saved.position) is int and isinstance(saved.identity, dict)):
@@ -148,7 +150,7 @@ def _is_kept(guard: object) -> bool:
 
 def check_same(saved: Saved, wanted: Mapping[str, Any], out: Path) -> None:
     """Raise OutputError, naming what differs, where `out` holds another run."""
-    found, plain = saved.identity, json.loads(json.dumps(wanted))
+    found, plain = (json.loads(to_json(each)) for each in (saved.identity, wanted))
     differing = sorted(key for key in {**found, **plain} if found.get(key) != plain.get(key))
     if differing:
         raise OutputError(
@@ -161,7 +163,7 @@ def check_same(saved: Saved, wanted: Mapping[str, Any], out: Path) -> None:
 def sign(partial: Path, saved: Saved) -> None:
     """Say whose this is before there is anything else: only what is ours may be pruned."""
     (partial / RUN_FILE).parent.mkdir()
-    (partial / RUN_FILE).write_text(json.dumps(asdict(saved), indent=1))
+    (partial / RUN_FILE).write_text(to_json(asdict(saved), indent=1))
 
 
 def prune(out: Path, step: int, keep: int) -> None:

@@ -1,0 +1,26 @@
+"""JSON of what a run measures: it has no NaN and no infinities; these are `null`, and NaN when they are read back."""
+
+import json
+import math
+from typing import Any
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def numbers(value: Any) -> Any:
+    """Of JSON that has been read, in which `null` stands for nothing but a number."""
+    if isinstance(value, dict):
+        return {key: numbers(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [numbers(each) for each in value]
+    return math.nan if value is None else value
