@@ -104,9 +104,9 @@ def recorded_state(model: Any) -> Any:
 
 def child(task: str, source: Path, target: Path, workers: int) -> None:
     """One run in this process; prints seconds and memory above what importing took, its workers' included."""
-    import precisionctl.commands  # noqa: F401  # start-up, which `plan` would otherwise pay for
-    import precisionctl.inference  # noqa: F401
-    from precisionctl.work import execute
+    import precisionctl.commands.plan_conversion  # noqa: F401  # start-up, which `plan` would otherwise pay for
+    import precisionctl.commands.plan_export  # noqa: F401
+    from precisionctl.conversion.work import execute
 
     take_memory(target.parent, source)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak that importing left
@@ -149,18 +149,20 @@ def private_mb(process: int | None) -> float:
 
 
 def plan(task: str, source: Path, target: Path) -> Any:
-    from precisionctl import commands, inference
+    from precisionctl.commands.inference_export import InferenceExport
+    from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+    from precisionctl.commands.plan_export import plan_export
     from precisionctl.param import Parallelism
 
     if task.startswith("export"):
         scheme: Any = task.removeprefix("export ")
-        return inference.plan_export(inference.InferenceExport(source, target, "vllm", scheme))
+        return plan_export(InferenceExport(source, target, "vllm", scheme))
     if " to hf" in task:
-        return commands.plan_conversion(commands.Conversion(source, target, "hf"))
+        return plan_conversion(Conversion(source, target, "hf"))
     container = task.removeprefix("hf to ").partition(",")[0]
     sizes = Parallelism(8, 4) if task.endswith("TP 8 PP 4") else Parallelism()
-    conversion = commands.Conversion(source, target, "megatron", container=container, parallelism=sizes)
-    return commands.plan_conversion(conversion)
+    conversion = Conversion(source, target, "megatron", container=container, parallelism=sizes)
+    return plan_conversion(conversion)
 
 
 def take_memory(scratch: Path, source: Path) -> None:

@@ -53,8 +53,8 @@ def make_directories(scratch: Path, place: Place) -> dict[str, Path]:
     """A Llama in BF16 with recorded state, and its export for Transformer Engine."""
     import convert
 
-    from precisionctl.inference import InferenceExport, plan_export
-    from precisionctl.work import execute
+    from precisionctl.commands.plan_export import InferenceExport, plan_export
+    from precisionctl.conversion.work import execute
 
     if place.small:
         convert.write_model(scratch / "bf16", 512, 512, 2, VOCABULARY)

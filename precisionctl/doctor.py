@@ -9,14 +9,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from precisionctl import safe_archive
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron_extra_state import Saved
 from precisionctl.checkpoints.megatron_run import of_megatron
+from precisionctl.commands.notes import GATE
 from precisionctl.errors import EnvironmentProblem, NotUnderstood
 from precisionctl.fp8.extra_state import Payload, read_payload
-from precisionctl.notes import GATE
 from precisionctl.trainer.backend import choose_backend
+from precisionctl.untrusted import safe_archive
 
 PACKAGES = ("torch", "transformer-engine", "megatron-core", "transformers", "safetensors", "triton")
 Capability = tuple[int, int]

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.errors import MissingFp8State
 from precisionctl.fp8.state import Fp8States
-from precisionctl.plan import Plan, make_plan
+from precisionctl.planning.plan import Plan, make_plan
 from precisionctl.precision import Precision
 from precisionctl.trainer.backend import Backend, Fp8Linear, choose_backend, make_backend
 from precisionctl.trainer.mlp import Experts

@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from precisionctl import convert
 from precisionctl.checkpoints.base import Chunk, Companions, Reader, read_tensor, whole
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
-from precisionctl.export import make_export, plan_of_values
+from precisionctl.conversion import convert
+from precisionctl.export.export import make_export, plan_of_values
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
-from precisionctl.plan import make_plan
+from precisionctl.planning.plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.quant_methods.base import Scheme, quant_methods
 

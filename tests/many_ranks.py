@@ -18,7 +18,7 @@ import torch
 from test_ranks import free_port
 from training import SMALL, make_source, make_text, settings
 
-from precisionctl.calibrate import Calibration, calibrate
+from precisionctl.calibration.calibrate import Calibration, calibrate
 from precisionctl.cli import main
 from precisionctl.errors import DiskProblem
 from precisionctl.trainer import resume as trainer

@@ -20,10 +20,10 @@ from in_memory import InMemory, to_megatron
 from many_ranks import fork
 from torch import Tensor
 
-from precisionctl import convert
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.plan import make_plan
+from precisionctl.conversion import convert
+from precisionctl.planning.plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Optimizer, Parallel
 from precisionctl.trainer.backend import BackendName

@@ -18,10 +18,10 @@ from many_ranks import fork
 from shared_layers import LENGTH, ROWS, SIZES, alone, batch_of, by_ranks, source_of
 from torch import Tensor
 
-from precisionctl import convert
 from precisionctl.checkpoints.module import LiveModel
+from precisionctl.conversion import convert
 from precisionctl.fp8.state import IN_USE
-from precisionctl.plan import make_plan
+from precisionctl.planning.plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.backend import BackendName, fp8_linears

@@ -15,11 +15,13 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from training import SMALL, make_source, make_text, run, scales, settings
 
-from precisionctl.calibrate import Calibrated, Calibration, calibrate
+from precisionctl.calibration.calibrate import Calibrated, Calibration, calibrate
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.conversion.work import execute
 from precisionctl.errors import (
     DamagedCheckpoint,
     DestinationExists,
@@ -33,13 +35,11 @@ from precisionctl.errors import (
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import Fp8State, Role, RoleState
-from precisionctl.inference import InferenceExport, plan_export
-from precisionctl.plan import make_plan
+from precisionctl.planning.plan import make_plan
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.resume import resume
 from precisionctl.trainer.start import CALIBRATED
 from precisionctl.trainer.state import COLLECTED
-from precisionctl.work import execute
 
 HISTORY = 32
 IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
@@ -52,7 +52,7 @@ GEMMS = [
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from precisionctl import calibrate as module
+from precisionctl.calibration import calibrate as module
 from test_calibrate import asked
 
 place, out, *moments = sys.argv[1:]

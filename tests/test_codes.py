@@ -10,12 +10,12 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from precisionctl import hf_tensors
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
-from precisionctl.codes import CodesComparison, compare_codes
-from precisionctl.commands import Conversion, plan_conversion
-from precisionctl.work import execute
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
+from precisionctl.verify import hf_tensors
+from precisionctl.verify.codes import CodesComparison, compare_codes
 
 UP = "model.layers.0.mlp.up_proj.weight"
 SPELLINGS = pytest.mark.parametrize(

@@ -20,14 +20,16 @@ from safetensors.torch import load_file, save_file
 from te_pickles import pickled, recipe_object
 from te_states import same
 
-from precisionctl import convert, journal, worker
 from precisionctl.architectures.moves import Grouped
 from precisionctl.checkpoints.base import Reader, read_tensor
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion import convert, journal, worker
+from precisionctl.conversion.journal import open_journal
+from precisionctl.conversion.work import Work, execute
 from precisionctl.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -47,11 +49,9 @@ from precisionctl.fp8.extra_state import read_payload
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling
-from precisionctl.journal import open_journal
 from precisionctl.param import Parallelism
-from precisionctl.plan import make_plan
+from precisionctl.planning.plan import make_plan
 from precisionctl.precision import PRESETS
-from precisionctl.work import Work, execute
 
 
 def run(source: Path, destination: Path, to: Any, *, workers: int = 2, **options: Any) -> Work:
@@ -391,8 +391,9 @@ def test_a_stale_weight_amax_is_made_from_the_weights(tmp_path: Path, precision:
 KILL = """
 import os, signal, sys
 from pathlib import Path
-from precisionctl import convert, commands, work, worker
 from precisionctl.checkpoints import output
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion import convert, work, worker
 convert.SYNC_EVERY = 20_000
 stage, source, destination = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
 calls = 0
@@ -406,7 +407,7 @@ def count(function):
     return counted
 worker.write_rows = count(worker.write_rows)
 output.sync = count(output.sync)  # what the commit calls
-work.execute(commands.plan_conversion(commands.Conversion(source, destination, "megatron", "fp8")), workers=1)
+work.execute(plan_conversion(Conversion(source, destination, "megatron", "fp8")), workers=1)
 """
 
 
@@ -602,10 +603,10 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     """With far more results than a pipe holds: a worker that nobody listens to must not wait for ever."""
     script = """
 import os, signal
-from precisionctl import convert
+from precisionctl.conversion import convert
 from precisionctl.architectures.param_map import Row
 from precisionctl.model_shape import ModelShape
-from precisionctl.plan import Job, Plan
+from precisionctl.planning.plan import Job, Plan
 jobs = [Job(f"job {number} {'x' * 100}", None, (), ()) for number in range(20_000)]
 plan = Plan(None, "hf", "hf", tuple(jobs), {})
 parent = os.getpid()
@@ -626,7 +627,8 @@ def test_a_full_disk_is_one_error_and_keeps_what_is_done(tmp_path: Path) -> None
     """A real limit of the kernel's on file size, in a process of its own."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     script = (
-        "import resource, sys; from pathlib import Path; from precisionctl import commands as c, work as w\n"
+        "import resource, sys; from pathlib import Path\n"
+        "from precisionctl.commands import plan_conversion as c; from precisionctl.conversion import work as w\n"
         "work = c.plan_conversion(c.Conversion(Path(sys.argv[1]), Path(sys.argv[2]), 'megatron'))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n    w.execute(work)\nexcept w.DiskProblem as error:\n    print(error)\n"

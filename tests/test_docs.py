@@ -8,10 +8,10 @@ import pytest
 
 import precisionctl.architectures
 from precisionctl.cli import main
+from precisionctl.commands.plan_te_export import TE
 from precisionctl.discover import discover
 from precisionctl.engines.base import engines
 from precisionctl.recipe import bundled_recipes
-from precisionctl.te_export import TE
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

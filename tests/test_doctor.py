@@ -14,11 +14,11 @@ from precisionctl import doctor
 from precisionctl.checkpoints.megatron_extra_state import bytes_of
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
 from precisionctl.errors import NotUnderstood
 from precisionctl.fp8.extra_state import read_payload
 from precisionctl.fp8.state import DelayedScaling
-from precisionctl.work import execute
 
 GATED = ["2.16.1", "2.17.1", "2.18.0", "2.20.2", "3.0"]
 OPEN = ["1.13.0", "2.3.0", "2.15.0", "2.16.0", "2.17.0"]

@@ -15,7 +15,7 @@ from test_engines import BF16, ENGINES, LAYER, LINEARS, METHODS, exported
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES
-from precisionctl.verify import check
+from precisionctl.verify.engine_rules import check
 
 EVERYONE = set(ENGINES)
 FP32 = torch.float32

@@ -15,17 +15,17 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedTokenizerFast
 
-from precisionctl import convert
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.cli import main
+from precisionctl.conversion import convert
 from precisionctl.errors import DataError
 from precisionctl.evaluate import evaluate, load, quantizers
 from precisionctl.evaluate.quantizers import TokenInputs
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, RoleState
-from precisionctl.plan import make_plan
+from precisionctl.planning.plan import make_plan
 from precisionctl.precision import Precision
 from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.model import GPT

@@ -11,19 +11,19 @@ import torch
 from safetensors.torch import load_file
 from training import make_source, make_text, run, settings
 
-from precisionctl.cast import check_modules, fp8_state, from_other_experts
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.conversion.work import execute
 from precisionctl.engines.base import engines
 from precisionctl.errors import MappingError, MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.carry import check_modules, fp8_state, from_other_experts
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
-from precisionctl.inference import InferenceExport, plan_export
 from precisionctl.param import TensorSpec
-from precisionctl.plan import make_plan
+from precisionctl.planning.plan import make_plan
 from precisionctl.precision import PRESETS
-from precisionctl.work import execute
 
 RECIPE = DelayedScaling(amax_history_len=4)
 FC1 = "decoder.layers.1.mlp.experts.linear_fc1"

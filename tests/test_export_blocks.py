@@ -14,21 +14,22 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-from precisionctl import convert
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_export import InferenceExport, engine_named, plan_export
+from precisionctl.conversion import convert
+from precisionctl.conversion.work import execute
 from precisionctl.errors import PrecisionError
 from precisionctl.evaluate import load
 from precisionctl.evaluate.quantizers import GroupInputs
 from precisionctl.fp8 import sidecar
-from precisionctl.inference import InferenceExport, engine_named, plan_export
-from precisionctl.plan import make_plan
+from precisionctl.planning.plan import make_plan
 from precisionctl.precision import Precision
 from precisionctl.trainer.model import GPT
-from precisionctl.verify import check, compare
-from precisionctl.work import execute
+from precisionctl.verify.compare import compare
+from precisionctl.verify.engine_rules import check
 
 WHOLE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 """A Llama of which every linear is whole blocks."""

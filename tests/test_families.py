@@ -21,7 +21,7 @@ from precisionctl.architectures.find import from_hf_config, from_megatron_args, 
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.errors import (
     DamagedCheckpoint,
     MappingError,
@@ -32,8 +32,8 @@ from precisionctl.errors import (
 )
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
-from precisionctl.plan import make_plan
-from precisionctl.verify import compare
+from precisionctl.planning.plan import make_plan
+from precisionctl.verify.compare import compare
 
 IN_MEGATRON = list(pico.FAMILIES)
 ALL = [*IN_MEGATRON, *pico.PARALLEL_RESIDUAL]

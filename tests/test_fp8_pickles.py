@@ -23,13 +23,13 @@ from safetensors.torch import load_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron_legacy_ranks import FILE
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.conversion.work import execute
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnsafePickle
-from precisionctl.inference import InferenceExport, plan_export
+from precisionctl.export.reencode import coded_before
 from precisionctl.param import Parallelism
-from precisionctl.reencode import coded_before
-from precisionctl.verify import compare
-from precisionctl.work import execute
+from precisionctl.verify.compare import compare
 
 E4M3 = torch.float8_e4m3fn
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}

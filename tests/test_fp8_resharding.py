@@ -11,7 +11,6 @@ from in_memory import InMemory, recorded, to_megatron
 from te_pickles import NOTHING, VERSIONS, empty_file, of_module, pickled, recipe_object, unpickled
 from te_states import same
 
-from precisionctl import convert
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
@@ -21,11 +20,12 @@ from precisionctl.checkpoints.megatron_extra_state_writer import grouped_payload
 from precisionctl.checkpoints.megatron_keys import object_key
 from precisionctl.checkpoints.megatron_legacy import LegacyReader
 from precisionctl.checkpoints.megatron_legacy_writer import LegacyWriter
+from precisionctl.conversion import convert
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import ATTENTION, BACKWARD, FORWARD, ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import Parallelism
-from precisionctl.plan import make_plan
+from precisionctl.planning.plan import make_plan
 
 LINEAR = "decoder.layers.1.mlp.experts.linear_fc1"
 RECIPE = DelayedScaling(amax_history_len=3)

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from precisionctl.checkpoints.base import read_rows, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import Parallelism
-from precisionctl.verify import compare
-from precisionctl.work import execute
+from precisionctl.verify.compare import compare
 
 EACH = pytest.mark.parametrize("spelling", fp8_directories.SPELLINGS)
 
@@ -136,7 +136,7 @@ def test_other_families_decode_too(tmp_path: Path, family: str) -> None:
 
 
 def test_pieces_of_fewer_rows_than_a_block_decode_as_the_whole_does(tmp_path: Path) -> None:
-    from precisionctl import worker
+    from precisionctl.conversion import worker
 
     made = fp8_directories.make(tmp_path / "fp8", "fp8-block", **fp8_directories.RAGGED)
     buffer, worker.BUFFER = worker.BUFFER, 4 * 192 * 7

@@ -16,7 +16,8 @@ from training import contents, losses, make_place, run, scales, settings
 
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
 from precisionctl.errors import DamagedCheckpoint, DataError, PrecisionError, RecipeError
 from precisionctl.evaluate import load
 from precisionctl.precision import Precision
@@ -29,7 +30,6 @@ from precisionctl.trainer.resume import Started, resume
 from precisionctl.trainer.run_folder import RUN_FILE, Saved, read_saved, sign
 from precisionctl.trainer.settings import Settings, read_recipe, read_rows
 from precisionctl.trainer.shadow import Likeness, Shadow, liken
-from precisionctl.work import execute
 
 COARSE = {"checkpoint": "trained", "load": "weights", "precision__delayed__margin": 17}
 """FP8 made bad on purpose: scales so small that most of a tensor underflows, under a model that has learned."""

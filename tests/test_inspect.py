@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.reports.inspect import describe, tables
-from precisionctl.work import execute
 
 RECIPE = DelayedScaling(amax_history_len=4)
 MODULE = "decoder.layers.0.mlp.linear_fc1"

@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.conversion.work import execute
 from precisionctl.engines.base import engines
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
 from precisionctl.evaluate import load
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
-from precisionctl.inference import InferenceExport, plan_export
 from precisionctl.precision import PRESETS
-from precisionctl.work import execute
 
 LAYERS = range(2)
 

@@ -20,16 +20,16 @@ from pico import LLAMA3_ROPE, save
 from training import SMALL, make_source, make_text, run, settings
 
 from precisionctl.architectures.megatron_args import to_megatron_args
-from precisionctl.calibrate import Calibration, calibrate
+from precisionctl.calibration.calibrate import Calibration, calibrate
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownArchitecture
 from precisionctl.launch.base import Launch, Subject
 from precisionctl.launch.find import FRAMEWORKS, launch
 from precisionctl.param import Parallelism
-from precisionctl.work import execute
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, of what megatron-core imports from it

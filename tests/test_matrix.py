@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
-from precisionctl import convert
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
+from precisionctl.conversion import convert
 from precisionctl.engines.base import engines
-from precisionctl.plan import make_plan
+from precisionctl.planning.plan import make_plan
 from precisionctl.precision import Precision
 from precisionctl.trainer.model import GPT
-from precisionctl.verify import check
+from precisionctl.verify.engine_rules import check
 
 ENGINES = engines()
 TOKENS = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(0))

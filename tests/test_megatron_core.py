@@ -12,13 +12,13 @@ from transformers import LlamaForCausalLM
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state import decode_payload
 from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import Parallelism
-from precisionctl.work import execute
 
 TOKENS = torch.arange(24).view(2, 12) * 7 % 250
 RECIPE = DelayedScaling(amax_history_len=4)

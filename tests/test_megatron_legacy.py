@@ -13,7 +13,6 @@ import torch
 from in_memory import InMemory, recorded, to_megatron
 from torch import Tensor
 
-from precisionctl import convert
 from precisionctl.architectures.find import architecture_of, supported
 from precisionctl.architectures.param_map import Row
 from precisionctl.checkpoints.base import Reader, read_tensor, write_rows
@@ -24,10 +23,11 @@ from precisionctl.checkpoints.megatron_legacy import LegacyReader
 from precisionctl.checkpoints.megatron_legacy_names import parallel_of
 from precisionctl.checkpoints.megatron_legacy_writer import LegacyWriter
 from precisionctl.checkpoints.torch_zip import skeleton
+from precisionctl.conversion import convert
 from precisionctl.errors import ShapeMismatch
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import GATED_ROWS, Parallelism, TensorSpec
-from precisionctl.plan import make_plan
+from precisionctl.planning.plan import make_plan
 
 DENSE = [
     Parallelism(),

@@ -19,12 +19,12 @@ from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import write_tracker
 from precisionctl.checkpoints.megatron_run import MegatronReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
 from precisionctl.errors import ShapeMismatch
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
-from precisionctl.plan import make_plan
-from precisionctl.work import execute
+from precisionctl.planning.plan import make_plan
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 KINDS = ("exp_avg", "exp_avg_sq", "param")

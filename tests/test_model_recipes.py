@@ -19,7 +19,7 @@ from precisionctl.checkpoints.safetensors_file import Stored
 from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
-from precisionctl.plan import check_fp8_gemms, make_plan
+from precisionctl.planning.plan import check_fp8_gemms, make_plan
 from precisionctl.recipe import Parallel, bundled_recipes, load_recipe
 from precisionctl.trainer import shares
 from precisionctl.trainer.memory import estimate

@@ -10,8 +10,8 @@ from precisionctl.architectures.find import architecture_of, supported
 from precisionctl.architectures.moves import QKV
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.errors import UnknownArchitecture
-from precisionctl.lower import lower
 from precisionctl.model_shape import MLA, ModelShape, MoE
+from precisionctl.planning.segments import lower
 
 
 def all_rows(table: Architecture) -> list[Row]:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, plan_conversion
-from precisionctl.ranks import _first_host, _port
-from precisionctl.work import execute
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.ranks import _first_host, _port
+from precisionctl.conversion.work import execute
 
 SHARD = 60_000
 
@@ -82,7 +82,7 @@ def test_torchrun_itself_can_start_it(tmp_path: Path, megatron: Path) -> None:
 def test_what_stops_one_rank_stops_all_and_the_same_command_goes_on(tmp_path: Path, megatron: Path) -> None:
     broken = """
 import errno
-from precisionctl import worker
+from precisionctl.conversion import worker
 def fail(*_): raise OSError(errno.EIO, "Input/output error")
 worker.write_rows = fail
 """
@@ -100,7 +100,7 @@ worker.write_rows = fail
 def test_a_rank_that_is_killed_can_be_started_again_with_the_others(tmp_path: Path, megatron: Path) -> None:
     dies = """
 import os, signal
-from precisionctl import worker
+from precisionctl.conversion import worker
 def die(*_): os.kill(os.getppid(), signal.SIGKILL)
 worker.write_rows = die
 """
@@ -117,10 +117,10 @@ worker.write_rows = die
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_is_killed_is_noticed_by_the_one_that_waits(tmp_path: Path, megatron: Path, killed: int) -> None:
-    impatient = "from precisionctl import ranks\nranks._BEAT, ranks._SILENCE = 0.2, 8.0\n"
+    impatient = "from precisionctl.conversion import ranks\nranks._BEAT, ranks._SILENCE = 0.2, 8.0\n"
     dies = """
 import os, signal
-from precisionctl import worker
+from precisionctl.conversion import worker
 def die(*_): os.kill(os.getppid(), signal.SIGKILL)
 worker.write_rows = die
 """

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precisionctl import worker
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion import worker
+from precisionctl.conversion.work import execute
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.numerics import after_one_update
@@ -24,7 +25,6 @@ from precisionctl.readiness import thresholds
 from precisionctl.readiness.history import headroom, read_history
 from precisionctl.readiness.judge import judge, place, shortened
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
-from precisionctl.work import execute
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPE = DelayedScaling(amax_history_len=17)

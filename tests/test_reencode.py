@@ -10,22 +10,22 @@ import torch
 import training
 from safetensors.torch import load_file, save_file
 
-from precisionctl import worker
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.conversion import worker
+from precisionctl.conversion.work import Work, execute
 from precisionctl.errors import DamagedCheckpoint, MappingError
 from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import DelayedScaling
-from precisionctl.inference import InferenceExport, plan_export
 from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS
 from precisionctl.reports.inspect import describe
-from precisionctl.work import Work, execute
 
 EACH = pytest.mark.parametrize("spelling", fp8_directories.SPELLINGS)
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -19,7 +19,8 @@ from training import SMALL, contents, losses, make_place, make_source, make_text
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, DataError, OutputError, RecipeError
 from precisionctl.evaluate import evaluate, load
 from precisionctl.fp8 import sidecar
@@ -27,7 +28,6 @@ from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.metrics import FILE, StepMetrics, read_metrics
 from precisionctl.trainer.resume import resume
-from precisionctl.work import execute
 
 KILLED = """
 import os, signal, sys

@@ -13,11 +13,11 @@ from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
 from precisionctl.checkpoints.megatron_keys import write_tracker
 from precisionctl.checkpoints.megatron_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
 from precisionctl.errors import RecipeError, UnknownArchitecture
 from precisionctl.param import Parallelism, TensorSpec
-from precisionctl.verify import compare
-from precisionctl.work import execute
+from precisionctl.verify.compare import compare
 
 SCHEDULE = {"max_lr": 1e-3, "num_steps": 70, "lr_decay_style": "cosine"}
 SETTINGS = {

@@ -9,17 +9,17 @@ import pico
 import pytest
 import torch
 
-from precisionctl import fits
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_legacy import LegacyReader
 from precisionctl.checkpoints.megatron_legacy_names import count_layers
 from precisionctl.checkpoints.torch_zip import skeleton
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
 from precisionctl.errors import ShapeMismatch
 from precisionctl.param import Parallelism
-from precisionctl.work import execute
+from precisionctl.planning import checks
 
 with warnings.catch_warnings(action="ignore"):
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -66,7 +66,7 @@ def test_stages_are_those_that_megatron_core_builds_and_what_is_refused_it_refus
     built = refused = 0
     for layers, asked in every_case():
         try:
-            sizes = fits.dealt(layers, asked)
+            sizes = checks.dealt(layers, asked)
         except ShapeMismatch:
             if asked.first_layers or asked.last_layers:  # else another split was looked for, too
                 with pytest.raises((ValueError, AssertionError)):
@@ -82,18 +82,18 @@ def test_stages_are_those_that_megatron_core_builds_and_what_is_refused_it_refus
 
 
 def test_the_last_stage_gets_what_is_left() -> None:
-    assert fits.dealt(61, Parallelism(pipeline=8)).layers_of_ranks(61) == [8, 8, 8, 8, 8, 8, 8, 5]
-    assert fits.dealt(22, Parallelism(pipeline=4, virtual=2)).layers_of_ranks(22) == [6, 6, 6, 4]
-    assert fits.dealt(24, Parallelism(pipeline=8)) == Parallelism(pipeline=8)
+    assert checks.dealt(61, Parallelism(pipeline=8)).layers_of_ranks(61) == [8, 8, 8, 8, 8, 8, 8, 5]
+    assert checks.dealt(22, Parallelism(pipeline=4, virtual=2)).layers_of_ranks(22) == [6, 6, 6, 4]
+    assert checks.dealt(24, Parallelism(pipeline=8)) == Parallelism(pipeline=8)
     with pytest.raises(ShapeMismatch, match="10 layers cannot be cut into 8"):
-        fits.dealt(10, Parallelism(pipeline=8))
-    assert fits.dealt(10, Parallelism(pipeline=8, first_layers=2, last_layers=2)).layers_of_ranks(10)[1:-1] == [1] * 6
+        checks.dealt(10, Parallelism(pipeline=8))
+    assert checks.dealt(10, Parallelism(pipeline=8, first_layers=2, last_layers=2)).layers_of_ranks(10)[1:-1] == [1] * 6
 
 
 @pytest.mark.parametrize("sizes", [Parallelism(pipeline=10**9), Parallelism(first_layers=1)], ids=str)
 def test_stages_without_layers_or_a_pipeline_are_refused(sizes: Parallelism) -> None:
     with pytest.raises(ShapeMismatch, match="stages"):
-        fits.dealt(4, sizes)
+        checks.dealt(4, sizes)
 
 
 @pytest.mark.parametrize("container", ["torch", "torch_dist"])

@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.conversion.work import execute
 from precisionctl.errors import EnvironmentProblem, MissingFp8State, RecipeError
 from precisionctl.evaluate import load
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, RoleState
-from precisionctl.inference import InferenceExport, plan_export
-from precisionctl.plan import make_plan
+from precisionctl.planning.plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.te import load_te
-from precisionctl.work import execute
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "fc1", "up_proj": "fc1"}

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from precisionctl import hf_tensors, verify
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.engines.base import engines
 from precisionctl.errors import MissingTensor, UnknownFormat
 from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.param import Parallelism
-from precisionctl.verify import compare
+from precisionctl.verify import engine_rules, hf_tensors
+from precisionctl.verify.compare import compare
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -233,12 +233,12 @@ def test_a_comparison_is_json(source):
 @pytest.mark.parametrize("scheme", ["static", "dynamic"])
 def test_our_own_exports_break_no_rule_of_their_engine(tmp_path, source, engine, scheme):
     exported = in_memory.export(in_memory.with_state(source), tmp_path / "exported", engine.spells[scheme], scheme)
-    assert verify.check(exported, engine) == []
+    assert engine_rules.check(exported, engine) == []
 
 
 def test_an_engine_is_shown_hugging_face_directories_only(source):
     with pytest.raises(UnknownFormat, match="export-inference"):
-        verify.check(in_memory.to_megatron(source), engines()["vllm"])
+        engine_rules.check(in_memory.to_megatron(source), engines()["vllm"])
 
 
 def test_a_bias_that_hugging_face_has_no_place_for_counts_unless_it_is_zero(tmp_path):

@@ -1,8 +1,8 @@
 """How values stand in a Megatron tensor and in the Hugging Face tensors of the same row; each with its inverse.
 
 `merge` takes the parts (Hugging Face's) to the whole (Megatron's), `split` is its inverse. Where `moves` holds,
-both only move rows (dimension 0), so they work on values and on row numbers alike, which is what `lower.py` uses
-to turn a row into copies.
+both only move rows (dimension 0), so they work on values and on row numbers alike, which is what
+`planning/segments.py` uses to turn a row into copies.
 """
 
 from collections.abc import Sequence

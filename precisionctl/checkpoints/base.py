@@ -2,7 +2,7 @@
 
 A Reader or a Writer says, for each logical tensor, which chunks hold it: a box of the tensor and the
 place of its bytes. Everything that moves data is arithmetic on those boxes, written once, here and in
-`lower.py`: a `torch_dist` chunk, a slice of a stacked tensor, a rank file's shard are all the same thing.
+`planning/segments.py`: a `torch_dist` chunk, a slice of a stacked tensor, a rank file's shard are all the same thing.
 """
 
 import os

@@ -7,7 +7,7 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.safe_files import read_file
+from precisionctl.untrusted.safe_files import read_file
 
 # What transformers and the engines read beside the weights. Anything else in the directory is not the model.
 _COMPANIONS = (

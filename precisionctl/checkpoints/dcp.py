@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from precisionctl import safe_pickle
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.fp8.opcodes import Global, Made, dumps
-from precisionctl.safe_files import check_link, read_file
-from precisionctl.safe_pickle import itself, sizes
+from precisionctl.untrusted import safe_pickle
+from precisionctl.untrusted.safe_files import check_link, read_file
+from precisionctl.untrusted.safe_pickle import itself, sizes
 
 FILE = ".metadata"
 _LARGEST = 1 << 30

@@ -22,7 +22,7 @@ from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
 from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales, encoding
-from precisionctl.safe_files import check_link
+from precisionctl.untrusted.safe_files import check_link
 
 QUANT_CONFIG = "hf_quant_config.json"
 """What ModelOpt writes beside config.json, or used to write in place of its `quantization_config`."""

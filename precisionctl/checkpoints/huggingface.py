@@ -25,7 +25,7 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.quant_methods.base import Scales, cache_scales, stored_scales
-from precisionctl.safe_files import read_file
+from precisionctl.untrusted.safe_files import read_file
 
 MAX_SHARD_SIZE = 5_000_000_000
 

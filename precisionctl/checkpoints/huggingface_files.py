@@ -10,7 +10,7 @@ from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.safetensors_file import Stored, make_header, read_header
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
-from precisionctl.safe_files import check_link, read_file
+from precisionctl.untrusted.safe_files import check_link, read_file
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
-from precisionctl.safe_files import read_file
+from precisionctl.untrusted.safe_files import read_file
 
 WEIGHTS = "weights"
 """Where NeMo 2 has the checkpoint, beside the `context` that describes it."""

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from precisionctl import safe_archive
 from precisionctl.checkpoints.megatron_keys import EXTRA_STATE
 from precisionctl.fp8 import grouped
 from precisionctl.fp8.extra_state_writer import TeVersion, columns_of, encode_columns, encode_payload, has_payload
 from precisionctl.fp8.state import CACHE, Fp8State, Fp8States, RoleState
+from precisionctl.untrusted import safe_archive
 
 Object = Tensor | io.BytesIO
 """What TE has in its place: bytes as a tensor, or a file."""

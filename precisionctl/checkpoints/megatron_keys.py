@@ -10,7 +10,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints import torch_zip
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
-from precisionctl.safe_files import read_file
+from precisionctl.untrusted.safe_files import read_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER = "latest_train_state.pt"

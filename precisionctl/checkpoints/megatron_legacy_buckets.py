@@ -16,7 +16,7 @@ from precisionctl.checkpoints.megatron_keys import expert_of
 from precisionctl.checkpoints.megatron_logical import STATE
 from precisionctl.checkpoints.torch_zip import Located, skeleton
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.safe_files import check_link
+from precisionctl.untrusted.safe_files import check_link
 
 FILE = "distrib_optim.pt"
 _KINDS = ("param", "exp_avg", "exp_avg_sq")

@@ -15,7 +15,7 @@ from typing import Any
 from precisionctl.checkpoints import torch_zip
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import Parallelism
-from precisionctl.safe_files import check_link
+from precisionctl.untrusted.safe_files import check_link
 
 FILE = "model_optim_rng.pt"
 _MOST_RANKS = 1 << 16

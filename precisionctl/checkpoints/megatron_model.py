@@ -14,7 +14,7 @@ from precisionctl.checkpoints.megatron_logical import EMBEDDING
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
-from precisionctl.safe_files import check_link
+from precisionctl.untrusted.safe_files import check_link
 
 
 def companions_of(directory: Path) -> Companions:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.safe_files import read_file
+from precisionctl.untrusted.safe_files import read_file
 
 BRIDGE = "run_config.yaml"
 NEMO = Path("context/model.yaml")

@@ -21,7 +21,7 @@ from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.grouped import Order
 from precisionctl.param import Parallelism, TensorSpec
-from precisionctl.safe_pickle import finite, parts
+from precisionctl.untrusted.safe_pickle import finite, parts
 
 _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_0\.(\w+)/shard_0_1")
 _OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")

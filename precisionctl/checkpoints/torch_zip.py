@@ -17,11 +17,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from precisionctl import safe_archive, safe_pickle
 from precisionctl.checkpoints import te_tensors
 from precisionctl.errors import DamagedCheckpoint, damage, shown
-from precisionctl.safe_archive import MAGIC, WHAT, directory, elements, reference_of, stored
-from precisionctl.safe_pickle import finite, itself, sizes
+from precisionctl.untrusted import safe_archive, safe_pickle
+from precisionctl.untrusted.safe_archive import MAGIC, WHAT, directory, elements, reference_of, stored
+from precisionctl.untrusted.safe_pickle import finite, itself, sizes
 
 
 @dataclass(frozen=True)

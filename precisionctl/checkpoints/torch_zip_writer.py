@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 import torch
 
 from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
-from precisionctl.safe_pickle import STORAGES
+from precisionctl.untrusted.safe_pickle import STORAGES
 
 _ALIGNMENT = 64
 """Of storages in an archive, as torch.save has it."""

@@ -109,7 +109,7 @@ def compare_checkpoints(a: Path, b: Path, fp8: bool, json_wanted: bool) -> bool:
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.reports import verify as report
-    from precisionctl.verify import compare
+    from precisionctl.verify.compare import compare
 
     left, right = open_checkpoint(a), open_checkpoint(b)
     with console.bytes_progress("comparing", sum(spec.nbytes for spec in left.specs.values())) as on_bytes:
@@ -124,9 +124,9 @@ def compare_checkpoints(a: Path, b: Path, fp8: bool, json_wanted: bool) -> bool:
 def check_codes(path: Path, json_wanted: bool) -> bool:
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
-    from precisionctl.codes import compare_codes
     from precisionctl.errors import PrecisionError
     from precisionctl.reports import verify as report
+    from precisionctl.verify.codes import compare_codes
 
     weights = list(compare_codes(open_checkpoint(path), None))
     if not weights:
@@ -141,9 +141,9 @@ def check_codes(path: Path, json_wanted: bool) -> bool:
 def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
-    from precisionctl.inference import engine_named
+    from precisionctl.commands.plan_export import engine_named
     from precisionctl.reports import verify as report
-    from precisionctl.verify import check
+    from precisionctl.verify.engine_rules import check
 
     engine = engine_named(target)
     findings = check(open_checkpoint(path), engine, ranks)
@@ -209,8 +209,8 @@ def evaluate(
     if (data is None) == (tasks is None) or (tasks and against) or (limit and not tasks):
         raise click.UsageError("eval needs either --data, which --against is for, or --tasks, which --limit is for.")
     from precisionctl import console
-    from precisionctl.card import write_quality
     from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.export.model_card import write_quality
     from precisionctl.reports import evaluation as report
 
     reader, reference = open_checkpoint(checkpoint, iteration), open_checkpoint(against) if against else None

@@ -112,8 +112,8 @@ def calibrate(
     taken as well, such as --fp8-amax-history-len.
     """
     from precisionctl import console
-    from precisionctl.calibrate import Calibration
-    from precisionctl.calibrate import calibrate as record
+    from precisionctl.calibration.calibrate import Calibration
+    from precisionctl.calibration.calibrate import calibrate as record
     from precisionctl.reports import run as report
 
     sizes = {"data.sequence_length": sequence_length, "train.micro_batch_size": batch_size}

@@ -24,8 +24,8 @@ from precisionctl.errors import RecipeError
 from precisionctl.reports.table import size
 
 if TYPE_CHECKING:
+    from precisionctl.conversion.work import Work
     from precisionctl.precision import Precision
-    from precisionctl.work import Work
 
 
 @click.command()
@@ -68,7 +68,7 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     `export-inference --target vllm` does, under the scheme that is most like the --recipe. Beside --recipe, Megatron's
     flags of FP8 say how FP8 is made, such as --fp8-amax-history-len.
     """
-    from precisionctl.commands import Conversion, plan_conversion
+    from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 
     try:
         conversion = Conversion(recipe=precision_of(recipe, megatron), **what)
@@ -103,8 +103,8 @@ def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
     No calibration data is needed. The weights of FP8 GEMMs are rounded to E4M3; the rest is BF16. Weights that are FP8
     codes already stay those where they fit the scheme.
     """
-    from precisionctl.asked import InferenceExport
-    from precisionctl.inference import plan_export
+    from precisionctl.commands.inference_export import InferenceExport
+    from precisionctl.commands.plan_export import plan_export
 
     export = InferenceExport(recipe=precision_of(recipe), **what)
     do_work(lambda: plan_export(export), how)
@@ -123,7 +123,7 @@ def precision_of(recipe: str | None, overrides: tuple[str, ...] = ()) -> "Precis
 def do_work(plan: Callable[[], "Work"], how: Writing) -> None:
     """Show a plan, or carry it out; of several ranks, each makes it and the first one speaks."""
     from precisionctl import console
-    from precisionctl.estimate import estimate
+    from precisionctl.conversion.estimate import estimate
     from precisionctl.reports import plan as report
 
     if not how.dry_run:
@@ -144,8 +144,9 @@ def do_work(plan: Callable[[], "Work"], how: Writing) -> None:
 
 def carry_out(plan: Callable[[], "Work"], how: Writing) -> "Work | None":
     """What was done; None at other ranks than the first."""
-    from precisionctl import console, ranks
-    from precisionctl.work import execute
+    from precisionctl import console
+    from precisionctl.conversion import ranks
+    from precisionctl.conversion.work import execute
 
     here = ranks.from_environment()
     with here.together():  # planning too: what stops one rank there is told to the others

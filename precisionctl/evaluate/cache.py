@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from precisionctl.export.kv_cache import CacheScale
 from precisionctl.fp8 import numerics
-from precisionctl.kv_cache import CacheScale
 from precisionctl.quant_methods.base import CODES
 
 

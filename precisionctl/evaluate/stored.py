@@ -12,16 +12,16 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from precisionctl import convert
 from precisionctl.checkpoints.base import Reader, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
+from precisionctl.conversion import convert
 from precisionctl.evaluate.cache import round_cached
 from precisionctl.evaluate.quantizers import GroupInputs, StaticInputs, StoredBlocks, StoredWeight, TokenInputs
+from precisionctl.export.kv_cache import stored_scales
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.kv_cache import stored_scales
-from precisionctl.plan import Job, Plan, make_plan
+from precisionctl.planning.plan import Job, Plan, make_plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import CODES
 from precisionctl.trainer.backend import fp8_linears

@@ -21,7 +21,7 @@ from torch import Tensor
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
 from precisionctl.fp8.statistics import NUMBERS, Statistics
-from precisionctl.safe_files import check_link
+from precisionctl.untrusted.safe_files import check_link
 
 RELATIVE = Path("precisionctl/fp8_state.safetensors")
 """Place inside a checkpoint; never at its top, where inference engines read every safetensors file."""

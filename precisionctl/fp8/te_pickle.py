@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from precisionctl import safe_archive, safe_pickle
 from precisionctl.errors import DamagedCheckpoint
+from precisionctl.untrusted import safe_archive, safe_pickle
 
 RECIPES = "transformer_engine.common.recipe"
 LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch/serialization.py, MAGIC_NUMBER, pickled

@@ -11,11 +11,11 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_keys import OURS
 from precisionctl.checkpoints.megatron_run import of_megatron
+from precisionctl.commands.notes import GATE
 from precisionctl.doctor import examine_payloads
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.model_shape import ModelShape, check_size
-from precisionctl.notes import GATE
 from precisionctl.trainer.run_folder import RUN_FILE
 
 

@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from precisionctl.cast import check_modules, read_state
 from precisionctl.checkpoints.base import Reader
+from precisionctl.fp8.carry import check_modules, read_state
 from precisionctl.fp8.state import Fp8States
 from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes

@@ -3,7 +3,7 @@ the two together. Where nothing is published, the source says so and why the val
 
 from dataclasses import dataclass
 
-from precisionctl.cast import STALE as STALE_FACTOR
+from precisionctl.fp8.carry import STALE as STALE_FACTOR
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Reader, whole
-from precisionctl.convert import by_workers, one_torch_thread
+from precisionctl.conversion.convert import by_workers, one_torch_thread
+from precisionctl.conversion.worker import Worker
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.fp8.statistics import Statistics
 from precisionctl.param import TensorSpec
-from precisionctl.plan import Job, Plan, make_plan
-from precisionctl.worker import Worker
+from precisionctl.planning.plan import Job, Plan, make_plan
 
 
 @dataclass(frozen=True)

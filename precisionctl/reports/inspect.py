@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.export.reencode import coded_as_stored
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
 from precisionctl.param import TensorSpec
-from precisionctl.reencode import coded_as_stored
 from precisionctl.reports.table import Table, size
 
 Description = Mapping[str, Any]

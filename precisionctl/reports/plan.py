@@ -2,8 +2,8 @@
 
 from itertools import groupby
 
-from precisionctl.estimate import Estimate
-from precisionctl.plan import Job, Plan
+from precisionctl.conversion.estimate import Estimate
+from precisionctl.planning.plan import Job, Plan
 from precisionctl.reports.table import Table, size
 
 

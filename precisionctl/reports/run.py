@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from precisionctl.calibrate import Calibrated
+from precisionctl.calibration.calibrate import Calibrated
 from precisionctl.fp8.state import Role
 from precisionctl.readiness.judge import NAMES
 from precisionctl.reports.table import percent, size

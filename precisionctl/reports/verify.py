@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import get_args
 
-from precisionctl.codes import CodesComparison
 from precisionctl.engines.base import Engine
 from precisionctl.engines.rule import Finding
 from precisionctl.reports.table import Table
-from precisionctl.verify import Comparison, Status, TensorComparison
+from precisionctl.verify.codes import CodesComparison
+from precisionctl.verify.compare import Comparison, Status, TensorComparison
 
 SHOWN = 20
 """How many differing tensors are listed; `--json` has all."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.plan import make_plan
+from precisionctl.planning.plan import make_plan
 from precisionctl.recipe import Recipe
 from precisionctl.trainer import parts, run_folder, shares
 from precisionctl.trainer.backend import BackendName, choose_backend

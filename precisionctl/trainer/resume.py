@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from precisionctl.cast import read_state
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_keys import directory_name
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import OutputError
+from precisionctl.export.reencode import coded_before
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.carry import read_state
 from precisionctl.fp8.state import Fp8States, Role
-from precisionctl.plan import Plan, check_fp8_gemms, make_plan
+from precisionctl.planning.plan import Plan, check_fp8_gemms, make_plan
 from precisionctl.recipe import Recipe
-from precisionctl.reencode import coded_before
 from precisionctl.trainer import parts, run_folder, shares, state
 from precisionctl.trainer.backend import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, OnTokens, Rows

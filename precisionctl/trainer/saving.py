@@ -24,16 +24,16 @@ from precisionctl.checkpoints.megatron_keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron_logical import STATE
 from precisionctl.checkpoints.module import LiveModel, Made, Part, RowsOf, Snapshot
 from precisionctl.checkpoints.output import Output, disk_problems
-from precisionctl.convert import run as convert
+from precisionctl.conversion.convert import run as convert
+from precisionctl.conversion.worker import Worker
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.plan import Plan, make_plan
+from precisionctl.planning.plan import Plan, make_plan
 from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.loop import Run
 from precisionctl.trainer.optim import KINDS
 from precisionctl.trainer.run_folder import Saved, prune, sign
 from precisionctl.trainer.state import COLLECTED, OPTIMIZER, RNG
-from precisionctl.worker import Worker
 
 PRODUCER = "precisionctl"
 

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from precisionctl.cast import (
+from precisionctl.fp8.carry import (
     StateChange,
     by_module,
     check_modules,

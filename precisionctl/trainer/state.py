@@ -10,17 +10,17 @@ from typing import Any, TypeGuard
 
 import torch
 
-from precisionctl import fits
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_logical import STATE
 from precisionctl.checkpoints.megatron_masters import prove_masters
 from precisionctl.checkpoints.megatron_run import MegatronReader, WithOptimizer, of_megatron, optimizer_settings
 from precisionctl.checkpoints.module import LiveModel
-from precisionctl.convert import run as convert
+from precisionctl.conversion.convert import run as convert
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage
 from precisionctl.param import TensorSpec
-from precisionctl.plan import Plan, make_plan
+from precisionctl.planning import checks
+from precisionctl.planning.plan import Plan, make_plan
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.loop import Run
 from precisionctl.trainer.optim import KINDS
@@ -80,7 +80,7 @@ def plan_optimizer(source: MegatronReader, run: Run) -> Plan:
         if name in frozen or (kind == "param" and source.specs[name].dtype == torch.float32)
     }
     missing = [key for key in wanted if key not in found and key not in spared]
-    fits.check_names(missing, [key for key in found if key not in wanted], source.path, _WITHOUT)
+    checks.check_names(missing, [key for key in found if key not in wanted], source.path, _WITHOUT)
     plan = make_plan(source, "megatron", optimizer=True)
     return replace(plan, jobs=tuple(job for job in plan.jobs if job.name in found))
 

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from precisionctl.conversion.ranks import ALONE as NO_OTHERS
+from precisionctl.conversion.ranks import Ranks, from_environment
 from precisionctl.errors import EnvironmentProblem, RecipeError
-from precisionctl.ranks import ALONE as NO_OTHERS
-from precisionctl.ranks import Ranks, from_environment
 from precisionctl.recipe import Parallel, Recipe
 from precisionctl.trainer.group_ranks import ALL_OF_IT, ExpertRanks, TensorRanks
 

@@ -20,12 +20,12 @@ from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.megatron_legacy import LegacyReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
 from precisionctl.errors import PrecisionctlError
 from precisionctl.fp8 import sidecar
-from precisionctl.plan import make_plan
+from precisionctl.planning.plan import make_plan
 from precisionctl.reports import inspect
-from precisionctl.work import execute
 
 IN_JSON: list[Any] = [None, True, -1, 10**18, 1.5, float("nan"), "", "x", "\ud800", [], {}, [[1]], {"a": 1}]
 IN_PICKLES: list[Any] = [None, 10**4000, "\ud800", [[1]], (1, "x"), torch.ones(3)]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.conversion.work import execute
 from precisionctl.fp8 import sidecar
-from precisionctl.inference import InferenceExport, plan_export
 from precisionctl.te import load_te
-from precisionctl.work import execute
 
 
 @pytest.mark.parametrize("family", ["llama-3", "mixtral"])

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
 from precisionctl.param import Parallelism
-from precisionctl.work import execute
 
 ON_CPU = Path(__file__).with_name("bridge_on_cpu.py")
 TORCH = f"torch=={torch.__version__.partition('+')[0]}"

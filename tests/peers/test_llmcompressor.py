@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
 from precisionctl.fp8 import numerics
-from precisionctl.work import execute
 
 SCRIPT = Path(__file__).with_name("llmcompressor_export.py")
 INSTALL = ("llmcompressor==0.14.0.1", f"torch=={torch.__version__.partition('+')[0]}")

@@ -17,12 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.conversion.work import execute
 from precisionctl.engines.base import engines
 from precisionctl.fp8 import numerics, sidecar
 from precisionctl.fp8.state import Fp8State
-from precisionctl.inference import InferenceExport, plan_export
-from precisionctl.verify import check
-from precisionctl.work import execute
+from precisionctl.verify.engine_rules import check
 
 SCRIPT = Path(__file__).with_name("vllm_load.py")
 BUILD = (

@@ -31,9 +31,9 @@ SIZES = {
 CONVERT = """
 import json, sys
 from pathlib import Path
-from precisionctl.commands import Conversion, plan_conversion
-from precisionctl.inference import InferenceExport, plan_export
-from precisionctl.work import execute
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.conversion.work import execute
 def memory(field):
     return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) / 1024
 task, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader, read_rows, read_tensor
 from precisionctl.fp8 import numerics
-from precisionctl.lower import Segment, lower
-from precisionctl.plan import Job, make_plan
+from precisionctl.planning.plan import Job, make_plan
+from precisionctl.planning.segments import Segment, lower
 
 PIECE = 1 << 20
 """Elements to read at a time."""

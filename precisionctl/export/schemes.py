@@ -3,9 +3,9 @@
 from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.engines.base import Engine
 from precisionctl.errors import MissingFp8State, PrecisionError
-from precisionctl.export import in_fp8, input_scales
+from precisionctl.export.export import in_fp8, input_scales
 from precisionctl.fp8.state import Fp8States
-from precisionctl.plan import Plan
+from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import BLOCKS, CODES, Scheme, sized
 

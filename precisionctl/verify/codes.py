@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.hf_tensors import HfTensors, Rows, pieces
-from precisionctl.reencode import coded_before
+from precisionctl.export.reencode import coded_before
+from precisionctl.verify.hf_tensors import HfTensors, Rows, pieces
 
 
 @dataclass(frozen=True)

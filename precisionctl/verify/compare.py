@@ -1,25 +1,23 @@
-"""verify: compare two checkpoints in any two formats, tensor by tensor; or one with an engine's rules.
+"""Two checkpoints compared in any two formats, tensor by tensor.
 
-Two checkpoints meet under their Hugging Face names, where the padding of a vocabulary is no difference. They
-are read in pieces, so memory does not grow with the model.
+They meet under their Hugging Face names, where the padding of a vocabulary is no difference, and are read in pieces, so
+memory does not grow with the model.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY
-from precisionctl.checkpoints.base import Chunked, Reader, read_tensor
-from precisionctl.codes import CodesComparison, compare_codes
-from precisionctl.engines.base import Engine
-from precisionctl.engines.rule import Finding
-from precisionctl.errors import UnknownFormat
+from precisionctl.checkpoints.base import Reader
 from precisionctl.fp8.state import Fp8State, Fp8States
-from precisionctl.hf_tensors import HfTensors, Rows, pieces
 from precisionctl.model_shape import ModelShape
+from precisionctl.verify.codes import CodesComparison, compare_codes
+from precisionctl.verify.engine_rules import Directory
+from precisionctl.verify.hf_tensors import HfTensors, Rows, pieces
 
 Status = Literal["exact", "encoded", "differs", "shape", "only in A", "only in B"]
 
@@ -177,32 +175,3 @@ def _module_differences(name: str, a: Fp8State, b: Fp8State) -> Iterator[str]:
             yield f"{name} {role}: scale is {left.scale.tolist()} and {right.scale.tolist()}"
         elif not torch.equal(left.amax_history, right.amax_history):
             yield f"{name} {role}: the amax histories differ"
-
-
-@runtime_checkable
-class Directory(Protocol):
-    """A Reader of what an engine is given: config.json, and hf_quant_config.json beside it if there is one, and every
-    tensor as stored, scales too."""
-
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-    @property
-    def input_scales(self) -> Mapping[str, float]: ...
-    @property
-    def stored(self) -> Chunked: ...
-    @property
-    def beside(self) -> Mapping[str, Any] | None: ...
-
-
-def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
-    """The rules of `engine` that a Hugging Face directory breaks on so many GPUs.
-
-    Raises UnknownFormat for anything else."""
-    if not isinstance(reader, Directory):
-        raise UnknownFormat(
-            f"{engine.title} loads Hugging Face directories, this is {reader.container}",
-            where=reader.path,
-            do=f"Make one: precisionctl export-inference {reader.path} DST --target {engine.name}",
-        )
-    stored = reader.stored
-    return engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks, reader.beside)

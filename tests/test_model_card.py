@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.cli import main
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.conversion.work import execute
 from precisionctl.errors import RecipeError
 from precisionctl.fp8 import sidecar
-from precisionctl.inference import InferenceExport, plan_export
-from precisionctl.work import execute
 
 TEMPLATE = "{% for message in messages %}w{{ message.content }} {% endfor %}"
 

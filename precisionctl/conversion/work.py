@@ -16,14 +16,14 @@ from precisionctl.checkpoints.megatron_keys import write_tracker
 from precisionctl.checkpoints.megatron_masters import prove_masters
 from precisionctl.checkpoints.megatron_run import MegatronReader, WithOptimizer
 from precisionctl.checkpoints.output import Output, disk_problems
-from precisionctl.convert import OnBytes, check, run
+from precisionctl.conversion.convert import OnBytes, check, run
+from precisionctl.conversion.journal import Journal, open_journal, open_share_journal
+from precisionctl.conversion.manifest import write_manifest
+from precisionctl.conversion.ranks import ALONE, Ranks
+from precisionctl.conversion.worker import Source
 from precisionctl.errors import DiskProblem, OutputError
 from precisionctl.fp8.state import Fp8States
-from precisionctl.journal import Journal, open_journal, open_share_journal
-from precisionctl.manifest import write_manifest
-from precisionctl.plan import Plan
-from precisionctl.ranks import ALONE, Ranks
-from precisionctl.worker import Source
+from precisionctl.planning.plan import Plan
 
 Finish = Callable[[Mapping[str, float]], Fp8States | None]
 """From what the jobs found out (the amax of each FP8 GEMM's weight, codes that changed) to the state that the result

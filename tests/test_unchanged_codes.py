@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.commands import Conversion, plan_conversion
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.conversion.work import execute
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.inference import InferenceExport, plan_export
-from precisionctl.work import execute
 
 WHOLE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -1,7 +1,7 @@
-"""What happens to numbers on the way: how a job's tensors are encoded, and what becomes of the FP8 state."""
+"""What becomes of FP8 state on its way into another checkpoint: carried, filled in from a file, made anew."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,26 +17,6 @@ FIXED_SCALES = "input scales of "
 
 STALE = 2.0
 """A carried weight amax further than this factor from the weights' own is not of these weights."""
-
-
-@dataclass(frozen=True)
-class Encode:
-    """Encode tensors of a job, each in its target's dtype.
-
-    `blocks` says how many rows and columns of each share a scale; what it leaves out stays values. `shared`: all have
-    the one scale that their joint amax gives (engines fuse q/k/v and gate/up, and requantize where their scales
-    differ). `weight_scales` names the tensor that receives each one's `scale_inv`; `input_scales` gives tensors and
-    their values.
-    """
-
-    blocks: Mapping[str, tuple[int, int]]
-    weight_scales: Mapping[str, str]
-    input_scales: Mapping[str, float]
-    shared: bool = False
-    power_of_2: bool = False
-
-    def describe(self) -> dict[str, object]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.convert import nbytes
+from precisionctl.conversion.convert import nbytes
+from precisionctl.conversion.worker import BUFFER, held_bytes
 from precisionctl.fp8 import numerics
-from precisionctl.plan import Plan
-from precisionctl.worker import BUFFER, held_bytes
+from precisionctl.planning.plan import Plan
 
 PROBE = 256 << 20
 """Bytes copied to learn how fast this disk is; fewer where the source is smaller."""

@@ -11,9 +11,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from precisionctl import safe_pickle
 from precisionctl.errors import damage, shown
-from precisionctl.safe_pickle import finite
+from precisionctl.untrusted import safe_pickle
+from precisionctl.untrusted.safe_pickle import finite
 
 MAGIC = b"PK\3\4"
 WHAT = "not what torch.save writes"

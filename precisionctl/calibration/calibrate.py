@@ -20,16 +20,16 @@ from typing import Any, Literal
 
 import torch
 
-from precisionctl import convert
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, disk_problems, sync
+from precisionctl.conversion import convert
 from precisionctl.errors import DamagedCheckpoint, OutputError, PrecisionError, RecipeError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States, Role
 from precisionctl.fp8.statistics import AMAX, Statistics
-from precisionctl.plan import make_plan
+from precisionctl.planning.plan import make_plan
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.trainer import run_folder, shares
 from precisionctl.trainer.backend import BackendName, choose_backend

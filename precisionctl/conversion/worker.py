@@ -14,15 +14,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from precisionctl.cast import Encode
 from precisionctl.checkpoints.base import Chunked, check_rows, read_rows, rows_held, write_rows
+from precisionctl.conversion.unchanged_codes import passed_on
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, ShapeMismatch
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.blocks import Fit, share
 from precisionctl.fp8.encoding import Encoding, grid_shape
-from precisionctl.lower import Segment, lower
-from precisionctl.passing import passed_on
-from precisionctl.plan import Job, Plan
+from precisionctl.planning.encode import Encode
+from precisionctl.planning.plan import Job, Plan
+from precisionctl.planning.segments import Segment, lower
 
 BUFFER = 4 << 20
 """Bytes moved at a time. With 1 MiB an export took a tenth longer, for the Python around each piece; larger ones gain

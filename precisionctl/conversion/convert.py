@@ -22,12 +22,12 @@ import torch
 
 from precisionctl.checkpoints.base import Chunk, Chunked
 from precisionctl.checkpoints.output import forget, sync
+from precisionctl.conversion.journal import Journal
+from precisionctl.conversion.ranks import ALONE, Ranks
+from precisionctl.conversion.worker import Checker, Source, Worker, written
 from precisionctl.errors import OutputError
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.journal import Journal
-from precisionctl.plan import Job, Plan
-from precisionctl.ranks import ALONE, Ranks
-from precisionctl.worker import Checker, Source, Worker, written
+from precisionctl.planning.plan import Job, Plan
 
 SYNC_EVERY = 64 << 20
 """Bytes between two records in the journal, at least: what a crash of the machine can cost. It is small so that the

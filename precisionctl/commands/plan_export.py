@@ -4,26 +4,26 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from precisionctl import kv_cache
-from precisionctl.asked import InferenceExport
-from precisionctl.card import NAME, Card, beside
-from precisionctl.cast import filled, read_state
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import Coded
+from precisionctl.commands.inference_export import InferenceExport
+from precisionctl.commands.notes import left_behind, of_companions, of_input_scales, of_way_back
+from precisionctl.commands.open_source import open_as_told
+from precisionctl.commands.plan_te_export import TE, plan_te
+from precisionctl.commands.writers import hf_writer
+from precisionctl.conversion.work import Work, digest_of, open_output
 from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import PrecisionError, RecipeError
-from precisionctl.export import Export, make_export, plan_of_values, served
+from precisionctl.export import kv_cache
+from precisionctl.export.export import Export, make_export, plan_of_values, served
+from precisionctl.export.model_card import NAME, Card, beside
+from precisionctl.export.reencode import check_model, coded_before, in_powers_of_2, seeded
+from precisionctl.export.schemes import best_scheme
+from precisionctl.fp8.carry import filled, read_state
 from precisionctl.fp8.state import Fp8States
-from precisionctl.notes import left_behind, of_companions, of_input_scales, of_way_back
-from precisionctl.opening import open_as_told
-from precisionctl.plan import Plan
+from precisionctl.planning.plan import Plan
 from precisionctl.precision import PRESETS
 from precisionctl.quant_methods.base import QuantMethod, Scheme, quant_methods
-from precisionctl.reencode import check_model, coded_before, in_powers_of_2, seeded
-from precisionctl.schemes import best_scheme
-from precisionctl.targets import hf_writer
-from precisionctl.te_export import TE, plan_te
-from precisionctl.work import Work, digest_of, open_output
 
 
 def plan_export(export: InferenceExport) -> Work:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from precisionctl.cast import Encode
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.param import TensorSpec
+from precisionctl.planning.encode import Encode
 
 _SMALLEST = torch.finfo(torch.float32).tiny * 2.0**16
 """Of scales; under it codes could decode to numbers that FP32 flushes to zero."""

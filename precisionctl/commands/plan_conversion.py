@@ -7,21 +7,13 @@ from typing import Literal
 
 import torch
 
-from precisionctl.asked import InferenceExport
-from precisionctl.cast import by_module, check_modules, filled, fp8_state, read_state
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
 from precisionctl.checkpoints.megatron_run import Carried, MegatronReader, carried, of_megatron
 from precisionctl.checkpoints.output import Output
-from precisionctl.errors import RecipeError
-from precisionctl.export import plan_of_values
-from precisionctl.fp8.extra_state_writer import TeVersion
-from precisionctl.fp8.grouped import Order
-from precisionctl.fp8.state import Fp8States
-from precisionctl.fp8.statistics import Scaling
-from precisionctl.inference import plan_export_of
-from precisionctl.notes import (
+from precisionctl.commands.inference_export import InferenceExport
+from precisionctl.commands.notes import (
     left_behind,
     of_codes,
     of_family,
@@ -31,14 +23,22 @@ from precisionctl.notes import (
     of_state,
     of_way_back,
 )
-from precisionctl.opening import open_as_told
+from precisionctl.commands.open_source import open_as_told
+from precisionctl.commands.plan_export import plan_export_of
+from precisionctl.commands.writers import CONTAINERS, hf_writer, megatron_writer
+from precisionctl.conversion.work import Finish, Work, digest_of, open_output
+from precisionctl.errors import RecipeError
+from precisionctl.export.export import plan_of_values
+from precisionctl.export.reencode import coded_before, make_reencoding, seeded
+from precisionctl.fp8.carry import by_module, check_modules, filled, fp8_state, read_state
+from precisionctl.fp8.extra_state_writer import TeVersion
+from precisionctl.fp8.grouped import Order
+from precisionctl.fp8.state import Fp8States
+from precisionctl.fp8.statistics import Scaling
 from precisionctl.param import ONE_RANK, Layout, Parallelism
-from precisionctl.plan import Plan, check_fp8_gemms, make_plan
+from precisionctl.planning.plan import Plan, check_fp8_gemms, make_plan
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import Scheme
-from precisionctl.reencode import coded_before, make_reencoding, seeded
-from precisionctl.targets import CONTAINERS, hf_writer, megatron_writer
-from precisionctl.work import Finish, Work, digest_of, open_output
 
 PrecisionChoice = Literal["keep", "bf16", "fp32", "fp8"]
 _VALUES: Mapping[PrecisionChoice, torch.dtype | None] = {

@@ -12,18 +12,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from precisionctl.cast import FIXED_SCALES, Encode
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Reader, read_tensor, whole
 from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.errors import MappingError, PrecisionError
-from precisionctl.export import Export
+from precisionctl.export.export import Export
+from precisionctl.fp8.carry import FIXED_SCALES
 from precisionctl.fp8.encoding import Encoding, by_rows, grid_shape, of_rows
 from precisionctl.fp8.numerics import FP8_MAX, after_one_update, recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.param import TensorSpec
-from precisionctl.plan import Job, Plan, make_plan
+from precisionctl.planning.encode import Encode
+from precisionctl.planning.plan import Job, Plan, make_plan
 from precisionctl.quant_methods.base import CODES, POWERS_OF_2, Said, Scales, recognise, sibling, sized
 
 _TWO_ROUNDINGS = 2.0**-22

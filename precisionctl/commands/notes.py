@@ -4,12 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from precisionctl.architectures.find import architecture_of, models_of_megatron_args
-from precisionctl.cast import StateChange
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.megatron_run import of_megatron
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.carry import StateChange
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape

@@ -18,13 +18,13 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from precisionctl import fits
 from precisionctl.architectures.find import architecture_of
 from precisionctl.architectures.param_map import Alias, Architecture, Row, filled, names
-from precisionctl.cast import Encode
 from precisionctl.errors import MappingError, MissingTensor, PrecisionError
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
+from precisionctl.planning import checks
+from precisionctl.planning.encode import Encode
 from precisionctl.precision import Precision
 
 
@@ -146,8 +146,8 @@ def make_plan(
     rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled)
     found = _with_mtp(source, rows)
     model = found.padded(parallelism.tensor) if target == "megatron" else found
-    parallelism = fits.dealt(model.num_layers, parallelism)
-    fits.check_ranks(model, parallelism)
+    parallelism = checks.dealt(model.num_layers, parallelism)
+    checks.check_ranks(model, parallelism)
     derived = _derived(architecture, source)
     by_row = {row: _row_jobs(row, architecture.aliases, model, source, target) for row in rows}
     jobs = [job for wanted in by_row.values() for job in wanted]
@@ -160,15 +160,15 @@ def make_plan(
         for job in wanted:
             targets |= _targets(job, written, target, source.specs, dtype)
             stored = {name: source.specs[name] for name in (*job.reads, *job.copies)}
-            fits.check_dtypes(stored)
-            fits.check_shapes(stored, (*read[: len(job.reads)], *read[:1] * len(job.copies)), model.architecture)
-        fits.check_division(row, model, parallelism)
+            checks.check_dtypes(stored)
+            checks.check_shapes(stored, (*read[: len(job.reads)], *read[:1] * len(job.copies)), model.architecture)
+        checks.check_division(row, model, parallelism)
     if optimizer:
         carried = _optimizer_jobs(jobs, source, target)
         jobs += carried
         for job in carried:
             stored = {job.name: _optimizer(source)[job.name]}
-            fits.check_shapes(stored, [job.row.shape(found)], model.architecture)
+            checks.check_shapes(stored, [job.row.shape(found)], model.architecture)
             targets[job.name] = TensorSpec(job.row.shape(model), stored[job.name].dtype, job.row.parallel)
     return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
 
@@ -225,7 +225,7 @@ def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: Sourc
     missing = [name for name in uses if name not in source.specs]
     unexpected = [name for name in source.specs if not uses[name]]
     do = "Is a shard missing, or does the config describe another model?" if missing else _UNEXPECTED
-    fits.check_names(missing, unexpected, f"architecture {source.model.architecture}", do)
+    checks.check_names(missing, unexpected, f"architecture {source.model.architecture}", do)
     assert all(count == 1 for count in uses.values()), "a table names a tensor twice"
 
 

@@ -13,10 +13,10 @@ from precisionctl.checkpoints.megatron_keys import directory_name
 from precisionctl.checkpoints.megatron_legacy_writer import LegacyWriter
 from precisionctl.checkpoints.megatron_run import Carried
 from precisionctl.checkpoints.output import Output
-from precisionctl.export import Export
+from precisionctl.export.export import Export
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.param import Layout
-from precisionctl.plan import Plan
+from precisionctl.planning.plan import Plan
 
 CONTAINERS: Mapping[Layout, tuple[str, ...]] = {"hf": ("safetensors", "bin"), "megatron": ("torch_dist", "torch")}
 """What is written of each layout; the first where none is asked for."""

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from precisionctl.cast import Encode
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache import attention_and_kind
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
-from precisionctl.export import Export
+from precisionctl.export.export import Export
 from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
 from precisionctl.fp8.state import CACHE, Fp8States
 from precisionctl.param import TensorSpec
-from precisionctl.plan import Job, Plan
+from precisionctl.planning.encode import Encode
+from precisionctl.planning.plan import Job, Plan
 from precisionctl.quant_methods.base import CODES, QuantMethod
 
 _PROJECTION = "linear_proj"

@@ -9,20 +9,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from precisionctl.asked import InferenceExport
-from precisionctl.card import NAME, Card, beside
-from precisionctl.cast import by_module, filled, fp8_state, from_other_experts, read_state
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import Coded
+from precisionctl.commands.inference_export import InferenceExport
+from precisionctl.commands.notes import left_behind, of_companions, of_input_scales
+from precisionctl.commands.writers import hf_writer
+from precisionctl.conversion.work import Work, digest_of, open_output
 from precisionctl.errors import MissingFp8State, RecipeError
-from precisionctl.export import in_fp8, input_scales, plan_of_values
+from precisionctl.export.export import in_fp8, input_scales, plan_of_values
+from precisionctl.export.model_card import NAME, Card, beside
+from precisionctl.export.reencode import check_model, seeded
+from precisionctl.fp8.carry import by_module, filled, fp8_state, from_other_experts, read_state
 from precisionctl.fp8.state import Fp8State, Fp8States
-from precisionctl.notes import left_behind, of_companions, of_input_scales
-from precisionctl.plan import Plan, check_fp8_gemms
+from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.reencode import check_model, seeded
-from precisionctl.targets import hf_writer
-from precisionctl.work import Work, digest_of, open_output
 
 TE = "te"
 _TITLE = "PyTorch with Transformer Engine"

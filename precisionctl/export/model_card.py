@@ -15,8 +15,8 @@ import torch
 from precisionctl import __version__
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.output import sync
+from precisionctl.conversion.manifest import fingerprint
 from precisionctl.errors import OutputError, RecipeError
-from precisionctl.manifest import fingerprint
 
 NAME = "README.md"
 

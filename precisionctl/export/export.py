@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from precisionctl.architectures.find import architecture_of
-from precisionctl.cast import Encode
 from precisionctl.engines.shapes import Served, in_step
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
-from precisionctl.plan import Job, Plan, Source, make_plan
+from precisionctl.planning.encode import Encode
+from precisionctl.planning.plan import Job, Plan, Source, make_plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import CODES, POWERS_OF_2, QuantMethod, Scheme
 

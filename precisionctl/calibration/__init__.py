@@ -1,0 +1,1 @@
+"""FP8 state from passes over data."""

@@ -1,0 +1,1 @@
+"""How the commands that write a checkpoint are planned, from what they are asked."""

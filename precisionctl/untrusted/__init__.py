@@ -1,0 +1,1 @@
+"""Files from strangers, read by allow-list and with bounds: nothing in them is run."""

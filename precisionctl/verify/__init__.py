@@ -1,0 +1,1 @@
+"""Checkpoints compared with one another and with an engine's rules."""

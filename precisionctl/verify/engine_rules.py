@@ -1,0 +1,38 @@
+"""A directory held against what an inference engine loads."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from precisionctl.checkpoints.base import Chunked, Reader, read_tensor
+from precisionctl.engines.base import Engine
+from precisionctl.engines.rule import Finding
+from precisionctl.errors import UnknownFormat
+
+
+@runtime_checkable
+class Directory(Protocol):
+    """A Reader of what an engine is given: config.json, and hf_quant_config.json beside it if there is one, and every
+    tensor as stored, scales too."""
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def input_scales(self) -> Mapping[str, float]: ...
+    @property
+    def stored(self) -> Chunked: ...
+    @property
+    def beside(self) -> Mapping[str, Any] | None: ...
+
+
+def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
+    """The rules of `engine` that a Hugging Face directory breaks on so many GPUs.
+
+    Raises UnknownFormat for anything else."""
+    if not isinstance(reader, Directory):
+        raise UnknownFormat(
+            f"{engine.title} loads Hugging Face directories, this is {reader.container}",
+            where=reader.path,
+            do=f"Make one: precisionctl export-inference {reader.path} DST --target {engine.name}",
+        )
+    stored = reader.stored
+    return engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks, reader.beside)
