@@ -114,6 +114,15 @@ SPELLINGS: dict[str, Spelled] = {
     "modelopt-block": Spelled(
         {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, (128, 128), shape=lambda r, c: (r, 1, c, 1)
     ),
+    "mxfp8": Spelled(
+        {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+        (1, 32),
+        "weight_scale_inv",
+        dtype=torch.uint8,
+    ),
+    "mxfp8-minimax": Spelled(
+        {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}, (1, 32), "weight_scale_inv", dtype=torch.float8_e8m0fnu
+    ),
     "modelopt-mxfp8": Spelled({"quant_method": "modelopt", "quant_algo": "MXFP8"}, (1, 32), dtype=torch.uint8),
 }
 

@@ -90,6 +90,12 @@ def _reshape(tensors: Tensors, end: str, change: Callable[[torch.Tensor], torch.
         tensors[name] = change(tensors[name]).contiguous()
 
 
+def _renamed(tensors: Tensors, old: str, new: str) -> None:
+    """Another end of names."""
+    for name in [name for name in tensors if name.endswith(old)]:
+        tensors[name.removesuffix(old) + new] = tensors.pop(name)
+
+
 def _left_out(pattern: str, *entries: str, key: str = "ignore") -> Callable[[Tensors, Quantization], None]:
     """Linears whose weights become BF16, and what the list says of them."""
 
@@ -124,6 +130,7 @@ CHANGES = {
         "compressed-tensors", "dynamic", lambda t, q: _reshape(t, "_scale", lambda scale: scale.reshape(-1))
     ),
     "BF16 scales": Changed("compressed-tensors", "dynamic", lambda t, q: _reshape(t, "_scale", torch.Tensor.bfloat16)),
+    "exponents under ModelOpt's name": Changed("mxfp8", "mxfp8", lambda t, q: _renamed(t, "_inv", "")),
     "no activation scheme": Changed("fp8", "block", _unsaid("activation_scheme")),
     "blocks without block size": Changed("fp8", "block", _unsaid("weight_block_size")),
     "left out by a part of its name": Changed(

@@ -71,7 +71,7 @@ def test_transformers_gets_ragged_blocks_wrong_which_is_why_it_is_no_judge_of_th
     assert not np.array_equal(theirs._dequantize_one(codes, grid[:2], torch.float32).numpy(), expected)
 
 
-@pytest.mark.parametrize("spelling", ["fp8-block", "fp8-ue8m0", "fp8-tensor-transformers", "modelopt-mxfp8"])
+@pytest.mark.parametrize("spelling", ["fp8-block", "fp8-ue8m0", "fp8-tensor-transformers", "modelopt-mxfp8", "mxfp8"])
 def test_aligned_shapes_decode_as_transformers_decodes_them(tmp_path: Path, spelling: str) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 

@@ -22,7 +22,7 @@ from precisionctl.verify.engine_rules import check
 
 ENGINES = engines()
 TOKENS = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(0))
-AS_VALUES = {"compressed-tensors": CompressedTensorsConfig, "fp8": FineGrainedFP8Config}
+AS_VALUES = {"compressed-tensors": CompressedTensorsConfig, "fp8": FineGrainedFP8Config, "mxfp8": FineGrainedFP8Config}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def problem_of_transformers(directory: Path) -> object:
 @pytest.mark.parametrize("family", matrix.FAMILIES)
 @pytest.mark.parametrize(("method", "scheme"), matrix.SPELLINGS)
 def test_transformers_computes_with_what_is_stored_or_the_checker_says_that_it_does_not(root, family, method, scheme):
-    if method == "fp8":
+    if method in ("fp8", "mxfp8"):
         pytest.importorskip("accelerate", reason="transformers loads no such directory without it")
     directory = matrix.make(root, family, method, scheme)
     problem = problem_of_transformers(directory)

@@ -1,4 +1,4 @@
-"""The two spellings of FP8 in a Hugging Face directory, written and read back."""
+"""The spellings of FP8 in a Hugging Face directory, written and read back."""
 
 import json
 
@@ -27,6 +27,7 @@ BOTH = pytest.mark.parametrize(
 WRITTEN: list[tuple[str, Scheme]] = [
     *((name, scheme) for name in ("compressed-tensors", "modelopt") for scheme in ("static", "dynamic", "mxfp8")),
     ("fp8", "block"),
+    ("mxfp8", "mxfp8"),
 ]
 EACH = pytest.mark.parametrize(
     "method, scheme",
@@ -43,7 +44,7 @@ def exported(method, scheme):
 
 
 def test_methods_are_found_by_the_name_in_config_json():
-    assert set(METHODS) == {"compressed-tensors", "modelopt", "fp8"}
+    assert set(METHODS) == {"compressed-tensors", "modelopt", "fp8", "mxfp8"}
 
 
 @EACH

@@ -36,7 +36,8 @@ class Engine:
     method and scheme that it loads, `reads_experts` those that it loads for experts too. `ragged` says which linears'
     rows may end within a block of scales, `fuses` whether it computes linears of one input as one,
     `reads_conv1d` whether it takes codes of GPT-2's linears for such, `ignores` how the list of modules that are no
-    codes is read, by quant method, and `demands` are what else is asked.
+    codes is read, by quant method, or by method and scheme where it is otherwise for one; `demands` are what else is
+    asked.
     `cache` is what it does with the scales of an FP8 KV cache, by quant method, nothing for others. `command` serves a
     directory, in place of `{path}`; `on_ranks` tells it of several GPUs, in place of `{ranks}`, and `on_cache` of an
     FP8 cache."""
@@ -58,7 +59,7 @@ class Engine:
     fuses: bool
     reads_conv1d: bool
     experts: Rule
-    ignores: Mapping[str, Ignoring]
+    ignores: Mapping[str | tuple[str, str], Ignoring]
     demands: tuple[Demand, ...]
     cache: Mapping[str, str]
     on_cache: str
@@ -105,7 +106,7 @@ class Engine:
             *_uncommon(scales, specs, self.quantisation),
             *_misshapen(found, self.scales),
             *(finding for finding in shapes if finding),
-            *_unnamed(found, self.ignores[method.name], self.quantisation),
+            *_unnamed(found, self.ignores.get((method.name, scheme)) or self.ignores[method.name], self.quantisation),
             *_torn(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
             *_unequal(scales, read, self.fused, (*FUSED, LATENT) if self.fuses else FUSED),
             *_unequal_experts(scales, read, self.experts),

@@ -12,9 +12,14 @@ Broken = Iterator[tuple[str, str]]
 CONFIG = "config.json"
 
 
-def unsaid_activations(directory: Directory) -> Broken:
-    if directory.method == "fp8" and "activation_scheme" not in directory.quantization:
-        yield CONFIG, "no activation_scheme"
+def unsaid_activations(*methods: str) -> Callable[[Directory], Broken]:
+    """No word of how inputs are scaled, in these methods."""
+
+    def broken(directory: Directory) -> Broken:
+        if directory.method in methods and "activation_scheme" not in directory.quantization:
+            yield CONFIG, "no activation_scheme"
+
+    return broken
 
 
 def unsaid_blocks(directory: Directory) -> Broken:
@@ -51,6 +56,17 @@ def named(weight: str, activation: str, blocks: str = "weight_scale_inv") -> Cal
             for found, wanted in ((scales.weight, weight if one else blocks), (scales.input, activation)):
                 if found and found != sibling(name, wanted):
                     yield found, f"not named {wanted}"
+
+    return broken
+
+
+def exponents_named(wanted: str) -> Callable[[Directory], Broken]:
+    """Scales of `quant_method: mxfp8` under another name."""
+
+    def broken(directory: Directory) -> Broken:
+        for name, scales in directory.scales.items() if directory.method == "mxfp8" else ():
+            if scales.weight != sibling(name, wanted):
+                yield scales.weight, f"not named {wanted}"
 
     return broken
 

@@ -22,13 +22,15 @@ from precisionctl.engines.rule import Demand, Rule
 ENGINE = Engine(
     name="sglang",
     title="SGLang",
-    spells={"static": "compressed-tensors", "dynamic": "compressed-tensors", "block": "fp8"},
+    spells={"static": "compressed-tensors", "dynamic": "compressed-tensors", "block": "fp8", "mxfp8": "mxfp8"},
     reads=frozenset(
         {
             ("compressed-tensors", "static"),
             ("compressed-tensors", "dynamic"),
             ("compressed-tensors", "block"),
             ("modelopt", "static"),
+            ("modelopt", "mxfp8"),
+            ("mxfp8", "mxfp8"),
             ("fp8", "block"),
             ("fp8", "static"),
             ("fp8", "per-tensor weights and dynamic"),
@@ -39,6 +41,8 @@ ENGINE = Engine(
             ("compressed-tensors", "static"),
             ("compressed-tensors", "dynamic"),
             ("modelopt", "static"),
+            ("modelopt", "mxfp8"),
+            ("mxfp8", "mxfp8"),
             ("fp8", "block"),
             ("fp8", "static"),
             ("fp8", "per-tensor weights and dynamic"),
@@ -47,8 +51,8 @@ ENGINE = Engine(
     command="python -m sglang.launch_server --model-path {path}",
     on_ranks=" --tp {ranks}",
     quantisation=Rule(
-        "quantization_config must say of each linear what it is, and of ModelOpt's algorithms only FP8 is taken",
-        "SGLang 0.5.23 layers/quantization/fp8.py, modelopt_quant.py, compressed_tensors/compressed_tensors.py",
+        "quantization_config must say of each linear what it is, and of ModelOpt's algorithms only FP8 and MXFP8 are taken",
+        "SGLang 0.5.23 layers/quantization/fp8.py, modelopt_quant.py, configs/model_config.py, compressed_tensors.py",
     ),
     scales=Rule(
         "scales are loaded into FP32 parameters of fixed shapes",
@@ -79,11 +83,13 @@ ENGINE = Engine(
     ignores={
         "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
         "modelopt": Ignoring(("ignore", "exclude_modules"), by_part_or_glob),
+        ("modelopt", "mxfp8"): Ignoring(("exclude_modules", "ignore"), by_path),  # read as its own mxfp8
         "fp8": Ignoring(("ignored_layers", "modules_to_not_convert"), by_path),
+        "mxfp8": Ignoring(("ignored_layers", "modules_to_not_convert"), by_path),
     },
     demands=(
         Demand(
-            unsaid_activations,
+            unsaid_activations("fp8", "mxfp8"),
             Rule("activation_scheme must be given", "SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config"),
         ),
         Demand(
@@ -160,6 +166,7 @@ ENGINE = Engine(
         "compressed-tensors": "takes keys and values by them",
         "modelopt": "takes keys and values by them",
         "fp8": "takes keys and values by them",
+        "mxfp8": "takes keys and values by them",
     },
     on_cache=" --kv-cache-dtype fp8_e4m3",
 )

@@ -12,18 +12,20 @@ from precisionctl.engines.rule import Demand, Rule
 ENGINE = Engine(
     name="tensorrt-llm",
     title="TensorRT-LLM",
-    spells={"static": "modelopt", "dynamic": "modelopt", "block": "fp8"},
+    spells={"static": "modelopt", "dynamic": "modelopt", "block": "fp8", "mxfp8": "mxfp8"},
     reads=frozenset(
         {
             ("modelopt", "static"),
             ("modelopt", "dynamic"),
             ("modelopt", "block"),
+            ("modelopt", "mxfp8"),
             ("compressed-tensors", "dynamic"),
             ("compressed-tensors", "block"),
             ("fp8", "block"),
+            ("mxfp8", "mxfp8"),
         }
     ),
-    reads_experts=frozenset({("modelopt", "static"), ("fp8", "block")}),
+    reads_experts=frozenset({("modelopt", "static"), ("fp8", "block"), ("mxfp8", "mxfp8")}),
     command="trtllm-serve {path}",
     on_ranks=" --tp_size {ranks}",
     quantisation=Rule(
@@ -57,6 +59,7 @@ ENGINE = Engine(
         "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
         "modelopt": Ignoring(("ignore", "exclude_modules"), by_glob),
         "fp8": Ignoring(("modules_to_not_convert",), by_glob),
+        "mxfp8": Ignoring(("ignored_layers", "modules_to_not_convert"), by_glob),
     },
     demands=(
         Demand(
@@ -91,6 +94,7 @@ ENGINE = Engine(
     ),
     cache={
         "modelopt": "makes its cache FP8 by itself, under a scale of 1: it reads the scales for an NVFP4 cache alone",
+        "mxfp8": "makes its cache FP8 when it is told, under a scale of 1: it reads the scales for an NVFP4 cache alone",
         "fp8": "makes its cache FP8 when it is told, under a scale of 1: it reads the scales for an NVFP4 cache alone",
     },
     on_cache=" --kv_cache_dtype fp8",

@@ -6,7 +6,7 @@ Of compressed-tensors it computes with inputs that it rounds to FP8 and back, or
 
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache import cache_scales_of_no_use, cache_scales_of_projections, cache_without_notice
-from precisionctl.engines.demands import named, unsaid_tensors, without_dimension
+from precisionctl.engines.demands import exponents_named, named, unsaid_tensors, without_dimension
 from precisionctl.engines.ignoring import Ignoring, by_name_or_regex, by_start_regex_or_end
 from precisionctl.engines.rule import Demand, Rule
 
@@ -27,12 +27,20 @@ ENGINE = Engine(
             ("compressed-tensors", "mxfp8"),
             ("compressed-tensors", "per-channel weights and static"),
             ("compressed-tensors", "per-tensor weights and dynamic"),
+            ("mxfp8", "mxfp8"),
             ("fp8", "block"),
             ("fp8", "static"),
             ("fp8", "per-tensor weights and dynamic"),
         }
     ),
-    reads_experts=frozenset({("compressed-tensors", "static"), ("compressed-tensors", "dynamic"), ("fp8", "block")}),
+    reads_experts=frozenset(
+        {
+            ("compressed-tensors", "static"),
+            ("compressed-tensors", "dynamic"),
+            ("fp8", "block"),
+            ("mxfp8", "mxfp8"),
+        }
+    ),
     command="transformers serve {path}",
     on_ranks="",
     quantisation=Rule(
@@ -68,6 +76,7 @@ ENGINE = Engine(
     ignores={
         "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
         "fp8": Ignoring(("modules_to_not_convert", "ignored_layers"), by_start_regex_or_end),
+        "mxfp8": Ignoring(("modules_to_not_convert", "ignored_layers"), by_start_regex_or_end),
     },
     demands=(
         Demand(
@@ -82,6 +91,13 @@ ENGINE = Engine(
             Rule(
                 "it looks for scales under this name",
                 "transformers 5.23 integrations/finegrained_fp8.py FP8Linear",
+            ),
+        ),
+        Demand(
+            exponents_named("weight_scale_inv"),
+            Rule(
+                "it looks for scales under this name",
+                "transformers 5.23 quantizers/quantizer_finegrained_fp8.py serialized_names",
             ),
         ),
         Demand(

@@ -11,6 +11,7 @@ from precisionctl.engines.cache import (
     cache_without_scales,
 )
 from precisionctl.engines.demands import (
+    exponents_named,
     format_of_weights_alone,
     named,
     stored_as_one,
@@ -34,6 +35,7 @@ ENGINE = Engine(
             ("modelopt", "block"),
             ("modelopt", "mxfp8"),
             ("compressed-tensors", "mxfp8"),
+            ("mxfp8", "mxfp8"),
             ("compressed-tensors", "per-channel weights and static"),
             ("compressed-tensors", "per-tensor weights and dynamic"),
             ("fp8", "block"),
@@ -49,6 +51,7 @@ ENGINE = Engine(
             ("compressed-tensors", "mxfp8"),
             ("modelopt", "static"),
             ("modelopt", "mxfp8"),
+            ("mxfp8", "mxfp8"),
             ("fp8", "block"),
             ("fp8", "static"),
             ("fp8", "per-tensor weights and dynamic"),
@@ -89,10 +92,11 @@ ENGINE = Engine(
         "compressed-tensors": Ignoring(("ignore",), by_name_or_regex),
         "modelopt": Ignoring(("ignore", "exclude_modules"), by_part_or_glob),
         "fp8": Ignoring(("ignored_layers", "modules_to_not_convert"), by_name),
+        "mxfp8": Ignoring(("ignored_layers",), by_part_or_glob),
     },
     demands=(
         Demand(
-            unsaid_activations,
+            unsaid_activations("fp8"),
             Rule("activation_scheme must be given", "vLLM 0.33 quantization/fp8.py Fp8Config.from_config"),
         ),
         Demand(
@@ -105,6 +109,10 @@ ENGINE = Engine(
         Demand(
             named("weight_scale", "input_scale"),
             Rule("it looks for scales under this name", "vLLM 0.33 quantization/fp8.py Fp8LinearMethod.create_weights"),
+        ),
+        Demand(
+            exponents_named("weight_scale"),
+            Rule("it looks for scales under this name", "vLLM 0.33 modelopt.py ModelOptMxFp8Config.from_config"),
         ),
         Demand(
             stored_as_one,

@@ -1,0 +1,51 @@
+"""`quant_method: mxfp8` (`weight_scale_inv`): exponents of two as bytes, for 32 values of a row each; 2^(byte - 127).
+
+The format of SGLang's own quantizer and of those that refit its models (miles, NeMo-RL), and MiniMax's, which names only
+what is left out. TensorRT-LLM and transformers (5.23, experts too) read it; vLLM looks for `weight_scale`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from precisionctl.quant_methods.base import (
+    BLOCKS,
+    POWERS_OF_2,
+    CacheSpelling,
+    QuantMethod,
+    Said,
+    Scheme,
+    Spelling,
+)
+
+
+def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
+    """All keys that some reader needs. `ignored_layers` is MiniMax's word, which each of them knows."""
+    assert scheme == "mxfp8", "the method has no other"
+    return {
+        "quant_method": "mxfp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": list(BLOCKS["mxfp8"]),
+        **POWERS_OF_2,
+        "ignored_layers": list(ignored),
+    }
+
+
+def says(config: Mapping[str, Any]) -> Said:
+    """Groups of 32, whatever `weight_block_size` is: readers go by the standard, and so do the shapes of scales."""
+    return Said((BLOCKS["mxfp8"],), False)
+
+
+QUANT_METHOD = QuantMethod(
+    name="mxfp8",
+    says=says,
+    weight_scales=("weight_scale_inv", "weight_scale"),
+    spelling=Spelling(
+        shapes={"mxfp8": lambda rows, columns: (rows, columns)},
+        config=config,
+        # As beside `quant_method: fp8`, whose class reads this one too in SGLang.
+        cache=CacheSpelling(("k_proj.k_scale", "v_proj.v_scale"), (), {"kv_cache_quant_algo": "FP8"}),
+        ignored="ignored_layers",
+        never=("lm_head", ".gate"),  # no reader takes codes for these, listed or not
+    ),
+)
