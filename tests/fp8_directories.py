@@ -121,7 +121,10 @@ SPELLINGS: dict[str, Spelled] = {
         dtype=torch.uint8,
     ),
     "mxfp8-minimax": Spelled(
-        {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}, (1, 32), "weight_scale_inv", dtype=torch.float8_e8m0fnu
+        {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]},
+        (1, 32),
+        "weight_scale_inv",
+        dtype=torch.float8_e8m0fnu,
     ),
     "modelopt-mxfp8": Spelled({"quant_method": "modelopt", "quant_algo": "MXFP8"}, (1, 32), dtype=torch.uint8),
 }
