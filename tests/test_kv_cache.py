@@ -68,7 +68,7 @@ def export(source: Path, out: Path, target: str, scheme: str, **settings: object
 
 
 BELOW = {"compressed-tensors": ("k_scale", "v_scale"), "modelopt": ("k_proj.k_scale", "v_proj.v_scale")}
-BELOW["fp8"] = BELOW["modelopt"]
+BELOW["fp8"] = BELOW["mxfp8"] = BELOW["modelopt"]
 ALL = [
     (engine.name, scheme)
     for engine in engines().values()
@@ -99,7 +99,7 @@ def test_each_spelling_has_amax_over_448_and_breaks_no_rule(
     assert [finding.rule.text for finding in found if not finding.rule.fatal] == said
     assert not any(finding.rule.fatal for finding in found)
     quantization = reader.config["quantization_config"]
-    if method == "fp8":
+    if method in ("fp8", "mxfp8"):
         assert quantization["kv_cache_quant_algo"] == "FP8"
     else:
         said = quantization["kv_cache_scheme"]

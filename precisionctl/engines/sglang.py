@@ -51,7 +51,7 @@ ENGINE = Engine(
     command="python -m sglang.launch_server --model-path {path}",
     on_ranks=" --tp {ranks}",
     quantisation=Rule(
-        "quantization_config must say of each linear what it is, and of ModelOpt's algorithms only FP8 and MXFP8 are taken",
+        "quantization_config must say of each linear what it is; of ModelOpt's algorithms FP8 and MXFP8 are taken",
         "SGLang 0.5.23 layers/quantization/fp8.py, modelopt_quant.py, configs/model_config.py, compressed_tensors.py",
     ),
     scales=Rule(

@@ -9,6 +9,8 @@ from precisionctl.engines.demands import classes_in_several_groups, said_twice_d
 from precisionctl.engines.ignoring import Ignoring, by_glob, by_name_or_regex
 from precisionctl.engines.rule import Demand, Rule
 
+_TOLD = "makes its cache FP8 when it is told, under a scale of 1: it reads the scales for an NVFP4 cache alone"
+
 ENGINE = Engine(
     name="tensorrt-llm",
     title="TensorRT-LLM",
@@ -94,8 +96,8 @@ ENGINE = Engine(
     ),
     cache={
         "modelopt": "makes its cache FP8 by itself, under a scale of 1: it reads the scales for an NVFP4 cache alone",
-        "mxfp8": "makes its cache FP8 when it is told, under a scale of 1: it reads the scales for an NVFP4 cache alone",
-        "fp8": "makes its cache FP8 when it is told, under a scale of 1: it reads the scales for an NVFP4 cache alone",
+        "mxfp8": _TOLD,
+        "fp8": _TOLD,
     },
     on_cache=" --kv_cache_dtype fp8",
 )
