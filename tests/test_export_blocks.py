@@ -388,5 +388,7 @@ def test_groups_of_32_pass_through_and_are_the_best_for_an_engine_that_takes_the
     before, after = stored(tmp_path / "fp8"), stored(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
-    with pytest.raises(PrecisionError, match="no mxfp8 for SGLang. Choose --scheme static or dynamic or block"):
-        export(tmp_path / "fp8", tmp_path / "sglang", "sglang", "mxfp8")
+    export(tmp_path / "fp8", tmp_path / "sglang", "sglang", None)
+    other = {name.replace("_scale_inv", "_scale"): part for name, part in stored(tmp_path / "sglang").items()}
+    assert before.keys() == other.keys()
+    assert all(torch.equal(before[name].view(torch.uint8), other[name].view(torch.uint8)) for name in before)
