@@ -140,6 +140,10 @@ class _Short(reprlib.Repr):
         super().__init__()
         self.maxlevel, self.maxstring = 2, 60
 
+    def repr_int(self, x: int, level: int) -> str:
+        """Python spells out no more than 4300 digits."""
+        return super().repr_int(x, level) if x.bit_length() < 1 << 12 else f"a number of {x.bit_length()} bits"
+
     def repr_instance(self, x: object, level: int) -> str:
         plain = isinstance(x, int | float | None)
         return super().repr_instance(x, level) if plain else f"a {type(x).__name__}"

@@ -178,6 +178,32 @@ _HASHING = {
 """Opcodes that hash, and where on the stack what they hash is."""
 
 
+_CONTAINERS = (str, bytes, list, tuple, set, frozenset, dict)
+
+
+def _copied(value: Any) -> int:
+    """How many parts a copy of a call's arguments, or of a state, can have: its own, and those of what it holds."""
+    parts = value if type(value) is tuple else (value,)
+    return len(parts) + sum(len(part) for part in parts if isinstance(part, _CONTAINERS))
+
+
+def _copying(load: Callable[[Any], None], *, call: bool) -> Callable[[Any], None]:
+    def checked(unpickler: Any) -> None:
+        value = unpickler.stack[-1]
+        if call and type(value) is not tuple:
+            raise pickle.UnpicklingError(f"{shown(value)} as arguments")
+        unpickler._left -= _copied(value)
+        if unpickler._left < 0:
+            raise pickle.UnpicklingError("it copies its parts over and over")
+        load(unpickler)
+
+    return checked
+
+
+_COPYING = {pickle.REDUCE: True, pickle.NEWOBJ: True, pickle.BUILD: False, pickle.BINPERSID: False}
+"""Opcodes that may copy what is on the stack, which two bytes can put there again, and whether those are arguments."""
+
+
 def _may_become(changed: Any, state: Any) -> bool:
     """Whether an object takes this state without any attribute that is looked up on it, `__class__` not least,
     becoming another."""
@@ -197,6 +223,7 @@ class _AllowListUnpickler(pickle._Unpickler):
     for _opcode, _keys in _HASHING.items():
         dispatch[_opcode[0]] = _hashing(dispatch[_opcode[0]], _keys)
     del dispatch[pickle.BYTEARRAY8[0]]  # it fills as much memory as it names before it reads a byte
+    del dispatch[pickle.NEWOBJ_EX[0]]  # nothing that is allowed takes arguments by name
 
     def load_build(self) -> None:
         changed = self.stack[-2]  # type: ignore[attr-defined]
@@ -213,9 +240,14 @@ class _AllowListUnpickler(pickle._Unpickler):
             raise UnsafePickle(f"a pickle changes {shown(changed)}", where=self._where)
 
     dispatch[pickle.BUILD[0]] = load_build
+    for _opcode, _call in _COPYING.items():
+        dispatch[_opcode[0]] = _copying(dispatch[_opcode[0]], call=_call)
 
     def __init__(self, file: BinaryIO, allowed: Allowed, where: object, persistent: Persistent | None) -> None:
         super().__init__(file)
+        start = file.tell()
+        self._left = file.seek(0, io.SEEK_END)  # a pickle has each of its parts once, but for memo and copies
+        file.seek(start)
         self._allowed = allowed
         self._where = where
         self._persistent = persistent

@@ -58,6 +58,40 @@ HASHES: Mapping[str, bytes] = {
 }
 
 
+def again_and_again(opcodes: bytes, parts: bytes, step: bytes, times: int) -> bytes:
+    """Opcodes that put two things into the memo, as 0 and 1, and then copy: two bytes fetch what has any size."""
+    return opcodes + b"q\0" + parts + b"q\1" + pickle.EMPTY_LIST + pickle.MARK + step * times + pickle.APPENDS
+
+
+CALL, STATE = b"h\0h\1R", b"h\0)\x81h\1b"
+MANY = pickle.MARK + pickle.NONE * (1 << 18) + pickle.TUPLE
+TABLE = pickle.EMPTY_DICT + pickle.MARK + b"".join(constant(f"{i}") + pickle.NONE for i in range(1 << 14))
+COPIES: Mapping[str, bytes] = {
+    "arguments": again_and_again(pickle.GLOBAL + b"megatron.core\nAny\n", MANY, CALL, 400),
+    "arguments that are a table": again_and_again(
+        pickle.GLOBAL + b"megatron.core\nAny\n", TABLE + pickle.SETITEMS, CALL, 4000
+    ),
+}
+OBJECT_COPIES: Mapping[str, bytes] = COPIES | {
+    "attributes": again_and_again(
+        pickle.GLOBAL + b"argparse\nNamespace\n", TABLE + pickle.SETITEMS, STATE, 1000
+    ),
+    "text": again_and_again(
+        pickle.GLOBAL + b"_codecs\nencode\n", constant("a" * (1 << 18)) + constant("latin1") + pickle.TUPLE2, CALL, 4000
+    ),
+    "a file": again_and_again(
+        pickle.GLOBAL + b"_io\nBytesIO\n", constant((b"a" * (1 << 18), 0, None)), STATE, 4000
+    ),
+    "a set": again_and_again(
+        pickle.GLOBAL + b"__builtin__\nset\n",
+        pickle.EMPTY_LIST + pickle.MARK + b"".join(map(constant, range(1 << 15))) + pickle.APPENDS + pickle.TUPLE1,
+        CALL,
+        1000,
+    ),
+    "a storage's reference": again_and_again(pickle.NONE, MANY, b"h\1Q", 60000),
+}  # fmt: skip
+
+
 def detonate(how: str, paths: Iterable[Path]) -> dict[str, str]:
     """What is said of each, by path."""
     command = [sys.executable, str(Path(__file__).with_name("detonate.py")), how, *map(str, paths)]
@@ -94,6 +128,7 @@ def test_metadata(tmp_path: Path) -> None:
     entry = build("BytesStorageMetadata")
     bombs = {
         **HASHES,
+        **COPIES,
         "a layout": called("torch.serialization", "_get_layout", SHARED),
         "a size": called(*torch_size, SHARED),
         "a place's name": index(fqn=SHARED),
@@ -163,7 +198,7 @@ TENSORS: Mapping[str, bytes] = {
 
 
 def test_objects(tmp_path: Path) -> None:
-    bombs = {name: archived(pickled(content)) for name, content in (HASHES | TENSORS).items()}
+    bombs = {name: archived(pickled(content)) for name, content in (HASHES | TENSORS | OBJECT_COPIES).items()}
     detonate("object", written(tmp_path, bombs))
 
 
@@ -176,7 +211,7 @@ def test_skeletons(tmp_path: Path) -> None:
     content = {name: content for name, content in TENSORS.items() if "strides of zero" not in name}  # asks for nothing
     content["a tensor that moves"] = tensor(constant((3,)), constant((1,))) + constant({"offset": 1 << 60})
     content["a tensor that moves"] += pickle.BUILD
-    bombs = {name: archived(pickled(bomb)) for name, bomb in (HASHES | content).items()}
+    bombs = {name: archived(pickled(bomb)) for name, bomb in (HASHES | content | OBJECT_COPIES).items()}
     detonate("skeleton", written(tmp_path, bombs))
 
 
@@ -199,6 +234,9 @@ def test_ranks(tmp_path: Path) -> None:
         ),
         "an optimizer": table(
             model=table(**good), optimizer=pickle.EMPTY_DICT + pickle.MARK + groups + pickle.SETITEMS
+        ),
+        "a number of 6000 digits as a size": table(
+            model=table(**good), args=args + table(pipeline_model_parallel_size=constant(10**6000)) + pickle.BUILD
         ),
         "an iteration": table(model=table(**good), iteration=SHARED),
         "an extra state": table(model=table(**good, **{"y._extra_state": SHARED})),
