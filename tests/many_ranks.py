@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
@@ -22,6 +23,7 @@ from precisionctl.calibration.calibrate import Calibration, calibrate
 from precisionctl.cli import main
 from precisionctl.errors import DiskProblem
 from precisionctl.trainer import resume as trainer
+from precisionctl.trainer import saving
 from precisionctl.trainer.backend import fp8_linears
 from precisionctl.trainer.loop import Run
 from precisionctl.trainer.saving import Saver
@@ -185,12 +187,19 @@ def run_command(
             code = end.code
         return [code, shown.getvalue()]
 
+    begun = time.monotonic()
     ends = list(fork(count, job))
-    told[name] = {"codes": [code for code, _ in ends], "said": [said for _, said in ends]}
+    codes, said = zip(*ends, strict=True)
+    told[name] = {"codes": codes, "said": said, "seconds": time.monotonic() - begun}
 
 
-def fails() -> None:
+def fails(*_: object) -> None:
     raise DiskProblem("the disk of the last rank failed")
+
+
+def saving_it(what: Callable[..., object]) -> Callable[[], None]:
+    """Has the coming save meet something."""
+    return lambda: setattr(saving.RowsOf, "sync", what)
 
 
 def signalled() -> None:
@@ -270,6 +279,8 @@ def all_runs() -> None:
     run("going back", 2, broken=4, **back)
     run_command("killed", die)
     run_command("failed", fails)
+    run_command("killed in a save", saving_it(die))
+    run_command("failed in a save", saving_it(fails))
     run_command("signalled", signalled)
     run_command("out of time", lambda: None, more=["--time-limit=0:00:00"])
     run_command("uneven", die, train__batch_size=5, train__micro_batch_size=1)

@@ -90,8 +90,8 @@ def test_a_full_disk_is_told_at_the_next_step_and_nothing_looks_whole(
     made, seen = going_on(place, out), list[int]()
     with monkeypatch.context() as patch:
         patch.setattr(saving.RowsOf, "sync", full)
-        check = saving._Going.check
-        patch.setattr(saving._Going, "check", lambda going: (going.thread.join(), check(going)))
+        stage = saving._Going.stage.fget
+        patch.setattr(saving._Going, "stage", property(lambda going: going.thread.join() or stage(going)))
         with pytest.raises(DiskProblem, match="No space left on device"):
             resume(made, lambda started: None, lambda step: seen.append(step.step))
     assert seen == [1, 2, 3, 4, 5]

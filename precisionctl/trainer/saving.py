@@ -1,8 +1,8 @@
 """Runs as checkpoints: model, optimizer, FP8 state, generators and companions as an iteration of a Megatron
 `torch_dist` directory, committed at once.
 
-A save begins, writes and ends. Beginning and ending are few small files, and all ranks' meetings; with
-`train.async_save` the run goes on while a thread of each rank writes what it has copied.
+A save begins, writes and ends. Beginning and ending are few small files, and all ranks' meetings; a thread of each rank
+writes. With `train.async_save` it writes what it has copied, and the run goes on meanwhile.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,6 @@ from precisionctl.checkpoints.megatron_keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron_logical import STATE
 from precisionctl.checkpoints.module import LiveModel, Made, Part, RowsOf, Snapshot
 from precisionctl.checkpoints.output import Output, disk_problems
-from precisionctl.conversion.convert import run as convert
 from precisionctl.conversion.worker import Worker
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
@@ -36,6 +35,10 @@ from precisionctl.trainer.run_folder import Saved, prune, sign
 from precisionctl.trainer.state import COLLECTED, OPTIMIZER, RNG
 
 PRODUCER = "precisionctl"
+
+_WRITTEN, _WRITING, _FAILED = range(3)
+_BETWEEN_WORDS = 0.05
+"""Seconds."""
 
 
 class Saver:
@@ -67,29 +70,32 @@ class Saver:
         waited for: no more than one copy is held."""
         self.finish()
         iteration = _begin(self._run, self._out, self._wanted, self._companions, self._carried)
-        live = _live_model(self._run)
-        if self._run.recipe.train.async_save:
-            self._going = _Going(iteration, Snapshot.of(live) if self._run.world.writes else None)
-            return
-        if self._run.world.writes:
-            _write(iteration, live)
-        self._end(iteration)
+        meanwhile, live = self._run.recipe.train.async_save, _live_model(self._run)
+        held = (Snapshot.of(live) if meanwhile else live) if self._run.world.writes else None
+        self._going = _Going(iteration, held)
+        if not meanwhile:
+            self.finish()
 
     def poll(self) -> None:
-        """Between two updates: end a save that all ranks have written. Raises what it has met."""
-        if self._going:
-            self._going.check()
-            waiting = torch.tensor(int(self._going.thread.is_alive()), device=self._run.device)
-            if not int(self._run.world.largest(waiting)):
-                self.finish()
+        """End a save that all ranks have written. Raises what one of them has met."""
+        if self._going is None:
+            return
+        going, world = self._going, self._run.world
+        worst = int(world.largest(torch.tensor(going.stage, device=self._run.device)))
+        if worst == _FAILED:
+            going.check()
+            world.meet()  # where another rank says what it was
+        if worst == _WRITTEN:
+            self._going = None
+            self._end(going.iteration)
 
     def finish(self) -> None:
-        """Wait for a save that is under way, and end it. Raises what it has met."""
-        if self._going:
-            going, self._going = self._going, None
-            going.thread.join()
-            going.check()
-            self._end(going.iteration)
+        """Wait for a save that is under way, and end it. Raises what a rank has met. All the while ranks speak with one
+        another, so that one which is killed is noticed as it is in an update."""
+        while self._going:
+            self.poll()
+            if self._going:
+                self._going.thread.join(_BETWEEN_WORDS)
 
     def _end(self, iteration: "_Iteration") -> None:
         world = self._run.world
@@ -121,20 +127,27 @@ class _Iteration:
 
 
 class _Going:
-    """A save whose tensors a thread is writing, from copies of them."""
+    """A save whose tensors a thread is writing."""
 
-    def __init__(self, iteration: _Iteration, held: Snapshot | None) -> None:
+    def __init__(self, iteration: _Iteration, held: LiveModel | Snapshot | None) -> None:
         self.iteration = iteration
         self._met: BaseException | None = None
         self.thread = Thread(target=self._write, args=(held,), daemon=True)
         self.thread.start()
+
+    @property
+    def stage(self) -> int:
+        """How far it is on this rank."""
+        if self.thread.is_alive():
+            return _WRITING
+        return _FAILED if self._met else _WRITTEN
 
     def check(self) -> None:
         """Raise what the thread has met."""
         if self._met:
             raise self._met
 
-    def _write(self, held: Snapshot | None) -> None:
+    def _write(self, held: LiveModel | Snapshot | None) -> None:
         try:
             if held:
                 _write(self.iteration, held)
@@ -174,13 +187,10 @@ def _saved(run: Run, wanted: Mapping[str, Any]) -> Saved:
 def _write(iteration: _Iteration, tensors: LiveModel | Snapshot) -> None:
     """This rank's parts, to the disk."""
     mine = RowsOf(iteration.writer, tensors)
+    worker = Worker(iteration.plan, tensors, mine)
     with disk_problems(iteration.output):
-        if isinstance(tensors, LiveModel):
-            convert(iteration.plan, tensors, mine)
-        else:  # in a thread, which leaves PyTorch's number of threads to the training
-            worker = Worker(iteration.plan, tensors, mine)
-            for job in iteration.plan.jobs:
-                worker.do(job)
+        for job in iteration.plan.jobs:
+            worker.do(job)
         mine.sync()
 
 
