@@ -588,6 +588,43 @@ def test_a_torn_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
         assert kept.done == {"a", "b", "c"}
 
 
+def test_whatever_a_crash_leaves_in_the_journal_is_gone_on_from_or_refused(tmp_path: Path) -> None:
+    output = Output(tmp_path / "out")
+    with open_journal(output, "plan", []) as kept:
+        kept.record(["a"], {})
+    whole = output.journal.read_bytes()
+    for junk in (b"\xff\x00\x85", b'{"done": ["\xff"], "found"', b"\x00" * 99 + b"\n", b"\xe2\x80\xa8\x1c\x0b\n"):
+        output.journal.write_bytes(whole + junk)
+        with open_journal(output, "plan", []) as kept:
+            assert kept.done == {"a"}
+        assert output.journal.read_bytes() == whole
+        output.journal.write_bytes(junk)
+        with pytest.raises(OutputError, match="--restart"), open_journal(output, "plan", []):
+            pass
+        assert output.journal.read_bytes() == junk
+    with open_journal(output, "plan", [], restart=True) as kept:
+        assert kept.done == set()
+
+
+def test_a_file_system_without_locks_is_told_from_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(journal.fcntl, "flock", no_locks)
+    with pytest.raises(OutputError, match="has no locks"), open_journal(Output(tmp_path / "out"), "plan", []):
+        pass
+
+
+def test_copies_that_are_no_numbers_are_copies(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-tied", dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    stored["model.embed_tokens.weight"][3, 5] = torch.nan
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, tmp_path / "hf" / "model.safetensors")
+    run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert tensors(tmp_path / "out")["embedding.word_embeddings.weight"][3, 5].isnan()
+
+
 @pytest.mark.parametrize("destination", ["x", "x.partial/inner"])
 def test_a_source_in_the_way_of_what_is_written_is_refused(tmp_path: Path, destination: str) -> None:
     pico.save(tmp_path / "x.partial", dtype=torch.bfloat16)

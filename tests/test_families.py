@@ -103,6 +103,42 @@ def test_transformers_computes_the_same_with_a_config_that_is_written(family: st
         assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
 
 
+_OF_SHAPES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("vocab_size", "padded_vocab_size", "mla", "mtp_num_layers"),
+)
+
+
+def _function(model: ModelShape) -> ModelShape:
+    """A model but for what the shapes and names of its tensors tell, too."""
+    moe = model.moe and dataclasses.replace(model.moe, layer_freq=(), shared_ffn_hidden_size=None)
+    found = object.__new__(ModelShape)
+    found.__dict__.update(vars(model) | dict.fromkeys(_OF_SHAPES) | {"moe": moe, "window_layers": model.window_layers})
+    return found
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_key_that_is_left_out_means_what_transformers_takes_it_for(family: str) -> None:
+    theirs = pico.make(family).config
+    config = json.loads(theirs.to_json_string(use_diff=False))
+    compared = 0
+    for key in config:
+        less = {name: value for name, value in config.items() if name != key}
+        with suppress(PrecisionctlError):
+            ours = from_hf_config(less)
+            told = json.loads(type(theirs).from_dict(dict(less)).to_json_string(use_diff=False))
+            assert _function(ours) == _function(from_hf_config(told)), key
+            compared += 1
+    assert compared > 20
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt-oss"])
+def test_a_config_says_that_there_is_no_window_where_the_class_has_one(family: str) -> None:
+    theirs = pico.make(family).config
+    model = dataclasses.replace(from_hf_config(theirs.to_dict()), sliding_window=None, window_layers=None)
+    assert type(theirs).from_dict(to_hf_config(model, "bfloat16")).sliding_window is None
+
+
 UNTOLD = {
     "llama-3": {"rope_scaling": None},  # its original context is not Megatron's constant
     "llama-attention-bias": {"mlp_bias": True},  # one switch for all linears
@@ -152,6 +188,13 @@ def test_arguments_with_junk_in_them_are_a_model_or_one_error(data: st.DataObjec
     with suppress(PrecisionctlError):
         junk = data.draw(st.dictionaries(keys, JUNK, min_size=1, max_size=3))
         assert from_megatron_args(args | junk, 256, "args")
+
+
+def test_biases_that_megatrons_one_switch_would_give_to_experts_are_refused(tmp_path: Path) -> None:
+    reader = opened(tmp_path, "qwen3-moe", attention_bias=True)
+    make_plan(reader, "hf")
+    with pytest.raises(MappingError, match="routers and experts would have biases"):
+        make_plan(reader, "megatron")
 
 
 def test_an_unsupported_family_is_refused_with_the_list_and_what_adding_one_takes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: edit_index(d, lambda i: i["weight_map"].update(x=shard(d).name)),
         "`x` is in .* but it is not",
     ),
+    "two models": (lambda d: shutil.copy(shard(d), d / "model.safetensors"), "are two models"),
     "an index without a map": (lambda d: edit_index(d, lambda i: i.clear()), "weight_map"),
     "a config that is no JSON": (lambda d: (d / "config.json").write_text("{"), "not readable as JSON"),
     "a config without sizes": (lambda d: (d / "config.json").write_text('{"model_type": "llama"}'), "no `num_hidden"),

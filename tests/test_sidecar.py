@@ -40,6 +40,13 @@ def test_what_is_written_reads_back_as_it_was(path):
     assert all(torch.equal(again.raw[name], data) for name, data in STATES.raw.items())
 
 
+def test_whoever_may_read_the_other_files_may_read_it(tmp_path):
+    beside = tmp_path / "beside"
+    beside.touch()
+    sidecar.write(tmp_path / "state", STATES)
+    assert (tmp_path / "state").stat().st_mode == beside.stat().st_mode
+
+
 def test_infinities_subnormals_and_experts_are_kept_to_the_bit(path):
     history = torch.tensor([[0.0, float("inf")], [1e-45, 3e38]])
     part = RoleState(torch.tensor([1.0, 3e-39]), history)

@@ -29,15 +29,16 @@ class Entry(Protocol):
 @dataclass(frozen=True)
 class Key:
     """One field under one key, or an older one; absent or null, it is `default`. A default that is a bool makes a
-    switch of it."""
+    switch of it. `absent` is what the family's class takes for a key that is not there, where null means another."""
 
     field: str
     key: str
     default: Any = NEEDED
     older: str = ""
+    absent: Any = None
 
     def read(self, config: Config, where: object) -> Fields:
-        value = config.get(self.key)
+        value = config.get(self.key, self.absent)
         if value is None and self.older:
             value = config.get(self.older)
         if value is None:
@@ -48,7 +49,7 @@ class Key:
 
     def write(self, model: ModelShape) -> Config:
         value = _get(model, self.field)
-        return {} if value is None else {self.key: value}
+        return {} if value is None and self.absent is None else {self.key: value}
 
 
 @dataclass(frozen=True)
@@ -198,14 +199,15 @@ def tied(default: bool) -> Key:
     return Key("tied_embeddings", "tie_word_embeddings", default)
 
 
-def sliding_window(local: Callable[[Config, int], list[bool]], switch: str = "") -> Rule:
+def sliding_window(local: Callable[[Config, int], list[bool]], switch: str = "", absent: int | None = None) -> Rule:
     """`sliding_window`, and the layers that it is for: as `layer_types` lists them, else as the family has them.
 
-    `local` says for each of so many layers whether it is. `switch` names a key without which there is no window.
+    `local` says for each of so many layers whether it is. `switch` names a key without which there is no window;
+    `absent` is the window of a family's class where none is said.
     """
 
     def read(config: Config, where: object) -> Fields:
-        window = config.get("sliding_window")
+        window = config.get("sliding_window", absent)
         if window is None or (switch and not config.get(switch)):
             return {}
         listed = config.get("layer_types")
@@ -216,7 +218,7 @@ def sliding_window(local: Callable[[Config, int], list[bool]], switch: str = "")
 
     def write(model: ModelShape) -> Config:
         if model.sliding_window is None:
-            return {}
+            return {"sliding_window": None} if absent and not switch else {}
         config: dict[str, Any] = {"sliding_window": model.sliding_window}
         if model.window_layers is not None:
             config["layer_types"] = [_LAYER_TYPES[local] for local in model.window_layers]

@@ -65,7 +65,6 @@ COMMON: tuple[Entry, ...] = (
     Key("moe.num_experts", "n_routed_experts"),
     Key("moe.topk", "num_experts_per_tok"),
     Key("moe.ffn_hidden_size", "moe_intermediate_size"),
-    Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
     Only("moe_layer_freq", 1),
     Rule(_read_layers, _write_layers),
     Rule(_read_shared, _write_shared),

@@ -4,7 +4,7 @@ Traps: rotary channels are neighbouring pairs, in both layouts; a group of exper
 Megatron sums the best `topk / group_topk`.
 """
 
-from precisionctl.architectures.config_keys import Always, Config, Fields, Only, Rule
+from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule
 from precisionctl.architectures.deepseek_keys import COMMON
 from precisionctl.architectures.deepseek_rows import DECODER
 from precisionctl.architectures.llama_rows import ROTARY, TIED
@@ -40,6 +40,7 @@ ARCHITECTURE = Architecture(
     rows=DECODER,
     config=(
         *COMMON,
+        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         Only("mlp_bias", False),
         Only("scoring_func", "softmax"),
         Only("norm_topk_prob", False),

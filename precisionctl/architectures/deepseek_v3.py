@@ -13,10 +13,10 @@ from precisionctl.model_shape import ModelShape
 
 
 def _read_groups(config: Config, where: object) -> Fields:
-    if config.get("n_group") in (None, 1):
+    groups = config.get("n_group", 8)
+    if groups in (None, 1):
         return {}
-    groups = {"moe.num_groups": config["n_group"], "moe.group_topk": config.get("topk_group")}
-    return {**groups, "moe.group_scores": 2}
+    return {"moe.num_groups": groups, "moe.group_topk": config.get("topk_group", 4), "moe.group_scores": 2}
 
 
 def _write_groups(model: ModelShape) -> Config:
@@ -29,6 +29,7 @@ ARCHITECTURE = Architecture(
     rows=(*DECODER, *MTP),
     config=(
         *COMMON,
+        Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
         Only("scoring_func", "sigmoid"),
         Only("topk_method", "noaux_tc"),
         Only("norm_topk_prob", True),

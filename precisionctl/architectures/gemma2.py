@@ -47,10 +47,10 @@ ARCHITECTURE = Architecture(
     rows=ROWS,
     config=(
         *COMMON,
-        Key("attn_logit_softcapping", "attn_logit_softcapping", None),
-        Key("final_logit_softcapping", "final_logit_softcapping", None),
+        Key("attn_logit_softcapping", "attn_logit_softcapping", None, absent=50.0),
+        Key("final_logit_softcapping", "final_logit_softcapping", None, absent=30.0),
         rope(),
-        sliding_window(every_other),
+        sliding_window(every_other, absent=4096),
     ),
     aliases=(TIED,),
     derived=ROTARY,

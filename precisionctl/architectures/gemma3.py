@@ -54,7 +54,7 @@ ARCHITECTURE = Architecture(
         Key("attn_logit_softcapping", "attn_logit_softcapping", None),
         Key("final_logit_softcapping", "final_logit_softcapping", None),
         Rule(_read_rope, _write_rope),
-        sliding_window(_five_of_six),
+        sliding_window(_five_of_six, absent=4096),
     ),
     aliases=(TIED,),
     derived=ROTARY,

@@ -117,7 +117,7 @@ ARCHITECTURE = Architecture(
         Always("moe.router_bias", True),
         Key("norm_epsilon", "rms_norm_eps", 1e-5),
         rope(150000.0, scaling=_YARN),
-        sliding_window(every_other),
+        sliding_window(every_other, absent=128),
         tied(False),
     ),
     aliases=(TIED,),

@@ -14,7 +14,9 @@ from precisionctl.param import COLUMNS, ROWS
 
 def _read_rotary(config: Config, where: object) -> Fields:
     head = size(config, "n_embd", where) // size(config, "n_head", where)
-    turned = head if config.get("rotary_dim") is None else size(config, "rotary_dim", where)
+    turned = (
+        head if config.get("rotary_dim", 64) is None else size({"rotary_dim": 64} | dict(config), "rotary_dim", where)
+    )
     return {"rotary_percent": turned / max(1, head), "rotary_interleaved": True}
 
 

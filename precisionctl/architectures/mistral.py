@@ -9,7 +9,7 @@ from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 
-COMMON: tuple[Entry, ...] = (*SIZES, HEADS, SILU, sliding_window(everywhere), tied(False))
+COMMON: tuple[Entry, ...] = (*SIZES, HEADS, SILU, sliding_window(everywhere, absent=4096), tied(False))
 
 ARCHITECTURE = Architecture(
     model_types={"mistral": "MistralForCausalLM"},

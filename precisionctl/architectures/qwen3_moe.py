@@ -70,7 +70,7 @@ ARCHITECTURE = Architecture(
             lambda config, where: {"moe.pre_softmax": not config.get("norm_topk_prob")},
             lambda model: {"norm_topk_prob": not (model.moe and model.moe.pre_softmax)},
         ),
-        sliding_window(everywhere, switch="use_sliding_window"),
+        sliding_window(everywhere, switch="use_sliding_window", absent=4096),
     ),
     aliases=(TIED,),
     derived=ROTARY,

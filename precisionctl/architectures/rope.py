@@ -32,13 +32,16 @@ def rope(
     scaling: Mapping[str, Any] | None = None,
     *,
     partial: bool = False,
+    original: int | None = None,
 ) -> Rule:
     """`rope_parameters` of transformers 5, or the keys of transformers 4; with the family's defaults.
 
-    `partial` says whether the family heeds `partial_rotary_factor`.
+    `partial` says whether the family heeds `partial_rotary_factor`; `original` is the context that its class takes for
+    the original one where config.json names none, whatever the scaling says.
     """
 
     def read(config: Config, where: object) -> Fields:
+        config = config if original is None else {_ORIGINAL: original} | dict(config)
         fields = read_rope(config, where, found(config, where) or scaling or {}, base, percent)
         if not partial and fields["rotary_percent"] != 1:
             raise UnknownArchitecture(

@@ -111,7 +111,7 @@ def _unindexed(directory: Path, spelling: Spelling) -> list[Path]:
 
 def _weight_map(directory: Path, spelling: Spelling) -> dict[str, Path]:
     """Tensor name to file, from the index; empty without one."""
-    index = directory / spelling.index
+    index, single = directory / spelling.index, directory / spelling.single
     if not index.is_file():
         return {}
     weight_map = parse_json(read_file(index, directory), index).get("weight_map")
@@ -124,6 +124,12 @@ def _weight_map(directory: Path, spelling: Spelling) -> dict[str, Path]:
             )
         if not (directory / file).is_file():
             raise DamagedCheckpoint(f"shard {file} is missing", where=directory, do="Download it again.")
+    if single.is_file() and single.name not in weight_map.values():
+        raise DamagedCheckpoint(
+            f"{single.name} and {index.name} are two models: transformers reads the one, engines the other",
+            where=directory,
+            do="Move away the one that is not meant.",
+        )
     return {name: directory / file for name, file in weight_map.items()}
 
 

@@ -22,6 +22,9 @@ from precisionctl.errors import OutputError
 PATIENCE = 3.0
 """Seconds to wait for the lock."""
 
+_ANY = "latin-1"
+"""What is written here is ASCII; after a crash of the machine any bytes may be there, and each is a letter."""
+
 
 @dataclass
 class Journal:
@@ -54,7 +57,7 @@ class Journal:
 @contextmanager
 def open_share_journal(output: Output, rank: int) -> Iterator[Journal]:
     """The journal of another rank than the first, in the partial directory, with which it goes."""
-    with open(output.share_journal(rank), "a+", encoding="utf-8") as file:
+    with open(output.share_journal(rank), "a+", encoding=_ANY) as file:
         _lock(file, output)
         file.seek(0)
         journal = Journal(file)
@@ -74,7 +77,7 @@ def open_journal(
     header = {"plan": digest, "ranks": ranks, "source": [_fingerprint(file) for file in files]}
     output.check_free()
     output.path.parent.mkdir(parents=True, exist_ok=True)
-    with open(output.journal, "a+", encoding="utf-8") as file:
+    with open(output.journal, "a+", encoding=_ANY) as file:
         _lock(file, output)
         file.seek(0)
         text = file.read()
@@ -95,10 +98,16 @@ def _lock(file: IO[str], output: Output) -> None:
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             if time.monotonic() > give_up:
                 raise OutputError("another run is writing this output", where=output.path, do="Wait for it.") from None
             time.sleep(0.05)
+        except OSError as error:
+            raise OutputError(
+                f"the file system has no locks: {error.strerror}",
+                where=output.path.parent,
+                do="Choose another one, or have it mounted with locks (Lustre: -o flock).",
+            ) from error
 
 
 def _check_ours(output: Output, text: str, lines: list[Any], header: Mapping[str, object]) -> None:
@@ -142,5 +151,5 @@ def _whole_lines(text: str) -> tuple[list[Any], int]:
             lines.append(json.loads(line))
         except json.JSONDecodeError:
             break
-        length += len(line.encode())
+        length += len(line)
     return lines, length

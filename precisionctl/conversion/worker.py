@@ -284,7 +284,8 @@ class Worker:
     def _check_equal(self, name: str, copy: str) -> None:
         for start, values in self._pieces(name, 0, self._reader.specs[name].rows):
             kept = values.clone()
-            if not torch.equal(kept, self._values(copy, start, len(kept))):
+            other = self._values(copy, start, len(kept))
+            if not bool(((kept == other) | (kept.isnan() & other.isnan())).all()):
                 raise DamagedCheckpoint(
                     f"`{copy}` is stored and should be a copy of `{name}`, but differs",
                     do="If the two are meant to differ, set tie_word_embeddings to false in config.json.",

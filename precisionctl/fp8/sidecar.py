@@ -54,7 +54,10 @@ def write(path: Path, states: Fp8States) -> None:
         "iteration": states.iteration,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"")
+    mode = path.stat().st_mode
     save_file(tensors, path, metadata={_KEY: json.dumps(metadata, sort_keys=True)})
+    path.chmod(mode)  # the library's files are their owner's alone
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from precisionctl.architectures.param_map import Row
-from precisionctl.errors import MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
+from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
 from precisionctl.fp8.encoding import CODES
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
@@ -79,6 +79,16 @@ def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> Non
     size = shape[1] if parallel.kind == "columns" else shape[0] // parallel.parts
     if size % ranks:
         raise ShapeMismatch(f"`{row.megatron}` {list(shape)} cannot be cut into {ranks} tensor-parallel parts")
+
+
+def check_biases(model: ModelShape) -> None:
+    """Raise MappingError where Megatron's one switch for all biases would ask for some that the model does not have."""
+    if model.moe and model.add_bias_linear and not model.moe.router_bias:
+        raise MappingError(
+            f"{model.architecture} with attention_bias has no place in Megatron-Core: routers and experts would have "
+            "biases, too",
+            do="It can be read, exported and verified as a Hugging Face directory.",
+        )
 
 
 def dealt(layers: int, sizes: Parallelism) -> Parallelism:

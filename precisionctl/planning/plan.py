@@ -146,6 +146,8 @@ def make_plan(
     rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled)
     found = _with_mtp(source, rows)
     model = found.padded(parallelism.tensor) if target == "megatron" else found
+    if target == "megatron":
+        checks.check_biases(model)
     parallelism = checks.dealt(model.num_layers, parallelism)
     checks.check_ranks(model, parallelism)
     derived = _derived(architecture, source)
