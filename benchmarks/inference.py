@@ -38,7 +38,7 @@ class Place:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        return (1, 2) if self.small else (1, 8, 32, 128)
+        return (1, 2) if self.small else (1, 8, 32, 128, 256)
 
     @property
     def prompt(self) -> int:

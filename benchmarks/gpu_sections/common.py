@@ -116,6 +116,12 @@ def gpt(shape: ModelShape, place: Place, preset: str | Precision = "bf16") -> GP
     return GPT(shape, PRESETS[preset] if isinstance(preset, str) else preset, place.backend, device=place.device)
 
 
+def batch(shape: Shape, place: Place) -> Tensor:
+    """Tokens of a step, `[B, S + 1]`."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(shape.vocab, (shape.rows, shape.length + 1), generator=generator).to(place.device)
+
+
 def train_loss(model: GPT, tokens: Tensor) -> Tensor:
     """Mean loss of next tokens; rows `[B, S + 1]`."""
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
@@ -131,6 +137,12 @@ def update(model: GPT, optimizer: MasterAdamW, tokens: Tensor, lr: float = SETTI
     optimizer.clip()
     optimizer.step(lr)
     return float(value.detach())
+
+
+def wait(place: Place) -> None:
+    """Until the GPU has done what it was given."""
+    if not place.small:
+        torch.cuda.synchronize()
 
 
 def timed(function: Callable[[], object], place: Place, repeats: int, warm: int) -> Row:

@@ -3,6 +3,7 @@
 FP32 weights under autocast to BF16, scaled_dot_product_attention, fused AdamW: no word of this project in it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,11 +111,15 @@ class Llama(nn.Module):
         return self.output(self.norm(hidden))
 
 
-def stepper(shape: Shape, layers: int, place: Place, fp8: bool) -> Any:
-    """A function that makes a training step of tokens `[B, S + 1]`."""
+def stepper(
+    shape: Shape, layers: int, place: Place, fp8: bool = False, change: Callable[[Llama], object] | None = None
+) -> Callable[[Tensor], None]:
+    """A function that makes a training step of tokens `[B, S + 1]`, of a model that `change` has seen."""
     torch.manual_seed(0)
     with torch.device(place.device):
         model = Llama(shape, layers, fp8)
+    if change:
+        change(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
 
     def step(tokens: Tensor) -> None:

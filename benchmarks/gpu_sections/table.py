@@ -11,8 +11,9 @@ Result = Mapping[str, Any]
 def tables(result: Result) -> str:
     parts = [", ".join(f"{key} {value}" for key, value in result["machine"].items() if value is not None)]
     parts += [_failures(result)]
-    makers = {"truth": _truth, "speed": _speed, "curves": _curves, "products": _products}
-    parts += [makers[name](_good(section["rows"])) for name, section in result["sections"].items()]
+    for name, section in result["sections"].items():
+        if rows := _good(section["rows"]):
+            parts += [f"### {TITLES[name]}", MAKERS[name](rows)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -84,7 +85,7 @@ def _speed(rows: list[Row]) -> str:
                 )
             )
     heads = ("shape", "by", "tokens/s", "step, ms", "TFLOP/s", "speed over BF16", "all layers, estimated", "memory")
-    return _table(heads, made) + "\n\n" + _profiles(rows)
+    return _table(heads, made)
 
 
 def _whole(steps: Mapping[tuple[str, str, int], Row], shape: Any, variant: str, few: int, many: int) -> str:
@@ -99,16 +100,60 @@ def _whole(steps: Mapping[tuple[str, str, int], Row], shape: Any, variant: str, 
     return f"{times[0] / times[1]:.2f}"
 
 
-def _profiles(rows: list[Row]) -> str:
-    lines = []
-    for row in rows:
-        where = f"{row['shape']}, {row['layers']} layers, {row['variant']}"
-        if "profile" in row:
-            spent = ", ".join(f"{kind} {value:.1f}" for kind, value in row["ms"].items() if value >= 0.05)
-            lines.append(f"- {where}: a step of {row['seconds'] * 1000:.1f} ms is {spent}")
-        elif "without" in row:
-            lines.append(f"- {where}: without the host's reads {row['read'] / row['unread']:.3f} times as fast")
-    return "\n".join(lines)
+def _profile(rows: list[Row]) -> str:
+    """ms by kind beside BF16's, and what keeps a step from its GEMMs' ratio."""
+    found = {row["variant"]: row for row in rows if "profile" in row}
+    if not found:
+        return ""
+    kinds = list(next(iter(found.values()))["ms"])
+    lines = [(kind, *(f"{row['ms'][kind]:.1f}" for row in found.values())) for kind in kinds]
+    lines.append(("**step**", *(f"{row['seconds'] * 1000:.1f}" for row in found.values())))
+    lines.append(("kernels", *(str(row["launches"]) for row in found.values())))
+    told = [_held_back(variant, row, found["bf16"]) for variant, row in found.items() if "bf16" in found]
+    told += [
+        f"- {row['variant']}: without the host's two reads {row['read'] / row['unread']:.3f} times as fast"
+        for row in rows
+        if "without" in row
+    ]
+    where = next(iter(found.values()))
+    title = f"Milliseconds of a step, {where['shape']}, {where['layers']} layers:\n\n"
+    return title + _table(("", *found), lines) + "\n\n" + "\n".join(filter(None, told))
+
+
+def _held_back(variant: str, row: Row, base: Row) -> str:
+    """A step in BF16 is its GEMMs and the rest; FP8 makes the one shorter and may make the other longer."""
+    if variant == "bf16" or not (row["ms"]["GEMM"] and base["ms"]["GEMM"]):
+        return ""
+    step, of_base = row["seconds"] * 1000, base["seconds"] * 1000
+    gemms, rest = base["ms"]["GEMM"] / row["ms"]["GEMM"], of_base - base["ms"]["GEMM"]
+    longer = {kind: row["ms"][kind] - base["ms"][kind] for kind in row["ms"] if kind != "GEMM"}
+    most = sorted(longer.items(), key=lambda one: -one[1])[:3]
+    added = ", ".join(f"{kind} {value:+.1f} ms" for kind, value in most if value > 0.05) or "nothing"
+    return (
+        f"- {variant}: GEMMs {gemms:.2f} times as fast, the step {of_base / step:.2f}. {rest / of_base:.0%} of BF16's "
+        f"step is no GEMM: with that unchanged it would be {of_base / (row['ms']['GEMM'] + rest):.2f}. Added: {added}"
+    )
+
+
+def _peers(rows: list[Row]) -> str:
+    steps = [row for row in rows if "seconds" in row]
+    base = next((row for row in steps if row["variant"] == "bf16"), None)
+    made = [
+        (
+            row["variant"],
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['seconds'] * 1000:.1f} ({row['least'] * 1000:.1f} to {row['most'] * 1000:.1f})",
+            f"{row['tflops']:.0f}",
+            f"{base['seconds'] / row['seconds']:.2f}" if base else "",
+            "" if row["memory_gb"] is None else f"{row['memory_gb']:.1f} GB",
+            f"{row['first_step']:.1f}",
+        )
+        for row in steps
+    ]
+    heads = ("by", "tokens/s", "step, ms", "TFLOP/s", "speed over our BF16", "memory", "first step, s")
+    told = "".join(f"\n\n{row['absent']} is not installed." for row in rows if "absent" in row)
+    where = f"{rows[0]['shape']}, {steps[0]['layers']} layers:\n\n" if steps else ""
+    return where + _table(heads, made) + told
 
 
 def _curves(rows: list[Row]) -> str:
@@ -129,3 +174,63 @@ def _products(rows: list[Row]) -> str:
         cells = [f"{by[kind]['tflops']:.1f}" if kind in by else "" for kind in kinds]
         made.append((shape, linear, str(tokens), *cells))
     return "TFLOP/s:\n\n" + _table(("shape", "linear", "tokens", *kinds), made)
+
+
+def _tests(rows: list[Row]) -> str:
+    ran = [row for row in rows if "passed" in row]
+    skipped: dict[str, int] = {}
+    for row in rows:
+        if "skipped" in row:
+            skipped[row["skipped"]] = skipped.get(row["skipped"], 0) + 1
+    lines = [f"{len(ran)} tests passed in {sum(row['seconds'] for row in ran):.0f} s."]
+    lines += [f"- {count} skipped: {reason}" for reason, count in skipped.items()]
+    lines += [f"- {row['test']}: {row['found']}" for row in ran if row["found"]]
+    return "\n".join(lines)
+
+
+def _serving(rows: list[Row]) -> str:
+    speeds = {(row["batch"], row["precision"]): row for row in rows if "batch" in row and "failed" not in row}
+    made = []
+    for (number, precision), row in sorted(speeds.items()):
+        base = speeds.get((number, "BF16"))
+        cells = []
+        for kind in ("prefill, tokens/s", "decode, tokens/s"):
+            ratio = f" ({row[kind] / base[kind]:.2f})" if base and precision != "BF16" else ""
+            cells.append(f"{row[kind]:,.0f}{ratio}")
+        made.append((str(number), precision, *cells, f"{row['peak, GB']:.1f}"))
+    heads = ("batch", "precision", "prefill, tokens/s (over BF16)", "decode, tokens/s (over BF16)", "peak, GB")
+    largest = [(row["precision"], row["cache"], str(row["largest batch"])) for row in rows if "largest batch" in row]
+    return _table(heads, made) + "\n\n" + _table(("weights", "cache", "largest batch"), largest)
+
+
+def _casts(rows: list[Row]) -> str:
+    made = []
+    for row in rows:
+        same = f"{row['equal']} of {row['equal'] + row['different']}" if "equal" in row else ""
+        rate = f"{row['gb'] / row['seconds']:.2f}"
+        made.append((row.get("scheme", ""), row["by"], f"{row['seconds']:.2f}", rate, same))
+    return _table(("scheme", "by", "s", "GB/s", "tensors whose codes are the export's"), made)
+
+
+MAKERS = {
+    "tests": _tests,
+    "truth": _truth,
+    "speed": _speed,
+    "profile": _profile,
+    "peers": _peers,
+    "curves": _curves,
+    "products": _products,
+    "serving": _serving,
+    "casts": _casts,
+}
+TITLES = {
+    "tests": "Held to limits",
+    "truth": "Emulation and Transformer Engine",
+    "speed": "A training step",
+    "profile": "Where a step's time goes",
+    "peers": "Others, in one process with ours",
+    "curves": "Switching the precision",
+    "products": "GEMMs alone",
+    "serving": "Inference",
+    "casts": "Casts on the GPU",
+}

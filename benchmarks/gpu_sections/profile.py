@@ -1,0 +1,143 @@
+"""Where a step's time goes, at the first shape, in BF16 and under each recipe; and what the host's reads cost."""
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+
+from gpu_sections.common import (
+    RECIPES,
+    SETTINGS,
+    Place,
+    Report,
+    Row,
+    Shape,
+    alone,
+    attempt,
+    batch,
+    gpt,
+    shapes,
+    timed,
+    train_loss,
+    update,
+    wait,
+)
+from precisionctl.trainer.model import GPT
+from precisionctl.trainer.optim import MasterAdamW
+
+KINDS = {
+    "communication": r"nccl",
+    "attention": r"flash|fmha|sdpa|attention",
+    "optimizer": r"adam|multi_tensor_apply|foreach",
+    "GEMM": r"gemm|nvjet|xmma|cublas|cutlass|splitk|aten::(add)?b?mm\b|scaled_mm",
+    "norms": r"norm|ln_(fwd|bwd)",
+    "casts and transposes": r"transformer_engine|quantize|cast_|transpose|amax|swizzle",
+    "loss": r"softmax|nll|cross_entropy",
+    "copies and elementwise": r"elementwise|reduce|cat|copy|memcpy|memset|fill|index|embedding|triton|aten::",
+}
+"""By names of kernels, and the first that fits: attention's may be CUTLASS's, the optimizer takes a norm, and what is
+left of Transformer Engine's own are casts, transposes and the update of scales (its folder `common`)."""
+
+Span = tuple[str, float, float]
+"""A kernel's name, and when it began and ended, in microseconds."""
+
+
+def measure(place: Place, report: Report) -> None:
+    shape = shapes(place)[0]
+    for variant in ("bf16", *RECIPES):
+        row = {"shape": shape.name, "layers": shape.measured[1], "variant": variant}
+        attempt(report, row | {"profile": True}, partial(profiled, shape, variant, place))
+    for variant in ("bf16", "fp8-delayed"):
+        row = {"shape": shape.name, "layers": shape.measured[1], "variant": variant}
+        attempt(report, row | {"without": "host reads"}, partial(without_reads, shape, variant, place))
+
+
+def profiled(shape: Shape, variant: str, place: Place) -> Row:
+    """ms of a step by kind of kernel, and `idle`: how much longer a step takes, unprofiled, than kernels run in it."""
+    with alone(place):
+        model = gpt(shape.model(shape.measured[1]), place, variant)
+        step = partial(update, model, MasterAdamW(model, SETTINGS), batch(shape, place))
+        seconds = timed(step, place, repeats=5, warm=2)["seconds"]
+        kind = torch.profiler.ProfilerActivity.CPU if place.small else torch.profiler.ProfilerActivity.CUDA
+        with torch.profiler.profile(activities=[kind]) as profile:
+            step()
+            wait(place)
+        spans = kernels(profile.events(), place)
+        del model, step
+    spent = by_kind(spans)
+    busy = union(spans) / 1000
+    longest = sorted(_by_name(spans).items(), key=lambda one: -one[1])[:25]
+    return {
+        "ms": spent | {"idle": max(0.0, seconds * 1000 - busy)},
+        "seconds": seconds,
+        "busy_ms": busy,
+        "launches": len(spans),
+        "kernels": [(name[:160], taken) for name, taken in longest],
+    }
+
+
+def kernels(events: Iterable[Any], place: Place) -> list[Span]:
+    """Those of a GPU, without the ranges that optimizers mark on its timeline. On a CPU operators, each for as long as
+    it runs itself."""
+    ours = [event for event in events if not event.is_user_annotation]
+    if place.small:
+        return [(e.name, float(e.time_range.start), float(e.time_range.start + e.self_cpu_time_total)) for e in ours]
+    return [
+        (e.name, float(e.time_range.start), float(e.time_range.end)) for e in ours if e.device_type == DeviceType.CUDA
+    ]
+
+
+def by_kind(spans: Iterable[Span]) -> dict[str, float]:
+    spent = dict.fromkeys([*KINDS, "other"], 0.0)
+    for name, start, end in spans:
+        spent[kind_of(name)] += (end - start) / 1000
+    return spent
+
+
+def kind_of(kernel: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.lower())), "other")
+
+
+def _by_name(spans: Iterable[Span]) -> dict[str, float]:
+    taken: dict[str, float] = {}
+    for name, start, end in spans:
+        taken[name] = taken.get(name, 0.0) + (end - start) / 1000
+    return taken
+
+
+def union(spans: Iterable[Span]) -> float:
+    """How long at least one of them runs, in microseconds."""
+    total, until = 0.0, float("-inf")
+    for _, start, end in sorted(spans, key=lambda span: span[1]):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def without_reads(shape: Shape, variant: str, place: Place) -> Row:
+    """Five steps at a time, so that the host can run ahead."""
+    with alone(place):
+        model = gpt(shape.model(shape.measured[1]), place, variant)
+        optimizer, tokens, found = MasterAdamW(model, SETTINGS), batch(shape, place), {}
+        for name, step in {"read": update, "unread": _unread_update}.items():
+            five = partial(_repeat, partial(step, model, optimizer, tokens), 1 if place.small else 5)
+            found[name] = timed(five, place, repeats=4, warm=1)["seconds"]
+        del model, optimizer
+    return found
+
+
+def _unread_update(model: GPT, optimizer: MasterAdamW, tokens: Tensor) -> None:
+    """A step that the host does not wait for."""
+    train_loss(model, tokens).backward()
+    optimizer.collect()
+    nn.utils.clip_grad_norm_(optimizer.masters.values(), SETTINGS.clip_norm)
+    optimizer.step(SETTINGS.lr)
+
+
+def _repeat(function: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        function()

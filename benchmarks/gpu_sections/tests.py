@@ -1,0 +1,30 @@
+"""`tests/gpu`, each test a row as soon as it has run: so that a call that is stopped has lost none of those before."""
+
+from pathlib import Path
+
+import pytest
+
+from gpu_sections.common import Place, Report
+
+FOLDER = Path(__file__).parents[2] / "tests" / "gpu"
+
+
+class Rows:
+    """A pytest plugin. What a test records, a gap say, is in its row."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        row = {"test": report.nodeid.rpartition("gpu/")[2], "seconds": report.duration}
+        if report.failed:
+            self.report(row | {"error": f"{report.when}: {report.longreprtext.strip().splitlines()[-1][:300]}"})
+            self.report(row | {"trace": report.longreprtext[-3000:]})
+        elif report.skipped:
+            self.report(row | {"skipped": report.longrepr[2] if isinstance(report.longrepr, tuple) else ""})
+        elif report.when == "call":
+            self.report(row | {"passed": True, "found": dict(report.user_properties)})
+
+
+def measure(place: Place, report: Report) -> None:
+    pytest.main(["-q", "-W", "default", "-p", "no:cacheprovider", str(FOLDER)], plugins=[Rows(report)])
