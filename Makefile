@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test lint bench peers soak clean
+.PHONY: demo test lint bench gpu peers soak clean
 
 demo: $(READY)  ## the whole story on two CPU cores, in under 8 minutes
 	rm -rf demo-run
@@ -18,6 +18,15 @@ lint: $(READY)
 
 bench: $(READY)  ## prints numbers, asserts none
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+RESULTS := benchmarks/results
+gpu:  ## on a machine with an FP8 GPU and Transformer Engine in PYTHON: three calls of under ten minutes, and the tables
+	-$(PYTHON) benchmarks/gpu.py --sections tests,truth,products --out $(RESULTS)/gpu-1.json
+	-$(PYTHON) benchmarks/gpu.py --sections speed,profile,peers --out $(RESULTS)/gpu-2.json
+	-$(PYTHON) benchmarks/gpu.py --sections curves,serving,casts --out $(RESULTS)/gpu-3.json
+	$(PYTHON) benchmarks/gpu.py --merge $(RESULTS)/gpu-[123].json --out $(RESULTS)/gpu.json
+	$(PYTHON) benchmarks/gpu.py --table $(RESULTS)/gpu.json --into docs/benchmarks.md
+	rm $(RESULTS)/gpu-[123].json
 
 peers: $(READY)  ## other programs, each in an environment of its own
 	$(BIN)/pytest -q tests/peers

@@ -183,6 +183,8 @@ def _compared(tensors: list[Stored], made: Path, export: Path) -> Row:
                 if one.is_cast and one.name in names:
                     ours.seek(one.target)
                     codes = theirs.get_tensor(one.name)
-                    same = codes.dtype == E4M3 and codes.view(torch.uint8).numpy().tobytes() == ours.read(prod(one.shape))
+                    same = codes.dtype == E4M3 and codes.view(torch.uint8).numpy().tobytes() == ours.read(
+                        prod(one.shape)
+                    )
                     equal, different = equal + same, different + (not same)
     return {"equal": equal, "different": different}

@@ -1,0 +1,12 @@
+# To be sourced in the project's root on a GPU machine without a network: what was carried in .gpu/ becomes importable.
+# .gpu/*.tar.xz are archives of a folder `site`, .gpu/*.whl wheels that need no building.
+
+carried=$(mktemp -d)
+mkdir -p "$carried/site"
+for archive in .gpu/*.tar.xz; do
+    if [ -e "$archive" ]; then tar -xJf "$archive" -C "$carried"; fi
+done
+for wheel in .gpu/*.whl; do
+    if [ -e "$wheel" ]; then python3 -m zipfile -e "$wheel" "$carried/site"; fi
+done
+export PYTHONPATH="$carried/site:$PWD"
