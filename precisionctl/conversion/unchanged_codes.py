@@ -24,21 +24,23 @@ def passed_on(
     targets: Mapping[str, TensorSpec],
 ) -> dict[str, Tensor] | None:
     """The grids of scales to write, FP32 by the weight's name, if all weights that are to be encoded are stored under
-    the scales that are `carried`, and may keep them in the blocks and dtypes that are wanted. Else None."""
+    the scales that are `carried`, and may keep them in the blocks and dtypes that are wanted; with those that share
+    their scale. Else None."""
     grids: dict[str, Tensor] = {}
-    for name, block in encode.blocks.items():
+    together = {name: (targets[name].rows, targets[name].columns) for name in encode.alongside}
+    for name, block in (*encode.blocks.items(), *together.items()):
         before, spec = carried.get(name), targets[name]
         if before is None or name not in stored or not _same(stored[name], before) or before.dtype != spec.dtype:
             return None
         grid = before.in_blocks(spec.rows, spec.columns, block)
-        dtype = targets[encode.weight_scales[name]].dtype
+        dtype = targets[encode.weight_scales[name]].dtype if name in encode.blocks else torch.float32
         held = grid.to(torch.float8_e8m0fnu if dtype == torch.uint8 else dtype).float()
         sound = (grid >= _SMALLEST) & (grid * FP8_MAX[spec.dtype]).isfinite() & (held == grid)
         if not bool(sound.all()):
             return None
         grids[name] = grid
     one = [grid.reshape(-1) for grid in grids.values()] if encode.shared else []
-    return grids if all(torch.equal(grid, one[0]) for grid in one) else None
+    return {name: grids[name] for name in encode.blocks} if all(torch.equal(grid, one[0]) for grid in one) else None
 
 
 def _same(a: Encoding, b: Encoding) -> bool:

@@ -242,7 +242,7 @@ class Worker:
         for name, fit in fits.items():
             _check_finite(name, fit.amax)
         if encode.shared:
-            share(list(fits.values()))
+            share([*fits.values(), *self._alongside(encode)])
         made = {name: self._made(fit, encode.weight_scales[name], encode.power_of_2) for name, fit in fits.items()}
         changed = dict.fromkeys((name for name, fit in fits.items() if fit.carried and not fit.fits.all()), 0.0)
         for name, row, values in pieces():
@@ -257,6 +257,15 @@ class Worker:
             self._put(name, row, codes)
         self._put_constants(encode)
         return changed
+
+    def _alongside(self, encode: Encode) -> Iterator[Fit]:
+        """What the weights that share the scale, and that other jobs encode, say of it."""
+        for name, source in encode.alongside.items():
+            spec = self._writer.specs[name]
+            fit = Fit(spec.rows, spec.columns, (spec.rows, spec.columns), spec.dtype, self._carried.get(name))
+            for row, values in self._pieces(source, 0, spec.rows):
+                fit.see(values, row)
+            yield fit
 
     def _is_by_row(self, name: str, encode: Encode) -> bool:
         """Whether each row has a scale of its own, FP32 and none that is carried."""

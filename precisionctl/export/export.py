@@ -92,8 +92,9 @@ def make_export(
                 do="Export with --scheme static, which has one scale for all of a weight.",
             )
     assert method.spelling is not None, "engines name methods that exports are written in"
-    inputs = input_scales(states, encoded) if scheme == "static" else {}
-    encodings = {job.name: _encode(job, plan, method, scheme, inputs.get(job.module), powers_of_2) for job in encoded}
+    encodings = {job.name: _encode(job, plan, method, scheme, powers_of_2) for job in encoded}
+    if scheme == "static":
+        encodings = _with_one_scale(encodings, encoded, plan, method, input_scales(states, encoded))
     jobs = tuple(replace(job, encode=encodings.get(job.name)) for job in plan.jobs)
     codes = {name for encode in encodings.values() for name in encode.weight_scales}
     targets: dict[str, TensorSpec] = {}
@@ -186,14 +187,33 @@ def input_scales(states: Fp8States | None, jobs: list[Job]) -> dict[str, float]:
     return scales
 
 
-def _encode(
-    job: Job, plan: Plan, method: QuantMethod, scheme: Scheme, input_scale: float | None, powers_of_2: bool
-) -> Encode:
+def _encode(job: Job, plan: Plan, method: QuantMethod, scheme: Scheme, powers_of_2: bool) -> Encode:
     scales = {name: method.scales(name, plan.targets[name], scheme) for name in job.writes}
     return Encode(
         blocks={name: tensors.block for name, tensors in scales.items()},
         weight_scales={name: tensors.weight for name, tensors in scales.items()},
-        input_scales={t.input: input_scale for t in scales.values() if t.input is not None and input_scale is not None},
-        shared=scheme == "static",
+        input_scales={},
         power_of_2=powers_of_2,
     )
+
+
+def _with_one_scale(
+    encodings: Mapping[str, Encode], jobs: list[Job], plan: Plan, method: QuantMethod, inputs: Mapping[str, float]
+) -> dict[str, Encode]:
+    """For `static`: what engines compute as one has one weight scale, and one input scale, which is the largest. A job
+    is such a group, but for DeepSeek's latents, which are two."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.name if job.row.of_experts else in_step(job.writes[0]), []).append(job)
+    made = {}
+    for group in groups.values():
+        input_scale = max(inputs[job.module] for job in group)
+        for job in group:
+            scales = [method.scales(name, plan.targets[name], "static") for name in job.writes]
+            made[job.name] = replace(
+                encodings[job.name],
+                shared=True,
+                alongside={other.writes[0]: other.reads[0] for other in group if other is not job},
+                input_scales={tensors.input: input_scale for tensors in scales if tensors.input is not None},
+            )
+    return made

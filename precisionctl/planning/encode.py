@@ -1,7 +1,7 @@
 """How the weights of one job become FP8 codes."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True)
@@ -10,8 +10,8 @@ class Encode:
 
     `blocks` says how many rows and columns of each share a scale; what it leaves out stays values. `shared`: all have
     the one scale that their joint amax gives (engines fuse q/k/v and gate/up, and requantize where their scales
-    differ). `weight_scales` names the tensor that receives each one's `scale_inv`; `input_scales` gives tensors and
-    their values.
+    differ), and `alongside` are weights that share it and that other jobs encode: where the source has each.
+    `weight_scales` names the tensor that receives each one's `scale_inv`; `input_scales` gives tensors and their values.
     """
 
     blocks: Mapping[str, tuple[int, int]]
@@ -19,6 +19,7 @@ class Encode:
     input_scales: Mapping[str, float]
     shared: bool = False
     power_of_2: bool = False
+    alongside: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> dict[str, object]:
         return asdict(self)

@@ -1,6 +1,7 @@
 """Every spelling and scheme in vLLM's own config parser and weight loader, and what others might write; the checker
 says the same. Its FP8 kernels need a GPU and are not run."""
 
+import json
 import os
 import re
 import subprocess
@@ -19,7 +20,9 @@ from safetensors.torch import load_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.plan_export import InferenceExport, plan_export
 from precisionctl.conversion.work import execute
+from precisionctl.engines import shapes
 from precisionctl.engines.base import engines
+from precisionctl.engines.shapes import LATENT
 from precisionctl.fp8 import numerics, sidecar
 from precisionctl.fp8.state import Fp8State
 from precisionctl.verify.engine_rules import check
@@ -151,6 +154,40 @@ def test_what_vllm_does_not_load_is_known(directories):
     failing = {case for case in WRITTEN if problem_of_vllm(directories[case])}
     of_experts = {(family, "modelopt", "dynamic") for family in ("mixtral", "qwen3-moe", "deepseek-v3")}
     assert failing == of_experts | {(family, "mxfp8", "mxfp8") for family in FAMILIES}
+
+
+def test_what_vllm_computes_as_one_is_known_and_has_one_scale(directories):
+    """Its classes say so, and DeepSeek's model once it is built."""
+    seen = set()
+    for case in WRITTEN:
+        if case[2] == "static":
+            with safe_open(out_of(directories[case]), "pt") as file:
+                groups = json.loads(file.metadata()["fused"]).values()
+            stored = load_file(directories[case] / "model.safetensors")
+            seen |= {group for group in map(tuple, groups) if len(group) > 1}
+            for group in [group for group in map(tuple, groups) if len(group) > 1]:
+                first = f".{group[0]}.weight_scale"
+                for name in [name for name in stored if name.endswith(first)]:
+                    scales = [stored[f"{name.removesuffix(first)}.{part}.weight_scale"] for part in group]
+                    assert all(torch.equal(scale, scales[0]) for scale in scales)
+    assert LATENT in seen and seen <= {*shapes.FUSED, LATENT}
+
+
+OTHERS = ("Qwen2", "Phi3", "Gemma2", "Gemma3", "Nemotron", "GptOss", "DeepseekV2", "GPTJ", "GPTNeoX")
+CLASSES = """
+import json, sys
+from vllm.model_executor.models.registry import ModelRegistry
+found = [getattr(ModelRegistry.models[name].load_model_cls(), "packed_modules_mapping", None) or {} for name in sys.argv[1:]]
+print(json.dumps([parts for mapping in found for parts in mapping.values()]))
+"""
+
+
+def test_what_vllm_computes_as_one_in_other_families_is_known(python):
+    names = [f"{name}ForCausalLM" for name in OTHERS]
+    environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": ""}
+    done = subprocess.run([python, "-c", CLASSES, *names], check=True, capture_output=True, env=environment, text=True)
+    groups = {tuple(parts) for parts in json.loads(done.stdout.splitlines()[-1]) if len(parts) > 1}
+    assert groups and groups <= {*shapes.FUSED, LATENT}
 
 
 @pytest.mark.parametrize("name", matrix.CHANGES)

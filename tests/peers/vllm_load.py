@@ -2,6 +2,7 @@
 the weights, on a CPU, each in a process of its own; its parameters go into OUT, a safetensors file, but for those that
 it did not fill and that may keep a default. Where it fails, OUT.error says how."""
 
+import json
 import os
 import sys
 import tempfile
@@ -48,7 +49,9 @@ def load(directory: str, out: str) -> None:
     assert not silent, f"vLLM was given nothing for {silent}"
     tensors = {name: parameters[name].detach().contiguous() for name in loaded}
     caches = {module.kv_cache_dtype for module in model.modules() if hasattr(module, "kv_cache_dtype")}
-    save_file(tensors, out, {"quantization": config.model_config.quantization, "cache": " ".join(sorted(caches))})
+    fused = json.dumps(model.packed_modules_mapping)
+    told = {"quantization": config.model_config.quantization, "cache": " ".join(sorted(caches)), "fused": fused}
+    save_file(tensors, out, told)
 
 
 words = sys.argv[1:]

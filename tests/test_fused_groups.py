@@ -1,0 +1,92 @@
+"""One static scale for what engines compute as one, where Megatron has it as two GEMMs: DeepSeek's latents."""
+
+import re
+from pathlib import Path
+
+import in_memory
+import pico
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.conversion.work import execute
+from precisionctl.engines.base import engines
+from precisionctl.fp8 import sidecar
+from precisionctl.verify.engine_rules import check
+
+LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
+SIZES = {"q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "kv_lora_rank": 32, "v_head_dim": 32}
+
+
+def export(source: Path, out: Path, **settings: object) -> list[str]:
+    work = plan_export(InferenceExport(source, out, "vllm", "static", **settings))  # type: ignore[arg-type]
+    execute(work, workers=2)
+    return list(work.notes)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("latents") / "hf"
+    pico.save(path, "deepseek-v3", dtype=torch.bfloat16, moe_intermediate_size=64, topk_method="noaux_tc", **SIZES)
+    sidecar.write(path / sidecar.RELATIVE, in_memory.recorded(HuggingFaceReader(path)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def exported(source: Path) -> Path:
+    export(source, source.with_name("out"))
+    return source.with_name("out")
+
+
+def attention(layer: int, name: str) -> str:
+    return f"model.layers.{layer}.self_attn.{name}"
+
+
+def test_both_have_the_scales_of_the_larger(source: Path, exported: Path) -> None:
+    stored, states = load_file(exported / "model.safetensors"), sidecar.read(source / sidecar.RELATIVE)
+    plain = HuggingFaceReader(source)
+    for layer in range(3):
+        weights = [read_tensor(plain, f"{attention(layer, name)}.weight").float() for name in LATENTS]
+        amax = torch.stack([weight.abs().amax() for weight in weights]).amax()
+        modules = [f"decoder.layers.{layer}.self_attention.linear_{name}_down_proj" for name in ("q", "kv")]
+        recorded = [states.modules[module].roles["input"].amax_history.amax() for module in modules]
+        assert recorded[0] != recorded[1] and weights[0].abs().amax() != weights[1].abs().amax()
+        for name, weight in zip(LATENTS, weights, strict=True):
+            scale = stored[f"{attention(layer, name)}.weight_scale"]
+            assert scale.item() == (amax / 448).item()
+            assert stored[f"{attention(layer, name)}.input_scale"].item() == (max(recorded) / 448).item()
+            codes = (weight / scale).to(torch.float8_e4m3fn).float()
+            assert torch.equal(stored[f"{attention(layer, name)}.weight"].float(), codes)
+
+
+def test_no_engine_has_anything_to_rescale(exported: Path) -> None:
+    for name in ("vllm", "sglang"):
+        assert check(HuggingFaceReader(exported), engines()[name]) == []
+
+
+def test_megatron_gives_the_same_bytes(source: Path, exported: Path, tmp_path: Path) -> None:
+    execute(plan_conversion(Conversion(source, tmp_path / "megatron", "megatron")))
+    export(tmp_path / "megatron", tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
+
+
+def test_codes_under_one_scale_pass_and_under_two_are_made_anew(exported: Path, tmp_path: Path) -> None:
+    before = load_file(exported / "model.safetensors")
+    notes = export(exported, tmp_path / "again")
+    assert any(re.match(r"(\d+) of \1 weights are the codes that they were", note) for note in notes), notes
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_bytes((exported / "config.json").read_bytes())
+    halved = f"{attention(1, LATENTS[1])}.weight_scale"
+    save_file(before | {halved: before[halved] / 2}, other / "model.safetensors", metadata={"format": "pt"})
+    export(other, tmp_path / "made")
+    made = load_file(tmp_path / "made" / "model.safetensors")
+    one, two = (made[f"{attention(1, name)}.weight_scale"].item() for name in LATENTS)
+    values = [before[f"{attention(1, name)}.weight"].float() * before[halved] for name in LATENTS]
+    assert one == two == pytest.approx(float(max(values[0].abs().max(), values[1].abs().max() / 2)) / 448)
