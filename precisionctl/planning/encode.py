@@ -11,7 +11,8 @@ class Encode:
     `blocks` says how many rows and columns of each share a scale; what it leaves out stays values. `shared`: all have
     the one scale that their joint amax gives (engines fuse q/k/v and gate/up, and requantize where their scales
     differ), and `alongside` are weights that share it and that other jobs encode: where the source has each.
-    `weight_scales` names the tensor that receives each one's `scale_inv`; `input_scales` gives tensors and their values.
+    `weight_scales` names the tensor that receives each one's `scale_inv`; `input_scales` gives tensors and their
+    values.
     """
 
     blocks: Mapping[str, tuple[int, int]]

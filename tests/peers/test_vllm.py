@@ -177,7 +177,8 @@ OTHERS = ("Qwen2", "Phi3", "Gemma2", "Gemma3", "Nemotron", "GptOss", "DeepseekV2
 CLASSES = """
 import json, sys
 from vllm.model_executor.models.registry import ModelRegistry
-found = [getattr(ModelRegistry.models[name].load_model_cls(), "packed_modules_mapping", None) or {} for name in sys.argv[1:]]
+classes = [ModelRegistry.models[name].load_model_cls() for name in sys.argv[1:]]
+found = [getattr(each, "packed_modules_mapping", None) or {} for each in classes]
 print(json.dumps([parts for mapping in found for parts in mapping.values()]))
 """
 
