@@ -73,7 +73,7 @@ def at_step(step: int, what: Callable[[], object], rank: int, mine: int, broken:
     def train(run: Run, *how: Any) -> Any:
         clip = run.optimizer.clip
 
-        def clipped() -> float:
+        def clipped() -> torch.Tensor:
             if run.step == step and rank == mine:
                 what()
             return clip()

@@ -85,7 +85,7 @@ def passed(
     total = world.sum_of_data(backward(model, batch_of(rows, packed=family == "llama-3"), ROWS * (LENGTH - 3)))
     optimizer.collect()
     optimizer.reduce(world)
-    return float(total), optimizer.clip(), model, optimizer
+    return float(total), float(optimizer.clip()), model, optimizer
 
 
 def apart(live: LiveModel, whole: Mapping[str, Tensor]) -> dict[str, float]:

@@ -118,7 +118,7 @@ def _calibrate(asked: Calibration, recipe: Recipe, world: World, on_pass: OnPass
         for done in _record(model, recorder, rows, recipe, range(before, passes)):
             if world.first:
                 on_pass(done, passes)
-            stopped = agreed_signal(world, device, received) if done < passes else None
+            stopped = agreed_signal(world, received) if done < passes else None
             if stopped or (done < passes and done % SAVE_EVERY == 0):
                 _save(output, done, _states(recorder, source, model.shares), world)
             if stopped:
@@ -187,7 +187,7 @@ def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, 
     with model.recorded_by(recorder):
         for number, (batch, mine) in zip(numbers, islice(feed.coming(0), numbers.start, None), strict=False):
             recorder.measuring = (number + 1) % MEASURE_EVERY == 0 or number + 1 == numbers.stop
-            targets = int(world.sum_of_data(torch.tensor(mine, device=recorder.device)))
+            targets = int(world.sum_of_data(torch.tensor(mine)))
             if not math.isfinite(float(world.sum_of_data(backward(model, batch, targets)))):
                 raise PrecisionError(
                     f"the loss of pass {number + 1} is no number",

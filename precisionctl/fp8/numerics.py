@@ -39,7 +39,7 @@ def amax(values: Tensor) -> Tensor:
     if values.numel() == 0:
         return torch.zeros((), device=values.device)
     values = values.detach()
-    if values.is_cuda:  # to ask whether there is a NaN would wait for the GPU, at each tensor of a pass
+    if not values.is_cpu:  # to ask whether there is a NaN would wait for the GPU, at each tensor of a pass
         return _largest_magnitude(_without_nan(values))
     largest = _largest_magnitude(values)
     return _largest_magnitude(_without_nan(values)) if largest.isnan() else largest
@@ -137,6 +137,12 @@ def update_delayed(state: RoleState, dtype: torch.dtype, recipe: DelayedScaling)
 
 def _largest(history: Tensor) -> Tensor:
     return history.nan_to_num(nan=0.0, posinf=math.inf).amax(-1)
+
+
+def without_infinite(history: Tensor, there: Tensor) -> Tensor:
+    """The same history, in which, if `there`, bool `[]`, is True, infinite and NaN rows are as if nothing had been
+    recorded in them."""
+    return history.masked_fill(~history.isfinite() & there, 0.0)
 
 
 def after_one_update(amax: Tensor, role: Role, recipe: DelayedScaling) -> RoleState:

@@ -129,11 +129,6 @@ class RoleState:
         if history.shape[-1] == 0 or not bool((history >= 0).all()):
             raise DamagedCheckpoint("an amax history is empty or holds negative numbers or NaN", where=where)
 
-    def without_infinite(self) -> "RoleState":
-        """The same state with rows that are infinite as if nothing had been recorded in them."""
-        history = self.amax_history
-        return RoleState(self.scale, torch.where(history.isfinite(), history, 0.0))
-
     def resized(self, history: int) -> "RoleState":
         """The same state with `history` rows: row 0, then the newest ones; zeros follow row 0 where there are
         too few. (TE's own resize keeps the oldest rows and puts its zeros where the newest belong.)"""

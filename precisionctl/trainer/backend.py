@@ -51,8 +51,8 @@ class Fp8Linear(Protocol):
         ...
 
     def fp8_views(self) -> Iterator[tuple[Role, RoleState]]:
-        """What stands there now of the roles in use, where it is: true until the next pass. A linear of several experts
-        may give a role once for each."""
+        """What stands there now of the roles in use, where it is: true until the next pass; nothing where the GEMM
+        keeps no state. A linear of several experts may give a role once for each."""
         ...
 
 
@@ -132,6 +132,11 @@ class Backend(Protocol):
         """Called when a pass's gradients are complete: backward scales are updated."""
         ...
 
+    def forget_infinite(self, skipped: Tensor) -> None:
+        """After an update that was not made if `skipped`, bool `[]` on the device, is True: then the infinite amaxes of
+        its passes leave the histories, where they would hold the scales."""
+        ...
+
     def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """`function(*arguments)`, of which nothing else is kept for the backward, where it is made once more with the
         scales of this pass, to the same bits. Its amaxes are recorded once."""
@@ -159,7 +164,7 @@ def add_post_layernorm(linear: nn.Module, norm: nn.Module) -> None:
 def fp8_linears(model: nn.Module) -> dict[str, Fp8Linear]:
     """The linears that keep delayed-scaling state, by Megatron name."""
     named = ((name, module) for name, module in model.named_modules() if isinstance(module, Fp8Linear))
-    return {name: module for name, module in named if module.fp8_state() is not None}
+    return {name: module for name, module in named if next(module.fp8_views(), None)}
 
 
 def choose_backend(

@@ -18,10 +18,12 @@ from transformer_engine.common.recipe import (
     Recipe,
 )
 
+from precisionctl.fp8.numerics import without_infinite
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backend import Mode, Norm, cut_sizes, recompute, require_alignment
 from precisionctl.trainer.modules_te import (
+    COLUMNS,
     GroupedLinear,
     LayerNorm,
     LayerNormLinear,
@@ -174,6 +176,13 @@ class TransformerEngineBackend:
 
     def after_backward(self) -> None:
         """TE has updated the backward scales by then."""
+
+    def forget_infinite(self, skipped: Tensor) -> None:
+        histories = [module.fp8_meta[group].amax_history for module in self._stateful for group in COLUMNS]
+        if histories:  # all at once: there are hundreds
+            flat = without_infinite(torch.cat([history.flatten() for history in histories]), skipped)
+            parts = torch.split(flat, [history.numel() for history in histories])
+            torch._foreach_copy_(histories, [p.view_as(history) for p, history in zip(parts, histories, strict=True)])
 
     def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         if self.recorder:

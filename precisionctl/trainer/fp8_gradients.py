@@ -77,13 +77,13 @@ class Fp8Gradients:
         """Let go of the gradients, as if there had been none."""
         self.held, self._saturated = {}, None
 
-    def norm(self) -> float:
-        """Of all of them together."""
+    def norm(self) -> Tensor:
+        """Of all of them together, FP32 `[]`."""
         norms = [held.read().norm() for held in self.held.values()]
-        return float(torch.stack(norms).norm()) if norms else 0.0
+        return torch.stack(norms).norm() if norms else next(iter(self._parameters.values())).new_zeros(()).float()
 
-    def scale_by(self, factor: float) -> None:
-        """Multiply all of them, which changes no code."""
+    def scale_by(self, factor: Tensor) -> None:
+        """Multiply all of them by `[]`, which changes no code."""
         for held in self.held.values():
             held.scale_inv.mul_(factor)
 

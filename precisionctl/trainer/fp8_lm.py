@@ -146,14 +146,17 @@ class Fp8LmAdamW:
         self._gradients.clear()
         return taken
 
-    def clip(self) -> float:
-        """The global norm of the gradients, which are then scaled down to `clip_norm` if it is above."""
+    def clip(self) -> Tensor:
+        """The global norm of the gradients, FP32 `[]`; they are then scaled down to `clip_norm` if it is above."""
         norm = self._gradients.norm()
-        self._gradients.scale_by(min(1.0, self._clip_norm / (norm + 1e-6)))
+        self._gradients.scale_by((self._clip_norm / (norm.double() + 1e-6)).clamp(max=1.0))
         return norm
 
-    def step(self, lr: float) -> None:
-        """One update from the collected gradients, which are then gone."""
+    def step(self, lr: float, skip: Tensor | None = None) -> None:
+        """One update from the collected gradients, which are then gone. `skip` is waited for: FusedAdam cannot skip."""
+        if skip is not None and bool(skip):
+            self._gradients.clear()
+            return
         self.steps += 1
         for name, held in self._gradients.held.items():
             self._moments[name].update(held.read(), lr, self.steps)

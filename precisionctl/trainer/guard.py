@@ -6,7 +6,7 @@ losses before the last switch, so that a run which is killed and gone on with de
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -104,7 +104,7 @@ class Guard:
             return
         held_out = held_out_loss(run.model, run.held_out, run.recipe.train.micro_batch_size) if run.held_out else None
         with run.model.recorded_by(Recorder(Precision(fp8=False), run.device, run.world)):
-            loss = passes(run, batches, targets)
+            loss = float(passes(run, batches, targets)) / targets
             gradients = run.optimizer.take_gradients()
             both = None
             if run.held_out and held_out is not None:
@@ -114,14 +114,14 @@ class Guard:
         if looks:
             self._reference = loss, gradients, both
 
-    def after_passes(self, run: Run, loss: float) -> None:
+    def after_passes(self, run: Run, loss: Callable[[], float]) -> None:
         """After the passes of an update: set them beside those in BF16, if there were any, and decide."""
         if self._reference is None:
             return
         loss_bf16, gradients, held_out = self._reference
         self._reference = None
         whole, modules = liken(run.optimizer.gradients, gradients, run.model.shares)
-        seen = Shadow(run.step + 1, loss, loss_bf16, whole, modules, held_out)
+        seen = Shadow(run.step + 1, loss(), loss_bf16, whole, modules, held_out)
         self.gaps = [*self.gaps, seen.worst][-self.settings.act_after :]
         self._seen = seen.decided(self._decision(seen.worst), self._beyond)
 

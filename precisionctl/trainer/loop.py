@@ -5,7 +5,6 @@ to go on exactly where it was.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,16 +20,16 @@ from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
 from precisionctl.trainer.jump import Jump
 from precisionctl.trainer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.meter import Meter
-from precisionctl.trainer.metrics import MetricsLog, StepMetrics
+from precisionctl.trainer.metrics import MetricsLog
 from precisionctl.trainer.model import GPT, loss
 from precisionctl.trainer.optim import RunOptimizer, learning_rate
 from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.shadow import Shadow
-from precisionctl.trainer.skips import Skips, forget_infinite
+from precisionctl.trainer.skips import Skips
 from precisionctl.trainer.stopping import Stop, agreed, stop_signals
+from precisionctl.trainer.telling import OnStep, Told, Update
+from precisionctl.trainer.transfers import Coming, Moment
 from precisionctl.trainer.world import ALONE, World
-
-OnStep = Callable[[StepMetrics], None]
 
 
 class Saves(Protocol):
@@ -51,7 +50,7 @@ class Watch(Protocol):
     def start(self, step: int) -> None: ...
     def begin(self, run: "Run") -> None: ...
     def before_passes(self, run: "Run", batches: Sequence[Batch], targets: int) -> None: ...
-    def after_passes(self, run: "Run", loss: float) -> None: ...
+    def after_passes(self, run: "Run", loss: Callable[[], float]) -> None: ...
     def after_step(self, run: "Run", loss: float) -> Jump | None: ...
     def seen(self) -> Shadow | None: ...
 
@@ -85,7 +84,7 @@ class Run:
         """This rank's micro-batches of the update that takes its rows from `position` on, and the targets of all
         ranks' in it."""
         batches = self.feed.batches(position)
-        mine = torch.tensor(sum(batch.targets for batch in batches), device=self.device)
+        mine = torch.tensor(sum(batch.targets for batch in batches))
         return batches, int(self.world.sum_of_data(mine))
 
     def coming(self) -> Iterator[tuple[Batch, int]]:
@@ -120,21 +119,20 @@ def train(
     Raises PrecisionError where too many steps running have no loss or gradients that are numbers, and where the guard
     has stopped the run, which is saved.
     """
+    told = Told(run, log, on_step)
     with stop_signals() as received:
         try:
             while run.step < run.recipe.train.steps:
                 if run.guard:
                     run.guard.begin(run)
                 with run.shown():
-                    metrics = _measured_step(run, log.tokens if log else 0)
-                if log:
-                    log.write(metrics)
-                    on_step(metrics)
+                    loss = told.of(_measured_step(run))
                 saves.poll()
-                if run.guard and (jump := run.guard.after_step(run, metrics.loss)):
+                if run.guard and (jump := run.guard.after_step(run, loss)):
                     saves.finish()
                     return jump
-                if (stop := agreed(run.world, run.device, received, until)) or _is_due(run):
+                if (stop := agreed(run.world, received, until)) or _is_due(run):
+                    told.finish()
                     if log:
                         log.sync()
                     saves.save()
@@ -154,40 +152,39 @@ def _is_due(run: Run) -> bool:
     return run.step % train.save_every == 0 or run.step == train.steps or (run.guard is not None and run.guard.stops)
 
 
-def update(run: Run) -> tuple[float, float, int]:
-    """One optimizer step. Returns its loss (the mean over its targets), the gradients' norm and its targets.
+def update(run: Run) -> tuple[Tensor, int]:
+    """One optimizer step. Returns its summed loss and the gradients' norm, FP32 `[2]`, and its targets.
 
-    Where one is no number, on every rank alike, the weights and the optimizer stay as they are, and the step counts."""
+    Where one is no number, on every rank alike, the weights and the optimizer stay as they are, and the step counts;
+    the device decides that."""
     batches, targets = run.batches(run.position)
     run.meter.count(batches)
     if run.guard:
         run.guard.before_passes(run, batches, targets)
-    mean = passes(run, batches, targets)
+    total = passes(run, batches, targets)
     if run.guard:
-        run.guard.after_passes(run, mean)
-    norm = run.optimizer.clip()
-    if math.isfinite(mean) and math.isfinite(norm):
-        run.optimizer.step(run.rate(run.step + 1))
-        run.skips.running = 0
-    else:
-        run.optimizer.take_gradients()
-        forget_infinite(run.model, run.recorder)
-        run.skips.add(run.step + 1, mean, norm, run.recipe.train.max_skipped)
+        run.guard.after_passes(run, lambda: float(total) / targets)
+    numbers = torch.stack([total, run.optimizer.clip()])
+    skip = ~numbers.isfinite().all()
+    run.optimizer.step(run.rate(run.step + 1), skip)
+    run.model.backend.forget_infinite(skip)
+    if run.recorder:
+        run.recorder.forget_infinite(skip)
     run.step += 1
     run.position += run.recipe.train.batch_size
-    return mean, norm, targets
+    return numbers, targets
 
 
-def passes(run: Run, batches: Sequence[Batch], targets: int) -> float:
-    """Forward and backward of an update's micro-batches; the optimizer has the sum of their gradients. Returns the
-    mean loss over its `targets`."""
+def passes(run: Run, batches: Sequence[Batch], targets: int) -> Tensor:
+    """Forward and backward of an update's micro-batches; the optimizer has the sum of their gradients. Returns their
+    loss, summed over its `targets`, FP32 `[]`."""
     total = torch.zeros((), device=run.device)
     for number, batch in enumerate(batches, start=1):
         with run.meter.last_pass() if number == len(batches) else nullcontext():
             total += backward(run.model, batch, targets)
         run.optimizer.collect()
     run.optimizer.reduce(run.world)
-    return float(run.world.sum_of_data(total)) / targets
+    return run.world.sum_of_data(total)
 
 
 def backward(model: GPT, batch: Batch, targets: int) -> Tensor:
@@ -216,32 +213,31 @@ def held_out_loss(model: GPT, rows: Rows | Blend, micro_batch_size: int) -> floa
     return float(all_total / all_targets)
 
 
-def _measured_step(run: Run, tokens: int) -> StepMetrics:
+def _measured_step(run: Run) -> Update:
     run.meter.begin()
-    start = time.perf_counter()
-    mean, norm, targets = update(run)
-    seconds = time.perf_counter() - start
+    begun = Moment(run.device)
+    numbers, targets = update(run)
+    if run.meter.health is not None:
+        numbers = torch.cat([numbers, run.meter.health])
+    coming, taken, ended = Coming(numbers), run.meter.metered(), Moment(run.device)
     train = run.recipe.train
     look = run.held_out is not None and (run.step % train.eval_every == 0 or run.step == train.steps)
-    return StepMetrics(
-        step=run.step,
-        loss=mean,
-        lr=run.rate(run.step),
-        grad_norm=norm,
-        tokens=tokens + targets,
-        tokens_per_second=targets / seconds,
-        seconds=seconds,
+    return Update(
+        run.step,
+        targets,
+        coming,
+        taken,
+        begun,
+        ended,
         held_out_loss=held_out_loss(run.model, run.held_out, train.micro_batch_size) if look and run.held_out else None,
         fp8=run.recorder is None if run.guard else None,
         shadow=run.guard.seen() if run.guard else None,
-        taken=run.meter.taken(seconds),
-        skipped=run.skips.running or None,
     )
 
 
 def summed_loss(model: GPT, batch: Batch) -> Tensor:
     """Cross entropy summed over a batch's targets, FP32 `[]`."""
-    logits = model(batch.tokens, batch.real, batch.segments)
+    logits = model(batch.tokens, batch.real if batch.padded else None, batch.segments)
     mask, ranks = batch.labels != IGNORED, model.backend.world.tensor
     total, _ = loss(logits, batch.labels, mask, model.model.vocab_size, ranks)
     return total

@@ -38,6 +38,29 @@ class Taken:
     fp8_underflow: float | None = None
 
 
+@dataclass(frozen=True)
+class Metered:
+    """An update, as far as the host knows of it while a device may still be at it: FLOPs of each device, and memory."""
+
+    flops: float
+    peak: float | None
+    gpu_bytes: int | None
+    host_bytes: int
+
+    def taken(self, seconds: float, health: Sequence[float]) -> Taken:
+        """What it took, having taken so long; `health` as `Fp8Health.shares`, if anything was seen."""
+        a_second = self.flops / seconds
+        clipped, underflow = health or (None, None)
+        return Taken(
+            tflops=a_second / 1e12,
+            mfu_bf16=a_second / self.peak if self.peak else None,
+            gpu_bytes=self.gpu_bytes,
+            host_bytes=self.host_bytes,
+            fp8_clipped=clipped,
+            fp8_underflow=underflow,
+        )
+
+
 class Meter:
     """Of one rank's model. All ranks call the same methods at the same time."""
 
@@ -67,22 +90,18 @@ class Meter:
             with self._health.watch():
                 yield
 
-    def taken(self, seconds: float) -> Taken:
-        """After an update that took so long."""
+    @property
+    def health(self) -> Tensor | None:
+        """What the update's last pass was seen to do in FP8, on the device: as `Fp8Health.shares`."""
+        return self._health.shares
+
+    def metered(self) -> Metered:
+        """After an update. What ranks say to each other here is in memory, and waits for no device."""
         flops = training_flops(self._model.model, self._lengths)
         gpu = torch.cuda.max_memory_allocated(self._device) if self._cuda else 0
-        done = self._world.sum_of_data(torch.tensor(float(flops), dtype=torch.float64, device=self._device))
-        most = self._world.largest(torch.tensor([gpu, host_bytes()], device=self._device)).tolist()
-        a_second = float(done) / self._world.count / seconds
-        clipped, underflow = self._health.shares or (None, None)
-        return Taken(
-            tflops=a_second / 1e12,
-            mfu_bf16=a_second / self._peak if self._peak else None,
-            gpu_bytes=most[0] if self._cuda else None,
-            host_bytes=most[1],
-            fp8_clipped=clipped,
-            fp8_underflow=underflow,
-        )
+        done = self._world.sum_of_data(torch.tensor(float(flops), dtype=torch.float64))
+        most = self._world.largest(torch.tensor([gpu, host_bytes()])).tolist()
+        return Metered(float(done) / self._world.count, self._peak, most[0] if self._cuda else None, most[1])
 
 
 def host_bytes() -> int:
@@ -102,14 +121,14 @@ class _Limits:
 
 
 class Fp8Health:
-    """Holds the amaxes of a pass against the scales that it cast with. `shares` is what was seen last: of modules that
-    clipped, and of those that underflowed."""
+    """Holds the amaxes of a pass against the scales that it cast with. `shares` is what was seen last, on the model's
+    device, FP32 `[2]`: of modules that clipped, and of those that underflowed."""
 
     def __init__(self, model: GPT) -> None:
         self._linears = list(fp8_linears(model).values())
         self._recipe = model.precision.delayed
         self._limits: _Limits | None = None
-        self.shares: tuple[float, float] | None = None
+        self.shares: Tensor | None = None
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -123,8 +142,7 @@ class Fp8Health:
         codes = self._newest(limits) * before
         wrong = torch.stack([codes > limits.clips, (codes > 0) & (codes < limits.normal)]).float()
         by_module = wrong.new_zeros(2, len(self._linears)).index_add_(1, limits.module, wrong)
-        clipped, underflow = (by_module > 0).float().mean(1).tolist()
-        self.shares = clipped, underflow
+        self.shares = (by_module > 0).float().mean(1)
 
     def _scales(self) -> Tensor:
         return torch.cat([view.scale.reshape(-1) for each in self._linears for _, view in each.fp8_views()])

@@ -163,7 +163,7 @@ class Embedding(nn.Module):
         """`[B, S]`, at places `[S]` or `[B, S]`, to `[T, E]`."""
         hidden: Tensor = self.word_embeddings(tokens.flatten())
         if self.multiplier != 1:
-            hidden = hidden * torch.tensor(self.multiplier, dtype=hidden.dtype, device=hidden.device)
+            hidden = hidden * hidden.new_full((), self.multiplier)
         if self.position_embeddings is not None:
             # the padding that fills a batch up for FP8 GEMMs may lie beyond the last place
             known = place.clamp(max=self.position_embeddings.num_embeddings - 1)

@@ -240,6 +240,10 @@ class EmulatedBackend:
     def after_backward(self) -> None:
         self._backward.update()
 
+    def forget_infinite(self, skipped: Tensor) -> None:
+        self._forward.forget_infinite(skipped)
+        self._backward.forget_infinite(skipped)
+
     def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         scale, recorder = self._forward.state.scale, self.recorder  # those of this pass; updates make new tensors
 

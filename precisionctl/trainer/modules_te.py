@@ -72,7 +72,7 @@ class Stateful(nn.Module):
             history.copy_(new.amax_history)
 
     def fp8_views(self) -> Iterator[tuple[Role, RoleState]]:
-        return ((role, RoleState(*self._of(role))) for role in IN_USE)
+        return ((role, RoleState(*self._of(role))) for role in IN_USE if self.keeps_state)
 
 
 class _Fp8Linear(Stateful):

@@ -27,8 +27,10 @@ class RunOptimizer(Protocol):
     """What a run asks of its optimizer: `optim.MasterAdamW` or `fp8_lm.Fp8LmAdamW`. `steps` is the number of updates
     made so far; AdamW's bias correction counts them."""
 
-    steps: int
-
+    @property
+    def steps(self) -> int: ...
+    @steps.setter
+    def steps(self, steps: int) -> None: ...
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]: ...
     @property
@@ -65,12 +67,12 @@ class RunOptimizer(Protocol):
         """Those that are collected, and let go of them."""
         ...
 
-    def clip(self) -> float:
-        """The global norm of the gradients, which are then scaled down to `clip_norm` if it is above."""
+    def clip(self) -> Tensor:
+        """The global norm of the gradients, FP32 `[]`; they are then scaled down to `clip_norm` if it is above."""
         ...
 
-    def step(self, lr: float) -> None:
-        """One update from the collected gradients, which are then gone."""
+    def step(self, lr: float, skip: Tensor | None = None) -> None:
+        """One update from the collected gradients, which are then gone; none if `skip`, bool `[]`, is True."""
 
     def notes(self, lr: float) -> Iterable[str]:
         """What to tell before a run whose highest learning rate this is."""
@@ -105,12 +107,11 @@ class MasterAdamW:
 
     @property
     def steps(self) -> int:
-        """Updates made so far; AdamW's bias correction counts them."""
-        return self._steps
+        return int(self._made)
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        self._steps = steps
+        self._made = torch.tensor(steps, device=next(iter(self.masters.values())).device)
         for name, master in self.masters.items():
             self._adamw.state[master] = {
                 "step": torch.tensor(float(steps), device=master.device),
@@ -134,20 +135,26 @@ class MasterAdamW:
         yield self.tensors[kind]
 
     def publish(self) -> None:
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                if parameter is not self.masters[name]:
-                    parameter.copy_(self.masters[name])
+        rounded = {name: p for name, p in self.parameters.items() if p is not self.masters[name]}
+        if rounded:
+            with torch.no_grad():
+                torch._foreach_copy_([*rounded.values()], [self.masters[name] for name in rounded])
 
     def collect(self) -> None:
         """Take over the model's gradients: add them to the masters', in FP32."""
+        sums, new = [], []
         for name, parameter in self.parameters.items():
             master = self.masters[name]
             if parameter.grad is None or parameter is master:  # autograd has added it up
                 continue
-            gradient = parameter.grad.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                sums.append(master.grad)
+                new.append(parameter.grad)
             parameter.grad = None
+        if sums:
+            torch._foreach_add_(sums, new)
 
     def reduce(self, world: World) -> None:
         """FSDP2 has, in every backward, but for what tensor ranks have parts of."""
@@ -162,19 +169,22 @@ class MasterAdamW:
         self._adamw.zero_grad()
         return taken
 
-    def clip(self) -> float:
-        norm = self._shares.norm(self.gradients)
+    def clip(self) -> Tensor:
+        gradients = self.gradients
+        norm = self._shares.norm(gradients)
         factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as nn.utils.clip_grad_norm_ has it
-        for gradient in self.gradients.values():
-            local(gradient).mul_(factor)
-        return float(norm)
+        if gradients:
+            torch._foreach_mul_([local(gradient) for gradient in gradients.values()], factor)
+        return norm
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, skip: Tensor | None = None) -> None:
         for group in self._adamw.param_groups:
             group["lr"] = lr
+        # as GradScaler tells it: the fused kernel reads it on the device, and changes nothing
+        self._adamw.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
         self._adamw.step()
         self._adamw.zero_grad()
-        self._steps += 1
+        self._made += 1 if skip is None else ~skip
         self.publish()
 
     def notes(self, lr: float) -> Iterable[str]:

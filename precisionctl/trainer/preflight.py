@@ -52,8 +52,8 @@ def require_memory(model: ModelShape, recipe: Recipe, backend: BackendName, worl
     """Raise EnvironmentProblem, naming what would fit, where a run does not on some rank; under
     `train.memory_check = "warn"` that is a note."""
     ahead = look_ahead(model, recipe, backend, world.count)
-    needed, device = ahead.memory.total, "cuda" if torch.cuda.is_available() else "cpu"
-    short = int(world.largest(torch.tensor(needed - ahead.free, device=device)))
+    needed = ahead.memory.total
+    short = int(world.largest(torch.tensor(needed - ahead.free)))
     if short <= 0:
         return ()
     what = f"the run will need about {_size(needed)} on each rank, and {_size(needed - short)} are free"

@@ -59,6 +59,11 @@ class Recorder:
         """Called when a pass's gradients are complete."""
         self._backward.update()
 
+    def forget_infinite(self, skipped: Tensor) -> None:
+        """As `Backend.forget_infinite`."""
+        self._forward.forget_infinite(skipped)
+        self._backward.forget_infinite(skipped)
+
     @contextmanager
     def arranged(self, tokens: Tensor, dispatch: Dispatch = AT_HOME) -> Iterator[None]:
         """Around what sees the pass's tokens in another order, or several times: `tokens` are their numbers. Those are

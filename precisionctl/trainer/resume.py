@@ -29,7 +29,7 @@ from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.jump import Jump, read_jump, write_jump
-from precisionctl.trainer.loop import OnStep, Run, train
+from precisionctl.trainer.loop import Run, train
 from precisionctl.trainer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.metrics import MetricsLog
 from precisionctl.trainer.model import GPT
@@ -41,6 +41,7 @@ from precisionctl.trainer.settings import Settings, check_length, is_guarded, re
 from precisionctl.trainer.skips import Skips
 from precisionctl.trainer.start import Fp8Start, Source, go_on_fp8, start_collecting, start_fp8
 from precisionctl.trainer.stopping import Stop
+from precisionctl.trainer.telling import OnStep
 from precisionctl.trainer.world import World, together, world
 
 

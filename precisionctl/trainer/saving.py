@@ -81,7 +81,7 @@ class Saver:
         if self._going is None:
             return
         going, world = self._going, self._run.world
-        worst = int(world.largest(torch.tensor(going.stage, device=self._run.device)))
+        worst = int(world.largest(torch.tensor(going.stage)))
         if worst == _FAILED:
             going.check()
             world.meet()  # where another rank says what it was

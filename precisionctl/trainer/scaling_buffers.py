@@ -57,6 +57,12 @@ class ScalingBuffers:
     def discard_row_0(self) -> None:
         self.state.amax_history[:, 0] = 0
 
+    def forget_infinite(self, skipped: Tensor) -> None:
+        """If `skipped`, bool `[]`, is True: let no pass of that update hold the scales, as an infinite amax would while
+        it is in a history."""
+        history = numerics.without_infinite(self.state.amax_history, skipped)
+        self.state = RoleState(self.state.scale, history)
+
 
 @dataclass(frozen=True)
 class Slot:

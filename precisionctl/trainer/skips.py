@@ -1,12 +1,9 @@
 """Updates that are not made, because their loss or their gradients are no number: counted, and bounded."""
 
+import math
 from dataclasses import dataclass
 
 from precisionctl.errors import PrecisionError
-from precisionctl.fp8.state import Fp8State
-from precisionctl.trainer.backend import fp8_linears
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.recorder import Recorder
 
 
 @dataclass
@@ -16,8 +13,11 @@ class Skips:
     total: int = 0
     running: int = 0
 
-    def add(self, step: int, loss: float, norm: float, most: int) -> None:
-        """One more, at a step. Raises PrecisionError beyond `most` running."""
+    def count(self, step: int, loss: float, norm: float, most: int) -> None:
+        """Take note of a step. Raises PrecisionError beyond `most` running that were skipped."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.running = 0
+            return
         self.total += 1
         self.running += 1
         if self.running > most:
@@ -28,22 +28,3 @@ class Skips:
                 "`precisionctl inspect --fp8`; running again starts from it. train.max_skipped bounds how many there "
                 "may be.",
             )
-
-
-def forget_infinite(model: GPT, recorder: Recorder | None) -> None:
-    """Let no pass of a skipped update hold the scales: an infinite amax would, as long as it is in a history."""
-    for linear in fp8_linears(model).values():
-        if (state := linear.fp8_state()) and not _is_finite(state):
-            linear.set_fp8_state(_without_infinite(state))
-    if recorder:
-        recorder.load(
-            {name: _without_infinite(state) for name, state in recorder.states().items() if not _is_finite(state)}
-        )
-
-
-def _is_finite(state: Fp8State) -> bool:
-    return all(bool(part.amax_history.isfinite().all()) for part in state.roles.values())
-
-
-def _without_infinite(state: Fp8State) -> Fp8State:
-    return Fp8State({role: part.without_infinite() for role, part in state.roles.items()})

@@ -18,16 +18,16 @@ _OUT_OF_TIME = 1 << 10
 """Above every signal's number."""
 
 
-def agreed(world: World, device: torch.device, received: list[signal.Signals], until: float) -> Stop | None:
+def agreed(world: World, received: list[signal.Signals], until: float) -> Stop | None:
     """What some rank has to stop for: a signal that it received, or its clock (`time.monotonic`) at `until`."""
     mine = _OUT_OF_TIME if time.monotonic() >= until else received[0] if received else 0
-    number = int(world.largest(torch.tensor(int(mine), device=device)))
+    number = int(world.largest(torch.tensor(int(mine))))
     return "time limit" if number == _OUT_OF_TIME else signal.Signals(number) if number else None
 
 
-def agreed_signal(world: World, device: torch.device, received: list[signal.Signals]) -> signal.Signals | None:
+def agreed_signal(world: World, received: list[signal.Signals]) -> signal.Signals | None:
     """The same of what no time was given to."""
-    stop = agreed(world, device, received, math.inf)
+    stop = agreed(world, received, math.inf)
     return None if stop == "time limit" else stop
 
 

@@ -5,8 +5,8 @@ computes, and gradients are summed in FP32. A cut parameter is FP32, and so its 
 with is its rounding, the very values that one process has. Tensor parallelism is below that: modules are made with a
 rank's part of each parameter (`group_ranks`), and that is what FSDP2 cuts.
 
-Few words (who is ready, who failed) go through the store of `ranks`, tensors through a process group: gloo on a CPU,
-NCCL on GPUs.
+Few words (who is ready, who failed) go through the store of `ranks`, tensors through a process group: those on GPUs by
+NCCL, those in memory by gloo, so that what hosts tell each other waits for no GPU.
 """
 
 import os
@@ -188,7 +188,10 @@ def world(ranks: Ranks, recipe: Recipe) -> Iterator[World]:
     if device == "cuda":
         torch.cuda.set_device(_local_rank())
     dist.init_process_group(
-        {"cuda": "nccl", "cpu": "gloo"}[device], store=ranks.store, rank=ranks.rank, world_size=ranks.count
+        {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[device],
+        store=ranks.store,
+        rank=ranks.rank,
+        world_size=ranks.count,
     )
     try:
         sizes, whole = recipe.parallel, recipe.optimizer.preset == "fp8-lm"

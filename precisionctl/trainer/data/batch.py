@@ -11,6 +11,7 @@ from torch import Tensor
 
 from precisionctl.fp8.numerics import MX_BLOCK
 from precisionctl.trainer.segments import Segments
+from precisionctl.trainer.transfers import sent
 
 IGNORED = -100
 """The label of a position that is no target: torch's default `ignore_index`."""
@@ -32,29 +33,36 @@ class Piece(NamedTuple):
 @dataclass(frozen=True)
 class Batch:
     """`tokens` and `labels`, int64 `[rows, length]`: `labels[r, i]` follows `tokens[r, i]`, or is IGNORED.
-    `real`, bool, is False at padding. `segments` where several texts share a row."""
+    `real`, bool, is False at padding. `segments` where several texts share a row. What is counted is counted in
+    memory, so that a device need not be asked: `origin` is the batch there, of one on a device."""
 
     tokens: Tensor
     labels: Tensor
     real: Tensor
     segments: Segments | None = None
+    origin: "Batch | None" = None
 
     @property
     def targets(self) -> int:
         """How many positions count towards the loss."""
-        return int((self.labels != IGNORED).sum())
+        return int(((self.origin or self).labels != IGNORED).sum())
+
+    @property
+    def padded(self) -> bool:
+        return not bool((self.origin or self).real.all())
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each text, without padding."""
+        real = (self.origin or self).real
         if self.segments is None:
-            return [int(length) for length in self.real.sum(1)]
-        texts = torch.split(self.real.flatten(), list(self.segments.lengths))
+            return [int(length) for length in real.sum(1)]
+        texts = torch.split(real.flatten(), list(self.segments.lengths))
         return [len(text) for text in texts if bool(text[0])]
 
     def to(self, device: torch.device) -> "Batch":
-        tokens, labels, real = (tensor.to(device) for tensor in (self.tokens, self.labels, self.real))
-        return Batch(tokens, labels, real, self.segments)
+        tokens, labels, real = (sent(tensor, device) for tensor in (self.tokens, self.labels, self.real))
+        return Batch(tokens, labels, real, self.segments, self)
 
 
 def make_batch(rows: Sequence[Sequence[Piece]], padding: int, ranks: int = 1) -> Batch:
