@@ -30,8 +30,8 @@ from precisionctl.errors import PrecisionctlError, printable
 from precisionctl.reports.table import Table, size
 
 if TYPE_CHECKING:  # it brings torch with it, which an error panel has no time for
-    from precisionctl.trainer.meter import Taken
-    from precisionctl.trainer.metrics import StepMetrics
+    from precisionctl.trainer.measure.meter import Taken
+    from precisionctl.trainer.measure.metrics import StepMetrics
 
 _out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)  # a file has no edge to wrap at
 _err = Console(stderr=True, highlight=False)

@@ -10,12 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron_extra_state import Saved
-from precisionctl.checkpoints.megatron_run import of_megatron
+from precisionctl.checkpoints.megatron.extra_state import Saved
+from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.commands.notes import GATE
 from precisionctl.errors import EnvironmentProblem, NotUnderstood
 from precisionctl.fp8.extra_state import Payload, read_payload
-from precisionctl.trainer.backend import choose_backend
+from precisionctl.trainer.backends.choose import choose_backend
 from precisionctl.untrusted import safe_archive
 
 PACKAGES = ("torch", "transformer-engine", "megatron-core", "transformers", "safetensors", "triton")

@@ -23,8 +23,9 @@ from precisionctl.errors import MissingFp8State
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan, make_plan
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import Backend, Fp8Linear, choose_backend, make_backend
-from precisionctl.trainer.mlp import Experts
+from precisionctl.trainer.backends.base import Backend, Fp8Linear
+from precisionctl.trainer.backends.choose import choose_backend, make_backend
+from precisionctl.trainer.model.mlp import Experts
 
 _LAYER = re.compile(r".*\.layers\.(\d+)\.(.+)")
 

@@ -23,10 +23,10 @@ from precisionctl.calibration.calibrate import Calibration, calibrate
 from precisionctl.cli import main
 from precisionctl.errors import DiskProblem
 from precisionctl.trainer import resume as trainer
-from precisionctl.trainer import saving
-from precisionctl.trainer.backend import fp8_linears
+from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.loop import Run
-from precisionctl.trainer.saving import Saver
+from precisionctl.trainer.saved import saving
+from precisionctl.trainer.saved.saving import Saver
 
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 MOE = {"model_type": "mixtral", "num_local_experts": 4}

@@ -26,15 +26,15 @@ from precisionctl.conversion import convert
 from precisionctl.planning.plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Optimizer, Parallel
-from precisionctl.trainer.backend import BackendName
+from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.data.batch import Batch
 from precisionctl.trainer.loop import backward
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from precisionctl.trainer.parallel.shares import ALL_MINE, Shares
+from precisionctl.trainer.parallel.world import ALONE, World, _meshes, together
 from precisionctl.trainer.segments import Segments
 from precisionctl.trainer.shadow import liken
-from precisionctl.trainer.shares import ALL_MINE, Shares
-from precisionctl.trainer.world import ALONE, World, _meshes, together
 
 SIZES = {
     "tensor": (2, Parallel(tensor=2)),

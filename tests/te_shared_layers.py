@@ -24,11 +24,12 @@ from precisionctl.fp8.state import IN_USE
 from precisionctl.planning.plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.backend import BackendName, fp8_linears
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.loop import backward
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.optim import MasterAdamW
-from precisionctl.trainer.world import World, _meshes, local, together
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from precisionctl.trainer.parallel.world import World, _meshes, local, together
 
 FAMILIES = ("llama-3", "llama-all-biases", "gemma2", "gpt2", "gpt-oss", "deepseek-v3")
 

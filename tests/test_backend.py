@@ -5,8 +5,8 @@ import torch
 
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.trainer import backend
-from precisionctl.trainer.backend import choose_backend
+from precisionctl.trainer.backends import choose
+from precisionctl.trainer.backends.choose import choose_backend
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -30,8 +30,8 @@ def test_a_recipe_that_the_gpu_cannot_run_is_refused_and_not_emulated_in_silence
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """tests/gpu/test_te_recipes.py has Transformer Engine's own reasons."""
-    monkeypatch.setattr(backend, "_te_problem", lambda: None)
-    monkeypatch.setattr(backend, "_te_recipe_problem", lambda precision: "an old GPU" if precision.fp8 else None)
+    monkeypatch.setattr(choose, "_te_problem", lambda: None)
+    monkeypatch.setattr(choose, "_te_recipe_problem", lambda precision: "an old GPU" if precision.fp8 else None)
     mxfp8 = PRESETS["mxfp8"]
     for asked in ("te", "auto"):
         with pytest.raises(EnvironmentProblem, match="scaling = mxfp8 here: an old GPU.*--backend emulated"):

@@ -18,8 +18,8 @@ from torch import Tensor
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.state import IN_USE, Role
 from precisionctl.precision import PRESETS, BlockScaling, Precision
-from precisionctl.trainer.backend import Norm
-from precisionctl.trainer.fp8_gemm import Operand, Quantized, stateless_quantizers
+from precisionctl.trainer.backends.base import Norm
+from precisionctl.trainer.backends.fp8_gemm import Operand, Quantized, stateless_quantizers
 
 FP32 = NDArray[np.float32]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

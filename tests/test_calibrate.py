@@ -38,8 +38,8 @@ from precisionctl.fp8.state import Fp8State, Role, RoleState
 from precisionctl.planning.plan import make_plan
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.resume import resume
+from precisionctl.trainer.saved.state import COLLECTED
 from precisionctl.trainer.start import CALIBRATED
-from precisionctl.trainer.state import COLLECTED
 
 HISTORY = 32
 IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")

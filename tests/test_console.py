@@ -9,8 +9,8 @@ from rich.console import Console
 from precisionctl import console
 from precisionctl.errors import DataError
 from precisionctl.reports.table import Table, percent, size
-from precisionctl.trainer.meter import Taken
-from precisionctl.trainer.metrics import StepMetrics
+from precisionctl.trainer.measure.meter import Taken
+from precisionctl.trainer.measure.metrics import StepMetrics
 
 
 @pytest.fixture

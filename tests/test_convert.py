@@ -23,9 +23,9 @@ from te_states import same
 from precisionctl.architectures.moves import Grouped
 from precisionctl.checkpoints.base import Reader, read_tensor
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion import convert, journal, worker
 from precisionctl.conversion.journal import open_journal

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DataError
 from precisionctl.trainer.data import IGNORED, Order, Rows, load_rows
-from precisionctl.trainer.tokenizer import load_tokenizer
+from precisionctl.trainer.data.tokenizer import load_tokenizer
 
 WORDS = ["<eos>", "<user>", "<bot>", "<end>", "a", "b", "c", "d", "e", "?"]
 PLAIN_TEMPLATE = (

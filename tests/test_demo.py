@@ -11,7 +11,7 @@ from precisionctl.demo import report, story
 from precisionctl.demo.story import Ran, Told
 from precisionctl.errors import DestinationExists, PrecisionctlError
 from precisionctl.trainer.data import load_rows
-from precisionctl.trainer.tokenizer import load_tokenizer
+from precisionctl.trainer.data.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,14 @@ from in_memory import to_megatron
 from torch import Tensor
 
 from precisionctl.checkpoints.base import read_tensor
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_run import WithOptimizer
+from precisionctl.checkpoints.megatron.run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import RecipeError
 from precisionctl.fp8 import sidecar
 from precisionctl.recipe import load_recipe
-from precisionctl.trainer import world
-from precisionctl.trainer.metrics import FILE, SHADOWS, read_metrics
+from precisionctl.trainer.measure.metrics import FILE, SHADOWS, read_metrics
+from precisionctl.trainer.parallel import world
 
 Told = dict[str, dict[str, Any]]
 models = pytest.mark.parametrize("model", ["source", "moe"])

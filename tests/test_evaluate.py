@@ -27,8 +27,8 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.planning.plan import make_plan
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import fp8_linears
-from precisionctl.trainer.model import GPT
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.model.gpt import GPT
 
 WORDS = ["<eos>", *(f"w{number}" for number in range(1, 250))]
 DEQUANTIZES = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")

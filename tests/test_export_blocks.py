@@ -27,7 +27,7 @@ from precisionctl.evaluate.quantizers import GroupInputs
 from precisionctl.fp8 import sidecar
 from precisionctl.planning.plan import make_plan
 from precisionctl.precision import Precision
-from precisionctl.trainer.model import GPT
+from precisionctl.trainer.model.gpt import GPT
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.evaluate import load
-from precisionctl.trainer.metrics import FILE as METRICS
-from precisionctl.trainer.metrics import read_metrics
+from precisionctl.trainer.measure.metrics import FILE as METRICS
+from precisionctl.trainer.measure.metrics import read_metrics
 
 FAMILIES = {
     "llama-2": {},

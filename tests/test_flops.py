@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from precisionctl.architectures.find import from_hf_config
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
-from precisionctl.trainer.flops import bf16_peak, training_flops
-from precisionctl.trainer.model import GPT
+from precisionctl.trainer.measure.flops import bf16_peak, training_flops
+from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.segments import Segments
 
 LENGTH = 16

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from precisionctl.trainer import fp8_gradients
-from precisionctl.trainer.fp8_gradients import Fp8Gradients
+from precisionctl.trainer.optimizer import fp8_gradients
+from precisionctl.trainer.optimizer.fp8_gradients import Fp8Gradients
 
 SHAPES = {"a": (7, 5), "bias": (3,), "b": (16, 9), "norm": (1,), "unused": (4, 4)}
 

@@ -13,17 +13,17 @@ from torch import nn
 from training import contents, make_source, make_text, run, settings
 
 from precisionctl.checkpoints.base import read_tensor
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_run import WithOptimizer
+from precisionctl.checkpoints.megatron.run import WithOptimizer
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute
 from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.fp8_lm import Fp8LmAdamW
-from precisionctl.trainer.optim import MasterAdamW
-from precisionctl.trainer.run_folder import RUN_FILE
-from precisionctl.trainer.state import OPTIMIZER
-from precisionctl.trainer.world import ALONE
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
+from precisionctl.trainer.parallel.world import ALONE
+from precisionctl.trainer.saved.run_folder import RUN_FILE
+from precisionctl.trainer.saved.state import OPTIMIZER
 
 SETTINGS = Optimizer(preset="fp8-lm", lr=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=0.0)
 F = np.float32

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from training import SMALL, contents
 
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import RecipeError
 from precisionctl.recipe import load_recipe
-from precisionctl.trainer import world
-from precisionctl.trainer.run_folder import RUN_FILE
-from precisionctl.trainer.state import OPTIMIZER
+from precisionctl.trainer.parallel import world
+from precisionctl.trainer.saved.run_folder import RUN_FILE
+from precisionctl.trainer.saved.state import OPTIMIZER
 
 STEPS = SMALL["train.steps"]
 

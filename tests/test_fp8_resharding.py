@@ -13,13 +13,13 @@ from te_states import same
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
-from precisionctl.checkpoints.megatron_extra_state import Experts, Saved, decode
-from precisionctl.checkpoints.megatron_extra_state_writer import grouped_payloads, payloads_of
-from precisionctl.checkpoints.megatron_keys import object_key
-from precisionctl.checkpoints.megatron_legacy import LegacyReader
-from precisionctl.checkpoints.megatron_legacy_writer import LegacyWriter
+from precisionctl.checkpoints.megatron.extra_state import Experts, Saved, decode
+from precisionctl.checkpoints.megatron.extra_state_writer import grouped_payloads, payloads_of
+from precisionctl.checkpoints.megatron.keys import object_key
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
+from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
+from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.conversion import convert
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.fp8.extra_state_writer import encode_payload

@@ -11,8 +11,8 @@ from torch import Tensor
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.trainer.modules_emulated import EmulatedBackend, GroupedLinear, Linear
-from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.backends.emulated import EmulatedBackend, GroupedLinear, Linear
+from precisionctl.trainer.backends.recorder import Recorder
 
 NAME = "decoder.layers.0.mlp.experts.linear_fc1"
 COUNTS = [32, 0, 16, 48]

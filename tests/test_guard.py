@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from training import contents, losses, make_place, run, scales, settings
 
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute
 from precisionctl.errors import DamagedCheckpoint, DataError, PrecisionError, RecipeError
@@ -24,10 +24,10 @@ from precisionctl.precision import Precision
 from precisionctl.reports.compare import compare
 from precisionctl.reports.run import warnings
 from precisionctl.trainer.data import IGNORED, Batch, Feed
-from precisionctl.trainer.metrics import SHADOWS, StepMetrics
-from precisionctl.trainer.model import GPT
+from precisionctl.trainer.measure.metrics import SHADOWS, StepMetrics
+from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.resume import Started, resume
-from precisionctl.trainer.run_folder import RUN_FILE, Saved, read_saved, sign
+from precisionctl.trainer.saved.run_folder import RUN_FILE, Saved, read_saved, sign
 from precisionctl.trainer.settings import Settings, read_recipe, read_rows
 from precisionctl.trainer.shadow import Likeness, Shadow, liken
 

@@ -21,8 +21,8 @@ from training import SMALL, make_source, make_text, run, settings
 
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.calibration.calibrate import Calibration, calibrate
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.cli import main
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute

@@ -17,7 +17,7 @@ from precisionctl.conversion import convert
 from precisionctl.engines.base import engines
 from precisionctl.planning.plan import make_plan
 from precisionctl.precision import Precision
-from precisionctl.trainer.model import GPT
+from precisionctl.trainer.model.gpt import GPT
 from precisionctl.verify.engine_rules import check
 
 ENGINES = engines()

@@ -8,8 +8,8 @@ from pico import make
 
 from precisionctl.architectures.find import from_hf_config, from_megatron_args
 from precisionctl.architectures.megatron_args import to_megatron_args
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ROWS, Parallelism, TensorSpec

@@ -16,10 +16,10 @@ from torch import Tensor
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Box, read_tensor, write_rows
 from precisionctl.checkpoints.dcp import Piece, StoredTensor
-from precisionctl.checkpoints.megatron_buckets import flat_boxes
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
-from precisionctl.checkpoints.megatron_masters import differing_masters
+from precisionctl.checkpoints.torch_dist.buckets import flat_boxes
+from precisionctl.checkpoints.torch_dist.masters import differing_masters
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec

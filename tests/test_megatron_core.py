@@ -11,7 +11,7 @@ from pico import make, save
 from transformers import LlamaForCausalLM
 
 from precisionctl.checkpoints.base import read_tensor
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute
 from precisionctl.fp8 import sidecar

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import read_tensor, write_rows
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
-from precisionctl.checkpoints.megatron_keys import expert_of
-from precisionctl.checkpoints.megatron_masters import differing_masters
-from precisionctl.checkpoints.megatron_run import carried
+from precisionctl.checkpoints.megatron.keys import expert_of
+from precisionctl.checkpoints.megatron.run import carried
+from precisionctl.checkpoints.torch_dist.masters import differing_masters
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallel, Parallelism
 

@@ -18,11 +18,13 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 
 from precisionctl.architectures.find import to_hf_config
 from precisionctl.architectures.megatron_args import to_megatron_args
-from precisionctl.checkpoints import dcp, megatron_keys, megatron_placement
+from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
-from precisionctl.checkpoints.megatron_dist import TorchDistReader, recognise
-from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
-from precisionctl.checkpoints.megatron_run import carried
+from precisionctl.checkpoints.megatron import keys
+from precisionctl.checkpoints.megatron.run import carried
+from precisionctl.checkpoints.torch_dist import placement
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader, recognise
+from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
@@ -104,7 +106,7 @@ def test_pytorch_itself_loads_what_we_wrote(tmp_path, tensor_parallel):
     }
     torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(tmp_path))
     for name, tensor in tensors.items():
-        key, layer = megatron_keys.stack(name)
+        key, layer = keys.stack(name)
         assert torch.equal(state[key] if layer is None else state[key][layer], tensor), name
 
 
@@ -292,8 +294,8 @@ def test_a_config_that_contradicts_the_arguments_is_refused(tmp_path):
 
 def test_the_tracker_names_the_newest_iteration_and_any_complete_one_can_be_named(tmp_path):
     for iteration in (5, 10):
-        write(tmp_path / megatron_keys.directory_name(iteration), values(specs()), iteration=iteration)
-        megatron_keys.write_tracker(tmp_path, iteration)
+        write(tmp_path / keys.directory_name(iteration), values(specs()), iteration=iteration)
+        keys.write_tracker(tmp_path, iteration)
     assert recognise(tmp_path)
     assert recognise(tmp_path / "iter_0000005")
     assert not recognise(tmp_path.parent / "nothing")
@@ -308,8 +310,8 @@ def test_the_tracker_names_the_newest_iteration_and_any_complete_one_can_be_name
 
 
 def test_a_release_belongs_to_no_iteration(tmp_path):
-    write(tmp_path / megatron_keys.directory_name(None), values(specs()))
-    megatron_keys.write_tracker(tmp_path, None)
+    write(tmp_path / keys.directory_name(None), values(specs()))
+    keys.write_tracker(tmp_path, None)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert TorchDistReader(tmp_path).iteration is None
 
@@ -333,27 +335,27 @@ NAMES_IN_LAYERS = [
 )
 def test_stacking_a_name_and_its_inverse(prefix, layer, rest, by_layer):
     name = f"{prefix}{layer}.{rest}"
-    key, at = megatron_keys.stack(name, by_layer)
-    assert megatron_keys.leading(key) == len(at)
+    key, at = keys.stack(name, by_layer)
+    assert keys.leading(key) == len(at)
     assert (layer in at[:1]) == ("decoder" in prefix and not by_layer)
-    assert megatron_keys.unstack(key, at) == name
-    assert megatron_keys.object_name(megatron_keys.object_key(name, 1000, 20, by_layer)) == name
+    assert keys.unstack(key, at) == name
+    assert keys.object_name(keys.object_key(name, 1000, 20, by_layer)) == name
 
 
 def test_names_outside_the_layers_are_not_stacked():
     for name in ("embedding.word_embeddings.weight", "decoder.final_layernorm._extra_state"):
-        assert megatron_keys.stack(name) == (name, ())
-        assert megatron_keys.object_name(megatron_keys.object_key(name, 4)) == name
+        assert keys.stack(name) == (name, ())
+        assert keys.object_name(keys.object_key(name, 4)) == name
 
 
 def test_the_keys_of_experts_are_megatrons():
     """As megatron-core 0.16.1 writes them: test_megatron_core.py has the whole."""
     name = "decoder.layers.3.mlp.experts.linear_fc1.weight5"
-    assert megatron_keys.stack(name) == ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (3, 5))
-    assert megatron_keys.stack(name, by_layer=True) == ("decoder.layers.3.mlp.experts.experts.linear_fc1.weight", (5,))
+    assert keys.stack(name) == ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (3, 5))
+    assert keys.stack(name, by_layer=True) == ("decoder.layers.3.mlp.experts.experts.linear_fc1.weight", (5,))
     payload = "decoder.layers.3.mlp.experts.linear_fc1._extra_state5"
     key = "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_3.5_4.8"
-    assert megatron_keys.object_key(payload, 4, 8) == key
+    assert keys.object_key(payload, 4, 8) == key
 
 
 # get_gpt_layer_with_transformer_engine_spec and get_gpt_mtp_block_spec: TE's modules of latent attention and experts
@@ -438,7 +440,7 @@ def test_the_fp8_state_of_experts_comes_back_as_one(tmp_path, layers_by_key):
 
 
 def test_files_have_no_more_than_a_part_each_and_the_same_bytes_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(megatron_placement, "FILE_BYTES", 3000)
+    monkeypatch.setattr(placement, "FILE_BYTES", 3000)
     tensors = values(specs(optimizer=True))
     write(tmp_path, tensors, parallelism=Parallelism(2))
     reader = TorchDistReader(tmp_path)

@@ -17,11 +17,11 @@ from precisionctl.architectures.find import architecture_of, supported
 from precisionctl.architectures.param_map import Row
 from precisionctl.checkpoints.base import Reader, read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
-from precisionctl.checkpoints.megatron_legacy import LegacyReader
-from precisionctl.checkpoints.megatron_legacy_names import parallel_of
-from precisionctl.checkpoints.megatron_legacy_writer import LegacyWriter
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
+from precisionctl.checkpoints.torch_legacy.names import parallel_of
+from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
+from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.checkpoints.torch_zip import skeleton
 from precisionctl.conversion import convert
 from precisionctl.errors import ShapeMismatch

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import read_rows, read_tensor, write_rows
-from precisionctl.checkpoints.megatron_legacy import LegacyReader
-from precisionctl.checkpoints.megatron_legacy_writer import LegacyWriter
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
+from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.param import Parallelism
 
 PEER = Path(__file__).with_name("mcore_legacy.py")

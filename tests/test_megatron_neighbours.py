@@ -18,9 +18,9 @@ from precisionctl.architectures.find import from_hf_config
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import read_tensor
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_provider import from_provider, to_provider
+from precisionctl.checkpoints.megatron.provider import from_provider, to_provider
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 
 # fields of megatron.bridge.models.gpt_provider.GPTModelProvider that are not TransformerConfig's

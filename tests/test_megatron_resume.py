@@ -18,18 +18,18 @@ from training import make_place, make_source, run, settings
 
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import read_tensor
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, MissingTensor, RecipeError, UnmappedTensor
 from precisionctl.recipe import load_recipe
 from precisionctl.reports.run import beginning
-from precisionctl.trainer import state
 from precisionctl.trainer.data.rows import EvenCut, Rows
 from precisionctl.trainer.loop import Run
-from precisionctl.trainer.megatron_schedule import read_schedule
-from precisionctl.trainer.metrics import FILE, read_metrics
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.measure.metrics import FILE, read_metrics
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from precisionctl.trainer.optimizer.megatron_schedule import read_schedule
+from precisionctl.trainer.saved import state
 
 ROWS = Rows(np.zeros(2, np.int32), None, EvenCut(1, 1), padding=0, largest=0, digest="")
 GOING_ON = {"load": "full", "train__steps": 8, "train__save_every": 3, "train__batch_size": BATCH}

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
-from precisionctl.checkpoints.megatron_keys import write_tracker
-from precisionctl.checkpoints.megatron_run import MegatronReader
+from precisionctl.checkpoints.megatron.keys import write_tracker
+from precisionctl.checkpoints.megatron.run import MegatronReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute
 from precisionctl.errors import ShapeMismatch

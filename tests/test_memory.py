@@ -19,14 +19,14 @@ from precisionctl.cli import main
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe, load_recipe
-from precisionctl.trainer import memory, preflight
 from precisionctl.trainer.data.batch import Piece, make_batch
-from precisionctl.trainer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.loop import backward
-from precisionctl.trainer.memory import Parameters, estimate
-from precisionctl.trainer.model import GPT, loss
-from precisionctl.trainer.optim import MasterAdamW
-from precisionctl.trainer.world import ALONE
+from precisionctl.trainer.measure import memory, preflight
+from precisionctl.trainer.measure.memory import Parameters, estimate
+from precisionctl.trainer.model.gpt import GPT, loss
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
+from precisionctl.trainer.parallel.world import ALONE
 
 LENGTH = 64
 

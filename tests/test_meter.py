@@ -12,12 +12,12 @@ from training import make_source, make_text, run, settings
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Role, RoleState
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import fp8_linears
+from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.data.batch import Piece, make_batch
-from precisionctl.trainer.flops import training_flops
-from precisionctl.trainer.meter import Fp8Health
-from precisionctl.trainer.metrics import FILE
-from precisionctl.trainer.model import GPT
+from precisionctl.trainer.measure.flops import training_flops
+from precisionctl.trainer.measure.meter import Fp8Health
+from precisionctl.trainer.measure.metrics import FILE
+from precisionctl.trainer.model.gpt import GPT
 
 
 def test_a_run_says_of_each_step_what_it_took(tmp_path: Path) -> None:

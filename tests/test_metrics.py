@@ -16,9 +16,9 @@ from precisionctl.errors import DataError, EnvironmentProblem
 from precisionctl.recipe import Tracking
 from precisionctl.reports.compare import find_looks
 from precisionctl.reports.curves import read_curve, read_shadows
-from precisionctl.trainer.metrics import FILE, SHADOWS, MetricsLog, StepMetrics, read_metrics
+from precisionctl.trainer.measure.metrics import FILE, SHADOWS, MetricsLog, StepMetrics, read_metrics
+from precisionctl.trainer.measure.tracking import require
 from precisionctl.trainer.shadow import Likeness, Shadow
-from precisionctl.trainer.tracking import require
 
 
 def step(number: int, loss: float = 1.0) -> StepMetrics:

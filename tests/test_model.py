@@ -19,11 +19,11 @@ from precisionctl.fp8.state import DelayedScaling
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.backend import fp8_linears
-from precisionctl.trainer.model import GPT, loss
-from precisionctl.trainer.optim import MasterAdamW
-from precisionctl.trainer.recorder import Recorder
-from precisionctl.trainer.rope import sliding_window_mask
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.model.gpt import GPT, loss
+from precisionctl.trainer.model.rope import sliding_window_mask
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
 
 BF16 = PRESETS["bf16"]
 VOCABULARY = pico.SIZES["vocab_size"]

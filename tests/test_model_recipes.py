@@ -21,11 +21,11 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import check_fp8_gemms, make_plan
 from precisionctl.recipe import Parallel, bundled_recipes, load_recipe
-from precisionctl.trainer import shares
-from precisionctl.trainer.memory import estimate
-from precisionctl.trainer.model import GPT
+from precisionctl.trainer.measure.memory import estimate
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.parallel import shares
+from precisionctl.trainer.parallel.world import check
 from precisionctl.trainer.resume import check_length
-from precisionctl.trainer.world import check
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

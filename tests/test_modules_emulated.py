@@ -14,8 +14,8 @@ from torch import Tensor
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, RoleState
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.trainer.backend import Norm
-from precisionctl.trainer.modules_emulated import EmulatedBackend, LayerNormLinear, Linear
+from precisionctl.trainer.backends.base import Norm
+from precisionctl.trainer.backends.emulated import EmulatedBackend, LayerNormLinear, Linear
 
 TOKENS, IN, OUT = 48, 64, 80
 RMS_NORM = Norm("RMSNorm", 1e-5)

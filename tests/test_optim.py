@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from precisionctl.recipe import Optimizer, Schedule
-from precisionctl.trainer.optim import MasterAdamW, learning_rate
+from precisionctl.trainer.optimizer.adamw import MasterAdamW, learning_rate
 
 SETTINGS = Optimizer(lr=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=0.0)
 

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import fp8_linears
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.backends.emulated import EmulatedBackend
+from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
 from precisionctl.trainer.data.packing import pack
 from precisionctl.trainer.loop import summed_loss
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.modules_emulated import EmulatedBackend
-from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.segments import Segments
 
 SIZES = (34, 47, 40, 35, 45, 36, 39)

@@ -7,10 +7,10 @@ from test_model import VOCABULARY, same_state, transformers_model
 from precisionctl.architectures.find import from_hf_config
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.trainer import model as trainer
-from precisionctl.trainer.backend import fp8_linears
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.model import gpt as trainer
+from precisionctl.trainer.model.gpt import GPT
 
 DELAYED = Precision(fp8=True, delayed=DelayedScaling(amax_history_len=4))
 LAYERS, PASSES = 2, 3

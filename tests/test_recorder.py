@@ -15,8 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Role
 from precisionctl.precision import Precision
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.model.gpt import GPT
 
 FUSED = {
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

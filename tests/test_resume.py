@@ -17,23 +17,23 @@ from pico import save as save_pico
 from training import SMALL, contents, losses, make_place, make_source, make_text, run, scales, settings
 
 from precisionctl.checkpoints.base import read_tensor
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, DataError, OutputError, RecipeError
 from precisionctl.evaluate import evaluate, load
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8States
-from precisionctl.trainer.backend import fp8_linears
-from precisionctl.trainer.metrics import FILE, StepMetrics, read_metrics
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.measure.metrics import FILE, StepMetrics, read_metrics
 from precisionctl.trainer.resume import resume
 
 KILLED = """
 import os, signal, sys
 from training import settings
 from precisionctl.checkpoints.output import Output
-from precisionctl.trainer import saving
+from precisionctl.trainer.saved import saving
 from precisionctl.trainer.resume import resume
 from pathlib import Path
 

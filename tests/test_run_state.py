@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from precisionctl.checkpoints.base import read_tensor, write_rows
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
-from precisionctl.checkpoints.megatron_keys import write_tracker
-from precisionctl.checkpoints.megatron_run import WithOptimizer
+from precisionctl.checkpoints.megatron.keys import write_tracker
+from precisionctl.checkpoints.megatron.run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute
 from precisionctl.errors import RecipeError, UnknownArchitecture

@@ -15,9 +15,10 @@ from precisionctl.checkpoints.module import LiveModel, Snapshot
 from precisionctl.cli import main
 from precisionctl.errors import DiskProblem
 from precisionctl.model_shape import ModelShape
-from precisionctl.trainer import saving, stopping
-from precisionctl.trainer.metrics import StepMetrics
+from precisionctl.trainer import stopping
+from precisionctl.trainer.measure.metrics import StepMetrics
 from precisionctl.trainer.resume import resume
+from precisionctl.trainer.saved import saving
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,15 @@ from test_guard import run_with_kills
 from training import contents, losses, make_place, run, scales, settings
 
 from precisionctl.checkpoints.base import read_tensor
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_run import WithOptimizer
+from precisionctl.checkpoints.megatron.run import WithOptimizer
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.reports.compare import compare
 from precisionctl.reports.run import warnings
 from precisionctl.trainer import resume as trainer
 from precisionctl.trainer.loop import Run
-from precisionctl.trainer.metrics import FILE, read_metrics
+from precisionctl.trainer.measure.metrics import FILE, read_metrics
 
 
 @pytest.fixture(scope="module")

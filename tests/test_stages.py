@@ -11,9 +11,9 @@ import torch
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_legacy import LegacyReader
-from precisionctl.checkpoints.megatron_legacy_names import count_layers
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_legacy.names import count_layers
+from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.checkpoints.torch_zip import skeleton
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute

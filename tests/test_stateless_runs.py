@@ -15,8 +15,8 @@ from precisionctl.readiness.assess import assess
 from precisionctl.readiness.judge import NAMES
 from precisionctl.reports import inspect as report
 from precisionctl.reports import run as run_report
-from precisionctl.trainer.backend import fp8_linears
-from precisionctl.trainer.model import GPT
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.model.gpt import GPT
 
 STATELESS = ["current", "block", "mxfp8"]
 

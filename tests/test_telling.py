@@ -21,13 +21,13 @@ from precisionctl.precision import PRESETS
 from precisionctl.recipe import Recipe, Train
 from precisionctl.trainer import loop, segments, telling
 from precisionctl.trainer import resume as trainer
+from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import batch as batches
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
 from precisionctl.trainer.loop import Run
-from precisionctl.trainer.metrics import FILE, read_metrics
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.optim import MasterAdamW
-from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.measure.metrics import FILE, read_metrics
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.resume import resume
 
 broken = broken_steps  # a fixture

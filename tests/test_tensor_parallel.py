@@ -13,9 +13,9 @@ from shared_layers import CASES, SIZES, source_of
 
 from precisionctl.errors import RecipeError
 from precisionctl.recipe import Parallel, load_recipe
-from precisionctl.trainer import shares, world
 from precisionctl.trainer.data.blend import Blend
 from precisionctl.trainer.data.rows import EvenCut, Rows
+from precisionctl.trainer.parallel import shares, world
 
 Told = list[dict[str, Any]]
 

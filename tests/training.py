@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from precisionctl.fp8.state import Fp8States
-from precisionctl.trainer.metrics import FILE, read_metrics
+from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.resume import Finished, Settings, Started, resume
 
 WORDS = [f"w{number}" for number in range(60)]

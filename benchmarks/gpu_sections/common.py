@@ -15,9 +15,9 @@ from torch import Tensor
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.backend import BackendName
-from precisionctl.trainer.model import GPT, loss
-from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.backends.choose import BackendName
+from precisionctl.trainer.model.gpt import GPT, loss
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
 
 Row = dict[str, Any]
 Report = Callable[[Row], None]

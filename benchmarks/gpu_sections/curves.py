@@ -18,10 +18,10 @@ from gpu_sections.common import SETTINGS, Place, Report, Row, Shape, alone, atte
 from precisionctl.fp8.state import Fp8State
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Schedule
-from precisionctl.trainer.backend import fp8_linears
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.optim import MasterAdamW, learning_rate
-from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW, learning_rate
 
 SHAPE = Shape("400M", 1024, 4096, 16, 4, 24, 256, False, (24, 24), 16, 1024)
 SMALL = Shape("tiny", 64, 128, 4, 2, 2, 256, False, (2, 2), 4, 64)

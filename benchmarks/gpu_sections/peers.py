@@ -30,7 +30,7 @@ from gpu_sections.common import (
     update,
     wait,
 )
-from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
 
 OURS = ("bf16", "fp8-delayed")
 PLAIN = {"PyTorch BF16": False, "PyTorch BF16, compiled": True}

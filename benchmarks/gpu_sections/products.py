@@ -13,7 +13,7 @@ from torch import Tensor
 from gpu_sections.common import RECIPES, Place, Report, Row, Shape, alone, attempt, shapes, sqnr, timed
 from gpu_sections.plain import to_fp8
 from precisionctl.precision import PRESETS
-from precisionctl.trainer.backend import make_backend
+from precisionctl.trainer.backends.choose import make_backend
 
 E4M3 = torch.float8_e4m3fn
 DECODING = (1, 16, 64, 256)

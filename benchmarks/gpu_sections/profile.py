@@ -26,8 +26,8 @@ from gpu_sections.common import (
     update,
     wait,
 )
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
 
 KINDS = {
     "communication": r"nccl",

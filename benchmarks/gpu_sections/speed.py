@@ -26,7 +26,7 @@ from gpu_sections.common import (
     timed,
     update,
 )
-from precisionctl.trainer.optim import MasterAdamW
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
 
 PLAIN = {"PyTorch BF16": False, "PyTorch _scaled_mm": True}
 VARIANTS = ("bf16", *RECIPES, *PLAIN)

@@ -15,10 +15,11 @@ from gpu_sections.common import RECIPES, SETTINGS, Place, Report, Row, Shape, al
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.state import IN_USE, DelayedScaling, Fp8State
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.trainer.backend import BackendName, Norm, fp8_linears, make_backend
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.optim import MasterAdamW
-from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.backends.base import Norm, fp8_linears
+from precisionctl.trainer.backends.choose import BackendName, make_backend
+from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
 
 GPT_SHAPE = Shape("small GPT", 512, 1408, 8, 4, 4, 512, False, (4, 4), 4, 256)
 LR = 2e-4

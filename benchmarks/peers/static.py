@@ -50,7 +50,7 @@ def calibration_rows(source: Path, text: Path, count: int) -> list[list[int]]:
     """So many rows of the training text, drawn at random."""
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.trainer.data import load_rows
-    from precisionctl.trainer.tokenizer import load_tokenizer
+    from precisionctl.trainer.data.tokenizer import load_tokenizer
 
     rows = load_rows(text, load_tokenizer(open_checkpoint(source).companions), SEQUENCE_LENGTH)
     numbers = random.Random(SEED).sample(range(len(rows)), min(count, len(rows)))
@@ -78,7 +78,7 @@ def simulated(export: Path, source: Path, text: Path, batch: int = 16) -> dict[s
 
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.trainer.data import load_rows
-    from precisionctl.trainer.tokenizer import load_tokenizer
+    from precisionctl.trainer.data.tokenizer import load_tokenizer
 
     rows = load_rows(text, load_tokenizer(open_checkpoint(source).companions), SEQUENCE_LENGTH)
     stored, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for path in (export, source))

@@ -31,17 +31,18 @@ from precisionctl.fp8.state import Fp8State, Fp8States, Role
 from precisionctl.fp8.statistics import AMAX, Statistics
 from precisionctl.planning.plan import make_plan
 from precisionctl.recipe import Recipe, load_recipe
-from precisionctl.trainer import run_folder, shares
-from precisionctl.trainer.backend import BackendName, choose_backend
+from precisionctl.trainer.backends.choose import BackendName, choose_backend
+from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import Blend, Feed, Rows
 from precisionctl.trainer.loop import backward
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.parallel import shares
+from precisionctl.trainer.parallel.shares import Shares
+from precisionctl.trainer.parallel.world import World, together, world
+from precisionctl.trainer.saved import run_folder
 from precisionctl.trainer.settings import check_length, read_rows, with_data
-from precisionctl.trainer.shares import Shares
 from precisionctl.trainer.start import CALIBRATED
 from precisionctl.trainer.stopping import agreed_signal, stop_signals
-from precisionctl.trainer.world import World, together, world
 
 PASSES = 64
 

@@ -1,1 +1,1 @@
-"""Containers: what stores tensors, one file each. Each recognises itself."""
+"""Containers: what stores tensors, one module or package each, which recognises itself."""

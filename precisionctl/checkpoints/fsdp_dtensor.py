@@ -8,8 +8,8 @@ from pathlib import Path
 
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Container
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_keys import MARKER
+from precisionctl.checkpoints.megatron.keys import MARKER
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 
 
 def _is_complete(directory: Path) -> bool:

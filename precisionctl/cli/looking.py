@@ -51,7 +51,7 @@ def inspect(
     if html and not html.absolute().parent.is_dir():
         raise click.UsageError(f"There is no directory {html.parent} for --html.")
     from precisionctl import console
-    from precisionctl.checkpoints.megatron_run import of_megatron
+    from precisionctl.checkpoints.megatron.run import of_megatron
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.reports import inspect as report
 

@@ -62,7 +62,7 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     from precisionctl.reports import run as report
     from precisionctl.trainer import resume as trainer
     from precisionctl.trainer.dry_run import plan_run
-    from precisionctl.trainer.metrics import StepMetrics
+    from precisionctl.trainer.measure.metrics import StepMetrics
     from precisionctl.trainer.settings import Settings
 
     settings = Settings(overrides=(*megatron, *overrides), **what)

@@ -6,8 +6,8 @@ from pathlib import Path
 from precisionctl.architectures.find import architecture_of, models_of_megatron_args
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import Coded
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_run import of_megatron
+from precisionctl.checkpoints.megatron.run import of_megatron
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import StateChange
 from precisionctl.fp8.extra_state_writer import TeVersion

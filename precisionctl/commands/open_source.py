@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron_run import of_megatron
+from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.fp8.grouped import Order

@@ -10,7 +10,7 @@ import torch
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import Coded
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
-from precisionctl.checkpoints.megatron_run import Carried, MegatronReader, carried, of_megatron
+from precisionctl.checkpoints.megatron.run import Carried, MegatronReader, carried, of_megatron
 from precisionctl.checkpoints.output import Output
 from precisionctl.commands.inference_export import InferenceExport
 from precisionctl.commands.notes import (

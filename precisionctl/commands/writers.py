@@ -8,11 +8,11 @@ from precisionctl.architectures.find import to_hf_config
 from precisionctl.checkpoints.base import Companions, Writer
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE, HuggingFaceWriter, config_dtype
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
-from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
-from precisionctl.checkpoints.megatron_keys import directory_name
-from precisionctl.checkpoints.megatron_legacy_writer import LegacyWriter
-from precisionctl.checkpoints.megatron_run import Carried
+from precisionctl.checkpoints.megatron.keys import directory_name
+from precisionctl.checkpoints.megatron.run import Carried
 from precisionctl.checkpoints.output import Output
+from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
+from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
 from precisionctl.export.export import Export
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.param import Layout

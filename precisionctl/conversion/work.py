@@ -11,11 +11,11 @@ from precisionctl import __version__
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import Coded
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_keys import write_tracker
-from precisionctl.checkpoints.megatron_masters import prove_masters
-from precisionctl.checkpoints.megatron_run import MegatronReader, WithOptimizer
+from precisionctl.checkpoints.megatron.keys import write_tracker
+from precisionctl.checkpoints.megatron.run import MegatronReader, WithOptimizer
 from precisionctl.checkpoints.output import Output, disk_problems
+from precisionctl.checkpoints.torch_dist.masters import prove_masters
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.convert import OnBytes, check, run
 from precisionctl.conversion.journal import Journal, open_journal, open_share_journal
 from precisionctl.conversion.manifest import write_manifest

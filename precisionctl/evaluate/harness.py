@@ -18,8 +18,8 @@ from precisionctl.errors import DataError, EnvironmentProblem
 from precisionctl.evaluate.measure import best_device
 from precisionctl.evaluate.stored import load
 from precisionctl.param import GEMM_ALIGNMENT
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.tokenizer import load_tokenizer
+from precisionctl.trainer.data.tokenizer import load_tokenizer
+from precisionctl.trainer.model.gpt import GPT
 
 try:
     from lm_eval import simple_evaluate

@@ -18,8 +18,8 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.errors import DataError
 from precisionctl.evaluate.stored import load
 from precisionctl.trainer.data import IGNORED, Batch, load_rows
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.tokenizer import load_tokenizer
+from precisionctl.trainer.data.tokenizer import load_tokenizer
+from precisionctl.trainer.model.gpt import GPT
 
 ROWS_AT_A_TIME = 4
 

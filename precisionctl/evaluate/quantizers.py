@@ -11,7 +11,7 @@ from torch import Tensor
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.quant_methods.base import CODES
-from precisionctl.trainer.fp8_gemm import NativeOperand, Operand, Quantized
+from precisionctl.trainer.backends.fp8_gemm import NativeOperand, Operand, Quantized
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Job, Plan, make_plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import CODES
-from precisionctl.trainer.backend import fp8_linears
-from precisionctl.trainer.fp8_gemm import Quantizers
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.modules_emulated import GroupedLinear, Linear
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.backends.emulated import GroupedLinear, Linear
+from precisionctl.trainer.backends.fp8_gemm import Quantizers
+from precisionctl.trainer.model.gpt import GPT
 
 EMBEDDING = "embedding.word_embeddings.weight"
 """Never FP8 codes: its dtype is that of all values beside them."""

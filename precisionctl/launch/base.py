@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_keys import OURS
-from precisionctl.checkpoints.megatron_run import of_megatron
+from precisionctl.checkpoints.megatron.keys import OURS
+from precisionctl.checkpoints.megatron.run import of_megatron
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.notes import GATE
 from precisionctl.doctor import examine_payloads
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.model_shape import ModelShape, check_size
-from precisionctl.trainer.run_folder import RUN_FILE
+from precisionctl.trainer.saved.run_folder import RUN_FILE
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Megatron-Bridge: lines for a recipe, on its ConfigContainer `cfg` (training/config.py, mixed_precision.py)."""
 
-from precisionctl.checkpoints.megatron_arguments import recipe_words
+from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.launch.base import Launch, Subject
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")

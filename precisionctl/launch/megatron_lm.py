@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
-from precisionctl.checkpoints.megatron_arguments import recipe_words
+from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.launch.base import Launch, Subject
 from precisionctl.model_shape import ModelShape

@@ -1,7 +1,7 @@
 """NeMo 2: its own directories are gone on from, Hugging Face's imported first (nemo.lightning, nemo.collections)."""
 
-from precisionctl.checkpoints.megatron_arguments import recipe_words
-from precisionctl.checkpoints.megatron_provider import NEMO
+from precisionctl.checkpoints.megatron.arguments import recipe_words
+from precisionctl.checkpoints.megatron.provider import NEMO
 from precisionctl.errors import CheckpointError
 from precisionctl.launch.base import Launch, Subject
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.metrics import FILE, SHADOWS, read_metrics
+from precisionctl.trainer.measure.metrics import FILE, SHADOWS, read_metrics
 
 
 @dataclass(frozen=True)

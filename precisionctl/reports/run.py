@@ -8,8 +8,8 @@ from precisionctl.fp8.state import Role
 from precisionctl.readiness.judge import NAMES
 from precisionctl.reports.table import percent, size
 from precisionctl.trainer.dry_run import Planned
-from precisionctl.trainer.metrics import StepMetrics
-from precisionctl.trainer.preflight import would_fit
+from precisionctl.trainer.measure.metrics import StepMetrics
+from precisionctl.trainer.measure.preflight import would_fit
 from precisionctl.trainer.resume import Finished, Started
 from precisionctl.trainer.shadow import Shadow
 from precisionctl.trainer.start import Source

@@ -6,12 +6,13 @@ from pathlib import Path
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.planning.plan import make_plan
 from precisionctl.recipe import Recipe
-from precisionctl.trainer import parts, run_folder, shares
-from precisionctl.trainer.backend import BackendName, choose_backend
-from precisionctl.trainer.parts import Load
-from precisionctl.trainer.preflight import Preflight, look_ahead
+from precisionctl.trainer.backends.choose import BackendName, choose_backend
+from precisionctl.trainer.measure.preflight import Preflight, look_ahead
+from precisionctl.trainer.parallel import shares
+from precisionctl.trainer.parallel.world import check, together
+from precisionctl.trainer.saved import parts, run_folder
+from precisionctl.trainer.saved.parts import Load
 from precisionctl.trainer.settings import Settings, check_length, read_recipe
-from precisionctl.trainer.world import check, together
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from torch import Tensor
 from precisionctl.errors import PrecisionError
 from precisionctl.precision import Precision
 from precisionctl.recipe import Recipe
-from precisionctl.trainer.backend import fp8_linears
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import Batch
 from precisionctl.trainer.jump import Jump
 from precisionctl.trainer.loop import Run, held_out_loss, passes
-from precisionctl.trainer.recorder import Recorder
 from precisionctl.trainer.shadow import Decision, Shadow, liken
 
 

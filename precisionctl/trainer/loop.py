@@ -16,20 +16,20 @@ from torch import Tensor
 
 from precisionctl.errors import PrecisionError
 from precisionctl.recipe import Recipe
+from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
 from precisionctl.trainer.jump import Jump
-from precisionctl.trainer.megatron_schedule import MegatronSchedule
-from precisionctl.trainer.meter import Meter
-from precisionctl.trainer.metrics import MetricsLog
-from precisionctl.trainer.model import GPT, loss
-from precisionctl.trainer.optim import RunOptimizer, learning_rate
-from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.measure.meter import Meter
+from precisionctl.trainer.measure.metrics import MetricsLog
+from precisionctl.trainer.model.gpt import GPT, loss
+from precisionctl.trainer.optimizer.adamw import RunOptimizer, learning_rate
+from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
+from precisionctl.trainer.parallel.world import ALONE, World
 from precisionctl.trainer.shadow import Shadow
 from precisionctl.trainer.skips import Skips
 from precisionctl.trainer.stopping import Stop, agreed, stop_signals
 from precisionctl.trainer.telling import OnStep, Told, Update
 from precisionctl.trainer.transfers import Coming, Moment
-from precisionctl.trainer.world import ALONE, World
 
 
 class Saves(Protocol):

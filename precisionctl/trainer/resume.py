@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_keys import directory_name
+from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import OutputError
 from precisionctl.export.reencode import coded_before
 from precisionctl.fp8 import sidecar
@@ -23,26 +23,27 @@ from precisionctl.fp8.carry import read_state
 from precisionctl.fp8.state import Fp8States, Role
 from precisionctl.planning.plan import Plan, check_fp8_gemms, make_plan
 from precisionctl.recipe import Recipe
-from precisionctl.trainer import parts, run_folder, shares, state
-from precisionctl.trainer.backend import BackendName, choose_backend
+from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, OnTokens, Rows
-from precisionctl.trainer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.jump import Jump, read_jump, write_jump
 from precisionctl.trainer.loop import Run, train
-from precisionctl.trainer.megatron_schedule import MegatronSchedule
-from precisionctl.trainer.metrics import MetricsLog
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.optim import MasterAdamW, RunOptimizer
-from precisionctl.trainer.parts import Load, Part
-from precisionctl.trainer.preflight import require_memory
-from precisionctl.trainer.saving import Saver
+from precisionctl.trainer.measure.metrics import MetricsLog
+from precisionctl.trainer.measure.preflight import require_memory
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW, RunOptimizer
+from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
+from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
+from precisionctl.trainer.parallel import shares
+from precisionctl.trainer.parallel.world import World, together, world
+from precisionctl.trainer.saved import parts, run_folder, state
+from precisionctl.trainer.saved.parts import Load, Part
+from precisionctl.trainer.saved.saving import Saver
 from precisionctl.trainer.settings import Settings, check_length, is_guarded, read_recipe, read_rows
 from precisionctl.trainer.skips import Skips
 from precisionctl.trainer.start import Fp8Start, Source, go_on_fp8, start_collecting, start_fp8
 from precisionctl.trainer.stopping import Stop
 from precisionctl.trainer.telling import OnStep
-from precisionctl.trainer.world import World, together, world
 
 
 @dataclass(frozen=True)

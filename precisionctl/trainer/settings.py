@@ -12,9 +12,9 @@ from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Data, Recipe, load_recipe
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
-from precisionctl.trainer.parts import Load, Part
-from precisionctl.trainer.tokenizer import load_tokenizer
-from precisionctl.trainer.tracking import require
+from precisionctl.trainer.data.tokenizer import load_tokenizer
+from precisionctl.trainer.measure.tracking import require
+from precisionctl.trainer.saved.parts import Load, Part
 
 
 @dataclass(frozen=True)

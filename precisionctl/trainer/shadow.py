@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from precisionctl.trainer.shares import ALL_MINE, Shares
-from precisionctl.trainer.world import local
+from precisionctl.trainer.parallel.shares import ALL_MINE, Shares
+from precisionctl.trainer.parallel.world import local
 
 Decision = Literal["ok", "warn", "stop", "bf16"]
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from precisionctl.trainer.world import World
+from precisionctl.trainer.parallel.world import World
 
 Stop = signal.Signals | Literal["time limit"]
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from precisionctl.trainer.meter import Metered
-from precisionctl.trainer.metrics import MetricsLog, StepMetrics
+from precisionctl.trainer.measure.meter import Metered
+from precisionctl.trainer.measure.metrics import MetricsLog, StepMetrics
 from precisionctl.trainer.shadow import Shadow
 from precisionctl.trainer.transfers import Coming, Moment
 

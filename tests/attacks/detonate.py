@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_legacy import LegacyReader
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.cli import main as program
 from precisionctl.errors import PrecisionctlError
 from precisionctl.fp8.extra_state import decode_payload

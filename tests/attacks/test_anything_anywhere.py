@@ -18,8 +18,8 @@ from test_hostile_legacy import ARGS, SHAPES
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.megatron_legacy import LegacyReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute
 from precisionctl.errors import PrecisionctlError

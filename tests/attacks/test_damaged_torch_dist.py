@@ -15,8 +15,8 @@ import torch
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.dcp import Index, Piece, StoredTensor
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
-from precisionctl.checkpoints.megatron_dist_writer import TorchDistWriter
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
 from precisionctl.fp8.opcodes import Global, Made, dumps

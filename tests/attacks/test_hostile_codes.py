@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from precisionctl.checkpoints.megatron_legacy import LegacyReader
+from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnsafePickle
 from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from precisionctl.checkpoints.base import read_tensor
-from precisionctl.checkpoints.megatron_legacy import LegacyReader, recognise
+from precisionctl.checkpoints.torch_legacy.reader import LegacyReader, recognise
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, UnsafePickle
 from precisionctl.fp8.opcodes import Global, Made, dumps
 from precisionctl.planning.plan import make_plan

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DataError, PrecisionctlError, RecipeError
 from precisionctl.recipe import load_recipe
-from precisionctl.trainer.bounded import bounded
 from precisionctl.trainer.data import chat
+from precisionctl.trainer.data.bounded import bounded
 from precisionctl.trainer.data.rows import load_rows
-from precisionctl.trainer.tokenizer import load_tokenizer
+from precisionctl.trainer.data.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 

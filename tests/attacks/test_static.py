@@ -18,7 +18,7 @@ CALLS = {
 
 KNOWN = {
     ("discover.py", "importlib.import_module"),  # the modules of a folder of ours, by the names of its files
-    ("checkpoints/megatron_provider.py", "yaml.load"),  # with a loader of plain values
+    ("checkpoints/megatron/provider.py", "yaml.load"),  # with a loader of plain values
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from precisionctl.errors import EnvironmentProblem
-from precisionctl.trainer.backend import choose_backend
+from precisionctl.trainer.backends.choose import choose_backend
 
 
 @cache

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from precisionctl.fp8.state import BACKWARD, FORWARD, DelayedScaling, Fp8State, Role, RoleState
 from precisionctl.model_shape import MLA, ModelShape, MoE
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import Backend, BackendName, Norm, make_backend
-from precisionctl.trainer.model import GPT, loss
+from precisionctl.trainer.backends.base import Backend, Norm
+from precisionctl.trainer.backends.choose import BackendName, make_backend
+from precisionctl.trainer.model.gpt import GPT, loss
 
 TOKENS, IN, OUT = 256, 512, 768
 USED: tuple[Role, ...] = ("input", "weight", "grad_output")

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from precisionctl.precision import Precision
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.fp8_lm import Fp8LmAdamW
-from precisionctl.trainer.optim import KINDS
-from precisionctl.trainer.world import ALONE
+from precisionctl.trainer.optimizer.adamw import KINDS
+from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
+from precisionctl.trainer.parallel.world import ALONE
 
 SETTINGS = Optimizer(preset="fp8-lm", lr=1e-3, clip_norm=0.0)
 SIZES = ((96, 64), (33,), (7, 5, 3))

@@ -8,9 +8,9 @@ from te_pairs import RECIPES, SHAPE, SHAPES, USED, assert_same, gpts, sqnr, trai
 
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.trainer.backend import fp8_linears
-from precisionctl.trainer.model import GPT, loss
-from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.model.gpt import GPT, loss
 from precisionctl.trainer.segments import Segments
 
 

@@ -7,9 +7,9 @@ from te_pairs import RECIPES, SHAPE, SHAPES, gpts, train_step
 from precisionctl.fp8.state import Fp8State, Role, RoleState
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
-from precisionctl.trainer.backend import fp8_linears
-from precisionctl.trainer.meter import Fp8Health
-from precisionctl.trainer.model import GPT
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.measure.meter import Fp8Health
+from precisionctl.trainer.model.gpt import GPT
 
 
 def set_scales(model: GPT, module: str, role: Role, coded: float) -> None:

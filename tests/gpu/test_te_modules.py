@@ -24,8 +24,9 @@ from precisionctl.fp8.extra_state import decode_payload
 from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import Fp8State
 from precisionctl.precision import PRESETS, Precision
-from precisionctl.trainer.backend import Norm, make_backend
-from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.backends.base import Norm
+from precisionctl.trainer.backends.choose import make_backend
+from precisionctl.trainer.backends.recorder import Recorder
 
 
 @pytest.mark.parametrize("kind", ["linear", "layer_norm_linear", "layer_norm_1p_linear"])

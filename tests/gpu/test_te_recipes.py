@@ -9,7 +9,7 @@ import torch
 
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.precision import PRESETS, BlockScaling, Precision
-from precisionctl.trainer.backend import choose_backend, make_backend
+from precisionctl.trainer.backends.choose import choose_backend, make_backend
 
 BLOCK, MXFP8 = PRESETS["fp8-block"], PRESETS["mxfp8"]
 FP32_SCALES = replace(BLOCK, block=BlockScaling(use_f32_scales=True))

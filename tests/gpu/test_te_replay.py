@@ -15,10 +15,10 @@ from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import DelayedScaling, Fp8State
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.backend import fp8_linears
-from precisionctl.trainer.model import GPT
-from precisionctl.trainer.optim import MasterAdamW
-from precisionctl.trainer.recorder import Recorder
+from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.optimizer.adamw import MasterAdamW
 
 STEPS = 50
 RECIPES = {

@@ -1,4 +1,4 @@
-"""modules_te.py and backend_te.py against Transformer Engine's source: its wheel is read, as importing needs a GPU."""
+"""trainer/backends/te*.py against Transformer Engine's source: its wheel is read, as importing needs a GPU."""
 
 import ast
 import inspect
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "precisionctl" / "trainer"
-OURS = ast.parse("\n".join((FOLDER / name).read_text() for name in ("modules_te.py", "backend_te.py")))
+FOLDER = Path(__file__).parents[2] / "precisionctl" / "trainer" / "backends"
+OURS = ast.parse("\n".join((FOLDER / name).read_text() for name in ("te_modules.py", "te.py")))
 VERSION = "2.20.2"
 
 ATTENTION = "pytorch/attention/dot_product_attention/dot_product_attention.py"

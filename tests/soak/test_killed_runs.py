@@ -20,7 +20,7 @@ import random, signal, sys
 from pathlib import Path
 from many_ranks import die, fork
 from training import settings
-from precisionctl.trainer import saving
+from precisionctl.trainer.saved import saving
 from precisionctl.trainer.resume import resume
 
 place, precision, ranks, meanwhile, seed, kills, steps = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.bounded import bounded
+from precisionctl.trainer.data.bounded import bounded
 from precisionctl.trainer.data.shapes import Conversation, Message
 
 SECONDS, MEMORY = 10.0, 1 << 30

@@ -1,0 +1,78 @@
+"""Megatron's arguments that do not follow from the model, for what is written in any of its containers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from precisionctl.checkpoints.megatron.logical import OPTIMIZER
+from precisionctl.fp8.state import DelayedScaling, Fp8States
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import Parallelism, TensorSpec
+
+
+def run_args(
+    model: ModelShape, specs: Mapping[str, TensorSpec], sizes: Parallelism, iteration: int | None, container: str
+) -> dict[str, Any]:
+    """What the tensors, the sizes and the container (`--ckpt-format`) say."""
+    dtype = next(spec.dtype for name, spec in specs.items() if not name.startswith(OPTIMIZER))
+    return {
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "tensor_model_parallel_size": sizes.tensor,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "virtual_pipeline_model_parallel_size": sizes.virtual if sizes.virtual > 1 else None,
+        "expert_model_parallel_size": sizes.expert,
+        "ckpt_format": container,
+        "iteration": iteration or 0,
+        **_stage_args(model, sizes),
+    } | ({"expert_tensor_parallel_size": sizes.expert_tensor} if sizes.expert_tensor else {})
+
+
+STAGES = (
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+"""All that Megatron has to say how layers are dealt out to stages: of the run that saved a source, no longer true."""
+
+
+def _stage_args(model: ModelShape, sizes: Parallelism) -> dict[str, Any]:
+    """How layers are dealt out to stages, where there is something to say.
+
+    `--use-mp-args-from-checkpoint-args` takes `num_layers_per_virtual_pipeline_stage` alone of them
+    (megatron/training/checkpointing.py, load_args_from_checkpoint), without which a run has no virtual stages; where
+    stages differ it must not be there (arguments.py, validate_args).
+    """
+    stages = sizes.layers_of_stages(model.num_layers)
+    args = {
+        "decoder_first_pipeline_num_layers": sizes.first_layers,
+        "decoder_last_pipeline_num_layers": sizes.last_layers,
+        "num_layers_per_virtual_pipeline_stage": stages[0] if sizes.virtual > 1 and len(set(stages)) == 1 else None,
+    }
+    return {name: value for name, value in args.items() if value is not None}
+
+
+def fp8_args(states: Fp8States) -> dict[str, Any]:
+    """What a run that takes the FP8 state up is started with; nothing where only attention has some, as it has beside
+    linears in current scaling."""
+    if not any(state.of_gemm for state in states.modules.values()):
+        return {}
+    recipe = states.recipe
+    return {
+        **recipe_words(recipe),
+        "fp8_dot_product_attention": recipe.fp8_dpa,
+        "fp8_multi_head_attention": recipe.fp8_mha,
+    }
+
+
+def recipe_words(recipe: DelayedScaling) -> Mapping[str, object]:
+    """Of delayed scaling, under the names that Megatron, Bridge and NeMo share."""
+    return {
+        "fp8": recipe.fp8_format.lower(),
+        "fp8_recipe": "delayed",
+        "fp8_margin": recipe.margin,
+        "fp8_amax_history_len": recipe.amax_history_len,
+        "fp8_amax_compute_algo": recipe.amax_compute_algo,
+    }

@@ -1,0 +1,312 @@
+"""FP8 state in Megatron's `_extra_state` objects: which modules have one, and what is in them.
+
+Experts have one each, named here as their tensors are: `….mlp.experts.linear_fc1._extra_state5`. Their states
+are one `Fp8State` of `[experts]`. `megatron/extra_state_writer.py` is the inverse.
+"""
+
+import io
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints import torch_zip_writer
+from precisionctl.checkpoints.megatron.keys import OURS
+from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionError, RecipeError, shown
+from precisionctl.fp8 import grouped
+from precisionctl.fp8.extra_state import Payload, read_payload
+from precisionctl.fp8.grouped import Directions, Order
+from precisionctl.fp8.numerics import change_recipe
+from precisionctl.fp8.state import CACHE, DelayedScaling, Fp8State, Fp8States, RoleState
+
+_NAME = re.compile(r"(.+)\._extra_state(\d{1,9})?")
+_CORE_ATTENTION = ".core_attention"
+Key = TypeVar("Key")
+_OF_1_6 = ".fused_attention"  # where TE 1.6 and 1.7 had attention's
+
+
+class Saved(NamedTuple):
+    """A payload: the object's logical name, its bytes, the file or object they are from. `expert_rank` is set for a
+    grouped linear's, of all the experts of that rank."""
+
+    name: str
+    data: bytes
+    where: str
+    expert_rank: int | None = None
+
+    @property
+    def module(self) -> str:
+        match = _NAME.fullmatch(self.name)
+        assert match
+        return match[1].removesuffix(_OF_1_6)
+
+    @property
+    def expert(self) -> int | None:
+        match = _NAME.fullmatch(self.name)
+        return int(match[2]) if match and match[2] else None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What is known of experts' payloads. `ranks`: over how many expert ranks grouped linears were spread, where
+    Megatron cut their payloads for each expert; None where each expert was a linear by itself. `order` is that of a
+    grouped linear's columns, where the user told it."""
+
+    ranks: int | None = None
+    order: Order | None = None
+
+
+@dataclass
+class Decoded:
+    """What payloads say: `modules` as in Fp8States, and `raw` those that are not understood; `notes` of what was
+    assumed, merged or decided on the way."""
+
+    recipe: DelayedScaling | None = None
+    modules: dict[str, Fp8State] = field(default_factory=dict)
+    raw: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def decode(
+    saved: Iterable[Saved], where: Path, experts: Experts = Experts(), args: Mapping[str, Any] | None = None
+) -> Decoded:
+    """The states in these payloads; of several for one module, as ranks keep that do not reduce their amaxes, one
+    that suits all (Fp8State.merge). `args`, Megatron's, tell what a payload of TE 1.x does not say of its recipe.
+
+    Raises DamagedCheckpoint where recipes of GEMMs differ, or payloads are not what Transformer Engine writes, and
+    PrecisionError where the order of a grouped linear's columns cannot be known.
+    """
+    return _Decoding(where, experts, _of_run(args or {})).done(saved)
+
+
+class _Decoding:
+    """Payloads on their way to states. Those of several ranks are merged as they come, so that memory does not grow
+    with the ranks."""
+
+    def __init__(self, where: Path, experts: Experts, of_run: Mapping[str, Any]) -> None:
+        self._where, self._experts, self._of_run = where, experts, of_run
+        self._found = Decoded()
+        self._by_rank: dict[str, dict[int, Fp8State]] = {}
+        self._by_expert: dict[str, dict[int, Fp8State]] = {}
+        self._cut: dict[str, dict[int, Payload]] = {}
+        self._assumed: set[str] = set()
+        self._orders: dict[Order, set[str]] = {}
+        self._differ: set[str] = set()
+
+    def done(self, saved: Iterable[Saved]) -> Decoded:
+        early = []
+        for one in saved:
+            if self._found.recipe is None and one.module.endswith(_CORE_ATTENTION):  # GEMMs say the recipe
+                early.append(one)
+            else:
+                self._take(one)
+        for one in early:
+            self._take(one)
+        for parts, join in ((self._by_rank, torch.cat), (self._by_expert, torch.stack)):
+            for module, numbered in parts.items():
+                self._check_numbers(module, numbered)
+                self._found.modules[module] = _joined([numbered[number] for number in range(len(numbered))], join)
+        for module, payloads in self._cut.items():
+            self._found.modules[module] = self._put_together(module, payloads)
+        self._found.notes.extend(self._notes())
+        return self._found
+
+    def _take(self, one: Saved) -> None:
+        where = f"{one.where}: {one.name}"
+        try:
+            payload = read_payload(one.data, where)
+            if payload is not None:
+                self._file(one, payload, where)
+        except NotUnderstood as error:
+            name = _raw_name(one)
+            self._found.raw[name] = torch.frombuffer(bytearray(one.data), dtype=torch.uint8)
+            self._found.notes.append(f"Kept byte for byte: {name}, {error.what}.")
+
+    def _file(self, one: Saved, payload: Payload, where: str) -> None:
+        """Put a payload with those of the same module."""
+        if payload.assumed:
+            payload = replace(payload, recipe=replace(payload.recipe, **self._of_run))
+        attention = one.module.endswith(_CORE_ATTENTION)
+        if payload.gemms == 3 and not attention and one.expert_rank is None:
+            raise NotUnderstood("FP8 state of three GEMMs", where=where)
+        if attention and self._found.recipe not in (None, payload.recipe):
+            raise NotUnderstood("FP8 state of attention under a recipe of its own", where=where)
+        if one.expert_rank is not None:
+            order = self._order(one.module, payload, payload.directions, payload.gemms)
+            state = payload.group(order, where)
+            self._merge(one.module, self._by_rank.setdefault(one.module, {}), one.expert_rank, state)
+        elif one.expert is None:
+            self._merge(one.module, self._found.modules, one.module, payload.state(where))
+        elif payload.cut or self._experts.ranks:
+            payload.state(where)
+            kept = payload if payload.cut is None or payload.cut.expert == 0 else replace(payload, cut=None)
+            self._cut.setdefault(one.module, {})[one.expert] = kept
+        else:
+            state = payload.state(where)
+            self._merge(one.module, self._by_expert.setdefault(one.module, {}), one.expert, state)
+        if self._found.recipe not in (None, payload.recipe):
+            what = f"its FP8 recipe {payload.recipe} is not the other modules' {self._found.recipe}"
+            raise DamagedCheckpoint(what, where=where)
+        self._found.recipe = payload.recipe
+        if payload.assumed:
+            self._assumed.add(one.module)
+
+    def _merge(self, module: str, states: dict[Key, Fp8State], key: Key, state: Fp8State) -> None:
+        """Put a state with the one of another rank."""
+        known = states.get(key)
+        if known is not None and not _equal(known, state):
+            self._differ.add(module)
+            state = Fp8State.merge([known, state])
+        states[key] = state
+
+    def _order(self, module: str, payload: Payload, directions: Directions, gemms: int) -> Order:
+        """Told, or what the payload says of its TE, or what the numbers tell. Raises PrecisionError."""
+        order = self._experts.order or payload.order or grouped.order_of(directions, gemms)
+        if order is None:
+            raise PrecisionError(
+                f"the FP8 state of {module}'s experts does not tell in which order its columns stand",
+                where=self._where,
+                do="--grouped-columns gemm if Transformer Engine 2.3 or newer wrote it, role if 1.9 to 2.2 did; "
+                "or --drop-fp8-state.",
+            )
+        if gemms > 1:
+            self._orders.setdefault(order, set()).add(module)
+        return order
+
+    def _put_together(self, module: str, payloads: Mapping[int, Payload]) -> Fp8State:
+        """The payloads that Megatron cut out of one for all experts of a rank."""
+        self._check_numbers(module, payloads)
+        count, cut = len(payloads), payloads[0].cut
+        size = cut.experts if cut else count // (self._experts.ranks or count)
+        if size == 0 or count % size:
+            raise DamagedCheckpoint(f"{count} experts of {module} in linears of {size}", where=self._where)
+        groups = [[payloads[i] for i in range(first, first + size)] for first in range(0, count, size)]
+        return _joined([self._group(module, group) for group in groups], torch.cat)
+
+    def _group(self, module: str, payloads: list[Payload]) -> Fp8State:
+        cut = payloads[0].cut
+        whole = cut.whole if cut else grouped.joined([payload.directions for payload in payloads])
+        order = self._order(module, payloads[0], whole, len(payloads))
+        state = grouped.by_gemm(whole, len(payloads), order)
+        state.check(payloads[0].recipe, f"{self._where}: {module}")
+        return state
+
+    def _check_numbers(self, module: str, numbered: Mapping[int, object]) -> None:
+        if sorted(numbered) != list(range(len(numbered))):
+            raise DamagedCheckpoint(f"only some experts of {module} have FP8 state", where=self._where)
+
+    def _notes(self) -> Iterator[str]:
+        if self._assumed:
+            rest = "the rest from the run's arguments" if self._of_run else "margin 0 and algorithm max are assumed"
+            yield (
+                f"FP8 state of {len(self._assumed)} modules is of TE before 2.0 and has no recipe: format and history "
+                f"length are known from it, {rest}. --recipe says otherwise."
+            )
+        if self._differ:
+            yield (
+                f"FP8 state of {len(self._differ)} modules differs between ranks, which did not reduce their amaxes: "
+                "the largest amaxes and the smallest scales are taken."
+            )
+        for order, modules in self._orders.items():
+            what = {"role": "role by role, as TE up to 2.2", "gemm": "expert by expert, as TE since 2.3"}[order]
+            told = ", as told" if self._experts.order else ""
+            yield f"FP8 state of the experts in {len(modules)} modules is read {what}{told}."
+
+
+def _of_run(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a recipe, what Megatron's arguments tell; nothing where they tell of no FP8."""
+    if args.get("fp8") not in ("hybrid", "e4m3"):
+        return {}
+    fields = {
+        "margin": args.get("fp8_margin"),
+        "amax_compute_algo": args.get("fp8_amax_compute_algo"),
+        "fp8_dpa": args.get("fp8_dot_product_attention", False),
+        "fp8_mha": args.get("fp8_multi_head_attention", False),
+    }
+    try:
+        DelayedScaling(**fields)
+    except RecipeError:  # another version's words
+        return {}
+    return fields
+
+
+def _equal(a: Fp8State, b: Fp8State) -> bool:
+    return a.roles.keys() == b.roles.keys() and all(
+        torch.equal(part.scale, b.roles[role].scale) and torch.equal(part.amax_history, b.roles[role].amax_history)
+        for role, part in a.roles.items()
+    )
+
+
+def _joined(states: list[Fp8State], join: Any) -> Fp8State:
+    """States of experts as one of `[experts]`: `join` is torch.cat or torch.stack."""
+    parts = {role: [state.roles[role] for state in states] for role in states[0].roles}
+    return Fp8State(
+        {
+            role: RoleState(join([part.scale for part in each]), join([part.amax_history for part in each]))
+            for role, each in parts.items()
+        }
+    )
+
+
+def _raw_name(one: Saved) -> str:
+    """How Fp8States calls the module of a payload that is not understood: experts' by number, `….linear_fc1.5`."""
+    number = one.expert if one.expert_rank is None else one.expert_rank
+    return one.module if number is None else f"{one.module}.{number}"
+
+
+def bytes_of(value: Any, where: str) -> bytes:
+    """The payload in an object: bytes as a tensor, or a file of TE 0.12 to 1.13; what TE up to 0.5 kept as it was, in
+    the form of such a file. Raises DamagedCheckpoint for what is no payload."""
+    if isinstance(value, io.BytesIO):
+        return value.getvalue()
+    if isinstance(value, Tensor):
+        return value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict | list) and _plain(value):
+        return torch_zip_writer.dump(value)
+    if value is not None:
+        raise DamagedCheckpoint(f"{where} holds {shown(value)}, no FP8 state", where=where)
+    return b""
+
+
+def _plain(value: Any, depth: int = 8) -> bool:
+    """Whether all of it is tensors and plain values."""
+    if isinstance(value, dict | list | tuple):
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        return depth > 0 and all(_plain(item, depth - 1) for item in items)
+    return value is None or isinstance(value, Tensor | bool | int | float | str)
+
+
+def as_states(
+    decoded: Decoded, common: Mapping[str, Any], iteration: int | None, aside: Fp8States | None
+) -> Fp8States | None:
+    """The states of a checkpoint, with what its common data says of them: those in its payloads, else those of its
+    sidecar, `aside`. None where there are none."""
+    if not decoded.modules and not decoded.raw:
+        return aside
+    recorded = common.get(OURS)  # what a payload has no place for
+    ours = recorded if isinstance(recorded, dict) else {}
+    producer, dated = ours.get("fp8_producer"), ours.get("fp8_iteration", iteration)
+    states = Fp8States(
+        decoded.recipe or DelayedScaling(),
+        decoded.modules,
+        decoded.raw,
+        producer if type(producer) is str else "transformer_engine",
+        dated if type(dated) is int else None,
+        notes=tuple(decoded.notes),
+    )
+    return _with_aside(states, aside) if aside else states
+
+
+def _with_aside(states: Fp8States, aside: Fp8States) -> Fp8States:
+    """With what payloads have no place for: the keys and values of a cache, and statistics."""
+    modules = dict(states.modules)
+    for name, state in aside.modules.items():
+        cache = Fp8State({role: part for role, part in state.roles.items() if role in CACHE})
+        if cache.roles:
+            known = modules[name].roles if name in modules else {}
+            modules[name] = Fp8State({**known, **change_recipe(cache, aside.recipe, states.recipe).roles})
+    return replace(states, modules=modules, statistics=aside.statistics)

@@ -1,0 +1,105 @@
+"""FP8 state as Megatron's `_extra_state` objects: the inverse of `megatron/extra_state.py`."""
+
+import io
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.megatron.keys import EXTRA_STATE
+from precisionctl.fp8 import grouped
+from precisionctl.fp8.extra_state_writer import TeVersion, columns_of, encode_columns, encode_payload, has_payload
+from precisionctl.fp8.state import CACHE, Fp8State, Fp8States, RoleState
+from precisionctl.untrusted import safe_archive
+
+Object = Tensor | io.BytesIO
+"""What TE has in its place: bytes as a tensor, or a file."""
+
+_WEIGHT = re.compile(r"(.+)\.weight(\d*)")
+_NONE = ("word_embeddings", "position_embeddings", "output_layer", "router")
+_ATTENTION = ".self_attention.linear_proj"
+
+
+def demanded(names: Iterable[str]) -> list[str]:
+    """The objects that some Megatron from 0.12 to 0.19 asks for, of a model with these tensors.
+
+    Every module of Transformer Engine's specifications that has a weight, norms too (since Transformer Engine
+    1.13), and the attention itself (up to Megatron 0.14). Megatron passes over those it does not ask for.
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        match = _WEIGHT.fullmatch(name)
+        if match and not match[1].endswith(_NONE):
+            found[f"{match[1]}{EXTRA_STATE}{match[2]}"] = None
+            if match[1].endswith(_ATTENTION):
+                found[f"{match[1].removesuffix('linear_proj')}core_attention{EXTRA_STATE}"] = None
+    return list(found)
+
+
+def payloads_of(states: Fp8States, te: TeVersion, expert_ranks: int) -> dict[str, Object]:
+    """The payloads of all modules, by the objects' logical names; of grouped linears one for each expert, as Megatron
+    cuts those of `expert_ranks` ranks."""
+    found = {_object_of(module): _as_kept(data) for module, data in states.raw.items()}
+    for module, state in _with_payload(states):
+        if not _of_experts(state):
+            found[module + EXTRA_STATE] = _payload(encode_payload(state, states.recipe, te))
+            continue
+        experts = len(state.roles["weight"].scale)
+        size = experts // expert_ranks
+        for first in range(0, experts, size):
+            whole = columns_of(_held(state, first, size), states.recipe, te)
+            for i, directions in enumerate(grouped.cut(whole, size)):
+                data = encode_columns(directions, 1, states.recipe, te)
+                found[f"{module}{EXTRA_STATE}{first + i}"] = _payload(data)
+    return found
+
+
+def grouped_payloads(states: Fp8States, te: TeVersion, first: int, count: int) -> dict[str, Object]:
+    """The payloads of all modules as a rank with experts `[first, first + count)` has them: one of a grouped linear."""
+    found = {_object_of(module): _as_kept(data) for module, data in states.raw.items()}
+    for module, state in _with_payload(states):
+        part = _held(state, first, count) if _of_experts(state) else state
+        found[module + EXTRA_STATE] = _payload(encode_payload(part, states.recipe, te))
+    return found
+
+
+def beside_payloads(states: Fp8States) -> Fp8States | None:
+    """What a checkpoint with payloads keeps in a sidecar, as they have no place for it: the keys and values of a cache,
+    and statistics. None where there are none."""
+    caches = {
+        module: Fp8State({role: part for role, part in state.roles.items() if role in CACHE})
+        for module, state in states.modules.items()
+    }
+    kept = {module: state for module, state in caches.items() if state.roles}
+    return replace(states, modules=kept, raw={}) if kept or states.statistics else None
+
+
+def _with_payload(states: Fp8States) -> Iterable[tuple[str, Fp8State]]:
+    return ((module, state) for module, state in states.modules.items() if has_payload(state))
+
+
+def _of_experts(state: Fp8State) -> bool:
+    return state.of_gemm and state.roles["weight"].scale.dim() == 1
+
+
+def _held(state: Fp8State, first: int, count: int) -> Fp8State:
+    held = slice(first, first + count)
+    return Fp8State({role: RoleState(p.scale[held], p.amax_history[held]) for role, p in state.roles.items()})
+
+
+def _payload(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _as_kept(data: Tensor) -> Object:
+    """A payload that is not understood, as it was: TE kept archives as files."""
+    kept = data.numpy().tobytes()
+    return io.BytesIO(kept) if kept.startswith(safe_archive.MAGIC) else data
+
+
+def _object_of(module: str) -> str:
+    """The object of a payload that is not understood: experts' end in their number, `….linear_fc1.5`."""
+    name, _, number = module.rpartition(".")
+    return f"{name}{EXTRA_STATE}{number}" if number.isdecimal() else module + EXTRA_STATE

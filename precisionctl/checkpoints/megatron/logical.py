@@ -1,0 +1,236 @@
+"""Megatron's stored tensors as logical ones: layers and experts unstacked, halves joined, prefixes and quirks undone.
+
+What no rule here knows stays under its own key, so that a plan can refuse it: nothing is dropped.
+"""
+
+import itertools
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from precisionctl.checkpoints import dcp
+from precisionctl.checkpoints.base import Box
+from precisionctl.checkpoints.megatron.keys import leading, unstack
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.param import TensorSpec
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OPTIMIZER = "optimizer."
+STATE = "optimizer.state."
+MASTER = f"{STATE}param."
+
+_MOST_SLICES = 1 << 22
+"""A bound on what a few bytes of `.metadata` can ask for. Of DeepSeek-V3 and its optimizer, 8 parts of each of 58 x 256
+experts' linears, there are 10^6."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a logical tensor: `start` elements into a stored piece."""
+
+    box: Box
+    piece: dcp.Piece
+    start: int
+
+
+@dataclass(frozen=True)
+class Logical:
+    """A logical tensor and the parts that make it."""
+
+    spec: TensorSpec
+    parts: tuple[Part, ...]
+
+
+def logical_tensors(stored: Mapping[str, dcp.StoredTensor], where: Path) -> dict[str, Logical]:
+    """Every tensor by its logical name, the optimizer's under `optimizer.`.
+
+    Raises DamagedCheckpoint where the pieces of one do not cover it exactly once, or two have one name.
+    """
+    prefix = model_prefix(stored)
+    _check_count(stored, prefix, where)
+    found: dict[str, Logical] = {}
+    for key, tensor in stored.items():
+        for name, one in _slices(plain(key, prefix), tensor, where):
+            if name in found:
+                raise DamagedCheckpoint(f"{name} is there twice", where=where)
+            found[name] = one
+    found = _joined(found)
+    renamed = te_names(found)
+    clash = [new for old, new in renamed.items() if new in found]
+    if clash:
+        raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
+    found = _by_parameter({renamed.get(name, name): one for name, one in found.items()})
+    for name, one in found.items():
+        _check_tiled(name, one, where)
+    return found
+
+
+def model_prefix(keys: Mapping[str, object]) -> str:
+    """What stands before every name of the model: `module.` or `model.` in NeMo's checkpoints, `model.module.` in
+    fsdp_dtensor; found at the word embedding."""
+    found = (key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING) and not of_optimizer(key))
+    prefix = min(found, key=len, default="")
+    return prefix if not prefix or prefix.endswith(".") else ""
+
+
+_CHAINED = re.compile(r"chained_\d+\.")
+_STATE = re.compile(r"optimizer\.state\.(?:module\.)*(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
+_FSDP_STATE = re.compile(r"optimizer\.state\.(.+)\.(exp_avg|exp_avg_sq|param)")
+
+
+def of_optimizer(key: str) -> bool:
+    """Whether a key, or a logical name, is of an optimizer's state."""
+    return _CHAINED.sub("", key, count=1).startswith(OPTIMIZER)
+
+
+def plain(key: str, prefix: str) -> str:
+    """A key without what containers put before it: the model's prefix, `chained_1.` where there are several optimizers
+    (dense and experts). FP32 masters are `param`: `fp32_param` in plain optimizers."""
+    if not of_optimizer(key):
+        return key.removeprefix(prefix)
+    match = _STATE.fullmatch(_CHAINED.sub("", key, count=1))
+    if match:
+        kind, name = match[1], match[2]
+    elif match := _FSDP_STATE.fullmatch(key):
+        kind, name = match[2], match[1]
+    else:
+        return key
+    kind = "param" if kind == "fp32_param" else kind
+    name = name.removeprefix(prefix)
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return f"{STATE}{kind}.{name}"
+
+
+def _check_count(stored: Mapping[str, dcp.StoredTensor], prefix: str, where: Path) -> None:
+    """Before any is made: how many slices all tensors have, and parts of slices all pieces."""
+    count = 0
+    for key, tensor in stored.items():
+        depth = leading(plain(key, prefix))
+        for sizes in (tensor.shape, *(piece.sizes for piece in tensor.pieces)):
+            count += math.prod(sizes[:depth])
+    if count > _MOST_SLICES:
+        raise DamagedCheckpoint(f"it would be {count} tensors and parts of tensors", where=where)
+
+
+def _slices(key: str, stored: dcp.StoredTensor, where: Path) -> Iterator[tuple[str, Logical]]:
+    """The logical tensors in a stored one: itself, or one per layer, expert, or both."""
+    depth = leading(key)
+    if depth > len(stored.shape):
+        depth = 0
+    counts, spec = stored.shape[:depth], TensorSpec(stored.shape[depth:], stored.dtype)
+    slices: dict[tuple[int, ...], list[Part]] = {at: [] for at in itertools.product(*map(range, counts))}
+    for piece in stored.pieces:
+        box = _box(spec.shape, piece.offsets[depth:], piece.sizes[depth:], where)
+        ranges = zip(piece.offsets[:depth], piece.sizes[:depth], strict=True)
+        for index, at in enumerate(itertools.product(*(range(start, start + size) for start, size in ranges))):
+            slices[at].append(Part(box, piece, index * box.rows * box.columns))
+    for at, parts in slices.items():
+        yield unstack(key, at) if depth == leading(key) else key, Logical(spec, tuple(parts))
+
+
+def _box(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], where: Path) -> Box:
+    """A box per dimension as one of rows and columns; only the first two dimensions may be cut."""
+    if sizes[2:] != shape[2:]:
+        raise DamagedCheckpoint(f"a piece {sizes} at {offsets} of a tensor {shape}", where=where)
+    inner = math.prod(shape[2:])
+    row, rows = (offsets[0], sizes[0]) if shape else (0, 1)
+    column, columns = (offsets[1] * inner, sizes[1] * inner) if len(shape) > 1 else (0, 1)
+    return Box(row, rows, column, columns)
+
+
+def _by_parameter(found: Mapping[str, Logical]) -> dict[str, Logical]:
+    """Optimizer's tensors of another shape than their parameter's under another name, which no plan takes for theirs:
+    `fully_sharded_model_space`, until megatron-core 0.14, stored flat pieces of what a rank had."""
+    named = {}
+    for name, one in found.items():
+        state = _STATE.fullmatch(name)
+        parameter = found.get(state[2]) if state else None
+        other = state and parameter and parameter.spec.shape != one.spec.shape
+        named[f"optimizer.flat.{name.removeprefix(STATE)}" if other else name] = one
+    return named
+
+
+_HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_w")
+
+
+def _joined(found: Mapping[str, Logical]) -> dict[str, Logical]:
+    """`linear_fc1.weight_w` and `weight_v` as one tensor of all gates and then all ups, where both are there."""
+    joined = dict(found)
+    for name, gate in found.items():
+        match = _HALF.fullmatch(name)
+        up = found.get(f"{match[1]}_v") if match else None
+        if match and up and up.spec == gate.spec and gate.spec.shape and match[1] not in found:
+            rows, *rest = gate.spec.shape
+            below = tuple(replace(part, box=replace(part.box, row=part.box.row + rows)) for part in up.parts)
+            joined[match[1]] = Logical(replace(gate.spec, shape=(2 * rows, *rest)), gate.parts + below)
+            del joined[name], joined[f"{match[1]}_v"]
+    return joined
+
+
+_LAYER_OF = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer)\.)(.+)")
+# without Transformer Engine, in layers with -> renamed to what it would have written
+_WITHOUT_TE = (
+    ("self_attention.linear_qkv.weight", "input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("mlp.router.weight", "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ("mlp.linear_fc1.weight", "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("self_attention.linear_kv_down_proj.weight", "self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    (
+        "self_attention.linear_q_up_proj.weight",
+        "self_attention.q_layernorm.",
+        "self_attention.linear_q_up_proj.layer_norm_",
+    ),
+    (
+        "self_attention.linear_kv_up_proj.weight",
+        "self_attention.kv_layernorm.",
+        "self_attention.linear_kv_up_proj.layer_norm_",
+    ),
+)
+
+
+def te_names(names: Mapping[str, object]) -> dict[str, str]:
+    """Old name -> new, where a run without Transformer Engine stored a layer norm under another module's name.
+
+    Its specification calls the norm before a dense MLP as Transformer Engine does, and so that before experts; with
+    multi-latent attention neither, and the attention's inner norms are modules of their own.
+    """
+    renamed = {}
+    for name in names:
+        state = _STATE.fullmatch(name)
+        layer = _LAYER_OF.fullmatch(state[2] if state else name)
+        for having, old, new in _WITHOUT_TE if layer else ():
+            assert layer
+            if layer[2].startswith(old) and layer[1] + having in names:
+                before = name.removesuffix(layer[1] + layer[2])
+                renamed[name] = before + layer[1] + new + layer[2].removeprefix(old)
+    return renamed
+
+
+def _check_tiled(name: str, one: Logical, where: Path) -> None:
+    """Raise DamagedCheckpoint where the boxes do not cover the tensor exactly once."""
+    boxes = [part.box for part in one.parts]
+    if _overlap(boxes) or sum(box.rows * box.columns for box in boxes) != one.spec.rows * one.spec.columns:
+        raise DamagedCheckpoint(f"the pieces of {name} do not make one tensor {list(one.spec.shape)}", where=where)
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Whether two boxes share an element: in the order of rows, each that begins is held against its neighbours among
+    those that have not ended."""
+    events = []
+    for box in boxes:
+        if box.rows and box.columns:
+            events += [(box.row, True, box.column, box.columns), (box.row + box.rows, False, box.column, box.columns)]
+    open_: list[tuple[int, int]] = []
+    for _, begins, column, columns in sorted(events):  # at one row those that end come first
+        at = bisect_left(open_, (column, columns))
+        if not begins:
+            del open_[at]
+            continue
+        before, after = open_[at - 1 : at], open_[at : at + 1]
+        if (before and sum(before[0]) > column) or (after and after[0][0] < column + columns):
+            return True
+        open_.insert(at, (column, columns))
+    return False

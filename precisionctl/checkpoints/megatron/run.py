@@ -1,0 +1,156 @@
+"""What a Megatron run keeps beside its tensors, taken along to a checkpoint for other parallel sizes.
+
+Arguments, counters, schedule, the optimizer's settings by group of parameters, and the states of random generators.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.base import Chunk, Companions, Reader
+from precisionctl.checkpoints.megatron.arguments import STAGES
+from precisionctl.checkpoints.megatron.extra_state import Saved
+from precisionctl.checkpoints.megatron.keys import OURS
+from precisionctl.checkpoints.torch_zip import Span
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.grouped import Order
+from precisionctl.param import Parallelism, TensorSpec
+from precisionctl.untrusted.safe_pickle import finite, parts
+
+_DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_0\.(\w+)/shard_0_1")
+_OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
+_SHARDING = "param_state_sharding_type"
+_WRITTEN = ("args", "checkpoint_version", "content_metadata", "iteration", "model", "optimizer", OURS)
+"""Of the common data: what the writer makes itself, or `carried` says apart."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Arguments of a TorchDistWriter; of no run, none. `left` names what a checkpoint of other sizes cannot have, or
+    what no plain value is."""
+
+    iteration: int | None = None
+    common: Mapping[str, object] = field(default_factory=dict)
+    objects: Mapping[str, object] = field(default_factory=dict)
+    args: Mapping[str, object] = field(default_factory=dict)
+    distributed_optimizer: bool = False
+    left: tuple[str, ...] = ()
+
+
+class MegatronReader(Reader, Protocol):
+    """A Reader of a Megatron container, whose checkpoints often do not say of which family they are."""
+
+    family: str | None
+    grouped_columns: Order | None
+    companions: Companions
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def optimizer_specs(self) -> Mapping[str, TensorSpec]: ...
+    @property
+    def args(self) -> Mapping[str, Any]: ...
+    @property
+    def common(self) -> Mapping[str, Any]: ...
+    @property
+    def objects(self) -> Sequence[str]: ...
+    def read_object(self, key: str) -> Any: ...
+    def checked_object(self, key: str) -> Span: ...
+    def payloads(self) -> Iterator[Saved]: ...
+
+
+def of_megatron(reader: Reader) -> TypeGuard[MegatronReader]:
+    """Whether a checkpoint is Megatron's."""
+    return reader.layout == "megatron"
+
+
+@dataclass(frozen=True)
+class WithOptimizer:
+    """A reader's model and optimizer as one source of tensors."""
+
+    reader: MegatronReader
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {**self.reader.specs, **self.reader.optimizer_specs}
+
+    @property
+    def encodings(self) -> Mapping[str, Encoding]:
+        return self.reader.encodings
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self.reader.chunks(name)
+
+
+def carried(reader: MegatronReader, parallelism: Parallelism, *, generators: bool = True) -> Carried:
+    """What of a run goes along into a checkpoint cut for `parallelism`, with its optimizer where it has one.
+
+    Megatron restores generators only at the tensor- and pipeline-parallel sizes that they were saved at; and the
+    container may have no place for them (`generators`).
+    """
+    optimizers = optimizer_settings(reader)
+    common = {key: value for key, value in reader.common.items() if key not in _WRITTEN and _is_plain(value)}
+    left = [key for key in reader.common if key not in _WRITTEN and key not in common]
+    if optimizers:
+        common["optimizer"] = _for_experts(optimizers, parallelism.expert > 1)
+    args = {key: value for key, value in reader.args.items() if key not in STAGES and _is_plain(value)}
+    sizes = (args.get("tensor_model_parallel_size"), args.get("pipeline_model_parallel_size"))
+    objects = {key: reader.checked_object(key) for key in reader.objects if key.startswith("rng_state/")}
+    if objects and not (generators and sizes == (parallelism.tensor, parallelism.pipeline)):
+        objects, left = {}, [*left, "rng_state"]
+    kept = {"no_save_optim": not optimizers, "no_save_rng": not objects}
+    distributed = any(_SHARDING in optimizer for optimizer in optimizers)
+    return Carried(reader.iteration, common, objects, args | kept, distributed, tuple(left))
+
+
+def optimizer_settings(reader: MegatronReader) -> list[dict[str, Any]]:
+    """What of each optimizer (of dense parameters, of experts) is no tensor; buckets have it in objects."""
+    found = reader.common.get("optimizer")
+    if not isinstance(found, dict) or not reader.optimizer_specs:
+        return []
+    chained = set(found) <= {0, 1}
+    listed = [found[number] for number in sorted(found)] if chained else [found]
+    settings = [dict(one) for one in listed if isinstance(one, dict) and _is_plain(one)]
+    for key in reader.objects:
+        match = _DISTRIBUTED.fullmatch(key)
+        if match and match[2] not in _OF_BUCKETS and int(match[1] or 0) < len(settings):
+            settings[int(match[1] or 0)][match[2]] = reader.read_object(key)
+    for one in settings:
+        if _SHARDING in one:
+            one[_SHARDING] = "fully_reshardable"
+    return [one for one in settings if _is_plain(one)]
+
+
+def _for_experts(optimizers: list[dict[str, Any]], apart: bool) -> object:
+    """One optimizer, or one for experts beside it: Megatron has two where experts are parallel, and passes over
+    groups of parameters that it does not ask for."""
+    if not apart:
+        return optimizers[0]
+    experts = optimizers[1] if len(optimizers) > 1 else _of_experts(optimizers[0])
+    return {0: optimizers[0], 1: experts}
+
+
+def _of_experts(dense: dict[str, Any]) -> dict[str, Any]:
+    inner = dense.get("optimizer")
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    if not isinstance(inner, dict) or not isinstance(groups, list):
+        return dense
+    experts = [group | {"is_expert_parallel": True} for group in groups if isinstance(group, dict)]
+    return dense | {"optimizer": inner | {"param_groups": experts}}
+
+
+_SCALARS = (str, bytes, int, float, bool, type(None), torch.dtype, Tensor)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether this can be written as it was read: nothing in it stands for an object of a class that is not here."""
+    try:
+        return all(isinstance(part, _SCALARS) for part in parts(finite(value)))
+    except ValueError:  # YAML can hold what archives may not
+        return False

@@ -1,0 +1,291 @@
+"""The flat buckets of Megatron's distributed optimizer (`dp_reshardable`), as tensors by parameter.
+
+Each model-parallel rank has buffers of its own, one for each part of an interleaved pipeline. A buffer holds the
+rank's parameters from the last to the first, each from a multiple of 64 elements on, in one or more buckets whose
+ends are padded to what data parallelism asks for; the padding is not stored
+(megatron/core/distributed/param_and_grad_buffer.py, _ParamAndGradBuffer; optimizer/distrib_optimizer.py,
+sharded_param_state_dp_reshardable). No name is stored: which parameter is where follows from the shapes, from how
+the model's own tensors are cut, and from where pieces begin and end. `torch_dist/masters.py` proves it.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from precisionctl.checkpoints import dcp
+from precisionctl.checkpoints.base import Box
+from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, STATE, Logical, Part
+from precisionctl.checkpoints.megatron.order import Modules, ordered
+from precisionctl.param import TensorSpec
+
+_KEY = re.compile(
+    r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\.gbuf_idx_(\d{1,3})"
+    r"\.dtype_\(torch\.\w+, torch\.\w+\)\.bucket_idx_(\d{1,6})\.(param|exp_avg|exp_avg_sq)"
+)
+_ALIGNMENT = 64
+_KINDS = ("param", "exp_avg", "exp_avg_sq")
+_NO_PARAMETER = (".expert_bias",)
+"""Of a router: a buffer, which a rule changes and no optimizer."""
+
+
+class _Bucket:
+    """The flat tensors of a bucket: of each kind its pieces, and where each begins."""
+
+    def __init__(self, tensors: Mapping[str, dcp.StoredTensor]) -> None:
+        self.length = tensors["param"].shape[0]
+        self.dtypes = {kind: tensor.dtype for kind, tensor in tensors.items()}
+        self.pieces = {kind: sorted(one.pieces, key=lambda piece: piece.offsets) for kind, one in tensors.items()}
+        self.starts = {kind: [piece.offsets[0] for piece in pieces] for kind, pieces in self.pieces.items()}
+
+    def begins_piece(self, element: int) -> bool:
+        at = bisect_left(self.starts["param"], element)
+        return at < len(self.starts["param"]) and self.starts["param"][at] == element
+
+    def within(self, kind: str, begin: int, end: int) -> list[dcp.Piece]:
+        """The pieces that have elements of `[begin, end)`."""
+        first, last = bisect_right(self.starts[kind], begin) - 1, bisect_left(self.starts[kind], end)
+        return self.pieces[kind][first:last]
+
+
+@dataclass(frozen=True)
+class _Local:
+    """What a rank has of a parameter: boxes that lie one after the other in its memory."""
+
+    name: str
+    boxes: tuple[Box, ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(box.rows * box.columns for box in self.boxes)
+
+
+@dataclass(frozen=True)
+class _At:
+    """Where in a buffer a parameter is: in which bucket, and from which element of it on."""
+
+    local: _Local
+    bucket: int
+    start: int
+
+
+def is_bucket(name: str) -> bool:
+    """Whether this is a bucket's tensor."""
+    return _KEY.fullmatch(name) is not None
+
+
+def unpack(
+    stored: Mapping[str, dcp.StoredTensor], model: Mapping[str, Logical], kinds: Iterable[Modules]
+) -> dict[str, Logical] | None:
+    """The optimizer's tensors by name, of the model whose tensors are `model`.
+
+    `kinds` are the orders of modules to try, the likeliest first. None where the buckets fit none of them.
+    """
+    buffers = _buffers(stored)
+    for modules in kinds if buffers and EMBEDDING in model else ():
+        names = ordered((name for name in model if not name.endswith(_NO_PARAMETER)), modules)
+        found = _Unpacking(buffers, model, names).tensors() if names else None
+        if found is not None:
+            return found
+    return None
+
+
+_Buffers = dict[tuple[int, int, int], list[_Bucket]]
+"""By optimizer (0: dense, 1: experts), model-parallel rank, and number of the buffer."""
+
+
+def _buffers(stored: Mapping[str, dcp.StoredTensor]) -> _Buffers:
+    """Empty unless all buckets are there, flat and of one dtype for each kind."""
+    found: dict[tuple[int, int, int], dict[int, dict[str, dcp.StoredTensor]]] = {}
+    for key, tensor in stored.items():
+        if match := _KEY.fullmatch(key):
+            at = (int(match[1] or 0), int(match[2]), int(match[3]))
+            found.setdefault(at, {}).setdefault(int(match[4]), {})[match[5]] = tensor
+    dtypes = {(kind, one.dtype) for buckets in found.values() for b in buckets.values() for kind, one in b.items()}
+    for buckets in found.values():
+        shapes = [{tensor.shape for tensor in bucket.values()} for bucket in buckets.values()]
+        whole = set(buckets) == set(range(len(buckets))) and all(set(b) == set(_KINDS) for b in buckets.values())
+        if not whole or len(dtypes) != len(_KINDS) or any(len(s) > 1 or len(min(s)) != 1 for s in shapes):
+            return {}
+    return {at: [_Bucket(buckets[number]) for number in range(len(buckets))] for at, buckets in found.items()}
+
+
+class _Unpacking:
+    """The buckets of a checkpoint, held against one order of the parameters."""
+
+    def __init__(self, buffers: _Buffers, model: Mapping[str, Logical], names: Sequence[str]) -> None:
+        self._buffers, self._model = buffers, model
+        self._apart = any(optimizer == 1 for optimizer, _, _ in buffers)  # experts, where they are parallel
+        self._tensor = len(model[EMBEDDING].parts)
+        self._stages = max(1, self._ranks(0) // self._tensor)
+        self._head = [name for name in names if name.startswith("embedding.")]
+        self._tail = [name for name in names if not layer_of(name) and name not in self._head]
+        self._layers: dict[int, list[str]] = {}
+        for name in names:
+            if layer := layer_of(name):
+                self._layers.setdefault(layer[0], []).append(name)
+        self._experts = 1 + max((expert_of(name) or 0 for name in names), default=0)
+        self._found: dict[str, list[Part]] = {f"{STATE}{kind}.{name}": [] for name in names for kind in _KINDS}
+        self._seen: set[tuple[str, Box]] = set()
+
+    def _ranks(self, optimizer: int) -> int:
+        return 1 + max((rank for which, rank, _ in self._buffers if which == optimizer), default=0)
+
+    def tensors(self) -> dict[str, Logical] | None:
+        """The optimizer's tensors; None where something does not fit."""
+        if any((0, rank, 0) not in self._buffers for rank in range(self._ranks(0))):
+            return None
+        stages = self._split()
+        for optimizer in (0, 1) if self._apart else (0,):
+            width = self._ranks(optimizer) // self._stages
+            for rank in range(width * self._stages):
+                if stages is None or not self._unpack_rank(optimizer, rank, width, stages):
+                    return None
+        if not all(self._found.values()):
+            return None
+        dtypes = next(iter(self._buffers.values()))[0].dtypes
+        return {name: self._logical(name, parts, dtypes) for name, parts in self._found.items()}
+
+    def _logical(self, name: str, parts: list[Part], dtypes: Mapping[str, torch.dtype]) -> Logical:
+        kind, _, parameter = name.removeprefix(STATE).partition(".")
+        return Logical(TensorSpec(self._model[parameter].spec.shape, dtypes[kind]), tuple(parts))
+
+    def _split(self) -> list[list[str]] | None:
+        """The parameters of each virtual stage, in the order of the model: as many layers as fill its buffers."""
+        chunks, first, stages = self._chunks(), 0, []
+        for number in range(chunks * self._stages):
+            is_last = number == chunks * self._stages - 1
+            counts = [len(self._layers) - first] if is_last else range(len(self._layers) - first + 1)
+            for count in counts:
+                names = self._stage(first, count, number == 0, is_last)
+                if self._fits(number, names):
+                    break
+            else:
+                return None
+            stages.append(names)
+            first += count
+        return stages
+
+    def _chunks(self) -> int:
+        """Parts of the pipeline on each of its ranks: each has a buffer for each dtype."""
+        dtypes = {self._model[name].spec.dtype for names in self._layers.values() for name in names}
+        numbers = 1 + max((number for optimizer, _, number in self._buffers if optimizer == 0), default=0)
+        return max(1, numbers // max(1, len(dtypes)))
+
+    def _stage(self, first: int, count: int, is_first: bool, is_last: bool) -> list[str]:
+        """Its parameters. The last of several stages has a copy of tied embeddings, and one for predicting tokens."""
+        names = list(self._head) if is_first else []
+        if is_last and not is_first and any(name.startswith("mtp.") for name in self._tail):
+            names.append(EMBEDDING)
+        for layer in range(first, first + count):
+            names += self._layers.get(layer, [])
+        if is_last:
+            names += self._tail
+            if not is_first and "output_layer.weight" not in self._tail and EMBEDDING not in names:
+                names.append(EMBEDDING)
+        return names
+
+    def _fits(self, number: int, names: list[str]) -> bool:
+        """Whether a virtual stage's dense buffers on its first rank hold just these parameters."""
+        rank, chunk = number % self._stages * self._tensor, number // self._stages
+        groups = self._groups(names, 0)
+        if not groups:  # no parameter, no buffer
+            return (0, rank, chunk) not in self._buffers
+        return all(
+            self._layout(group, (0, rank, chunk * len(groups) + index), 0, self._tensor) is not None
+            for index, group in enumerate(groups)
+        )
+
+    def _groups(self, names: list[str], optimizer: int) -> list[list[str]]:
+        """Of these, what an optimizer has, a list for each buffer: one for each dtype."""
+        groups: dict[torch.dtype, list[str]] = {}
+        for name in names:
+            if not self._apart or (expert_of(name) is not None) == (optimizer == 1):
+                groups.setdefault(self._model[name].spec.dtype, []).append(name)
+        return list(groups.values())
+
+    def _unpack_rank(self, optimizer: int, rank: int, width: int, stages: list[list[str]]) -> bool:
+        number = 0
+        for stage in range(rank // width, len(stages), self._stages):
+            for group in self._groups(stages[stage], optimizer):
+                layout = self._layout(group, (optimizer, rank, number), rank % width, width)
+                if layout is None:
+                    return False
+                for at in layout:
+                    self._take(at, self._buffers[optimizer, rank, number][at.bucket])
+                number += 1
+        return True
+
+    def _layout(self, names: list[str], buffer: tuple[int, int, int], rank: int, width: int) -> list[_At] | None:
+        """Where each parameter is, from the last to the first; None unless they fill the buffer."""
+        buckets = self._buffers.get(buffer)
+        if buckets is None:
+            return None
+        layout, bucket, end = [], 0, 0
+        for name in reversed(names):
+            local = self._local(name, rank, width)
+            if local is None:
+                continue
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            if end and buckets[bucket].length in (start, end):  # full, but for padding
+                bucket, start = bucket + 1, 0
+            end = start + local.elements
+            if bucket == len(buckets) or end > buckets[bucket].length or not buckets[bucket].begins_piece(start):
+                return None
+            layout.append(_At(local, bucket, start))
+        filled = bucket == len(buckets) - 1 and buckets[bucket].length in (end, -(-end // _ALIGNMENT) * _ALIGNMENT)
+        return layout if filled else None
+
+    def _local(self, name: str, rank: int, width: int) -> _Local | None:
+        """What a rank has of a parameter: as the model's own pieces are cut. None for another rank's expert.
+
+        Gates and ups are cut apart, so with two ranks a rank has the first and the third of four boxes.
+        """
+        boxes = sorted((part.box for part in self._model[name].parts), key=lambda box: (box.row, box.column))
+        expert = expert_of(name)
+        size = self._tensor
+        if expert is not None and self._apart:
+            size = self._expert_tensor(name)
+            if expert * (width // size) // self._experts != rank // size:
+                return None
+        of_rank = boxes if len(boxes) == 1 else boxes[rank % size :: size]
+        return _Local(name, tuple(of_rank))
+
+    def _expert_tensor(self, name: str) -> int:
+        """Ranks that the experts' tensors are cut for: second linears are cut once for each."""
+        return len(self._model[re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name)].parts)
+
+    def _take(self, at: _At, bucket: _Bucket) -> None:
+        """Add a parameter's parts, unless another rank has the same boxes."""
+        key = (at.local.name, at.local.boxes[0])
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        for kind in _KINDS:
+            found = self._found[f"{STATE}{kind}.{at.local.name}"]
+            for piece in bucket.within(kind, at.start, at.start + at.local.elements):
+                begin = max(piece.offsets[0], at.start)
+                end = min(piece.offsets[0] + piece.sizes[0], at.start + at.local.elements)
+                for box, offset in flat_boxes(at.local.boxes, begin - at.start, end - at.start):
+                    found.append(Part(box, piece, begin - piece.offsets[0] + offset))
+
+
+def flat_boxes(boxes: Sequence[Box], begin: int, end: int) -> Iterator[tuple[Box, int]]:
+    """Elements `[begin, end)` of boxes that lie one after the other, as boxes; with each, how far from `begin` it is.
+
+    Of each box at most three: part of a row, whole rows, part of a row.
+    """
+    base = 0
+    for box in boxes:
+        size = box.rows * box.columns
+        at, last = max(begin - base, 0), min(end - base, size)
+        while at < last:
+            row, column = divmod(at, box.columns)
+            rows = (last - at) // box.columns if column == 0 else 0
+            columns = box.columns if rows else min(box.columns - column, last - at)
+            yield Box(box.row + row, rows or 1, box.column + column, columns), base + at - begin
+            at += (rows or 1) * columns
+        base += size

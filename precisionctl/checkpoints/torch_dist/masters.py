@@ -1,0 +1,70 @@
+"""Proof that an optimizer's FP32 masters are those of the weights beside them: rounded, they are the weights.
+
+A distributed optimizer's buckets carry no names (`torch_dist/buckets.py`). Were one parameter taken for another one,
+its rounded master would not be the stored weight.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from precisionctl.checkpoints.base import Chunk, read_rows
+from precisionctl.checkpoints.megatron.logical import MASTER
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.param import TensorSpec
+
+_ELEMENTS = 1 << 20
+"""Compared at a time."""
+
+
+@dataclass(frozen=True)
+class _Optimizer:
+    """The optimizer's tensors of a checkpoint, as a source."""
+
+    reader: TorchDistReader
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self.reader.optimizer_specs
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self.reader.chunks(name)
+
+
+def prove_masters(reader: TorchDistReader) -> str:
+    """A note where some masters differ: of a run that keeps its weights in FP8 some may.
+
+    Raises DamagedCheckpoint where most do: then buckets hold other parameters than they are taken for.
+    """
+    differing = differing_masters(reader)
+    if len(differing) > len(reader.specs) // 2:
+        raise DamagedCheckpoint(
+            f"the optimizer's masters are not those of the weights: {len(differing)} differ, `{differing[0]}` first",
+            where=reader.path,
+            do="--drop-optimizer leaves the optimizer behind.",
+        )
+    return f"The optimizer's master of these is not their weight: {', '.join(differing)}." if differing else ""
+
+
+def differing_masters(reader: TorchDistReader) -> list[str]:
+    """The parameters whose FP32 master, rounded to the weight's dtype, is not the stored weight bit for bit.
+
+    Also those whose master has another shape. Reads both, a few megabytes at a time.
+    """
+    masters = [name for name in reader.optimizer_specs if name.startswith(MASTER)]
+    return [name for name in (master.removeprefix(MASTER) for master in masters) if not _agree(reader, name)]
+
+
+def _agree(reader: TorchDistReader, name: str) -> bool:
+    weight, master = reader.specs.get(name), reader.optimizer_specs[MASTER + name]
+    if weight is None or weight.shape != master.shape:
+        return False
+    step = max(1, _ELEMENTS // max(1, weight.columns))
+    for row in range(0, weight.rows, step):
+        rows = min(step, weight.rows - row)
+        rounded = read_rows(_Optimizer(reader), MASTER + name, row, rows).to(weight.dtype)
+        if not torch.equal(rounded.view(torch.uint8), read_rows(reader, name, row, rows).view(torch.uint8)):
+            return False
+    return True

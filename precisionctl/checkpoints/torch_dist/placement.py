@@ -1,0 +1,150 @@
+"""Where each box of each tensor goes in a `torch_dist` directory: keys, files, offsets; arithmetic on names and sizes.
+
+Nothing here depends on who writes, so the bytes are the same for any number of workers and machines.
+"""
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
+from precisionctl.checkpoints.base import Box, Chunk, shard_boxes
+from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
+from precisionctl.param import Parallelism, TensorSpec
+
+_ALIGNMENT = 64
+"""Of records in a file, as of storages in a record: then tensors are aligned in the file."""
+
+FILE_BYTES = 1 << 30
+"""Of tensors in one file, so that several writers have files of their own; a larger box has one to itself."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A box of a logical tensor, the key it is stored under, and the record that holds it."""
+
+    name: str
+    key: str
+    box: Box
+    record: torch_zip_writer.Record
+    piece: dcp.Piece
+
+    @property
+    def path(self) -> Path:
+        return self.piece.span.path
+
+    @property
+    def chunk(self) -> Chunk:
+        return Chunk(self.box, self.path, self.piece.span.offset + len(self.record.head))
+
+    def write_around(self, file: int) -> None:
+        """Write the record but for the tensor's bytes."""
+        at = self.piece.span.offset
+        os.pwrite(file, self.record.head, at)
+        os.pwrite(file, self.record.tail, at + len(self.record.head) + self.record.nbytes)
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A box, the rank that has it, and its offsets and sizes per dimension of what is stored."""
+
+    rank: int
+    name: str
+    key: str
+    box: Box
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def place(
+    directory: Path,
+    specs: Mapping[str, TensorSpec],
+    keys: Mapping[str, tuple[str, tuple[int, ...]]],
+    parallelism: Parallelism,
+) -> list[Placed]:
+    """Every box, file by file: `__{rank}_{n}.distcp` as the ranks of a run of these sizes would have them.
+
+    `keys` says for each name the key it is stored under and its place in the leading dimensions.
+    """
+    boxes = sorted(_boxes(specs, keys, parallelism), key=lambda box: box.rank)
+    placed: list[Placed] = []
+    for rank, theirs in itertools.groupby(boxes, key=lambda box: box.rank):
+        number, offset, filled = 0, 0, 0
+        for box in theirs:
+            record = torch_zip_writer.record(specs[box.name].dtype, box.sizes)
+            if filled and filled + record.nbytes > FILE_BYTES:
+                number, offset, filled = number + 1, 0, 0
+            span = torch_zip.Span(directory / f"__{rank}_{number}.distcp", offset, record.length)
+            placed.append(Placed(box.name, box.key, box.box, record, dcp.Piece(box.offsets, box.sizes, span)))
+            offset += -(-record.length // _ALIGNMENT) * _ALIGNMENT
+            filled += record.nbytes
+    return placed
+
+
+def _boxes(
+    specs: Mapping[str, TensorSpec],
+    keys: Mapping[str, tuple[str, tuple[int, ...]]],
+    parallelism: Parallelism,
+) -> Iterable[_Box]:
+    layers = max((layer[0] + 1 for name in specs if (layer := layer_of(name))), default=1)
+    experts = max((expert + 1 for name in specs if (expert := expert_of(name)) is not None), default=1)
+    of_experts = parallelism.expert_tensor or parallelism.tensor
+    width = max(parallelism.tensor, parallelism.expert * of_experts)
+    for name, spec in specs.items():
+        key, at = keys[name]
+        expert = expert_of(name)
+        size = parallelism.tensor if expert is None else of_experts
+        first = _stage(name, layers, parallelism.pipeline) * width
+        if expert is not None:
+            first += expert * parallelism.expert // experts * of_experts
+        for rank, boxes in enumerate(shard_boxes(spec, size)):
+            for box in boxes:
+                offsets, sizes = _dimensions(spec, box)
+                yield _Box(first + rank, name, key, box, (*at, *offsets), (*(1 for _ in at), *sizes))
+
+
+def _stage(name: str, layers: int, stages: int) -> int:
+    """The pipeline stage whose files hold a tensor. It matters to no reader: layers are dealt out evenly."""
+    layer = layer_of(name)
+    if layer:
+        return layer[0] * stages // layers
+    return 0 if ".".join(name.split(".")[-3:]).startswith("embedding.") else stages - 1
+
+
+def layers_differ(specs: Mapping[str, TensorSpec]) -> bool:
+    """Whether some layer has other tensors than another one, so that they cannot be stacked."""
+    layers: dict[int, dict[str, object]] = {}
+    for name, spec in specs.items():
+        if layer := layer_of(name):
+            before = name.partition("decoder.layers.")[0]
+            layers.setdefault(layer[0], {})[before + layer[1]] = (spec.shape, spec.dtype)
+    found = list(layers.values())
+    return any(other != found[0] for other in found) or set(layers) != set(range(len(layers)))
+
+
+def stored_tensors(specs: Mapping[str, TensorSpec], placed: Iterable[Placed]) -> dict[str, dcp.StoredTensor]:
+    """By key, the whole (stacked) shape and all pieces."""
+    pieces: dict[str, list[Placed]] = {}
+    for each in placed:
+        pieces.setdefault(each.key, []).append(each)
+    return {key: _stored(specs[theirs[0].name], theirs) for key, theirs in pieces.items()}
+
+
+def _stored(spec: TensorSpec, placed: list[Placed]) -> dcp.StoredTensor:
+    depth = len(placed[0].piece.offsets) - len(spec.shape)
+    counts = (max(each.piece.offsets[axis] for each in placed) + 1 for axis in range(depth))
+    shape = (*counts, *spec.shape)
+    assert sum(math.prod(each.piece.sizes) for each in placed) == math.prod(shape), placed[0].key
+    return dcp.StoredTensor(shape, spec.dtype, tuple(each.piece for each in placed))
+
+
+def _dimensions(spec: TensorSpec, box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes per dimension of a box of rows and columns. Only matrices are cut by columns."""
+    if not spec.shape:
+        return (), ()
+    if box.columns == spec.columns:
+        return (box.row, *(0 for _ in spec.shape[1:])), (box.rows, *spec.shape[1:])
+    return (box.row, box.column), (box.rows, box.columns)

@@ -1,0 +1,221 @@
+"""Read Megatron's `torch_dist` checkpoints with PyTorch alone.
+
+The directory of an iteration holds a distributed checkpoint of PyTorch's (`.metadata`, `*.distcp`), `common.pt`
+with all that is no tensor (since megatron-core 0.19 the object `common_state` instead), and `metadata.json`,
+written last. `torch_dist/writer.py` is the inverse.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints import dcp, torch_zip
+from precisionctl.checkpoints.base import Chunk, Companions, Container
+from precisionctl.checkpoints.megatron.extra_state import Experts, Saved, as_states, bytes_of, decode
+from precisionctl.checkpoints.megatron.keys import (
+    COMMON,
+    COMMON_OBJECT,
+    EXTRA_STATE,
+    MARKER,
+    find_iteration,
+    has_marker,
+    iteration_in,
+    object_name,
+)
+from precisionctl.checkpoints.megatron.logical import Logical, Part, logical_tensors, model_prefix, of_optimizer
+from precisionctl.checkpoints.megatron.model import companions_of, model_of
+from precisionctl.checkpoints.megatron.order import EVERY_KIND, Modules
+from precisionctl.checkpoints.megatron.provider import described_args
+from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.grouped import Order
+from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import Layout, TensorSpec
+from precisionctl.untrusted.safe_files import read_file
+
+WEIGHTS = "weights"
+"""Where NeMo 2 has the checkpoint, beside the `context` that describes it."""
+
+_COMMON_KEYS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+
+
+def recognise(path: Path) -> bool:
+    """Whether `path` is the directory of an iteration, or one of its entries is."""
+    return any(_is_torch_dist(marker) for marker in (path / MARKER, *path.glob(f"*/{MARKER}")))
+
+
+def _is_torch_dist(marker: Path) -> bool:
+    try:
+        content = json.loads(read_file(marker, marker.parent))
+    except (OSError, DamagedCheckpoint):
+        return False
+    except (ValueError, RecursionError):
+        if not (marker.parent / dcp.FILE).is_file():
+            return False
+        raise DamagedCheckpoint("not readable as JSON", where=marker, do="Copy the checkpoint again.") from None
+    return isinstance(content, dict) and content.get("sharded_backend") == "torch_dist"
+
+
+class TorchDistReader:
+    """An iteration, or the newest of a directory; the `weights` of NeMo 2's directories.
+
+    `specs` are the model's tensors and `optimizer_specs` the optimizer's (`optimizer.state.exp_avg.<parameter>`
+    where it is stored by parameter); `chunks` serves both. Opening reads `.metadata` alone.
+
+    Raises DamagedCheckpoint where files, boxes or sizes contradict each other, and UnsafePickle.
+    """
+
+    layout: Layout = "megatron"
+    encodings: Mapping[str, Encoding] = {}
+    family: str | None = None
+    """Which family to take the model for, where no config.json says it."""
+    grouped_columns: Order | None = None
+    """In which order a grouped linear's FP8 state stands, where the payloads do not tell."""
+
+    def __init__(
+        self,
+        path: Path,
+        iteration: int | None = None,
+        *,
+        container: str = "torch_dist",
+        complete: Callable[[Path], bool] = has_marker,
+    ) -> None:
+        nemo = path / WEIGHTS
+        self.path: Path = find_iteration(nemo if iteration is None and complete(nemo) else path, iteration, complete)
+        self.container = container
+        self._index = dcp.read_index(self.path)
+        self._chunks: dict[str, tuple[Chunk, ...]] = {}
+        self._prefix = model_prefix(self._index.tensors)
+        self._tensors = self._with_buckets(logical_tensors(self._index.tensors, self.path))
+        specs = {name: tensor.spec for name, tensor in self._tensors.items()}
+        self.specs = {name: spec for name, spec in specs.items() if not of_optimizer(name)}
+        self.optimizer_specs = {name: spec for name, spec in specs.items() if of_optimizer(name)}
+
+    @property
+    def in_buckets(self) -> bool:
+        """Whether the optimizer's tensors are flat buckets."""
+        return any(is_bucket(key) for key in self._index.tensors)
+
+    def _with_buckets(self, tensors: dict[str, Logical]) -> dict[str, Logical]:
+        """An optimizer's flat buckets as tensors by parameter; as they are where they fit no known order."""
+        if not self.in_buckets:
+            return tensors
+        likely = Modules(self.args.get("transformer_impl") != "local", bool(self.args.get("moe_grouped_gemm", True)))
+        model = {name: tensor for name, tensor in tensors.items() if not of_optimizer(name)}
+        found = unpack(self._index.tensors, model, sorted(EVERY_KIND, key=lambda kind: kind != likely))
+        kept = {name: tensor for name, tensor in tensors.items() if name in model or not is_bucket(name)}
+        return tensors if found is None else kept | found
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return sorted({part.piece.span.path for tensor in self._tensors.values() for part in tensor.parts})
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        if name not in self._chunks:
+            tensor = self._tensors[name]
+            self._chunks[name] = tuple(_chunk(name, tensor.spec, part) for part in tensor.parts)
+        return self._chunks[name]
+
+    @cached_property
+    def common(self) -> Mapping[str, Any]:
+        """All that is no tensor and belongs to no rank: `args`, `iteration`, the optimizer's settings, ..."""
+        path = self.path / COMMON
+        if path.is_file():
+            value = torch_zip.load(read_file(path, self.path), path)
+        elif COMMON_OBJECT in self._index.objects:
+            value = self.read_object(COMMON_OBJECT)
+        else:  # each has a key of its own in PyTorch's checkpoints
+            plain = {key: span for key, span in self._index.objects.items() if key in _COMMON_KEYS}
+            value = {key: torch_zip.load(span.read(), span) for key, span in plain.items()}
+            if not value and self.container == "torch_dist":
+                raise DamagedCheckpoint(
+                    f"no {COMMON}, nor its content as an object: it has Megatron's arguments, counters and schedule",
+                    where=self.path,
+                    do="Copy the checkpoint again.",
+                )
+        if not isinstance(value, dict):
+            raise DamagedCheckpoint("the common data is no table", where=path)
+        return value
+
+    @property
+    def objects(self) -> Sequence[str]:
+        """The keys of `read_object`, e.g. `rng_state/shard_0.0_1.1`."""
+        return list(self._index.objects)
+
+    def read_object(self, key: str) -> Any:
+        """A sharded object. Raises DamagedCheckpoint where there is none, and UnsafePickle."""
+        if key not in self._index.objects:
+            raise DamagedCheckpoint(f"no object {key}", where=self.path)
+        span = self._index.objects[key]
+        value = torch_zip.load(span.read(), span)
+        if not isinstance(value, list) or len(value) != 1:  # Megatron wraps each in a list
+            raise DamagedCheckpoint(f"{key} is not a list of one object", where=span)
+        return value[0]
+
+    @property
+    def unread_optimizer(self) -> bool:
+        """Whether there is an optimizer, but all of it in an object for each rank (`dp_zero_gather_scatter`)."""
+        return not self.optimizer_specs and any(key.split("/")[0].endswith(".param_state") for key in self.objects)
+
+    def checked_object(self, key: str) -> torch_zip.Span:
+        """Where an object is that loads by the allow-list, to be copied byte for byte."""
+        self.read_object(key)
+        return self._index.objects[key]
+
+    @cached_property
+    def args(self) -> Mapping[str, Any]:
+        """Megatron's arguments, by themselves or by a description of Bridge or NeMo; empty where none were saved."""
+        args = self.common.get("args")
+        return vars(args) if isinstance(args, argparse.Namespace) else described_args(self.path)
+
+    @property
+    def iteration(self) -> int | None:
+        """None for a `release`: weights that belong to no run."""
+        return None if self.path.name == "release" else iteration_in(self.common)
+
+    @cached_property
+    def companions(self) -> Companions:
+        return companions_of(self.path)
+
+    @cached_property
+    def model(self) -> ModelShape:
+        return model_of(self.path, self.args, self.companions, self.specs, self.family)
+
+    @cached_property
+    def fp8(self) -> Fp8States | None:
+        """The delayed-scaling state in `_extra_state`, else the one in the sidecar. Raises what `decode` raises."""
+        grouped = self.args.get("moe_grouped_gemm") is True
+        ranks = self.args.get("expert_model_parallel_size")
+        known = ranks if grouped and type(ranks) is int and ranks > 0 else None
+        found = decode(self.payloads(), self.path, Experts(known, self.grouped_columns), self.args)
+        return as_states(found, self.common, self.iteration, sidecar.find(self.path))
+
+    def payloads(self) -> Iterator[Saved]:
+        """Each `_extra_state` that is not empty."""
+        for key in self._index.objects:
+            name = object_name(key.removeprefix(self._prefix)) or ""
+            if EXTRA_STATE in name and (data := bytes_of(self.read_object(key), key)):
+                yield Saved(name, data, str(self.path))
+
+
+def _chunk(name: str, spec: TensorSpec, part: Part) -> Chunk:
+    located = torch_zip.locate(part.piece.span)
+    if (located.dtype, located.shape) != (spec.dtype, part.piece.sizes):
+        raise DamagedCheckpoint(
+            f"{name}: a piece is {located.dtype} {list(located.shape)}, not {spec.dtype} {list(part.piece.sizes)}",
+            where=part.piece.span,
+        )
+    return Chunk(part.box, part.piece.span.path, located.offset + part.start * spec.dtype.itemsize)
+
+
+CONTAINER = Container(
+    recognise,
+    TorchDistReader,
+    f"{MARKER} of a Megatron torch_dist checkpoint, there or in the directory of an iteration",
+)

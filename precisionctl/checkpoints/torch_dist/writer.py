@@ -1,0 +1,177 @@
+"""Write Megatron's `torch_dist` checkpoints with PyTorch alone.
+
+As megatron-core 0.18 and older wrote them, which every version reads: layers stacked where they are all alike,
+`common.pt` beside the tensors, and an `_extra_state` for each module of which some version's Transformer Engine
+specification asks for one, empty where there is no state.
+"""
+
+import argparse
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
+from precisionctl.checkpoints.base import Chunk, Companions
+from precisionctl.checkpoints.companions import write_companions
+from precisionctl.checkpoints.megatron.arguments import fp8_args, run_args
+from precisionctl.checkpoints.megatron.extra_state_writer import beside_payloads, demanded, payloads_of
+from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
+from precisionctl.checkpoints.megatron.logical import MASTER, OPTIMIZER, STATE
+from precisionctl.checkpoints.megatron.provider import write_run_config
+from precisionctl.checkpoints.torch_dist.placement import layers_differ, place, stored_tensors
+from precisionctl.errors import PrecisionError
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.extra_state_writer import TeVersion
+from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
+
+
+class TorchDistWriter:
+    """Writes the directory of one iteration, or a `release` (iteration None); the tracker is the caller's.
+
+    `specs` may hold `optimizer.state.<kind>.<parameter>` beside the model, laid out as by Megatron's plain optimizer
+    or, `distributed_optimizer`, as `fully_reshardable`. `fp8_in` says where FP8 state goes: into `_extra_state`,
+    where a run in FP8 takes it up, in the form of TE 1.x or 2.x (`te`), or into the sidecar alone. `common` is added
+    to `common.pt`, `args` to the arguments in it, and `objects` (by whole key, e.g. `rng_state/shard_0.0_1.1`) are
+    pickled beside the tensors, or copied from another checkpoint.
+
+    `parallelism` decides how tensors are cut, and into which files they go; any other run can load them.
+    File sizes and offsets follow from the arguments alone; equal input gives equal bytes.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: ModelShape,
+        specs: Mapping[str, TensorSpec],
+        *,
+        parallelism: Parallelism = ONE_RANK,
+        iteration: int | None = None,
+        companions: Companions | None = None,
+        fp8_in: Literal["extra_state", "sidecar"] = "extra_state",
+        te: TeVersion = 2,
+        common: Mapping[str, object] | None = None,
+        objects: Mapping[str, object] | None = None,
+        args: Mapping[str, object] | None = None,
+        distributed_optimizer: bool = False,
+    ) -> None:
+        self.directory, self.model, self.specs = directory, model, specs
+        self._parallelism, self._iteration, self._fp8_in, self._te = parallelism, iteration, fp8_in, te
+        self._companions, self._common, self._objects = companions or Companions(), common or {}, objects or {}
+        self._distributed = distributed_optimizer
+        weights_only = {"no_save_optim": True, "no_save_rng": True}
+        of_run = run_args(model, specs, parallelism, iteration, "torch_dist")
+        self._args = weights_only | dict(args or {}) | to_megatron_args(model) | of_run
+        self._by_layer = _keys_by_layer(self._args) or layers_differ(specs)
+        keys = {name: stack(self._stored_name(name), self._by_layer) for name in specs}
+        _check_stacks(specs, keys)
+        self._placed = place(directory, specs, keys, parallelism)
+        self._chunks: dict[str, list[Chunk]] = {name: [] for name in specs}
+        for placed in self._placed:
+            self._chunks[placed.name].append(placed.chunk)
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self._chunks[name]
+
+    def _stored_name(self, name: str) -> str:
+        """Megatron's plain optimizer has a word of its own for the FP32 masters."""
+        if name.startswith(MASTER) and not self._distributed:
+            return f"{STATE}fp32_param.{name.removeprefix(MASTER)}"
+        return name
+
+    def lay_out(self) -> None:
+        """Write all but the tensors' bytes, which stay holes; those of a file that is there are left alone."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for path, placed in itertools.groupby(self._placed, key=lambda placed: placed.path):
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                for each in placed:
+                    each.write_around(file)
+                os.ftruncate(file, each.piece.span.offset + each.record.length)
+            finally:
+                os.close(file)
+
+    def finish(self, fp8: Fp8States | None) -> None:
+        """Write objects, `.metadata`, common data, companions, and last `metadata.json`."""
+        payloads = fp8 if self._fp8_in == "extra_state" else None
+        dcp.write_index(
+            self.directory, dcp.Index(stored_tensors(self.specs, self._placed), self._write_objects(payloads))
+        )
+        if not any("post_layernorm" in name for name in self.specs):  # of models with a provider of their own
+            write_run_config(self.directory, self._args)
+        (self.directory / COMMON).write_bytes(torch_zip_writer.dump(self._common_data(payloads)))
+        write_companions(self.directory / COMPANIONS, self._companions)
+        beside = fp8 if payloads is None else beside_payloads(payloads)
+        if beside is not None:
+            sidecar.write(self.directory / sidecar.RELATIVE, beside)
+        backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        marker = backend | {"common_backend": "torch", "common_backend_version": 1}
+        (self.directory / MARKER).write_text(json.dumps(marker))
+
+    def _write_objects(self, fp8: Fp8States | None) -> dict[str, torch_zip.Span]:
+        model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
+        experts = max((expert + 1 for name in model if (expert := expert_of(name)) is not None), default=1)
+        empty = {name: torch.empty(0, dtype=torch.uint8) for name in demanded(model)}
+        payloads = {**empty, **(payloads_of(fp8, self._te, self._parallelism.expert) if fp8 else {})}
+        states = {
+            object_key(name, self.model.num_layers, experts, self._by_layer): data for name, data in payloads.items()
+        }
+        path, offset, spans = self._objects_file(), 0, {}
+        with open(path, "wb") as file:
+            for key, value in (states | dict(self._objects)).items():
+                # Megatron wraps each in a list
+                record = value.read() if isinstance(value, torch_zip.Span) else torch_zip_writer.dump([value])
+                spans[key] = torch_zip.Span(path, offset, len(record))
+                offset += file.write(record)
+        return spans
+
+    def _objects_file(self) -> Path:
+        """The next file of the first rank."""
+        files = {placed.path for placed in self._placed}
+        numbers = itertools.count()
+        return next(path for number in numbers if (path := self.directory / f"__0_{number}.distcp") not in files)
+
+    def _common_data(self, fp8: Fp8States | None) -> dict[str, object]:
+        args = self._args | (fp8_args(fp8) if fp8 else {})
+        ours = {"fp8_iteration": fp8.iteration, "fp8_producer": fp8.producer} if fp8 else {}
+        return {
+            "args": argparse.Namespace(**args),
+            "checkpoint_version": 3.0,
+            "iteration": self._iteration or 0,
+            "content_metadata": self._content_metadata(),
+            "num_floating_point_operations_so_far": 0,
+            OURS: ours,
+        } | dict(self._common)
+
+    def _content_metadata(self) -> dict[str, object]:
+        """What Megatron, since 0.13, goes by when it works out which keys to ask for."""
+        content: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        if self._by_layer:
+            content["non_homogeneous_layers"] = True
+        if self._distributed:
+            content["distrib_optim_sharding_type"] = "fully_reshardable"
+        return content
+
+
+def _check_stacks(specs: Mapping[str, TensorSpec], keys: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Raise PrecisionError where experts that are stacked in one tensor have several dtypes."""
+    dtypes: dict[str, torch.dtype] = {}
+    for name, (key, _) in keys.items():
+        if specs[name].dtype != dtypes.setdefault(key, specs[name].dtype):
+            raise PrecisionError(
+                f"`{name}` is {specs[name].dtype}, others of its stack are {dtypes[key]}: torch_dist has one for all",
+                do="Give --precision bf16, or --container torch.",
+            )
+
+
+def _keys_by_layer(args: Mapping[str, Any]) -> bool:
+    """Whether Megatron asks for keys by layer though the layers are alike (TransformerBlock.sharded_state_dict)."""
+    frequencies = (args.get("moe_layer_freq"), args.get("linear_attention_freq"))
+    return any(isinstance(f, list) or (type(f) is int and f > 1) for f in frequencies)

@@ -1,0 +1,83 @@
+"""`distrib_optim.pt`: what a distributed optimizer keeps beside a rank's file of a Megatron `torch` checkpoint.
+
+Flat tensors without names, gathered from all data-parallel ranks (megatron/core/optimizer/distrib_optimizer.py,
+get_parameter_state_dp_zero): for each buffer, which holds a stage's parameters of one dtype from the last to the
+first, each from a multiple of 64 elements on (megatron/core/distributed/param_and_grad_buffer.py).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precisionctl.checkpoints.megatron.keys import expert_of
+from precisionctl.checkpoints.megatron.logical import STATE
+from precisionctl.checkpoints.torch_zip import Located, skeleton
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.untrusted.safe_files import check_link
+
+FILE = "distrib_optim.pt"
+_KINDS = ("param", "exp_avg", "exp_avg_sq")
+_ALIGNMENT = 64
+
+
+def bucket_tensors(path: Path, stages: Sequence[Mapping[str, Located]]) -> Iterator[tuple[str, Located]]:
+    """`optimizer.state.<kind>.<parameter>` of a rank's parameters (of each stage, in the order of its state dict), and
+    where it is.
+
+    Raises DamagedCheckpoint where buffers are not as long as the parameters in them.
+    """
+    check_link(path, path.parent.parent)
+    saved = skeleton(path)
+    optimizers = saved if isinstance(saved, list) else [saved]  # dense, and experts where they are parallel
+    for number, buffers in enumerate(optimizers):
+        if buffers is None:
+            continue
+        if not isinstance(buffers, dict) or buffers.get("buckets_coalesced") is not True:
+            what = "its buckets are stored one by one, as before megatron-core 0.6" if isinstance(buffers, dict) else ""
+            raise DamagedCheckpoint(what or "it holds no buffers", where=path, do=_LEAVE)
+        groups = _groups(stages, None if len(optimizers) == 1 else number == 1)
+        tables = {key: table for key, table in buffers.items() if type(key) is int}
+        if sorted(tables) != list(range(len(groups))):
+            raise DamagedCheckpoint(
+                f"{len(tables)} buffers for {len(groups)} groups of parameters", where=path, do=_LEAVE
+            )
+        for index, group in enumerate(groups):
+            yield from _buffer(tables[index], group, path)
+
+
+_LEAVE = "--drop-optimizer leaves the optimizer behind."
+
+
+def _groups(stages: Sequence[Mapping[str, Located]], experts: bool | None) -> list[dict[str, Located]]:
+    """The parameters of each buffer: of a stage those of one dtype, of experts alone or without them."""
+    groups: list[dict[str, Located]] = []
+    for stage in stages:
+        by_dtype: dict[torch.dtype, dict[str, Located]] = {}
+        for name, tensor in stage.items():
+            if experts in (None, expert_of(name) is not None):
+                by_dtype.setdefault(tensor.dtype, {})[name] = tensor
+        groups += by_dtype.values()
+    return groups
+
+
+def _buffer(table: Any, group: Mapping[str, Located], path: Path) -> Iterator[tuple[str, Located]]:
+    (of_dtype,) = table.values() if isinstance(table, dict) and len(table) == 1 else (None,)
+    flat = [of_dtype.get(kind) for kind in _KINDS] if isinstance(of_dtype, dict) else [None]
+    if not all(isinstance(tensor, Located) and len(tensor.shape) == 1 for tensor in flat):
+        raise DamagedCheckpoint("a buffer of the optimizer is not flat, or not there", where=path, do=_LEAVE)
+    end = 0
+    starts = {}
+    for name, parameter in reversed(list(group.items())):
+        starts[name] = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = starts[name] + math.prod(parameter.shape)
+    for kind, tensor in zip(_KINDS, flat, strict=True):
+        assert isinstance(tensor, Located)
+        if tensor.shape != (end,):
+            what = f"the optimizer's {kind} has {tensor.shape[0]} elements, its parameters {end}"
+            raise DamagedCheckpoint(what, where=path, do=_LEAVE)
+        for name, parameter in group.items():
+            offset = tensor.offset + starts[name] * tensor.dtype.itemsize
+            yield f"{STATE}{kind}.{name}", Located(tensor.dtype, parameter.shape, offset)

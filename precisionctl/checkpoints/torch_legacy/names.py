@@ -1,0 +1,125 @@
+"""Names in the state dict of one rank -> logical names, and how Megatron's modules cut their parameters.
+
+Layers are counted from 0 in each stage and experts in each rank. Three spellings are read: that of Transformer
+Engine's specifications, of local ones, and of the models before Megatron-Core (`language_model.encoder. ...`).
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from precisionctl.checkpoints.megatron.keys import expert_of
+from precisionctl.checkpoints.megatron.logical import te_names
+from precisionctl.errors import DamagedCheckpoint
+from precisionctl.param import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Parallel
+
+_LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
+_SEQUENTIAL = re.compile(r"(.+\.mlp\.experts\.)local_experts\.(\d{1,9})\.(linear_fc[12]\.(?:weight|bias|_extra_state))")
+_EXPERT = re.compile(r"(.+\.mlp\.experts\.linear_fc[12]\.(?:weight|bias|_extra_state))(\d{1,9})")
+_GROUPED = re.compile(r".+\.mlp\.experts\.weight[12]")
+
+
+def flattened(state: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Entries of nested tables under names joined by dots: models before Megatron-Core saved such."""
+    for key, value in state.items():
+        if isinstance(value, dict) and depth < 8 and not str(key).endswith("_extra_state"):
+            yield from flattened(value, f"{prefix}{key}.", depth + 1)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def local_names(state: Mapping[str, Any], where: object) -> dict[str, Any]:
+    """The entries of a stage's state dict under Megatron-Core's names, still numbered as the rank numbers them."""
+    found: dict[str, Any] = {}
+    for name, value in flattened(state):
+        renamed = _sequential(_before_core(name))
+        if _GROUPED.fullmatch(renamed):
+            what = f"`{name}` holds all experts in one transposed matrix (legacy GroupedMLP)"
+            raise DamagedCheckpoint(what, where=where, do="Save it with --moe-use-legacy-grouped-gemm switched off.")
+        if renamed in found:
+            raise DamagedCheckpoint(f"`{name}` is there twice, under two names", where=where)
+        found[renamed] = value
+    te = te_names(found)
+    return {te.get(name, name).replace(".mtp_model_layer.", ".transformer_layer."): found[name] for name in found}
+
+
+_BEFORE_CORE = tuple(
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"language_model\.embedding\.(word|position)_embeddings\.", r"embedding.\1_embeddings."),
+        (r"language_model\.(?:encoder|transformer)\.", r"decoder."),
+        (r"language_model\.output_layer\.", r"output_layer."),
+        (r"word_embeddings_for_head\.", r"output_layer."),
+        (r"(decoder\.)final_norm\.", r"\1final_layernorm."),
+        (r"(decoder\.layers\.\d+\.)input_norm\.", r"\1input_layernorm."),
+        (r"(decoder\.layers\.\d+\.)post_attention_(?:layer)?norm\.", r"\1pre_mlp_layernorm."),
+        (r"(decoder\.layers\.\d+\.)(?:self_)?attention\.query_key_value\.", r"\1self_attention.linear_qkv."),
+        (r"(decoder\.layers\.\d+\.)(?:self_)?attention\.dense\.", r"\1self_attention.linear_proj."),
+        (r"(decoder\.layers\.\d+\.mlp\.)dense_h_to_4h\.", r"\1linear_fc1."),
+        (r"(decoder\.layers\.\d+\.mlp\.)dense_4h_to_h\.", r"\1linear_fc2."),
+    )
+)
+"""megatron/legacy/model/: language_model.py and transformer.py."""
+
+
+def is_before_core(state: Mapping[str, Any]) -> bool:
+    return "language_model" in state
+
+
+def _before_core(name: str) -> str:
+    if not name.startswith(("language_model.", "word_embeddings_for_head.")):
+        return name
+    for pattern, new in _BEFORE_CORE:
+        name = pattern.sub(new, name, count=1) if pattern.match(name) else name
+    return name
+
+
+def _sequential(name: str) -> str:
+    match = _SEQUENTIAL.fullmatch(name)
+    return f"{match[1]}{match[3]}{match[2]}" if match else name
+
+
+def count_layers(names: Iterable[str]) -> int:
+    """The decoder layers of a stage."""
+    return len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
+
+
+def grouped_name(name: str) -> str:
+    """A name without an expert's number, as all experts of a rank have one in common."""
+    match = _EXPERT.fullmatch(name)
+    return match[1] if match else name
+
+
+def count_experts(names: Iterable[str]) -> int:
+    """The experts of a rank, in each layer."""
+    return 1 + max((number for name in names if (number := expert_of(name)) is not None), default=-1)
+
+
+def renumbered(name: str, first_layer: int, first_expert: int) -> str:
+    """A local name with its layer's and expert's numbers in the whole model."""
+    if match := _LAYER.fullmatch(name):
+        name = f"decoder.layers.{int(match[1]) + first_layer}.{match[2]}"
+    if match := _EXPERT.fullmatch(name):
+        name = f"{match[1]}{int(match[2]) + first_expert}"
+    return name
+
+
+_ROWS = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "softmax_offset", "eh_proj.weight")
+_ROWS_OF = re.compile(r".+\.(?:linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj)\.(?:weight|bias)")
+_FC1 = re.compile(r"(.+\.)linear_fc1\.(?:weight|bias)(\d*)")
+_COLUMNS = re.compile(r".+\.(?:linear_proj|linear_fc2)\.weight\d*")
+
+
+def parallel_of(name: str, gated: bool) -> Parallel:
+    """How tensor parallelism cuts a parameter, by the kind of Megatron's module; `gated`: fc1 is gate and up."""
+    if _FC1.fullmatch(name):
+        return GATED_ROWS if gated else ROWS
+    if name.endswith(_ROWS) or _ROWS_OF.fullmatch(name):
+        return ROWS
+    return COLUMNS if _COLUMNS.fullmatch(name) else REPLICATED
+
+
+def fc_weights(name: str) -> tuple[str, ...]:
+    """The weights of both linears of the MLP whose first one's parameter this is; none for another's."""
+    match = _FC1.fullmatch(name)
+    return (f"{match[1]}linear_fc1.weight{match[2]}", f"{match[1]}linear_fc2.weight{match[2]}") if match else ()

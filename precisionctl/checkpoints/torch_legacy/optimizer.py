@@ -1,0 +1,183 @@
+"""The optimizer in a rank's file of a Megatron `torch` checkpoint: numbered states -> the parameters they are of.
+
+As Float16OptimizerWithFloat16Params.state_dict and torch.optim write it: groups list numbers, numbers have states,
+FP32 masters stand in the groups' order (megatron/core/optimizer/optimizer.py). Parameters are numbered group by
+group in the order of the module tree, which is that of the state dict (`_get_param_groups`).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precisionctl.checkpoints.megatron.keys import expert_of
+from precisionctl.checkpoints.megatron.logical import STATE
+from precisionctl.checkpoints.torch_zip import Located, read_located
+from precisionctl.checkpoints.torch_zip_writer import Blank
+from precisionctl.errors import DamagedCheckpoint
+
+NO_OPTIMIZER = "its optimizer is not what PyTorch saves"
+DROP = "--drop-optimizer leaves the optimizer behind."
+NO_PARAMETERS = ("expert_bias", "_extra_state")
+"""Ends of names in a state dict that no optimizer has: a rule changes a router's expert bias."""
+_ENDS = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
+"""What `--decoupled-lr` puts into groups of its own."""
+
+
+def common_optimizer(content: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The part of the optimizer that is no tensor of a parameter, as `torch_dist` has it in its common data."""
+    for inner, _ in _optimizers(content, path):
+        step = next((state.get("step") for state in inner.get("state", {}).values() if isinstance(state, dict)), None)
+        if isinstance(step, Located) and math.prod(step.shape) == 1:
+            step = int(read_located(path, step))
+        common = {"common_step": step} if isinstance(step, int | float) and abs(step) < 1 << 63 else {}
+        return {"optimizer": {"state": common, "param_groups": inner["param_groups"]}}
+    return {}
+
+
+def optimizer_tensors(
+    content: Mapping[str, Any], stages: Sequence[Mapping[str, Located]], path: Path
+) -> Iterator[tuple[str, Located]]:
+    """`optimizer.state.<kind>.<parameter>` of a rank's parameters (of each stage, in the order of its state dict), and
+    where it is.
+
+    Nothing for a distributed optimizer, which keeps its tensors in a file of its own. Raises DamagedCheckpoint where
+    groups and parameters do not fit together.
+    """
+    parameters = {name: tensor for stage in stages for name, tensor in stage.items()}
+    optimizers = list(_optimizers(content, path))
+    groups = [(inner, group, masters) for inner, all_masters in optimizers for group, masters in all_masters]
+    classes = [_class(group) for _, group, _ in groups]
+    for (inner, group, masters), its_class in zip(groups, classes, strict=True):
+        if not inner.get("state"):
+            continue
+        names = [name for name in parameters if _class_of(name, parameters[name], classes) == its_class]
+        numbers = group.get("params", [])
+        if len(names) != len(numbers) or (masters is not None and len(masters) != len(names)):
+            what = f"an optimizer's group of {len(numbers)} parameters, where the model has {len(names)} such"
+            raise DamagedCheckpoint(what, where=path, do=DROP)
+        for index, (name, number) in enumerate(zip(names, numbers, strict=True)):
+            state = inner["state"].get(number, {})
+            found = {kind: value for kind, value in state.items() if kind != "step"}
+            if masters is not None:
+                found["param"] = masters[index]
+            for kind, value in found.items():
+                if not isinstance(value, Located) or value.shape != parameters[name].shape:
+                    raise DamagedCheckpoint(f"the optimizer's {kind} of `{name}` is not of its shape", where=path)
+                yield f"{STATE}{kind}.{name}", value
+
+
+def optimizer_state(
+    stages: Sequence[Mapping[str, Blank]],
+    tensors: Mapping[tuple[str, int, str], Blank],
+    settings: object,
+    apart: bool,
+) -> object:
+    """What the optimizer of a rank with these stages saves; `apart`: experts have one of their own.
+
+    `tensors` are by kind, stage and parameter; `settings` is `optimizer` of some checkpoint's common data, of which
+    groups take their learning rates and so on.
+    """
+    parameters = [
+        (stage, name, blank)
+        for stage, found in enumerate(stages)
+        for name, blank in found.items()
+        if not name.endswith(NO_PARAMETERS)
+    ]
+    groups, step = _settings(settings)
+    if not apart:
+        return _optimizer_of(parameters, tensors, groups, step, experts=False)
+    dense = [entry for entry in parameters if expert_of(entry[1]) is None]
+    experts = [entry for entry in parameters if expert_of(entry[1]) is not None]
+    found = [_optimizer_of(each, tensors, groups, step, experts=each is experts) for each in (dense, experts) if each]
+    return found if len(found) > 1 else found[0]
+
+
+def _optimizer_of(
+    parameters: Sequence[tuple[int, str, Blank]],
+    tensors: Mapping[tuple[str, int, str], Blank],
+    known: Sequence[Mapping[str, Any]],
+    step: float | None,
+    *,
+    experts: bool,
+) -> dict[str, object]:
+    groups: list[dict[str, object]] = []
+    masters: list[list[Blank]] = []
+    states: dict[int, dict[str, object]] = {}
+    apart = not known or any(group.get("wd_mult") == 0.0 for group in known)  # else all in one group
+    for undecayed in (False, True):
+        members = [entry for entry in parameters if (apart and _is_undecayed(entry[1], entry[2].shape)) == undecayed]
+        if not members:
+            continue
+        same = [group for group in known if (group.get("wd_mult") == 0.0) == undecayed] or list(known[:1])
+        group = {"wd_mult": float(not undecayed), "lr_mult": 1.0, "is_decoupled_lr": False, **(same[0] if same else {})}
+        numbers = list(range(len(states), len(states) + len(members)))
+        groups.append(group | {"is_expert_parallel": experts, "params": numbers})
+        masters.append(
+            [tensors["param", stage, name] for stage, name, _ in members if ("param", stage, name) in tensors]
+        )
+        for number, (stage, name, _) in zip(numbers, members, strict=True):
+            found = {kind: tensors[kind, stage, name] for kind in _MOMENTS if (kind, stage, name) in tensors}
+            states[number] = {} if step is None else {"step": torch.tensor(float(step))}
+            states[number] |= found
+    inner: dict[str, object] = {"state": states, "param_groups": groups}
+    return {"optimizer": inner, "fp32_from_fp16_params": masters} if any(masters) else inner
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _settings(settings: object) -> tuple[list[Mapping[str, Any]], float | None]:
+    """Groups of parameters, and the number of updates, in common data: of one optimizer, or of several by number."""
+    found = settings.get(0, settings) if isinstance(settings, dict) else {}
+    inner = found.get("optimizer", found) if isinstance(found, dict) else {}
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    listed: list[Mapping[str, Any]] = (
+        [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    )
+    state = inner.get("state") if isinstance(inner, dict) else None
+    step = state.get("common_step") if isinstance(state, dict) else None
+    if step is None:
+        step = next((group["step"] for group in listed if "step" in group), None)
+    return listed, float(step) if isinstance(step, int | float | torch.Tensor) else None
+
+
+def _is_undecayed(name: str, shape: Sequence[int]) -> bool:
+    """What Megatron gives no weight decay: biases, and all that has one dimension."""
+    return name.rpartition(".")[2].startswith("bias") or len(shape) == 1
+
+
+_Groups = list[tuple[Mapping[str, Any], Sequence[Any] | None]]
+
+
+def _optimizers(content: Mapping[str, Any], path: Path) -> Iterator[tuple[Mapping[str, Any], _Groups]]:
+    """Each optimizer's numbered states, and its groups with their masters (None where parameters are FP32)."""
+    found = content.get("optimizer") or []
+    for saved in found if isinstance(found, list) else [found]:  # a list where there are several (dense and experts)
+        inner = saved.get("optimizer", saved) if isinstance(saved, dict) else None
+        groups = inner.get("param_groups") if isinstance(inner, dict) else None
+        if inner is None or not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise DamagedCheckpoint("its optimizer has no groups of parameters", where=path)
+        masters = saved.get("fp32_from_fp16_params")
+        if masters is not None and (not isinstance(masters, list) or len(masters) != len(groups)):
+            raise DamagedCheckpoint("its optimizer has not as many groups as FP32 masters", where=path)
+        yield inner, list(zip(groups, masters or [None] * len(groups), strict=True))
+
+
+_Class = tuple[bool, bool, bool]
+"""Of experts (where they have an optimizer of their own), without weight decay, with a learning rate of its own."""
+
+
+def _class(group: Mapping[str, Any]) -> _Class:
+    return bool(group.get("is_expert_parallel")), group.get("wd_mult") == 0.0, bool(group.get("is_decoupled_lr"))
+
+
+def _class_of(name: str, parameter: Located, classes: Sequence[_Class]) -> _Class:
+    """Which class a parameter belongs to, among those that there are."""
+    return (
+        expert_of(name) is not None and any(expert for expert, _, _ in classes),
+        _is_undecayed(name, parameter.shape) and any(without for _, without, _ in classes),
+        name.endswith(_ENDS) and any(own for _, _, own in classes),
+    )

@@ -1,0 +1,294 @@
+"""Read Megatron's `torch` checkpoints: what `--ckpt-format torch` and every Megatron-LM before 0.5 saved.
+
+Each rank saved its own shards, under names of its own, in one archive of torch.save. Here its skeleton is read, and
+every tensor of the model is boxes in the ranks' files. Replicas must be equal: of small ones, and of the copy of
+tied embeddings on the last stage, all bytes are compared; of large ones (the attention, once for each expert rank)
+the first is read. `torch_legacy/writer.py` is the inverse.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precisionctl.checkpoints.base import Box, Chunk, Companions, Container, shard_boxes
+from precisionctl.checkpoints.megatron.extra_state import Experts, Saved, as_states, bytes_of, decode
+from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, find_iteration, iteration_in
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, STATE
+from precisionctl.checkpoints.megatron.model import companions_of, model_of
+from precisionctl.checkpoints.te_tensors import Fp8Located
+from precisionctl.checkpoints.torch_legacy.buckets import FILE as BUCKETS
+from precisionctl.checkpoints.torch_legacy.buckets import bucket_tensors
+from precisionctl.checkpoints.torch_legacy.codes import Found, codes_of, encodings_of
+from precisionctl.checkpoints.torch_legacy.names import (
+    count_experts,
+    count_layers,
+    fc_weights,
+    is_before_core,
+    local_names,
+    parallel_of,
+    renumbered,
+)
+from precisionctl.checkpoints.torch_legacy.optimizer import (
+    DROP,
+    NO_OPTIMIZER,
+    NO_PARAMETERS,
+    common_optimizer,
+    optimizer_tensors,
+)
+from precisionctl.checkpoints.torch_legacy.ranks import Rank, arguments, is_legacy, read_ranks
+from precisionctl.checkpoints.torch_legacy.shards import SMALL, Logical, Shard, assembled, check_replicas, gathered
+from precisionctl.checkpoints.torch_zip import Inert, Located, read_located
+from precisionctl.errors import DamagedCheckpoint, damage, shown
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.grouped import Order
+from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import REPLICATED, ROWS, Layout, Parallel, TensorSpec
+
+_GROUPED = (".mlp.experts.linear_fc1._extra_state", ".mlp.experts.linear_fc2._extra_state")
+_QKV = (".linear_qkv.weight", ".linear_qkv.bias")
+_OUTPUT = "output_layer.weight"
+
+
+def recognise(path: Path) -> bool:
+    """Whether `path` is the directory of an iteration, or one of its entries is."""
+    return is_legacy(path) or (path.is_dir() and any(is_legacy(entry) for entry in path.iterdir() if entry.is_dir()))
+
+
+class LegacyReader:
+    """An iteration, or the newest of a directory. Opening reads every rank's pickle, and no tensors.
+
+    Raises DamagedCheckpoint where ranks are missing, or what they hold does not fit together, and UnsafePickle.
+    """
+
+    container = "torch"
+    layout: Layout = "megatron"
+    family: str | None = None
+    """Which family to take the model for, where no config.json says it."""
+    grouped_columns: Order | None = None
+    """In which order a grouped linear's FP8 state stands, where the payloads do not tell."""
+
+    def __init__(self, path: Path, iteration: int | None = None) -> None:
+        self.path: Path = find_iteration(path, iteration, complete=is_legacy)
+        self.parallelism, self._ranks = read_ranks(self.path)
+        self._first = self._ranks[0].content
+        self._chunks: dict[str, tuple[Chunk, ...]] = {}
+        self._fp8: Found = {}
+        self._stages = list(self._numbered())
+        self._shards = self._model_shards()
+        self._tensors = assembled(self._shards, self.parallelism, self._parallel)
+        self.specs = {name: tensor.spec for name, tensor in self._tensors.items()}
+        self.encodings: Mapping[str, Encoding] = encodings_of(self._tensors, self._fp8)
+
+    @property
+    def files(self) -> Sequence[Path]:
+        beside = [rank.path.with_name(BUCKETS) for rank in self._ranks]
+        return [*(rank.path for rank in self._ranks), *(path for path in beside if path.is_file())]
+
+    @cached_property
+    def args(self) -> Mapping[str, Any]:
+        """Megatron's arguments; empty where none were saved."""
+        return arguments(self._first)
+
+    @property
+    def iteration(self) -> int | None:
+        """None for a `release`: weights that belong to no run."""
+        return None if self.path.name == "release" else iteration_in(self._first)
+
+    @cached_property
+    def companions(self) -> Companions:
+        return companions_of(self.path)
+
+    @cached_property
+    def model(self) -> ModelShape:
+        return model_of(self.path, self.args, self.companions, self.specs, self.family)
+
+    def _numbered(self) -> Iterator[tuple[Rank, dict[str, Any]]]:
+        """Each stage of each rank, and its entries with layers and experts numbered through the model.
+
+        However layers were dealt out (evenly, or with a first or last stage of its own size, or by a layout), stage
+        i of pipeline rank p is virtual stage i * pipeline + p, and layers count on from stage to stage.
+        """
+        stages = [(rank, [local_names(chunk, rank.path) for chunk in rank.chunks]) for rank in self._ranks]
+        virtual = {len(chunks) for _, chunks in stages}
+        if len(virtual) > 1:
+            raise DamagedCheckpoint(f"ranks with {sorted(virtual)} stages", where=self.path, do="Is the copy whole?")
+        order = range(self.parallelism.pipeline * virtual.pop())
+        layers: dict[int, set[int]] = {stage: set() for stage in order}
+        for rank, chunks in stages:
+            for index, chunk in enumerate(chunks):
+                layers[index * self.parallelism.pipeline + rank.pipeline].add(count_layers(chunk))
+        if uneven := [stage for stage in order if len(layers[stage]) > 1]:
+            raise DamagedCheckpoint(f"the ranks of stage {uneven[0]} hold {sorted(layers[uneven[0]])} layers")
+        counts = [layers[stage].pop() for stage in order]
+        for rank, chunks in stages:
+            for index, chunk in enumerate(chunks):
+                first = sum(counts[: index * self.parallelism.pipeline + rank.pipeline])
+                expert = rank.expert * count_experts(chunk)
+                yield rank, {renumbered(name, first, expert): self._plain(value, rank) for name, value in chunk.items()}
+
+    def _plain(self, value: Any, rank: Rank) -> Any:
+        return codes_of(value, rank.path, self._fp8) if isinstance(value, Fp8Located) else value
+
+    def _model_shards(self) -> dict[str, dict[int, list[Shard]]]:
+        shards = gathered(self._located(), self.parallelism)
+        if self._tied and self.parallelism.pipeline > 1:
+            _join_tied(shards, _OUTPUT, EMBEDDING)
+        return shards
+
+    def _located(self) -> Iterator[tuple[Rank, str, Located]]:
+        for rank, entries in self._stages:
+            for name, value in entries.items():
+                if "_extra_state" in name:
+                    continue
+                if not isinstance(value, Located):
+                    raise DamagedCheckpoint(f"`{name}` is {shown(value)}, no contiguous tensor", where=rank.path)
+                yield rank, name, value
+
+    @property
+    def _tied(self) -> bool:
+        return not self.args.get("untie_embeddings_and_output_weights", False)
+
+    @cached_property
+    def optimizer_specs(self) -> Mapping[str, TensorSpec]:
+        """The optimizer's tensors, by parameter.
+
+        Raises DamagedCheckpoint where they are not those of the model's parameters.
+        """
+        return {name: tensor.spec for name, tensor in self._optimizer.items()}
+
+    @cached_property
+    def _optimizer(self) -> dict[str, Logical]:
+        shards = gathered(self._optimizer_located(), self.parallelism)
+        for kind in {name.removeprefix(STATE).partition(".")[0] for name in shards}:
+            if self._tied and self.parallelism.pipeline > 1:
+                _join_tied(shards, f"{STATE}{kind}.{_OUTPUT}", f"{STATE}{kind}.{EMBEDDING}")
+
+        def as_its_parameter(name: str, *_: object) -> Parallel:
+            return self.specs[name.removeprefix(STATE).partition(".")[2]].parallel
+
+        return assembled(shards, self.parallelism, as_its_parameter)
+
+    def _optimizer_located(self) -> Iterator[tuple[Rank, str, Located]]:
+        stages: dict[Path, list[dict[str, Located]]] = {rank.path: [] for rank in self._ranks}
+        for rank, entries in self._stages:
+            parameters = {name: value for name, value in entries.items() if isinstance(value, Located)}
+            stages[rank.path].append({name: v for name, v in parameters.items() if not name.endswith(NO_PARAMETERS)})
+        for rank in self._ranks:
+            beside = rank.path.with_name(BUCKETS)
+            with damage(NO_OPTIMIZER, rank.path, DROP):
+                states = list(optimizer_tensors(rank.content, stages[rank.path], rank.path))
+            for name, tensor in states:
+                yield rank, name, tensor
+            for name, tensor in bucket_tensors(beside, stages[rank.path]) if beside.is_file() else ():
+                yield Rank(rank.tensor, rank.pipeline, rank.expert, beside, {}), name, tensor
+
+    def _parallel(self, name: str, shard: Located, size: int) -> Parallel:
+        if name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):
+            # whole on every rank with Transformer Engine, cut without; whole it has all that the up projection takes
+            up = self._shards.get(name.replace("_down_proj", "_up_proj"))
+            taken = up[0][0].tensor.shape[-1:] if up else ()
+            return ROWS if taken and shard.shape[:1] < taken else REPLICATED
+        return parallel_of(name, self._is_gated(name))
+
+    def _is_gated(self, name: str) -> bool:
+        """Whether the first linear of an MLP is gate and up: then it has twice the rows that the second has columns."""
+        shapes = [self._shards[weight][0][0].tensor.shape for weight in fc_weights(name) if weight in self._shards]
+        return len(shapes) == 2 and all(len(shape) == 2 for shape in shapes) and shapes[0][0] == 2 * shapes[1][1]
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        if name not in self._chunks:
+            tensor = self._tensors.get(name) or self._optimizer[name]
+            if tensor.spec.nbytes <= SMALL or name == EMBEDDING:
+                check_replicas(name, tensor)
+            chosen = [replicas[0] for replicas in tensor.shards]
+            self._chunks[name] = tuple(self._boxes(name, tensor.spec, chosen))
+        return self._chunks[name]
+
+    def _boxes(self, name: str, spec: TensorSpec, shards: Sequence[Shard]) -> Iterator[Chunk]:
+        """Where the boxes of a tensor are in these ranks' shards."""
+        version = self._first.get("checkpoint_version", 0)
+        reordered = is_before_core(self._ranks[0].chunks[0]) and name.endswith(_QKV) and version in (0, 1.0)
+        for shard, boxes in zip(shards, shard_boxes(spec, len(shards)), strict=True):
+            offset = shard.tensor.offset
+            for box in boxes:
+                yield from self._qkv_boxes(box, shard, version) if reordered else [Chunk(box, shard.rank.path, offset)]
+                offset += box.rows * box.columns * spec.dtype.itemsize
+
+    def _qkv_boxes(self, box: Box, shard: Shard, version: float) -> Iterator[Chunk]:
+        """Rows that stand as [3, heads, channels] (version 0) or [heads, channels, 3] (1.0) in a rank's shard, where
+        [heads, 3, channels] is meant (megatron/training/checkpointing.py, fix_query_key_value_ordering)."""
+        heads = self.model.num_attention_heads // self.parallelism.tensor
+        channels = self.model.kv_channels
+        if box.rows != 3 * heads * channels:
+            what = f"{box.rows} rows of QKV for {heads} heads of {channels} channels"
+            raise DamagedCheckpoint(what, where=shard.rank.path)
+        shape = (3, heads, channels) if version == 0 else (heads, channels, 3)
+        rows = torch.arange(box.rows).view(shape).permute((1, 0, 2) if version == 0 else (0, 2, 1)).flatten().tolist()
+        run = channels if version == 0 else 1
+        pitch = box.columns * shard.tensor.dtype.itemsize
+        for row in range(0, box.rows, run):
+            part = Box(box.row + row, run, box.column, box.columns)
+            yield Chunk(part, shard.rank.path, shard.tensor.offset + rows[row] * pitch)
+
+    @cached_property
+    def common(self) -> Mapping[str, Any]:
+        """All that is no tensor of the model, as the first rank saved it: `args`, `iteration`, the schedule, ...; of
+        the optimizer its settings and step, as `torch_dist` has them. Generators are each rank's own, and Inert here.
+        """
+        rank = self._ranks[0]
+        models = {key for key in rank.content if re.fullmatch(r"model\d*", key)}
+        kept = {key: value for key, value in rank.content.items() if key not in {*models, "optimizer", "rng_state"}}
+        common: dict[str, Any] = _read(kept, rank.path)
+        with damage(NO_OPTIMIZER, rank.path, DROP):
+            optimizer = common_optimizer(rank.content, rank.path)
+        common |= {"optimizer": optimizer} if optimizer else {}
+        return common | ({"rng_state": Inert()} if "rng_state" in rank.content else {})
+
+    objects: Sequence[str] = ()
+    """This container has none."""
+
+    def read_object(self, key: str) -> Any:
+        raise DamagedCheckpoint(f"no object {key}", where=self.path)
+
+    checked_object = read_object
+
+    @cached_property
+    def fp8(self) -> Fp8States | None:
+        """The delayed-scaling state in `_extra_state`, else the one in the sidecar. Raises what `decode` raises."""
+        found = decode(self.payloads(), self.path, Experts(order=self.grouped_columns), self.args)
+        return as_states(found, self.common, self.iteration, sidecar.find(self.path))
+
+    def payloads(self) -> Iterator[Saved]:
+        """Each `_extra_state` that is not empty, of every rank: each has its own where amaxes are not reduced."""
+        for rank, entries in self._stages:
+            for name, value in entries.items():
+                if EXTRA_STATE not in name:
+                    continue
+                if data := bytes_of(_read(value, rank.path), f"{rank.path}: {name}"):
+                    yield Saved(name, data, str(rank.path), rank.expert if name.endswith(_GROUPED) else None)
+
+
+def _join_tied(shards: dict[str, dict[int, list[Shard]]], copy: str, of: str) -> None:
+    """The last stage's copy of the embedding is a replica of it."""
+    if copy in shards and of in shards:
+        for index, copies in shards.pop(copy).items():
+            shards[of].setdefault(index, []).extend(copies)
+
+
+def _read(value: Any, path: Path) -> Any:
+    """A part of a skeleton with its tensors, which are small there."""
+    if isinstance(value, Located):
+        small = TensorSpec(value.shape, value.dtype).nbytes <= SMALL
+        return read_located(path, value) if small else value
+    if isinstance(value, dict):
+        return {key: _read(item, path) for key, item in value.items()}
+    return [_read(item, path) for item in value] if isinstance(value, list) else value
+
+
+CONTAINER = Container(recognise, LegacyReader, "mp_rank_00/model_optim_rng.pt of a Megatron torch checkpoint")

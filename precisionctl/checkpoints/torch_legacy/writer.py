@@ -1,0 +1,246 @@
+"""Write Megatron's `torch` checkpoints, in constant memory: a directory and an archive for each rank.
+
+Under the names of Transformer Engine's specifications, as `--ckpt-format torch` saves them: layers counted from 0 in
+each stage, experts in each rank, and on the last stage a copy of tied embeddings. A run must have the same sizes.
+"""
+
+import argparse
+import os
+from bisect import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.checkpoints import torch_zip_writer
+from precisionctl.checkpoints.base import Box, Chunk, Companions, shard_boxes, whole
+from precisionctl.checkpoints.companions import write_companions
+from precisionctl.checkpoints.megatron.arguments import fp8_args, run_args
+from precisionctl.checkpoints.megatron.extra_state_writer import (
+    Object,
+    beside_payloads,
+    demanded,
+    grouped_payloads,
+)
+from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, expert_of, layer_of
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER, STATE
+from precisionctl.checkpoints.megatron.order import Modules, ordered
+from precisionctl.checkpoints.torch_legacy.names import grouped_name, renumbered
+from precisionctl.checkpoints.torch_legacy.optimizer import optimizer_state
+from precisionctl.checkpoints.torch_legacy.ranks import FILE, directory_name, places
+from precisionctl.checkpoints.torch_legacy.shards import cut_for
+from precisionctl.checkpoints.torch_zip_writer import Archive, Blank
+from precisionctl.errors import ShapeMismatch
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.extra_state_writer import TeVersion
+from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
+
+_OUTPUT = "output_layer.weight"
+_MODULES = Modules(fused=True, grouped=True)
+
+
+@dataclass
+class _Rank:
+    """A rank's file: what each of its stages holds, and of the optimizer, by the names in the rank."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+    path: Path
+    stages: list[dict[str, Blank]]
+    optimizer: dict[tuple[str, int, str], Blank] = field(default_factory=dict)
+    """By kind, stage and parameter."""
+
+
+class LegacyWriter:
+    """Writes the directory of one iteration, or a `release` (iteration None); the tracker is the caller's.
+
+    `specs` may hold `optimizer.state.<kind>.<parameter>` beside the model, laid out as by Megatron's plain optimizer,
+    whatever the run had: a distributed one reads files of its own.
+    `fp8_in` says where FP8 state goes: into `_extra_state`, where a run in FP8 takes it up, in the form of TE 1.x
+    or 2.x (`te`), or into the sidecar alone.
+    `common` is added to what every rank holds, and `args` to the arguments there.
+
+    File sizes and offsets follow from the arguments alone; equal input gives equal bytes. A plan has checked that
+    layers, experts and tensors can be dealt out. Raises ShapeMismatch for sizes that this format has no place for.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: ModelShape,
+        specs: Mapping[str, TensorSpec],
+        *,
+        parallelism: Parallelism = ONE_RANK,
+        iteration: int | None = None,
+        companions: Companions | None = None,
+        fp8_in: Literal["extra_state", "sidecar"] = "extra_state",
+        te: TeVersion = 2,
+        common: Mapping[str, object] | None = None,
+        args: Mapping[str, object] | None = None,
+    ) -> None:
+        self.directory, self.model, self.specs = directory, model, specs
+        self._sizes, self._iteration, self._fp8_in, self._te = parallelism, iteration, fp8_in, te
+        self._companions, self._common = companions or Companions(), common or {}
+        weights_only = {"no_save_optim": True, "no_save_rng": True}
+        of_run = run_args(model, specs, parallelism, iteration, "torch") | {"use_distributed_optimizer": False}
+        self._args = weights_only | dict(args or {}) | to_megatron_args(model) | of_run
+        self._starts = [0, *accumulate(parallelism.layers_of_stages(model.num_layers))][:-1]
+        self._experts = 1 + max((e for name in specs if (e := expert_of(name)) is not None), default=-1)
+        _check_expert_tensor(parallelism)
+        self._ranks = [self._empty_rank(*place) for place in places(parallelism)]
+        self._of_stage: dict[int, list[_Rank]] = {}
+        for rank in self._ranks:
+            self._of_stage.setdefault(rank.pipeline, []).append(rank)
+        self._chunks = self._placed()
+
+    def _empty_rank(self, tensor: int, pipeline: int, expert: int) -> _Rank:
+        path = self.directory / directory_name(tensor, pipeline, expert, self._sizes) / FILE
+        return _Rank(tensor, pipeline, expert, path, [{} for _ in range(self._sizes.virtual)])
+
+    def _placed(self) -> dict[str, list[Chunk]]:
+        """Give every rank its Blanks; the chunks of each tensor."""
+        held: dict[Path, list[tuple[str, Blank, list[Box]]]] = {rank.path: [] for rank in self._ranks}
+        for name, spec in self.specs.items():
+            kind, parameter = _parameter(name)
+            for rank, stage, local in self._holders(parameter):
+                boxes = self._boxes(parameter, spec, rank.tensor)
+                blank = Blank(spec.dtype, _shape(spec, boxes))
+                if kind:
+                    rank.optimizer[kind, stage, local] = blank
+                else:
+                    rank.stages[stage][local] = blank
+                held[rank.path].append((name, blank, boxes))
+        chunks: dict[str, list[Chunk]] = {name: [] for name in self.specs}
+        for rank in self._ranks:
+            rank.stages = [_in_order(stage) for stage in rank.stages]
+            holes = self._archive(rank, {}, None).holes
+            for name, blank, boxes in held[rank.path]:
+                offset = holes[blank]
+                for box in boxes:
+                    chunks[name].append(Chunk(box, rank.path, offset))
+                    offset += box.rows * box.columns * blank.dtype.itemsize
+        return chunks
+
+    def _holders(self, name: str) -> Iterator[tuple[_Rank, int, str]]:
+        """Each rank that holds a tensor of the model, the stage there, and its name there."""
+        starts, of_rank = self._starts, self._experts // self._sizes.expert
+        stages, layer, expert = len(starts), layer_of(name), expert_of(name)
+        first = bisect(starts, layer[0]) - 1 if layer else 0 if name.startswith("embedding.") else stages - 1
+        expert_rank = None if expert is None else expert // of_rank
+        homes = [(first, renumbered(name, -starts[first], -(expert_rank or 0) * of_rank))]
+        if self._sizes.pipeline > 1 and name.startswith("embedding."):
+            if name == EMBEDDING and self.model.tied_embeddings:
+                homes.append((stages - 1, _OUTPUT))
+            if self.model.mtp_num_layers:  # multi-token prediction embeds tokens, too
+                homes.append((stages - 1, name))
+        for stage, local in homes:
+            for rank in self._of_stage[stage % self._sizes.pipeline]:
+                if expert_rank in (None, rank.expert):
+                    yield rank, stage // self._sizes.pipeline, local
+
+    def _boxes(self, name: str, spec: TensorSpec, tensor: int) -> list[Box]:
+        if spec.parallel.kind == "replicated":
+            return [whole(spec)]
+        size = cut_for(name, self._sizes)
+        return shard_boxes(spec, size)[tensor % size]
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return self._chunks[name]
+
+    def lay_out(self) -> None:
+        """Write all but the tensors' bytes, which stay holes; those of a file that is there are left alone."""
+        self._write_around(None)
+
+    def finish(self, fp8: Fp8States | None) -> None:
+        """Write FP8 state and companions."""
+        payloads = fp8 if self._fp8_in == "extra_state" else None
+        self._write_around(payloads)
+        write_companions(self.directory / COMPANIONS, self._companions)
+        beside = fp8 if payloads is None else beside_payloads(payloads)
+        if beside is not None:
+            sidecar.write(self.directory / sidecar.RELATIVE, beside)
+
+    def _write_around(self, fp8: Fp8States | None) -> None:
+        """Write each rank's file but for the bytes of tensors."""
+        payloads = self._extra_states(fp8)
+        for rank in self._ranks:
+            rank.path.parent.mkdir(parents=True, exist_ok=True)
+            archive = self._archive(rank, payloads[rank.path], fp8)
+            file = os.open(rank.path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                archive.write_around(file)
+                os.ftruncate(file, archive.length)
+            finally:
+                os.close(file)
+
+    def _archive(self, rank: _Rank, payloads: Mapping[tuple[int, str], Object], fp8: Fp8States | None) -> Archive:
+        """A rank's file: tensors first, so that FP8 state, whatever its size, moves none of them."""
+        stages: list[dict[str, object]] = [{**stage} for stage in rank.stages]
+        for (stage, local), payload in payloads.items():
+            stages[stage][local] = payload
+        args = self._args | (fp8_args(fp8) if fp8 else {})
+        content: dict[str, object] = {
+            "args": argparse.Namespace(**args),
+            "checkpoint_version": 3.0,
+            "iteration": self._iteration or 0,
+            "num_floating_point_operations_so_far": 0,
+        }
+        if fp8:
+            content[OURS] = {"fp8_iteration": fp8.iteration, "fp8_producer": fp8.producer}
+        content |= {key: value for key, value in self._common.items() if key != "optimizer"}
+        if rank.optimizer:
+            settings = self._common.get("optimizer")
+            content["optimizer"] = optimizer_state(rank.stages, rank.optimizer, settings, self._sizes.expert > 1)
+        names = ["model"] if len(stages) == 1 else [f"model{index}" for index in range(len(stages))]
+        return torch_zip_writer.lay_out(content | dict(zip(names, stages, strict=True)))
+
+    def _extra_states(self, fp8: Fp8States | None) -> dict[Path, dict[tuple[int, str], Object]]:
+        """By rank, stage and name there, the payload of each module that a run asks for one: empty without state."""
+        model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
+        of_rank = self._experts // self._sizes.expert
+        states = [
+            grouped_payloads(fp8, self._te, e * of_rank, of_rank) if fp8 else {} for e in range(self._sizes.expert)
+        ]
+        empty = torch.empty(0, dtype=torch.uint8)
+        found: dict[Path, dict[tuple[int, str], Object]] = {rank.path: {} for rank in self._ranks}
+        for name in dict.fromkeys([*map(grouped_name, demanded(model)), *states[0]]):
+            for rank, stage, local in self._holders(name):
+                found[rank.path][stage, local] = states[rank.expert].get(name, empty)
+        return found
+
+
+def _parameter(name: str) -> tuple[str, str]:
+    """The kind of an optimizer's tensor and its parameter; no kind for the model's own."""
+    if not name.startswith(STATE):
+        return "", name
+    kind, _, parameter = name.removeprefix(STATE).partition(".")
+    return kind, parameter
+
+
+def _shape(spec: TensorSpec, boxes: Sequence[Box]) -> tuple[int, ...]:
+    """The shape of a rank's shard, of these boxes."""
+    if boxes == [whole(spec)]:
+        return spec.shape
+    rows = sum(box.rows for box in boxes)
+    return (rows, boxes[0].columns) if spec.parallel.kind == "columns" else (rows, *spec.shape[1:])
+
+
+def _in_order(stage: dict[str, Blank]) -> dict[str, Blank]:
+    """The tensors in the order of the modules, as Megatron numbers parameters; unknown ones as they came."""
+    names = ordered(stage, _MODULES) or list(stage)
+    return {name: stage[name] for name in names}
+
+
+def _check_expert_tensor(sizes: Parallelism) -> None:
+    if sizes.tensor % (sizes.expert_tensor or 1):
+        raise ShapeMismatch(
+            f"experts cut for {sizes.expert_tensor} ranks have no place in directories of {sizes.tensor} tensor ranks",
+            do="Megatron's torch format takes only expert tensor sizes that divide the tensor size; use torch_dist.",
+        )

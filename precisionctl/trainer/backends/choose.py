@@ -1,0 +1,64 @@
+"""Which backend this machine can run, and one made."""
+
+from typing import Literal
+
+import torch
+
+from precisionctl.errors import EnvironmentProblem
+from precisionctl.precision import PRESETS, Precision
+from precisionctl.trainer.backends.base import Backend
+from precisionctl.trainer.parallel.world import ALONE, World
+
+BackendName = Literal["te", "emulated"]
+
+
+def choose_backend(
+    asked: Literal["te", "emulated", "auto"], precision: Precision = PRESETS["fp8-delayed"]
+) -> BackendName:
+    """`auto` is Transformer Engine where it can run FP8, else the emulation. Raises EnvironmentProblem, with the
+    reason, when `te` is asked for and cannot run, or Transformer Engine runs here but not this FP8 recipe."""
+    if asked == "emulated":
+        return "emulated"
+    problem = _te_problem()
+    if problem and asked == "auto":
+        return "emulated"
+    if problem:
+        raise EnvironmentProblem(
+            f"Transformer Engine cannot run FP8 here: {problem}",
+            do="Use `--backend emulated`, or a machine with an FP8 GPU and `precisionctl[te]` installed.",
+        )
+    if precision.fp8 and (problem := _te_recipe_problem(precision)):
+        raise EnvironmentProblem(
+            f"Transformer Engine cannot run precision.scaling = {precision.scaling} here: {problem}",
+            do="Choose another scaling, or use `--backend emulated`, which is slow.",
+        )
+    return "te"
+
+
+def _te_problem() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    try:
+        from precisionctl.trainer.backends import te as te
+    except (ImportError, RuntimeError, OSError) as problem:  # TE's empty metapackage raises RuntimeError
+        return str(problem)
+    return te.fp8_problem()
+
+
+def _te_recipe_problem(precision: Precision) -> str | None:
+    from precisionctl.trainer.backends import te as te
+
+    return te.recipe_problem(precision)
+
+
+def make_backend(
+    name: BackendName, precision: Precision, dtype: torch.dtype, device: torch.device, world: World = ALONE
+) -> Backend:
+    """Parameters of its modules have `dtype`; FP8 state lives on `device`, and is one for all ranks of `world`."""
+    if name == "te":
+        from precisionctl.trainer.backends.te import TransformerEngineBackend
+
+        return TransformerEngineBackend(precision, dtype, device, world)
+    from precisionctl.trainer.backends.emulated import EmulatedBackend
+
+    return EmulatedBackend(precision, dtype, device, world)

@@ -1,0 +1,255 @@
+"""The GPT's linears and norms in plain PyTorch, with Transformer Engine's FP8 numerics (`fp8_gemm`)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
+from precisionctl.model_shape import ModelShape
+from precisionctl.precision import Precision
+from precisionctl.trainer.backends.base import Mode, Norm, cut_sizes, recompute, require_alignment
+from precisionctl.trainer.backends.fp8_gemm import (
+    DelayedQuantizer,
+    Quantizer,
+    Quantizers,
+    delayed,
+    fp8_gemm,
+    set_state,
+    state_of,
+    stateless_quantizers,
+    views_of,
+)
+from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.backends.scaling_buffers import ScalingBuffers
+from precisionctl.trainer.parallel.world import ALONE, World
+
+
+class Linear(nn.Module):
+    """`values @ weight.T + bias`, in FP8 where it has quantizers, else in the parameters' dtype; of tensor ranks, a
+    rank's part of it. Tokens are put together before they are cast: one cast under one scale, whoever had them. The
+    sum of all ranks' products gets the bias, each product having been rounded, as TE's does."""
+
+    def __init__(
+        self,
+        backend: "EmulatedBackend",
+        name: str,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        mode: Mode | None = None,
+    ) -> None:
+        super().__init__()
+        self.backend, self.name, self.mode = backend, name, mode
+        self.ranks = backend.world.tensor
+        in_features, out_features = cut_sizes(mode, self.ranks.size, in_features, out_features)
+        self.quantizers = backend.quantizers(name, in_features, out_features)
+        self.weight = nn.Parameter(backend.empty(out_features, in_features).normal_(std=0.02))
+        self.bias = nn.Parameter(backend.full(0.0, out_features)) if bias else None
+
+    def forward(self, values: Tensor) -> Tensor:
+        """`[..., in]` to `[..., out]`."""
+        return self.gemm(values)
+
+    def gemm(self, values: Tensor) -> Tensor:
+        """As `forward`; values may be FP32 whatever the parameters' dtype."""
+        if self.mode == "column":
+            values = self.ranks.enter(values)
+        elif self.mode == "inner column":
+            values = self.ranks.share(values)
+        if self.mode != "row" or self.ranks.size == 1:
+            return self._product(values, self.bias)
+        total = self.ranks.leave(self._product(values, None))
+        return total if self.bias is None else total + self.bias
+
+    def _product(self, values: Tensor, bias: Tensor | None) -> Tensor:
+        recorder = self.backend.recorder
+        if recorder or not self.quantizers:
+            product = F.linear(values.to(self.weight.dtype), self.weight, bias)
+            if recorder:
+                recorder.gemm(self.name, values, self.weight, product)
+            return product
+        require_alignment(self.backend.precision, self.name, "a batch of tokens", values.shape[:-1].numel())
+        return fp8_gemm(values, self.weight, bias, self.quantizers)
+
+    def fp8_state(self) -> Fp8State | None:
+        return state_of(self.quantizers)
+
+    def set_fp8_state(self, state: Fp8State) -> None:
+        set_state(self.name, self.quantizers, state)
+
+    def fp8_views(self) -> Iterator[tuple[Role, RoleState]]:
+        return views_of(self.quantizers)
+
+
+class LayerNormLinear(Linear):
+    """A norm, then a linear: TE's fusion, in which delayed scaling casts the norm's FP32 values directly
+    and all others cast them after rounding (normalization.cpp, rmsnorm_fwd)."""
+
+    def __init__(
+        self,
+        backend: "EmulatedBackend",
+        name: str,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        norm: Norm,
+        mode: Mode | None = None,
+    ) -> None:
+        super().__init__(backend, name, in_features, out_features, bias, mode)
+        self.norm = norm
+        self.layer_norm_weight = nn.Parameter(backend.full(norm.initial_weight, in_features))
+        self.layer_norm_bias = nn.Parameter(backend.full(0.0, in_features)) if norm.has_bias else None
+
+    def forward(self, values: Tensor) -> Tensor:
+        normed = self.gemm_input(values)
+        return self.gemm(normed if self.backend.recorder or delayed(self.quantizers) else normed.to(values.dtype))
+
+    def gemm_input(self, values: Tensor) -> Tensor:
+        """The norm's output, FP32."""
+        return self.norm.of(values, self.layer_norm_weight, self.layer_norm_bias)
+
+
+class NormModule(nn.Module):
+    """A norm in FP32, rounded once to the input's dtype."""
+
+    def __init__(self, backend: "EmulatedBackend", size: int, norm: Norm) -> None:
+        super().__init__()
+        self.norm = norm
+        self.weight = nn.Parameter(backend.full(norm.initial_weight, size))
+        self.bias = nn.Parameter(backend.full(0.0, size)) if norm.has_bias else None
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.norm.of(values, self.weight, self.bias).to(values.dtype)
+
+
+class GroupedLinear(nn.Module):
+    """A linear for each expert of this rank's, each with quantizers of its own, as TE's has. There are quantizers of
+    other ranks' experts too: they have the state that all ranks have alike.
+
+    Tokens of an expert need no alignment here: TE's are padded with rows of zeros, which change no amax and no sum. Of
+    tensor ranks whose results will be summed, the first adds the bias.
+    """
+
+    def __init__(
+        self,
+        backend: "EmulatedBackend",
+        name: str,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        mode: Mode | None = None,
+    ) -> None:
+        super().__init__()
+        ranks = backend.world.tensor
+        in_features, out_features = cut_sizes(mode, ranks.size, in_features, out_features)
+        self.backend, self.name = backend, name
+        self.adds_bias = bias and (mode != "row" or ranks.rank == 0)
+        self.experts = backend.world.experts.mine(experts)
+        self.quantizers = [backend.quantizers(name, in_features, out_features) for _ in range(experts)]
+        for expert in self.experts:
+            weight = backend.empty(out_features, in_features).normal_(std=0.02)
+            self.register_parameter(f"weight{expert}", nn.Parameter(weight))
+            if bias:
+                self.register_parameter(f"bias{expert}", nn.Parameter(backend.full(0.0, out_features)))
+
+    def forward(self, values: Tensor, counts: Sequence[int]) -> Tensor:
+        """Tokens `[tokens, in]`, `counts[0]` of this rank's first expert and so on, to `[tokens, out]`."""
+        parts = torch.split(values, list(counts))
+        out = torch.cat([self._of(expert, part) for expert, part in zip(self.experts, parts, strict=True)])
+        if self.backend.recorder:
+            weights = [self.get_parameter(f"weight{expert}") for expert in self.experts]
+            self.backend.recorder.grouped_gemm(self.name, values, counts, weights, out)
+        return out
+
+    def _of(self, expert: int, values: Tensor) -> Tensor:
+        weight, quantizers = self.get_parameter(f"weight{expert}"), self.quantizers[expert]
+        bias = self.get_parameter(f"bias{expert}") if self.adds_bias else None
+        if self.backend.recorder or not quantizers:
+            return F.linear(values, weight, bias)
+        return fp8_gemm(values, weight, bias, quantizers)
+
+    def fp8_state(self) -> Fp8State | None:
+        states = [state for quantizers in self.quantizers if (state := state_of(quantizers))]
+        return Fp8State.of_experts(states) if states else None
+
+    def set_fp8_state(self, state: Fp8State) -> None:
+        for expert, quantizers in enumerate(self.quantizers):
+            set_state(self.name, quantizers, state.of_expert(expert))
+
+    def fp8_views(self) -> Iterator[tuple[Role, RoleState]]:
+        return (view for quantizers in self.quantizers for view in views_of(quantizers))
+
+
+class EmulatedBackend:
+    """Makes emulated modules and keeps their delayed-scaling state."""
+
+    def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device, world: World = ALONE) -> None:
+        self.precision, self.dtype, self.device, self.world = precision, dtype, device, world
+        self.recorder: Recorder | None = None
+        recipe = precision.delayed
+        self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device, world)
+        self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device, world)
+
+    def linear(self, name: str, in_features: int, out_features: int, bias: bool, mode: Mode | None = None) -> Linear:
+        return Linear(self, name, in_features, out_features, bias, mode)
+
+    def layer_norm_linear(
+        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm, mode: Mode | None = None
+    ) -> LayerNormLinear:
+        return LayerNormLinear(self, name, in_features, out_features, bias, norm, mode)
+
+    def norm(self, size: int, norm: Norm) -> NormModule:
+        return NormModule(self, size, norm)
+
+    def grouped_linear(
+        self, name: str, experts: int, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
+    ) -> GroupedLinear:
+        return GroupedLinear(self, name, experts, in_features, out_features, bias, mode)
+
+    def packed_attention(self, model: ModelShape, scale: float) -> None:
+        return None
+
+    def full(self, value: float, size: int) -> Tensor:
+        return torch.full((size,), value, dtype=self.dtype, device=self.device)
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def quantizers(self, name: str, in_features: int, out_features: int) -> Quantizers:
+        if not self.precision.in_fp8(name):
+            return {}
+        require_alignment(self.precision, name, "a weight", out_features, in_features)
+        if not self.precision.keeps_state:
+            return stateless_quantizers(self.precision, self.dtype)
+        forward: dict[Role, Quantizer] = {role: DelayedQuantizer(self._forward.add_slot()) for role in FORWARD}
+        return forward | {role: DelayedQuantizer(self._backward.add_slot()) for role in BACKWARD}
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        yield
+        if torch.is_grad_enabled():
+            self._forward.update()
+        else:
+            self._forward.discard_row_0()
+
+    def after_backward(self) -> None:
+        self._backward.update()
+
+    def forget_infinite(self, skipped: Tensor) -> None:
+        self._forward.forget_infinite(skipped)
+        self._backward.forget_infinite(skipped)
+
+    def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        scale, recorder = self._forward.state.scale, self.recorder  # those of this pass; updates make new tensors
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            with self._forward.as_before(scale), recorder.computed_again() if recorder else nullcontext():
+                yield
+
+        return recompute(function, *arguments, again=again())

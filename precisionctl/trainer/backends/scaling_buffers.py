@@ -1,0 +1,97 @@
+"""ScalingBuffers: the delayed-scaling state of many tensors side by side, so that one call updates all of them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from precisionctl.fp8 import numerics
+from precisionctl.fp8.state import DelayedScaling, RoleState
+from precisionctl.trainer.parallel.world import ALONE, World
+
+
+class ScalingBuffers:
+    """State of tensors of one code dtype: `state.scale` is FP32 `[room]`, `state.amax_history` `[room, history]`.
+
+    There is room for more tensors than have a slot; what nobody records is never changed by an update. All ranks of
+    `world` have the same tensors, and the same state: amaxes are those of all.
+    """
+
+    def __init__(self, dtype: torch.dtype, recipe: DelayedScaling, device: torch.device, world: World = ALONE) -> None:
+        self.dtype, self.recipe, self._world = dtype, recipe, world
+        self.state = RoleState(torch.ones(0, device=device), torch.zeros(0, recipe.amax_history_len, device=device))
+        self._taken = 0
+
+    def add_slot(self, experts: int | None = None) -> "Slot":
+        """A slot for one tensor, or for one of each expert."""
+        first = self._taken
+        self._taken += 1 if experts is None else experts
+        if (missing := self._taken - len(self.state.scale)) > 0:
+            self._grow(max(missing, len(self.state.scale)))  # doubled: a model may have tens of thousands
+        return Slot(self, first if experts is None else slice(first, self._taken))
+
+    def _grow(self, rows: int) -> None:
+        scale, history = self.state.scale, self.state.amax_history
+        self.state = RoleState(
+            torch.cat([scale, scale.new_ones(rows)]), torch.cat([history, history.new_zeros(rows, history.shape[1])])
+        )
+
+    def update(self) -> None:
+        row_0 = self.state.amax_history[:, 0]
+        row_0.copy_(self._world.largest(row_0))
+        self.state = numerics.update_delayed(self.state, self.dtype, self.recipe)
+
+    @contextmanager
+    def as_before(self, scale: Tensor) -> Iterator[None]:
+        """Around what is computed once more: it casts with the scales that there were, `[room]`, and its amaxes, which
+        are in a history already, are forgotten."""
+        now = self.state
+        self.state = RoleState(scale, torch.zeros(len(scale), 1, device=scale.device))
+        try:
+            yield
+        finally:
+            self.state = now
+
+    def discard_row_0(self) -> None:
+        self.state.amax_history[:, 0] = 0
+
+    def forget_infinite(self, skipped: Tensor) -> None:
+        """If `skipped`, bool `[]`, is True: let no pass of that update hold the scales, as an infinite amax would while
+        it is in a history."""
+        history = numerics.without_infinite(self.state.amax_history, skipped)
+        self.state = RoleState(self.state.scale, history)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a tensor in the buffers: a number, or a slice where there is one for each expert."""
+
+    buffers: ScalingBuffers
+    place: int | slice
+
+    @property
+    def scale(self) -> Tensor:
+        """FP32 `[]` or `[experts]`."""
+        return self.buffers.state.scale[self.place]
+
+    def record(self, amax: Tensor) -> None:
+        """Note an amax, FP32 `[]` or `[experts]`, in the row of the running step; the largest of a step counts."""
+        row_0 = self.buffers.state.amax_history[self.place, 0]
+        row_0.copy_(torch.fmax(row_0, amax))
+
+    @property
+    def view(self) -> RoleState:
+        """What is there until the next update."""
+        return RoleState(self.scale, self.buffers.state.amax_history[self.place])
+
+    @property
+    def state(self) -> RoleState:
+        """A copy, on the CPU."""
+        return RoleState(self.view.scale.cpu().clone(), self.view.amax_history.cpu().clone())
+
+    def set_state(self, new: RoleState) -> None:
+        """Take over a state; of a history of another length, the newest rows."""
+        self.buffers.state.scale[self.place] = new.scale
+        self.buffers.state.amax_history[self.place] = new.resized(self.buffers.recipe.amax_history_len).amax_history

@@ -1,0 +1,213 @@
+"""Makes Transformer Engine's modules for a precision and the ranks that share them, where this machine computes so."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch  # before Transformer Engine, which needs torch's libraries to be loaded
+import transformer_engine.pytorch as te
+from torch import Tensor, nn
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    QParams,
+    Recipe,
+)
+
+from precisionctl.fp8.numerics import without_infinite
+from precisionctl.model_shape import ModelShape
+from precisionctl.precision import Precision
+from precisionctl.trainer.backends.base import Mode, Norm, cut_sizes, recompute, require_alignment
+from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.backends.te_modules import (
+    COLUMNS,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    Linear,
+    PackedAttention,
+    RMSNorm,
+    Stateful,
+)
+from precisionctl.trainer.parallel.world import ALONE, World
+
+
+def fp8_problem() -> str | None:
+    """Why this machine's GPU has no FP8; None where it has."""
+    available, reason = te.is_fp8_available(return_reason=True)
+    return None if available else reason
+
+
+def recipe_problem(precision: Precision) -> str | None:
+    """Why this machine cannot compute under a recipe of FP8; None where it can. 128-blocks ask for Hopper and CUDA
+    12.9, MXFP8 for compute capability 10.x (quantization.py, _compute_fp8_block_scaling_support and
+    _compute_mxfp8_support)."""
+    if precision.scaling == "block":
+        available, reason = te.is_fp8_block_scaling_available(return_reason=True)
+        if available and precision.block.use_f32_scales and torch.cuda.get_device_capability() >= (10, 0):
+            return "Blackwell computes 128-blocks as MXFP8, whose scales are powers of two: use_f32_scales = false"
+    elif precision.scaling == "mxfp8":
+        available, reason = te.is_mxfp8_available(return_reason=True)
+    else:
+        return fp8_problem()
+    return None if available else reason
+
+
+class TransformerEngineBackend:
+    """Makes TE's modules. TE itself updates their state after FP8 passes, from the amaxes of all ranks (its group for
+    that, where none is given, is all of them)."""
+
+    def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device, world: World = ALONE) -> None:
+        self.precision, self.dtype, self.device, self.world = precision, dtype, device, world
+        self.recorder: Recorder | None = None
+        self.recipe = _recipe(precision)
+        self._stateful: list[Stateful] = []
+
+    def linear(self, name: str, in_features: int, out_features: int, bias: bool, mode: Mode | None = None) -> nn.Module:
+        module = Linear(
+            in_features,
+            out_features,
+            bias=bias,
+            params_dtype=self.dtype,
+            device=self.device,
+            name=name,
+            **self._cut(mode),
+        )
+        return self._adopt(module, name, mode, in_features, out_features)
+
+    def layer_norm_linear(
+        self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm, mode: Mode | None = None
+    ) -> nn.Module:
+        module = LayerNormLinear(
+            in_features,
+            out_features,
+            eps=norm.epsilon,
+            bias=bias,
+            normalization=norm.kind,
+            zero_centered_gamma=norm.zero_centered,
+            params_dtype=self.dtype,
+            device=self.device,
+            name=name,
+            **self._cut(mode),
+        )
+        module.norm = norm
+        return self._adopt(module, name, mode, in_features, out_features)
+
+    def norm(self, size: int, norm: Norm) -> nn.Module:
+        if norm.kind == "RMSNorm":
+            return RMSNorm(
+                size, eps=norm.epsilon, zero_centered_gamma=norm.zero_centered, dtype=self.dtype, device=self.device
+            )
+        return LayerNorm(
+            size, eps=norm.epsilon, zero_centered_gamma=norm.zero_centered, dtype=self.dtype, device=self.device
+        )
+
+    def grouped_linear(
+        self, name: str, experts: int, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
+    ) -> nn.Module:
+        in_features, out_features = cut_sizes(mode, self.world.tensor.size, in_features, out_features)
+        apart = bias and mode == "row" and self.world.tensor.size > 1
+        here = self.world.experts.mine(experts)
+        module = GroupedLinear(
+            len(here),
+            in_features,
+            out_features,
+            bias=bias,
+            return_bias=apart,
+            params_dtype=self.dtype,
+            device=self.device,
+        )
+        module.adds_bias = apart and self.world.tensor.rank == 0
+        module.number_from(here.start, len(here))
+        module.shape = (len(here),)
+        module.padding = te.Fp8Padding(len(here), self.precision.alignment)
+        module.unpadding = te.Fp8Unpadding(len(here), self.precision.alignment)
+        return self._adopt(module, name, None, in_features, out_features)
+
+    def packed_attention(self, model: ModelShape, scale: float) -> nn.Module:
+        mla, ranks = model.mla, self.world.tensor.size
+        return PackedAttention(
+            model.num_attention_heads // ranks,
+            (mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.v_head_dim) if mla else model.kv_channels,
+            num_gqa_groups=model.num_query_groups // ranks,
+            softmax_scale=scale,
+        )
+
+    def _cut(self, mode: Mode | None) -> dict[str, Any]:
+        """How TE is told of it. An `inner column` is given all tokens, of which a `column` has this rank's."""
+        ranks = self.world.tensor
+        if mode is None or ranks.size == 1:
+            return {}
+        sequence = ranks.sequence and mode != "inner column"
+        parallel_mode = "row" if mode == "row" else "column"
+        return {
+            "tp_group": ranks.group,
+            "tp_size": ranks.size,
+            "parallel_mode": parallel_mode,
+            "sequence_parallel": sequence,
+        }
+
+    def _adopt(self, module: Stateful, name: str, mode: Mode | None, in_features: int, out_features: int) -> nn.Module:
+        module.backend, module.module_name, module.mode = self, name, mode
+        module.in_fp8 = self.precision.in_fp8(name)
+        if module.in_fp8:
+            cut = cut_sizes(mode, self.world.tensor.size, in_features, out_features)
+            require_alignment(self.precision, name, "a weight", *reversed(cut))
+        if module.keeps_state:
+            self._stateful.append(module)
+            module.fp8_meta["num_gemms"] = math.prod(module.shape)
+            with torch.no_grad(), te.autocast(enabled=True, recipe=self.recipe):
+                module.init_fp8_meta_tensors(self.recipe)
+        return module
+
+    @contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        with te.autocast(enabled=self.precision.fp8, recipe=self.recipe):
+            yield
+        if torch.is_grad_enabled():
+            return
+        # TE records in evaluation too, and would let its amaxes count for the next training step.
+        for module in self._stateful:
+            module.fp8_meta["scaling_fwd"].amax_history[0].zero_()
+
+    def after_backward(self) -> None:
+        """TE has updated the backward scales by then."""
+
+    def forget_infinite(self, skipped: Tensor) -> None:
+        histories = [module.fp8_meta[group].amax_history for module in self._stateful for group in COLUMNS]
+        if histories:  # all at once: there are hundreds
+            flat = without_infinite(torch.cat([history.flatten() for history in histories]), skipped)
+            parts = torch.split(flat, [history.numel() for history in histories])
+            torch._foreach_copy_(histories, [p.view_as(history) for p, history in zip(parts, histories, strict=True)])
+
+    def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        if self.recorder:
+            return recompute(function, *arguments, again=self.recorder.computed_again())
+        out: Tensor = te.checkpoint(function, *arguments, use_reentrant=False)  # it keeps the scales of this pass
+        return out
+
+
+def _recipe(precision: Precision) -> Recipe:
+    ours = precision.delayed
+    if precision.scaling == "current":
+        return Float8CurrentScaling(fp8_format=Format[ours.fp8_format])
+    if precision.scaling == "mxfp8":
+        return MXFP8BlockScaling(fp8_format=Format[precision.block.fp8_format])
+    if precision.scaling == "block":
+        made = Float8BlockScaling(fp8_format=Format[precision.block.fp8_format])
+        scales = QParams(power_2_scale=not precision.block.use_f32_scales, amax_epsilon=0.0)
+        made.use_f32_scales = precision.block.use_f32_scales
+        # the class reads the environment once, whatever its constructor is told
+        made.fp8_quant_fwd_inp = made.fp8_quant_fwd_weight = made.fp8_quant_bwd_grad = scales
+        return made
+    return DelayedScaling(
+        margin=ours.margin,
+        fp8_format=Format[ours.fp8_format],
+        amax_history_len=ours.amax_history_len,
+        amax_compute_algo=ours.amax_compute_algo,
+        reduce_amax=ours.reduce_amax,
+    )

@@ -1,0 +1,223 @@
+"""The GPT's linears, norms and attention on Transformer Engine 2.x; unproved until `tests/gpu` has passed.
+
+Only `te`, which makes them, and `fused_adam_te` import Transformer Engine too. Parameters, FP8 state and
+numerics are those of `emulated`. State goes straight into the modules' tensors, never through TE's pickles, and
+TE's `_extra_state` keys stay out of state dicts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch  # before Transformer Engine, which needs torch's libraries to be loaded
+import transformer_engine.pytorch as te
+from torch import Tensor, nn
+from transformer_engine.common.recipe import (
+    Recipe,
+)
+
+from precisionctl.errors import PrecisionError
+from precisionctl.fp8.state import BACKWARD, FORWARD, IN_USE, ROLES, Fp8State, Role, RoleState
+from precisionctl.trainer.backends.base import Mode, Norm, require_alignment
+from precisionctl.trainer.segments import Segments
+
+if TYPE_CHECKING:
+    from precisionctl.trainer.backends.te import TransformerEngineBackend
+
+Group = Literal["scaling_fwd", "scaling_bwd"]
+
+COLUMNS: dict[Group, tuple[Role, ...]] = {"scaling_fwd": FORWARD, "scaling_bwd": BACKWARD}
+"""TE's tensors by direction, `scale` `[columns]` and `amax_history` `[history, columns]`: what each column is of. A
+grouped linear has these of its first GEMM, then those of its second (grouped_linear.py, _get_quantizers; TE 2.3 on)."""
+
+
+class Stateful(nn.Module):
+    """What linears add to TE's: where they run in FP8, and their state as an Fp8State, of scales of `shape`."""
+
+    get_extra_state = nn.Module.get_extra_state  # without an override of these two no `_extra_state` is in state dicts
+    set_extra_state = nn.Module.set_extra_state
+
+    backend: "TransformerEngineBackend"
+    module_name: str
+    mode: Mode | None
+    in_fp8: bool
+    shape: tuple[int, ...] = ()
+    fp8_meta: dict[str, Any]
+    init_fp8_meta_tensors: Callable[[Recipe], None]
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.in_fp8 and self.backend.precision.keeps_state
+
+    def _of(self, role: Role) -> tuple[Tensor, Tensor]:
+        """A role's part of TE's own tensors: `scale` of `shape`, `amax_history` of `[*shape, history]`."""
+        group: Group = "scaling_fwd" if role in FORWARD else "scaling_bwd"
+        state, columns = self.fp8_meta[group], COLUMNS[group]
+        number = columns.index(role)
+        scale = state.scale.view(*self.shape, len(columns))[..., number]
+        return scale, state.amax_history.view(-1, *self.shape, len(columns))[..., number].movedim(0, -1)
+
+    def fp8_state(self) -> Fp8State | None:
+        if not self.keeps_state:
+            return None
+        return Fp8State({role: RoleState(*(part.cpu().clone() for part in self._of(role))) for role in ROLES})
+
+    def set_fp8_state(self, state: Fp8State) -> None:
+        if not self.keeps_state:
+            raise PrecisionError("this GEMM keeps no FP8 state", where=self.module_name)
+        for role in ROLES:
+            scale, history = self._of(role)
+            new = state.roles[role].resized(history.shape[-1])
+            scale.copy_(new.scale)  # in place: TE's quantizers and global buffers hold these tensors
+            history.copy_(new.amax_history)
+
+    def fp8_views(self) -> Iterator[tuple[Role, RoleState]]:
+        return ((role, RoleState(*self._of(role))) for role in IN_USE if self.keeps_state)
+
+
+class _Fp8Linear(Stateful):
+    """What both linears of one GEMM add to TE's."""
+
+    weight: Tensor
+
+    def forward(self, values: Tensor) -> Tensor:
+        """`[..., in]` to `[..., out]`."""
+        recorder = self.backend.recorder
+        out: Tensor
+        if self.in_fp8 and not recorder:
+            require_alignment(self.backend.precision, self.module_name, "a batch of tokens", values.shape[:-1].numel())
+            out = super().forward(values)
+        else:
+            with te.autocast(enabled=False):
+                out = super().forward(values)
+        if recorder:
+            ranks, scattered = self.backend.world.tensor, self.mode == "row"
+            shown = self.gemm_input(values)
+            recorder.gemm(
+                self.module_name, ranks.gather(shown) if self.mode == "column" else shown, self.weight, out, scattered
+            )
+        return out
+
+    def gemm_input(self, values: Tensor) -> Tensor:
+        return values
+
+
+class Linear(_Fp8Linear, te.Linear):  # type: ignore[misc]  # TE has no types
+    """te.Linear with an Fp8State."""
+
+
+class LayerNormLinear(_Fp8Linear, te.LayerNormLinear):  # type: ignore[misc]
+    """te.LayerNormLinear with an Fp8State."""
+
+    norm: Norm
+    layer_norm_weight: Tensor
+    layer_norm_bias: Tensor | None
+
+    def gemm_input(self, values: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.norm.of(values, self.layer_norm_weight, self.layer_norm_bias)
+
+
+class _Stateless(nn.Module):
+    """Without `_extra_state`."""
+
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+
+class RMSNorm(_Stateless, te.RMSNorm):  # type: ignore[misc]
+    """te.RMSNorm."""
+
+
+class LayerNorm(_Stateless, te.LayerNorm):  # type: ignore[misc]
+    """te.LayerNorm."""
+
+
+class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
+    """te.GroupedLinear with an Fp8State of `[experts]`. Each expert's tokens are padded with rows of zeros to what an
+    FP8 GEMM takes, which change no amax and no sum. Of tensor ranks whose results will be summed, the first adds the
+    bias."""
+
+    numbers: Mapping[str, str] = MappingProxyType({})
+    """TE's names of parameters, `weight0` of the first one here, to those by the experts' own numbers."""
+    adds_bias: bool
+    return_bias: bool
+    padding: nn.Module
+    unpadding: nn.Module
+
+    def forward(self, values: Tensor, counts: Sequence[int]) -> Tensor:
+        """Tokens `[tokens, in]`, `counts[0]` of expert 0 first and so on, to `[tokens, out]`."""
+        recorder = self.backend.recorder
+        out: Tensor
+        if self.in_fp8 and not recorder:
+            padded, rows = self.padding(values, list(counts))
+            out = self.unpadding(self._product(padded, rows), list(counts))
+        else:
+            with te.autocast(enabled=False):
+                out = self._product(values, list(counts))
+        if self.adds_bias:
+            biases = [self.get_parameter(f"bias{expert}") for expert in range(len(counts))]
+            out = out + torch.cat([bias.expand(count, -1) for bias, count in zip(biases, counts, strict=True)])
+        if recorder:
+            weights = [self.get_parameter(f"weight{expert}") for expert in range(len(counts))]
+            recorder.grouped_gemm(self.module_name, values, counts, weights, out)
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(self.numbers.get(name, name))
+
+    def number_from(self, first: int, experts: int) -> None:
+        """Let the parameters have the names of experts from `first` on, whose numbers are beyond TE's own."""
+        each = ((kind, expert) for kind in ("weight", "bias") for expert in range(experts if first else 0))
+        numbers = {f"{kind}{expert}": f"{kind}{first + expert}" for kind, expert in each}
+        for name, numbered in numbers.items():
+            if name in self._parameters:
+                self._parameters[numbered] = self._parameters.pop(name)
+        self.numbers = numbers
+
+    def fp8_state(self) -> Fp8State | None:
+        if not self.keeps_state:
+            return None
+        gathered = self.backend.world.experts.gathered
+        return Fp8State({role: RoleState(*(gathered(part).cpu().clone() for part in self._of(role))) for role in ROLES})
+
+    def set_fp8_state(self, state: Fp8State) -> None:
+        mine = self.backend.world.experts.mine(len(state.roles["weight"].scale))
+        here = slice(mine.start, mine.stop)
+        roles = state.roles.items()
+        super().set_fp8_state(
+            Fp8State({role: RoleState(part.scale[here], part.amax_history[here]) for role, part in roles})
+        )
+
+    def _product(self, values: Tensor, counts: list[int]) -> Tensor:
+        group = self.backend.world.experts.alike
+        if self.in_fp8 and group is not None and not self.backend.recorder:
+            # its amaxes are those of the ranks that have the same experts
+            with te.autocast(enabled=True, recipe=self.backend.recipe, amax_reduction_group=group):
+                made = super().forward(values, counts)
+        else:
+            made = super().forward(values, counts)
+        out: Tensor = made[0] if self.return_bias else made
+        return out
+
+
+class PackedAttention(_Stateless, te.DotProductAttention):  # type: ignore[misc]
+    """te.DotProductAttention over texts that share rows, in the parameters' dtype."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None) -> Tensor:
+        """Queries `[T, G * R, D]`, keys and values `[T, G, D]` to `[T, G * R * D]`."""
+        ends = segments.cu_seqlens(query.device)
+        with te.autocast(enabled=False):
+            out: Tensor = super().forward(
+                query.contiguous(),
+                key.contiguous(),
+                value.contiguous(),
+                qkv_format="thd",
+                cu_seqlens_q=ends,
+                cu_seqlens_kv=ends,
+                max_seqlen_q=segments.longest,
+                max_seqlen_kv=segments.longest,
+                attn_mask_type="padding_causal",
+                window_size=(-1 if window is None else window - 1, 0),  # TE does not count the query itself
+            )
+        return out

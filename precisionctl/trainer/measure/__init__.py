@@ -1,0 +1,1 @@
+"""What a run takes and how it fares: before it begins, and at each update."""

@@ -1,0 +1,222 @@
+"""The memory that a run will take on each rank, before anything is loaded; by formulas, not by trial.
+
+Activations are counted as in Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022,
+arXiv 2205.05198), section 4: what each operation keeps for the backward, in bytes for a token. Their 34 s b h (equation
+1) is for GPT with dropout and without grouped queries, gates, experts or fused attention; here each of those is counted
+as this trainer's modules keep it, which the tests hold to what autograd saves. The state of parameters is counted as in
+Rajbhandari et al., "ZeRO" (2020, arXiv 1910.02054), section 3.1.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from precisionctl.model_shape import ModelShape
+from precisionctl.recipe import Parallel, Recipe
+from precisionctl.trainer.backends.choose import BackendName
+from precisionctl.trainer.measure.flops import mlp, projections
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each rank, part by part, at the moment of a step in which they are most.
+
+    `weights` are what layers compute with, `optimizer` is masters and moments, `gradients` those that are summed over
+    micro-batches. `passes` is what a pass forward and backward takes beside them: activations, logits, codes of FP8
+    weights, the layers that are put together, gradients before they are summed. `process` is the program itself.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    passes: int
+    process: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer + self.gradients + self.passes + self.process
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many a rank has to do with: in each layer's dense part and its experts, and outside of layers (layers that
+    predict further tokens, which are carried along, among them)."""
+
+    dense: tuple[int, ...]
+    experts: tuple[int, ...]
+    outside: int
+
+    @staticmethod
+    def of(model: ModelShape) -> "Parameters":
+        """Linears, embedding and output layer; norms and biases are a thousandth of them."""
+        layers, moe = range(model.num_layers), model.moe
+        table = model.hidden_size * model.padded_vocab_size
+        places = model.hidden_size * model.max_position_embeddings if model.learned_positions else 0
+
+        def dense(layer: int) -> int:
+            if moe is None or not model.has_experts(layer):
+                return projections(model) + mlp(model, model.ffn_hidden_size)
+            router = moe.num_experts * model.hidden_size
+            return projections(model) + mlp(model, moe.shared_ffn_hidden_size or 0) + router
+
+        def experts(layer: int) -> int:
+            return moe.num_experts * mlp(model, moe.ffn_hidden_size) if moe and model.has_experts(layer) else 0
+
+        last = model.num_layers - 1
+        ahead = model.mtp_num_layers * (dense(last) + experts(last) + model.doubled_hidden_size * model.hidden_size)
+        outside = table * (2 - model.tied_embeddings) + places + ahead
+        return Parameters(tuple(map(dense, layers)), tuple(map(experts, layers)), outside)
+
+    @property
+    def all(self) -> int:
+        return sum(self.dense) + sum(self.experts) + self.outside
+
+    def layers(self, parallel: Parallel) -> list[int]:
+        """What each layer is on a rank while it computes."""
+        each = zip(self.dense, self.experts, strict=True)
+        return [(dense + experts // parallel.expert) // parallel.tensor for dense, experts in each]
+
+
+def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: int = 1, gpu: bool = False) -> Memory:
+    """Of a run of this recipe on so many ranks."""
+    parameters, alone = Parameters.of(model), ranks == 1
+    mine = parameters.all // (ranks // recipe.parallel.replicate)
+    fp8_lm = recipe.optimizer.preset == "fp8-lm"
+    whole = alone or fp8_lm  # cut for several ranks, parameters are their own masters
+    masters, moments, gradient = (2, 1 + 2, 2) if fp8_lm else (4, 4 + 4, 4)
+    several = recipe.train.batch_size * recipe.parallel.tensor // ranks > recipe.train.micro_batch_size
+    after = max(2 * parameters.all if whole else 0, 0 if several else gradient * mine)
+    if fp8_lm:  # a tensor is decoded, updated and encoded again
+        after += 6 * 4 * max(_tensors(model))
+    copies = (2 + 4 + 4 + 4) * mine if recipe.train.async_save and not gpu else 0
+    return Memory(
+        weights=2 * mine if whole else 0,
+        optimizer=(masters + moments) * mine,
+        gradients=(gradient if several else 0) * mine + (4 if recipe.guard.shadow_every else 0) * mine,
+        passes=max(after, _passes(model, recipe, backend)) + (0 if whole else _gathered(parameters, recipe.parallel)),
+        process=(PROCESS_GPU if gpu else PROCESS if alone else PROCESS_OF_SEVERAL) + _histories(model, recipe) + copies,
+    )
+
+
+def _histories(model: ModelShape, recipe: Recipe) -> int:
+    """The FP32 histories of five roles, which are made anew by each update, and for up to twice as many."""
+    if not recipe.precision.keeps_state:
+        return 0
+    of_experts = model.moe.num_experts + 1 if model.moe else 0
+    gemms = sum(2 + 2 * (of_experts if model.has_experts(layer) else 1) for layer in range(model.num_layers))
+    return 5 * gemms * recipe.precision.delayed.amax_history_len * 4 * 4
+
+
+PROCESS, PROCESS_OF_SEVERAL, PROCESS_GPU = 600 << 20, 700 << 20, 1 << 30
+"""Python, PyTorch and their libraries in memory, and those for several ranks; on a GPU the workspaces of libraries and
+what the allocator cannot use."""
+
+
+def _gathered(parameters: Parameters, parallel: Parallel) -> int:
+    """Of a model that FSDP2 cuts: the layer that computes and the one after it in BF16, the gradients of one in BF16
+    and in FP32 as they are reduced; embedding, output layer and their gradients from the forward to the backward."""
+    layer = max(parameters.layers(parallel))
+    outside = parameters.outside // parallel.tensor
+    return (2 + 2) * layer + 2 * layer + 4 * max(layer, outside) + (2 + 2) * outside
+
+
+def _passes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
+    """What comes and goes between a pass's forward and its end: activations, and the larger of what the loss and what a
+    layer's backward takes beside them."""
+    kept, length = _Kept.of(model, recipe, backend), recipe.data.sequence_length
+    tokens, parameters = length * recipe.train.micro_batch_size, Parameters.of(model)
+    codes = [kept.codes * each for each in parameters.layers(recipe.parallel)]
+    layers = [_layer(model, each, kept, length) * tokens + codes[each] for each in range(model.num_layers)]
+    working = kept.working * _widest(model) * tokens // kept.tensor + (8 * max(_tensors(model)) if kept.codes else 0)
+    logits = LOGIT * model.padded_vocab_size * tokens // kept.tensor
+    last = (kept.norm + 2) * model.hidden_size * tokens
+    if recipe.train.recompute == "layer":
+        inputs = 2 * model.hidden_size * tokens * model.num_layers
+        return round(inputs + last + max(logits, max(layers) + working))
+    return round(sum(layers) + last + max(logits, working))
+
+
+LOGIT = 14
+"""Bytes of a logit: in BF16, in FP32 as such and as logarithm of a probability, and their gradients."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Bytes that are kept of each number: what a norm keeps of its input, what a GEMM keeps of its own, of each weight
+    beside the weight; and `working`, those of the largest activation that come and go. `tensor` ranks share the
+    channels of a layer, and `tokens` ranks what is kept of its tokens between GEMMs."""
+
+    norm: int
+    input: float
+    codes: int
+    working: int
+    tensor: int = 1
+    tokens: int = 1
+
+    @staticmethod
+    def of(model: ModelShape, recipe: Recipe, backend: BackendName) -> "_Kept":
+        """The emulation's norms keep their input in FP32, and RMSNorm its normalised values too; TE's the input alone.
+        TE keeps codes of weights for the forward and transposed for the backward."""
+        tensor = recipe.parallel.tensor
+        tokens = tensor if recipe.parallel.sequence else 1
+        emulated, fp8 = backend == "emulated", recipe.precision.fp8
+        codes = 0 if not fp8 else 1 if emulated else 2
+        grouped = 0.25 if recipe.precision.scaling in ("block", "mxfp8") else 0.0  # scales
+        norm = 2 if not emulated else 8 if model.normalization == "RMSNorm" else 4
+        return _Kept(norm, 1 + grouped if fp8 else 2, codes, 12 if emulated and fp8 else 8, tensor, tokens)
+
+
+def _layer(model: ModelShape, layer: int, kept: _Kept, length: int) -> float:
+    """Bytes for a token, in rows of `length`."""
+    norms = 4 if model.post_layernorms else 2
+    attention = kept.input * model.hidden_size + _attention(model, kept, length) / kept.tensor
+    return norms * kept.norm * model.hidden_size / kept.tokens + attention + _inner(model, layer, kept)
+
+
+def _attention(model: ModelShape, kept: _Kept, length: int) -> float:
+    heads, out = model.num_attention_heads, model.projection_size
+    rotated = 0 if model.learned_positions else 2
+    if model.mla:
+        latents = (kept.norm + kept.input) * ((model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank)
+        made = latents + 2 * 2 * model.query_size + 2 * model.key_value_size + 2 * model.query_size
+    else:
+        keys = model.key_value_size // 2
+        made = 2 * model.qkv_size + rotated * (model.query_size + keys)
+        if model.qk_layernorm:
+            made += kept.norm * (model.query_size + keys)
+    fused = 4 * heads + 2 * out
+    if model.attn_logit_softcapping is None and not model.softmax_offset:
+        core = fused
+    else:  # in plain products: of each pair weights in FP32 and BF16, and capped scores; keys and values of each head
+        capped = 0 if model.attn_logit_softcapping is None else 4
+        core = heads * length * (4 + 2 + capped) + 3 * 2 * out
+    return made + core + (kept.input * out if kept.input < 2 else 0)
+
+
+def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
+    """Of the MLP, its input included."""
+    hidden, moe = model.hidden_size, model.moe
+    channel: float = (6 if model.gated_linear_unit else 2) + kept.input + (4 if model.activation == "quick_gelu" else 0)
+    if model.activation == "squared_relu":
+        channel += 2
+    channel /= kept.tensor
+    if moe is None or not model.has_experts(layer):
+        return kept.input * hidden + channel * model.ffn_hidden_size
+    router = 4 * hidden + 16 * moe.num_experts
+    shared = kept.input * hidden + channel * moe.shared_ffn_hidden_size if moe.shared_ffn_hidden_size else 0
+    routed = moe.topk * (kept.input * hidden + channel * moe.ffn_hidden_size + 2 * hidden)
+    return router + shared + routed
+
+
+def _widest(model: ModelShape) -> int:
+    """Channels of the widest activation in a layer."""
+    moe = model.moe
+    inner = [model.fc1_size, model.qkv_size if model.mla is None else model.query_size]
+    if moe:
+        inner += [moe.topk * model.expert_fc1_size, moe.topk * model.hidden_size]
+    return max(inner)
+
+
+def _tensors(model: ModelShape) -> Iterator[int]:
+    """Sizes of the larger linears' weights."""
+    yield model.hidden_size * max(model.fc1_size, model.qkv_size, model.projection_size)
+    yield model.hidden_size * max(model.expert_fc1_size, model.shared_fc1_size)

@@ -1,0 +1,128 @@
+"""What a run writes down of itself: `metrics.jsonl`, a line a step, and `shadow.jsonl`, a line each time its guard
+looks; the same goes to trackers."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from precisionctl.checkpoints.output import sync
+from precisionctl.errors import DataError
+from precisionctl.recipe import Tracking
+from precisionctl.trainer.measure.json_numbers import numbers, to_json
+from precisionctl.trainer.measure.meter import Taken
+from precisionctl.trainer.measure.tracking import trackers
+from precisionctl.trainer.shadow import Shadow
+
+FILE = "metrics.jsonl"
+SHADOWS = "shadow.jsonl"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step. `loss` is the mean over its target tokens, in nats; `seconds` its wall clock.
+
+    `tokens` counts target tokens since the run began. `fp8` is what the step computed in, in a run that may switch.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+    held_out_loss: float | None = None
+    fp8: bool | None = None
+    shadow: Shadow | None = None
+    taken: Taken | None = None
+    skipped: int | None = None
+    """Where the update was not made, as something was no number: how many running were not."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Without what was not measured, and without the shadow, which has a file of its own."""
+        values = {key: value for key, value in vars(self).items() if key not in ("shadow", "taken")}
+        values |= vars(self.taken) if self.taken else {}
+        return {key: value for key, value in values.items() if value is not None}
+
+
+class MetricsLog:
+    """Appends steps to a run's folder, after dropping those beyond `step`, which the run will make again; and gives
+    them to the trackers, to which `config` describes the run."""
+
+    def __init__(self, folder: Path, step: int, tracking: Tracking, config: Mapping[str, Any]) -> None:
+        kept = _keep_up_to(folder / FILE, step)
+        self.tokens = int(kept[-1].get("tokens", 0)) if kept else 0
+        self._file = open(folder / FILE, "a", encoding="utf-8")
+        self._shadows = folder / SHADOWS
+        self._shadow_file: TextIO | None = None
+        if self._shadows.exists():
+            _keep_up_to(self._shadows, step)
+        self._trackers, self.notes = trackers(folder, step, tracking, config)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """One line, which a kill of the process leaves behind."""
+        self.tokens = metrics.tokens
+        values = metrics.as_dict()
+        self._file.write(to_json(values) + "\n")
+        self._file.flush()
+        self._track(values.pop("step"), values)
+        if metrics.shadow:
+            self._write_shadow(metrics.shadow)
+
+    def _write_shadow(self, shadow: Shadow) -> None:
+        if self._shadow_file is None:
+            self._shadow_file = open(self._shadows, "a", encoding="utf-8")
+        self._shadow_file.write(to_json(shadow.as_dict()) + "\n")
+        self._shadow_file.flush()
+        self._track(shadow.step, {f"shadow/{key}": value for key, value in shadow.numbers().items()})
+
+    def _track(self, step: int, values: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.write(step, values)
+
+    def sync(self) -> None:
+        """Wait until the lines are on the disk: before a checkpoint that continues them is."""
+        for file in self._open_files():
+            os.fsync(file.fileno())
+
+    def _open_files(self) -> list[TextIO]:
+        return [self._file, *([self._shadow_file] if self._shadow_file else [])]
+
+    def close(self) -> None:
+        for file in self._open_files():
+            file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a metrics file, up to a line that a kill cut short; a `null` is NaN. Raises DataError for other
+    garbage."""
+    *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [_read_line(line, number, path) for number, line in enumerate(whole, start=1)]
+
+
+def _read_line(line: str, number: int, path: Path) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = numbers(json.loads(line))
+        counted = {"tokens": int(row["tokens"])} if "tokens" in row else {}
+        return row | {"step": int(row["step"]), "loss": float(row["loss"])} | counted
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise DataError(
+            f"line {number} is not a step's metrics: {line[:80]!r}",
+            where=path,
+            do="Remove that line; a run can go on without it.",
+        ) from None
+
+
+def _keep_up_to(path: Path, step: int) -> list[dict[str, Any]]:
+    """What is kept; the file is replaced at once."""
+    kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
+    beside = path.with_suffix(".jsonl.partial")
+    beside.write_text("".join(to_json(row) + "\n" for row in kept), encoding="utf-8")
+    sync(beside)
+    os.replace(beside, path)
+    return kept

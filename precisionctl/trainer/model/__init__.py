@@ -1,0 +1,1 @@
+"""The one model that is trained: a decoder with Megatron-Core's parameter names."""

@@ -1,0 +1,182 @@
+"""Attention with Megatron-Core's parameter names: over grouped queries, and over latents (MLA).
+
+Shape letters as in `model.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from precisionctl.model_shape import MLA, ModelShape
+from precisionctl.trainer.backends.base import Backend, norm_of
+from precisionctl.trainer.model.rope import Positions, rotate, sliding_window_mask, yarn_mscale
+
+
+class CoreAttention(nn.Module):
+    """Softmax over the keys that a query sees, of scores that may be capped (Gemma 2). `softmax_offset` (gpt-oss's
+    sinks) is, for each head, the score of one more key, whose value is zero."""
+
+    def __init__(self, model: ModelShape, backend: Backend, scale: float) -> None:
+        super().__init__()
+        self.scale, self.softcap = scale, model.attn_logit_softcapping
+        sinks = torch.zeros(
+            model.num_attention_heads // backend.world.tensor.size, dtype=backend.dtype, device=backend.device
+        )
+        self.softmax_offset = nn.Parameter(sinks) if model.softmax_offset else None
+        self.plain = self.softcap is None and self.softmax_offset is None
+        self.packed = backend.packed_attention(model, scale) if self.plain else None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
+        """Queries `[B, S, G * R, D]`, keys and values `[B, S, G, D]`; gives `[T, G * R * D]`."""
+        if positions.segments is None:
+            return self._attend((query, key, value), positions.window).flatten(2).flatten(0, 1)
+        laid = [tensor.flatten(0, 1) for tensor in (query, key, value)]
+        if self.packed is not None:
+            attended: Tensor = self.packed(*laid, positions.segments, positions.window)
+        else:
+            # each text by itself: a mask over all would grow with the square of the row, and no flash kernel takes one
+            texts = zip(
+                *(torch.split(tensor[None], list(positions.segments.lengths), 1) for tensor in laid), strict=True
+            )
+            attended = torch.cat([self._attend(text, positions.window) for text in texts], 1)
+        return attended.view(query.shape[:2].numel(), -1)
+
+    def _attend(self, heads: Sequence[Tensor], window: int | None) -> Tensor:
+        """Queries, keys and values of texts that are S tokens long; gives `[B, S, G * R, D]`."""
+        query, key, value = (tensor.transpose(1, 2) for tensor in heads)
+        mask = sliding_window_mask(key.shape[2], window, key.device)
+        if self.plain:
+            attended = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+            )
+        else:
+            attended = self._plainly(query, key, value, mask)
+        return attended.transpose(1, 2)
+
+    def _plainly(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        batch, groups, length, head = key.shape
+        grouped = query.reshape(batch, groups, -1, length, head)
+        scores = (grouped @ key[:, :, None].mT).float() * self.scale  # [B, G, R, S, S]
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if self.softmax_offset is not None:
+            sinks = self.softmax_offset.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., :length].to(value.dtype)
+        attended = weights @ value[:, :, None]
+        return attended.flatten(1, 2)
+
+
+class SelfAttention(nn.Module):
+    """Grouped queries. Rows of linear_qkv, per group: R queries, one key, one value, each D rows."""
+
+    def __init__(self, name: str, model: ModelShape, backend: Backend) -> None:
+        super().__init__()
+        self.name, self.backend = f"{name}.core_attention", backend
+        self.groups, self.head = model.num_query_groups // backend.world.tensor.size, model.kv_channels
+        norm, hidden = norm_of(model), model.hidden_size
+        bias = model.add_bias_linear or model.add_qkv_bias
+        self.linear_qkv = backend.layer_norm_linear(f"{name}.linear_qkv", hidden, model.qkv_size, bias, norm, "column")
+        self.q_layernorm = backend.norm(self.head, norm) if model.qk_layernorm else nn.Identity()
+        self.k_layernorm = backend.norm(self.head, norm) if model.qk_layernorm else nn.Identity()
+        self.core_attention = CoreAttention(model, backend, 1 / math.sqrt(model.query_pre_attn_scalar or self.head))
+        self.linear_proj = backend.linear(
+            f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear, "row"
+        )
+
+    def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
+        """`[T, E]` to the same."""
+        qkv = self.linear_qkv(hidden).view(*positions.shape, self.groups, -1, self.head)
+        query = rotate(self.q_layernorm(qkv[..., :-2, :].flatten(2, 3)), positions)
+        key = rotate(self.k_layernorm(qkv[..., -2, :]), positions)
+        value = qkv[..., -1, :]
+        if recorder := self.backend.recorder:
+            recorder.cached(self.name, "k", key)
+            recorder.cached(self.name, "v", value)
+        out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions))
+        return out
+
+
+class MLASelfAttention(nn.Module):
+    """DeepSeek's latent attention: the keys and values of all heads are made from one small latent for each token,
+    queries from another one, or directly. Tensor ranks all make the latents, of all tokens, and each its heads.
+
+    Rows of linear_q_up_proj (linear_q_proj), per head: those without positions, then those with; of
+    linear_kv_up_proj, per head: key, value; of linear_kv_down_proj: the latent, then the part of the key that has
+    positions, which all heads share.
+    """
+
+    def __init__(self, name: str, model: ModelShape, mla: MLA, backend: Backend) -> None:
+        super().__init__()
+        self.name, self.backend = f"{name}.core_attention", backend
+        self.mla = mla
+        norm, hidden = norm_of(model), model.hidden_size
+        if mla.q_lora_rank is None:
+            self.linear_q_proj = backend.linear(
+                f"{name}.linear_q_proj", hidden, model.query_size, False, "inner column"
+            )
+        else:
+            self.linear_q_down_proj = backend.linear(f"{name}.linear_q_down_proj", hidden, mla.q_lora_rank, False)
+            self.linear_q_up_proj = backend.layer_norm_linear(
+                f"{name}.linear_q_up_proj", mla.q_lora_rank, model.query_size, False, norm, "inner column"
+            )
+        self.linear_kv_down_proj = backend.linear(f"{name}.linear_kv_down_proj", hidden, model.latent_size, False)
+        self.linear_kv_up_proj: Any = backend.layer_norm_linear(
+            f"{name}.linear_kv_up_proj", mla.kv_lora_rank, model.key_value_size, False, norm, "inner column"
+        )
+        self.core_attention = CoreAttention(model, backend, _mla_scale(model, mla))
+        self.linear_proj = backend.linear(f"{name}.linear_proj", model.projection_size, hidden, False, "row")
+
+    def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
+        """`[T, E]` to the same."""
+        mla, ranks = self.mla, self.backend.world.tensor
+        hidden, heads = ranks.gather(hidden), (*positions.shape, -1)
+        query = self._queries(hidden).view(*heads, mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+        down = self.linear_kv_down_proj(hidden)
+        latent, placed = torch.split(down, [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1)
+        up = self.linear_kv_up_proj(latent).view(*heads, mla.qk_head_dim + mla.v_head_dim)
+        key, value = torch.split(up, [mla.qk_head_dim, mla.v_head_dim], -1)
+        placed = ranks.share(placed).view(*positions.shape, 1, mla.qk_pos_emb_head_dim)
+        placed = _rotate_neighbours(placed, positions)
+        self._show_cached(latent, placed)
+        key = torch.cat([key, placed.expand(*key.shape[:-1], -1)], -1)
+        plain, turned = torch.split(query, [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1)
+        query = torch.cat([plain, _rotate_neighbours(turned, positions)], -1)
+        out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions))
+        return out
+
+    def _show_cached(self, latent: Tensor, placed: Tensor) -> None:
+        """An inference cache holds neither keys nor values, but what both are made of: the normalised latent and the
+        part with positions, under one scale (vLLM's concat_and_cache_mla). That is `k`, and there is no `v`."""
+        if recorder := self.backend.recorder:
+            recorder.cached(self.name, "k", self.linear_kv_up_proj.gemm_input(latent).to(latent.dtype))
+            recorder.cached(self.name, "k", placed)
+
+    def _queries(self, hidden: Tensor) -> Tensor:
+        queries: Tensor
+        if self.mla.q_lora_rank is None:
+            queries = self.linear_q_proj(hidden)
+        else:
+            queries = self.linear_q_up_proj(self.linear_q_down_proj(hidden))
+        return queries
+
+
+def _rotate_neighbours(heads: Tensor, positions: Positions) -> Tensor:
+    """Rope over pairs (2i, 2i + 1). They come out as halves, in queries and keys alike, so no score changes."""
+    return rotate(torch.cat([heads[..., ::2], heads[..., 1::2]], -1), positions)
+
+
+def _mla_scale(model: ModelShape, mla: MLA) -> float:
+    """DeepSeek's YaRN magnifies the part without positions too, through the scale of the scores."""
+    scale = 1 / math.sqrt(mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+    scaling = model.rope_scaling or {}
+    if not scaling.get("mscale_all_dim"):
+        return scale
+    return scale * yarn_mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2

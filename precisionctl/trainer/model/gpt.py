@@ -1,0 +1,305 @@
+"""GPT: the one model that is trained, a decoder with Megatron-Core's parameter names.
+
+Covers every family that has a table but those with a parallel residual: norms, activations, biases, positions,
+windows, caps, MLA and experts are what ModelShape says.
+
+Shape letters: B batch, S sequence, T tokens (B * S, or a tensor rank's share of them), E hidden_size, F
+ffn_hidden_size, V padded_vocab_size, G num_query_groups, R query heads per group, D kv_channels (the size of a head), K
+experts of a token. Of V, G and F a tensor rank has a part.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from precisionctl.errors import UnknownArchitecture
+from precisionctl.model_shape import ModelShape
+from precisionctl.precision import Precision
+from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm_of
+from precisionctl.trainer.backends.choose import BackendName, make_backend
+from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.model.attention import MLASelfAttention, SelfAttention
+from precisionctl.trainer.model.mlp import MLP, MoELayer
+from precisionctl.trainer.model.rope import Positions, Rope, has_window
+from precisionctl.trainer.parallel.group_ranks import ALL_OF_IT, TensorRanks
+from precisionctl.trainer.parallel.shares import Shares
+from precisionctl.trainer.parallel.world import ALONE, World
+from precisionctl.trainer.segments import Segments
+
+
+class GPT(nn.Module):
+    """Logits of a decoder-only transformer.
+
+    `precision` says which GEMMs run in FP8; the embedding, the output layer, routers and their experts never do.
+    Parameters and activations have `dtype`; of several ranks of `world`, each keeps its rows of the parameters, layer
+    by layer as they are made, and embedding, output layer and last norm together; of sizes that tensor and expert ranks
+    can share (`shares.check`). Raises PrecisionError for sizes that
+    FP8 GEMMs cannot have, UnknownArchitecture for rope scaling that is not known and for what is not run: a parallel
+    residual.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        precision: Precision,
+        backend: BackendName = "emulated",
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        world: World = ALONE,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        if model.parallel_residual:
+            raise UnknownArchitecture(
+                f"`{model.architecture}` adds attention and MLP to the residual side by side, which Megatron-Core does "
+                "not have and no trainer here runs"
+            )
+        self.model, self.precision = model, precision
+        self.backend = make_backend(backend, precision, dtype, torch.device(device), world)
+        self._ropes = {
+            in_window: None if model.learned_positions else Rope(model, in_window, self.backend.device)
+            for in_window in {has_window(model, layer) for layer in range(model.num_layers)}
+        }
+        self.embedding = Embedding(model, self.backend)
+        self.decoder = Decoder(model, self.backend, recompute)
+        if model.untied_embeddings:
+            rows = model.padded_vocab_size // world.tensor.size
+            self.output_layer = nn.Linear(model.hidden_size, rows, bias=False, dtype=dtype, device=device)
+            nn.init.normal_(self.output_layer.weight, std=0.02)
+        if model.mtp_num_layers:
+            mtp = MTP(model, make_backend(backend, Precision(fp8=False), dtype, torch.device(device)))
+            self.mtp = world.sharded(mtp, dtype)
+        self._freeze_filled_biases()
+        world.sharded(self, dtype)
+
+    def forward(self, tokens: Tensor, real: Tensor | None = None, segments: Segments | None = None) -> Tensor:
+        """Tokens `[B, S]` int64 to logits `[B, S, V]`, of which a tensor rank makes its part. With gradients enabled,
+        each call is one step of delayed scaling: forward scales are updated at its end, backward ones at the end of its
+        backward.
+
+        `real`, bool `[B, S]`, is False at padding, which a recorder leaves out. `segments` are texts that share rows:
+        each is then what it would be alone."""
+        return self.logits(self.hidden(tokens, real, segments))
+
+    def hidden(self, tokens: Tensor, real: Tensor | None = None, segments: Segments | None = None) -> Tensor:
+        """As `forward`, but what comes before the output layer, `[B, S, E]`."""
+        recorder = self.backend.recorder
+        place = self._places(tokens, segments)
+        with recorder.forward_pass(real) if recorder else self.backend.forward_pass():
+            hidden = self.embedding(tokens, place)
+            if recorder and torch.is_grad_enabled():
+                hidden.requires_grad_()  # gradients are recorded even where no parameter is to have one
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _: (recorder or self.backend).after_backward())  # its gradient is the last
+            decoded: Tensor = self.decoder(hidden, self._positions(place, segments, tokens))
+        return self.backend.world.tensor.enter(decoded).view(*tokens.shape, -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., E]` to `[..., V]`."""
+        logits = F.linear(hidden, self.output_weight)
+        cap = self.model.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """`[V, E]`, or the part of a tensor rank."""
+        return self.embedding.word_embeddings.weight if self.model.tied_embeddings else self.output_layer.weight
+
+    @cached_property
+    def shares(self) -> Shares:
+        """What this rank has of each parameter."""
+        return Shares.of(self.model, self.backend.dtype, self.backend.world)
+
+    @contextmanager
+    def recorded_by(self, recorder: Recorder) -> Iterator[None]:
+        """Run the GEMMs in BF16 and show their tensors to a recorder; the model's own FP8 state stays as it is."""
+        self.backend.recorder = recorder
+        try:
+            yield
+        finally:
+            self.backend.recorder = None
+
+    def _freeze_filled_biases(self) -> None:
+        # Megatron has one switch for the biases of all linears; where Hugging Face has only some of them, the others
+        # are zeros, and training them would make a model that Hugging Face cannot hold.
+        of_mlp = self.model.mlp_bias
+        present = {"linear_qkv": self.model.qkv_bias, "linear_proj": self.model.proj_bias}
+        present |= {"linear_fc1": of_mlp, "linear_fc2": of_mlp}
+        for name, parameter in self.named_parameters():
+            module, _, kind = name.rpartition(".")
+            if kind == "bias" and not present.get(module.rpartition(".")[2], True):
+                parameter.requires_grad_(False)
+
+    def _places(self, tokens: Tensor, segments: Segments | None) -> Tensor:
+        """The place of each token in its text: `[S]`, or `[B, S]` where texts share rows."""
+        if segments is None:
+            return torch.arange(tokens.shape[1], device=self.backend.device)
+        return segments.places(self.backend.device).view(tokens.shape)
+
+    def _positions(self, place: Tensor, segments: Segments | None, tokens: Tensor) -> dict[bool, Positions]:
+        """In layers with a window (True) and without."""
+        rows, length = tokens.shape
+        longest, made = segments.longest if segments else len(place), {}
+        for in_window, rope in self._ropes.items():
+            cos, sin = rope.at(place, longest) if rope else (None, None)
+            window = self.model.sliding_window if in_window else None
+            made[in_window] = Positions(cos, sin, window, segments, (rows, length))
+        return made
+
+
+class Embedding(nn.Module):
+    def __init__(self, model: ModelShape, backend: Backend) -> None:
+        super().__init__()
+        self.ranks = backend.world.tensor
+        self.word_embeddings = WordEmbeddings(model.padded_vocab_size, model.hidden_size, backend)
+        places = model.max_position_embeddings
+        self.position_embeddings = _embedding(places, model.hidden_size, backend) if model.learned_positions else None
+        self.multiplier = model.embedding_multiplier
+
+    def forward(self, tokens: Tensor, place: Tensor) -> Tensor:
+        """`[B, S]`, at places `[S]` or `[B, S]`, to `[T, E]`."""
+        hidden: Tensor = self.word_embeddings(tokens.flatten())
+        if self.multiplier != 1:
+            hidden = hidden * hidden.new_full((), self.multiplier)
+        if self.position_embeddings is not None:
+            # the padding that fills a batch up for FP8 GEMMs may lie beyond the last place
+            known = place.clamp(max=self.position_embeddings.num_embeddings - 1)
+            hidden = hidden + self.position_embeddings(self.ranks.mine(known.expand_as(tokens).flatten()))
+        return hidden
+
+
+class WordEmbeddings(nn.Embedding):
+    """Rows of the vocabulary; of tensor ranks, each has some of them."""
+
+    def __init__(self, rows: int, columns: int, backend: Backend) -> None:
+        self.ranks = backend.world.tensor
+        super().__init__(rows // self.ranks.size, columns, dtype=backend.dtype, device=backend.device)
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`[T]` to `[T, E]`, of this rank's tokens."""
+        if self.ranks.size == 1:
+            return super().forward(tokens)
+        mine = tokens - self.ranks.rank * self.num_embeddings
+        others = (mine < 0) | (mine >= self.num_embeddings)
+        return self.ranks.leave(super().forward(mine.masked_fill(others, 0)).masked_fill(others[:, None], 0))
+
+
+def _embedding(rows: int, columns: int, backend: Backend) -> nn.Embedding:
+    made = nn.Embedding(rows, columns, dtype=backend.dtype, device=backend.device)
+    nn.init.normal_(made.weight, std=0.02)
+    return made
+
+
+class Decoder(nn.Module):
+    def __init__(self, model: ModelShape, backend: Backend, recompute: bool) -> None:
+        super().__init__()
+        numbers = range(model.num_layers)
+        self.layers = nn.ModuleList(
+            backend.world.sharded(Layer(f"decoder.layers.{layer}", model, layer, backend, recompute), backend.dtype)
+            for layer in numbers
+        )
+        self.final_layernorm = backend.norm(model.hidden_size, norm_of(model))
+
+    def forward(self, hidden: Tensor, positions: dict[bool, Positions]) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, positions)
+        hidden = self.final_layernorm(hidden)
+        return hidden
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each added to the residual stream.
+
+    Their norms live in linear_qkv and linear_fc1, except before MLA and before experts, which have no such linear.
+    Gemma normalises once more, what is added. `recompute` keeps no activation but the input for the backward.
+    """
+
+    def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
+        super().__init__()
+        self.backend, self.recompute = backend, recompute
+        norm, size = norm_of(model), model.hidden_size
+        self.in_window = has_window(model, number)
+        self.input_layernorm = backend.norm(size, norm) if model.mla else nn.Identity()
+        self.self_attention: SelfAttention | MLASelfAttention
+        if model.mla:
+            self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, backend)
+        else:
+            self.self_attention = SelfAttention(f"{name}.self_attention", model, backend)
+        self.pre_mlp_layernorm = backend.norm(size, norm) if model.has_experts(number) else nn.Identity()
+        self.mlp: MLP | MoELayer
+        if model.moe and model.has_experts(number):
+            self.mlp = MoELayer(f"{name}.mlp", model, model.moe, backend)
+        else:
+            self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, norm)
+            if model.post_layernorms:
+                add_post_layernorm(self.self_attention.linear_proj, backend.norm(size, norm))
+                add_post_layernorm(self.mlp.linear_fc2, backend.norm(size, norm))
+
+    def forward(self, hidden: Tensor, positions: dict[bool, Positions]) -> Tensor:
+        """`[T, E]` to the same; between regions of tensor ranks, T are those of this rank."""
+        if self.recompute and torch.is_grad_enabled():
+            return self.backend.recomputed(self._through, hidden, positions)
+        return self._through(hidden, positions)
+
+    def _through(self, hidden: Tensor, positions: dict[bool, Positions]) -> Tensor:
+        hidden = hidden + self.self_attention(self.input_layernorm(hidden), positions[self.in_window])
+        hidden = hidden + self.mlp(self.pre_mlp_layernorm(hidden))
+        return hidden
+
+
+class MTP(nn.Module):
+    """Multi-token prediction layers (DeepSeek-V3), carried along so that nothing is lost: nothing runs or trains
+    them."""
+
+    def __init__(self, model: ModelShape, backend: Backend) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MTPLayer(model, backend) for _ in range(model.mtp_num_layers))
+        self.requires_grad_(False)
+
+
+class MTPLayer(nn.Module):
+    def __init__(self, model: ModelShape, backend: Backend) -> None:
+        super().__init__()
+        norm, size = norm_of(model), model.hidden_size
+        self.enorm, self.hnorm = backend.norm(size, norm), backend.norm(size, norm)
+        self.eh_proj = backend.linear("mtp.eh_proj", 2 * size, size, False)
+        self.transformer_layer = Layer("mtp.transformer_layer", model, model.num_layers - 1, backend)
+        self.final_layernorm = backend.norm(size, norm)
+
+
+def loss(
+    logits: Tensor, targets: Tensor, mask: Tensor, vocab_size: int, ranks: TensorRanks = ALL_OF_IT
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy in FP32, summed over the targets where `mask` is True, and their number (int64).
+
+    Sum and count, so that micro-batches add up exactly to their batch. Logits are `[B, S, V]`, targets and mask
+    `[B, S]`. Columns beyond `vocab_size` are padding: no tokenizer makes those tokens and their rows hold
+    anything, so they take no part in the softmax (as in transformers, whose vocabulary has no such rows). Of logits
+    that tensor ranks have in parts all get the same sum.
+    """
+    wanted = targets.masked_fill(~mask, -100).flatten()
+    if ranks.size > 1:
+        return _loss_of_parts(logits.flatten(0, 1).float(), wanted, vocab_size, ranks), mask.sum()
+    rows = logits[..., :vocab_size].flatten(0, 1).float()
+    return F.cross_entropy(rows, wanted, ignore_index=-100, reduction="sum"), mask.sum()
+
+
+def _loss_of_parts(rows: Tensor, wanted: Tensor, vocab_size: int, ranks: TensorRanks) -> Tensor:
+    """Each rank has some columns of `[tokens, V]`; what all of them must know is summed (as in Megatron-LM's
+    vocab_parallel_cross_entropy)."""
+    columns = rows.shape[1]
+    first = ranks.rank * columns
+    beyond = torch.arange(first, first + columns, device=rows.device) >= vocab_size
+    rows = rows.masked_fill(beyond, -torch.inf)
+    rows = rows - ranks.largest(rows.amax(-1, keepdim=True))
+    sums = ranks.leave_whole(rows.exp().sum(-1))
+    mine = wanted - first
+    others = (mine < 0) | (mine >= columns)
+    of_targets = rows.gather(1, mine.masked_fill(others, 0)[:, None]).squeeze(1).masked_fill(others, 0)
+    losses = sums.log() - ranks.leave_whole(of_targets)
+    return losses.masked_fill(wanted == -100, 0).sum()

@@ -1,0 +1,146 @@
+"""The MLP of a layer with Megatron-Core's parameter names: one for all tokens, or a mixture of experts.
+
+Shape letters as in `model.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from precisionctl.model_shape import Activation, ModelShape, MoE
+from precisionctl.trainer.backends.base import Backend, Norm
+
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "squared_relu": lambda values: F.relu(values).square(),
+    "quick_gelu": lambda values: values * torch.sigmoid(1.702 * values),
+}
+
+
+def activate(values: Tensor, model: ModelShape) -> Tensor:
+    """What is between the two linears. Rows of a gated linear_fc1: F of the gate, then F of the up projection."""
+    function = ACTIVATIONS[model.activation]
+    if not model.gated_linear_unit:
+        return function(values)
+    gate, up = values.chunk(2, -1)
+    if model.activation_clamp is not None:
+        gate, up = gate.clamp(max=model.activation_clamp), up.clamp(-model.activation_clamp, model.activation_clamp)
+    return function(gate) * (up + model.glu_offset if model.glu_offset else up)
+
+
+class MLP(nn.Module):
+    """Two linears of `inner` channels between them. `norm` lives in the first; None where the input is normalised."""
+
+    def __init__(self, name: str, model: ModelShape, backend: Backend, inner: int, norm: Norm | None) -> None:
+        super().__init__()
+        self.model = model
+        hidden, bias = model.hidden_size, model.add_bias_linear
+        rows = 2 * inner if model.gated_linear_unit else inner
+        self.linear_fc1: nn.Module
+        if norm:
+            self.linear_fc1 = backend.layer_norm_linear(f"{name}.linear_fc1", hidden, rows, bias, norm, "column")
+        else:
+            self.linear_fc1 = backend.linear(f"{name}.linear_fc1", hidden, rows, bias, "column")
+        self.linear_fc2 = backend.linear(f"{name}.linear_fc2", inner, hidden, bias, "row")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[T, E]` to the same."""
+        out: Tensor = self.linear_fc2(activate(self.linear_fc1(hidden), self.model))
+        return out
+
+
+class MoELayer(nn.Module):
+    """Each token goes through the experts that the router chooses for it; no token is dropped.
+
+    `shared_experts` is what all tokens go through beside those. Nothing balances the experts' load: there is no
+    auxiliary loss, and `expert_bias` stays as it is.
+    """
+
+    def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
+        super().__init__()
+        self.ranks = backend.world.tensor
+        self.router = Router(model, moe, backend)
+        self.experts = backend.world.sharded_experts(Experts(f"{name}.experts", model, moe, backend), backend.dtype)
+        shared = moe.shared_ffn_hidden_size
+        self.shared_experts = MLP(f"{name}.shared_experts", model, backend, shared, None) if shared else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[T, E]`, normalised, to the same."""
+        tokens = self.ranks.enter(hidden)
+        weights, chosen = self.router(tokens)
+        out = self.ranks.leave(self.experts(tokens, weights, chosen))
+        return out if self.shared_experts is None else out + self.shared_experts(hidden)
+
+
+class Experts(nn.Module):
+    """As many MLPs as there are experts, each for its own tokens; where they are dealt out to ranks, those of all the
+    ranks'. Tensor ranks each have a part of every expert, whose outputs are to be summed."""
+
+    def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
+        super().__init__()
+        self.backend, self.model, self.number = backend, model, moe.num_experts
+        hidden, inner, bias = model.hidden_size, moe.ffn_hidden_size, model.add_bias_linear
+        self.linear_fc1 = backend.grouped_linear(
+            f"{name}.linear_fc1", self.number, hidden, model.expert_fc1_size, bias, "column"
+        )
+        self.linear_fc2 = backend.grouped_linear(f"{name}.linear_fc2", self.number, inner, hidden, bias, "row")
+
+    def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Tokens `[T, E]` to the sums of their experts' outputs times `weights`, FP32 `[T, K]`; `chosen` `[T, K]`."""
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=self.number).tolist()
+        numbers, recorder = order // chosen.shape[1], self.backend.recorder
+        dispatch = self.backend.world.experts.dispatch(counts, tokens.device)
+        with recorder.arranged(numbers, dispatch) if recorder else nullcontext():
+            inner = self.linear_fc1(dispatch.there(tokens[numbers]), dispatch.counts)
+            outputs = dispatch.back(self.linear_fc2(activate(inner, self.model), dispatch.counts))
+        by_token: Tensor = outputs[order.argsort()].view(*chosen.shape, -1)
+        return (by_token * weights[..., None]).sum(1).to(tokens.dtype)
+
+
+class Router(nn.Module):
+    """Chooses experts for a token and says what each counts; in FP32, whatever the model's dtype."""
+
+    def __init__(self, model: ModelShape, moe: MoE, backend: Backend) -> None:
+        super().__init__()
+        self.moe = moe
+        weight = torch.empty(moe.num_experts, model.hidden_size, dtype=backend.dtype, device=backend.device)
+        zeros = torch.zeros(moe.num_experts, device=backend.device)
+        self.weight = nn.Parameter(weight.normal_(std=0.02))
+        self.bias = nn.Parameter(zeros.to(backend.dtype)) if moe.router_bias else None
+        # FP32 in Megatron too, and no gradient's to change
+        self.expert_bias = nn.Parameter(zeros.clone(), requires_grad=False) if moe.expert_bias else None
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens `[T, E]` to the weights of each one's experts, FP32 `[T, K]`, and which those are, int64 `[T, K]`."""
+        bias = None if self.bias is None else self.bias.float()
+        logits = F.linear(tokens.float(), self.weight.float(), bias)
+        if self.moe.score_function == "sigmoid":
+            scores = logits.sigmoid()
+        else:
+            scores = logits.softmax(-1) if self.moe.pre_softmax else logits
+        wanted = scores if self.expert_bias is None else scores + self.expert_bias
+        chosen = self._in_best_groups(wanted).topk(self.moe.topk, sorted=False).indices
+        weights = scores.gather(1, chosen)
+        if self.moe.score_function == "sigmoid":
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        elif not self.moe.pre_softmax:
+            weights = weights.softmax(-1)
+        return weights * self.moe.topk_scaling_factor, chosen
+
+    def _in_best_groups(self, wanted: Tensor) -> Tensor:
+        """Scores `[T, experts]` with those outside the best groups at minus infinity."""
+        if self.moe.num_groups is None or self.moe.group_topk is None or self.moe.group_scores is None:
+            return wanted
+        grouped = wanted.view(len(wanted), self.moe.num_groups, -1)
+        worth = grouped.topk(self.moe.group_scores).values.sum(-1)
+        best = worth.topk(self.moe.group_topk).indices
+        outside = torch.ones_like(worth, dtype=torch.bool).scatter(1, best, False)
+        inside = grouped.masked_fill(outside[..., None], -torch.inf)
+        return inside.flatten(1)

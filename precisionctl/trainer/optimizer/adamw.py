@@ -1,0 +1,207 @@
+"""AdamW over FP32 master weights, and the learning rate of a step.
+
+The arithmetic is torch.optim.AdamW's own, on the masters; the model's parameters are their rounding.
+Gradients of micro-batches are summed in FP32, as Megatron does (accumulate_allreduce_grads_in_fp32).
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from precisionctl.recipe import Optimizer, Schedule
+from precisionctl.trainer.parallel.shares import ALL_MINE, Shares
+from precisionctl.trainer.parallel.world import World, local
+
+Kind = Literal["param", "exp_avg", "exp_avg_sq"]
+"""What a checkpoint keeps of each parameter: master weights and moments, under Megatron's names
+(`optimizer.state.<kind>.<parameter>`)."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class RunOptimizer(Protocol):
+    """What a run asks of its optimizer: `optim.MasterAdamW` or `fp8_lm.Fp8LmAdamW`. `steps` is the number of updates
+    made so far; AdamW's bias correction counts them."""
+
+    @property
+    def steps(self) -> int: ...
+    @steps.setter
+    def steps(self, steps: int) -> None: ...
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]: ...
+    @property
+    def tensors(self) -> Mapping[Kind, Mapping[str, Tensor]]:
+        """What a checkpoint keeps, FP32, by kind and parameter."""
+
+    @property
+    def kept(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps beside tensors, if anything."""
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Before tensors are loaded that were kept with this. Raises KeyError, TypeError, ValueError for anything
+        else."""
+
+    def loading(self, kind: Kind) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """FP32 tensors to be filled with those of a kind; taken over at the end."""
+        ...
+
+    def publish(self) -> None:
+        """Make the model's parameters the rounding of the masters."""
+
+    def collect(self) -> None:
+        """Take over the gradients of a pass: add them to those of the update."""
+
+    def reduce(self, world: World) -> None:
+        """Have those of all ranks, after the last pass of an update."""
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Those that are collected, FP32, by parameter name."""
+        ...
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Those that are collected, and let go of them."""
+        ...
+
+    def clip(self) -> Tensor:
+        """The global norm of the gradients, FP32 `[]`; they are then scaled down to `clip_norm` if it is above."""
+        ...
+
+    def step(self, lr: float, skip: Tensor | None = None) -> None:
+        """One update from the collected gradients, which are then gone; none if `skip`, bool `[]`, is True."""
+
+    def notes(self, lr: float) -> Iterable[str]:
+        """What to tell before a run whose highest learning rate this is."""
+        ...
+
+
+class MasterAdamW:
+    """`masters`, `exp_avg` and `exp_avg_sq` are FP32 tensors by parameter name, of the parameters' shapes. A parameter
+    that is FP32 is its own master; so are those that are cut for several ranks, and all of this is cut as they are."""
+
+    def __init__(self, module: nn.Module, settings: Optimizer, shares: Shares = ALL_MINE) -> None:
+        self.parameters = dict(module.named_parameters())
+        self._clip_norm, self._shares = settings.clip_norm or math.inf, shares
+        self.masters = {
+            name: p if p.dtype == torch.float32 else p.detach().to(torch.float32) for name, p in self.parameters.items()
+        }
+        self.exp_avg = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        # biases and norm weights, all vectors, are not decayed
+        matrices = [master for master in self.masters.values() if master.dim() > 1]
+        vectors = [master for master in self.masters.values() if master.dim() <= 1]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        self._adamw = torch.optim.AdamW(
+            groups,
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.epsilon,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self.steps = 0
+
+    @property
+    def steps(self) -> int:
+        return int(self._made)
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._made = torch.tensor(steps, device=next(iter(self.masters.values())).device)
+        for name, master in self.masters.items():
+            self._adamw.state[master] = {
+                "step": torch.tensor(float(steps), device=master.device),
+                "exp_avg": self.exp_avg[name],
+                "exp_avg_sq": self.exp_avg_sq[name],
+            }
+
+    @property
+    def tensors(self) -> Mapping[Kind, Mapping[str, Tensor]]:
+        return {"param": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+    @property
+    def kept(self) -> Mapping[str, Any]:
+        return {}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Nothing to do."""
+
+    @contextmanager
+    def loading(self, kind: Kind) -> Iterator[Mapping[str, Tensor]]:
+        yield self.tensors[kind]
+
+    def publish(self) -> None:
+        rounded = {name: p for name, p in self.parameters.items() if p is not self.masters[name]}
+        if rounded:
+            with torch.no_grad():
+                torch._foreach_copy_([*rounded.values()], [self.masters[name] for name in rounded])
+
+    def collect(self) -> None:
+        """Take over the model's gradients: add them to the masters', in FP32."""
+        sums, new = [], []
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            if parameter.grad is None or parameter is master:  # autograd has added it up
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                sums.append(master.grad)
+                new.append(parameter.grad)
+            parameter.grad = None
+        if sums:
+            torch._foreach_add_(sums, new)
+
+    def reduce(self, world: World) -> None:
+        """FSDP2 has, in every backward, but for what tensor ranks have parts of."""
+        self._shares.complete(self.masters)
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        taken = self.gradients
+        self._adamw.zero_grad()
+        return taken
+
+    def clip(self) -> Tensor:
+        gradients = self.gradients
+        norm = self._shares.norm(gradients)
+        factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as nn.utils.clip_grad_norm_ has it
+        if gradients:
+            torch._foreach_mul_([local(gradient) for gradient in gradients.values()], factor)
+        return norm
+
+    def step(self, lr: float, skip: Tensor | None = None) -> None:
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        # as GradScaler tells it: the fused kernel reads it on the device, and changes nothing
+        self._adamw.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
+        self._adamw.step()
+        self._adamw.zero_grad()
+        self._made += 1 if skip is None else ~skip
+        self.publish()
+
+    def notes(self, lr: float) -> Iterable[str]:
+        return ()
+
+
+def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:
+    """The rate of update `step` (the first is 1) in a run of `steps` updates."""
+    if step <= schedule.warmup_steps:
+        return peak * step / schedule.warmup_steps
+    floor = schedule.min_ratio
+    match schedule.kind:
+        case "constant":
+            return peak
+        case "cosine":
+            done = min(1.0, (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps))
+            return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
+        case "wsd":
+            done = min(1.0, max(0.0, 1 - (steps - step) / max(1, schedule.decay_steps)))
+            return peak * (1 - (1 - floor) * done)

@@ -1,0 +1,184 @@
+"""AdamW with the state of FP8-LM: gradients and first moment in FP8, second moment and master weights in FP16, each
+tensor with a scale; 6 bytes for a parameter where FP32 takes 16.
+
+Peng et al., "FP8-LM: Training FP8 Large Language Models" (2023, arXiv 2310.18313), section 2.2. The arithmetic is that
+of Transformer Engine's FusedAdam: decoded, updated in FP32, encoded under the scale of its own largest magnitude.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from precisionctl.checkpoints.module import Made
+from precisionctl.recipe import Optimizer
+from precisionctl.trainer.optimizer.adamw import KINDS, Kind
+from precisionctl.trainer.optimizer.fp8_gradients import Fp8Gradients
+from precisionctl.trainer.optimizer.scaled import Scaled
+from precisionctl.trainer.parallel.world import World
+
+if TYPE_CHECKING:
+    from precisionctl.trainer.optimizer.fused_adam_te import FusedMoments
+
+
+class Moments:
+    """A parameter's master weights and moments. One that is FP32 is its own master."""
+
+    def __init__(self, parameter: nn.Parameter, settings: Optimizer) -> None:
+        self._settings, self._decay = settings, decay(parameter, settings)
+        values = parameter.detach()
+        self.kinds: dict[Kind, Scaled] = {
+            "param": Scaled(values, torch.ones(1, device=values.device))
+            if values.dtype == torch.float32
+            else Scaled.zeros(values, torch.float16),
+            "exp_avg": Scaled.zeros(values, torch.float8_e4m3fn),
+            "exp_avg_sq": Scaled.zeros(values, torch.float16),
+        }
+
+    def update(self, gradient: Tensor, lr: float, step: int) -> None:
+        """One of AdamW's, the `step`-th."""
+        master, exp_avg, exp_avg_sq = (self.kinds[kind].read() for kind in KINDS)
+        adam(master, exp_avg, exp_avg_sq, gradient, self._settings, lr=lr, decay=self._decay, step=step)
+        for kind, values in zip(KINDS, (master, exp_avg, exp_avg_sq), strict=True):
+            self.kinds[kind].write(values)
+
+
+def decay(parameter: Tensor, settings: Optimizer) -> float:
+    """Biases and norm weights, all vectors, are not decayed."""
+    return settings.weight_decay if parameter.dim() > 1 else 0.0
+
+
+def adam(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    settings: Optimizer,
+    *,
+    lr: float,
+    decay: float,
+    step: int,
+) -> None:
+    """Update FP32 tensors in place, operation by operation as TE's kernel does (adam.cu, adam_update), but for products
+    and sums that a GPU fuses."""
+    beta1, beta2 = _fp32(settings.beta1), _fp32(settings.beta2)
+    exp_avg.mul_(beta1).add_(gradient * (1 - beta1))
+    exp_avg_sq.mul_(beta2).add_((gradient * (1 - beta2)).mul_(gradient))
+    # in FP64, as PyTorch's own root of an FP32 number on a CPU is off by a bit in one of six
+    root = (exp_avg_sq / _fp32(1 - beta2**step)).double().sqrt_().float()
+    update = (exp_avg / _fp32(1 - beta1**step)).div_(root.add_(settings.epsilon))
+    master.sub_(update.add_(master * decay).mul_(lr))
+
+
+def _fp32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+class Fp8LmAdamW:
+    """What a run asks of its optimizer (`optim.RunOptimizer`)."""
+
+    def __init__(self, module: nn.Module, settings: Optimizer, *, fused: bool = False) -> None:
+        """`fused` updates by Transformer Engine's FusedAdam, on a GPU."""
+        self.parameters = dict(module.named_parameters())
+        self.steps = 0
+        self._clip_norm = settings.clip_norm or math.inf
+        self._gradients = Fp8Gradients({name: p for name, p in self.parameters.items() if p.requires_grad})
+        make = _fused if fused else Moments
+        self._moments = {name: make(parameter, settings) for name, parameter in self.parameters.items()}
+        self._scales: Mapping[str, Mapping[str, float]] = {}
+
+    @property
+    def tensors(self) -> Mapping[Kind, Mapping[str, Tensor]]:
+        """What a checkpoint keeps, decoded, under Megatron's names for it."""
+        return {kind: Made({name: each.kinds[kind].read for name, each in self._moments.items()}) for kind in KINDS}
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What it keeps beside them: FP32 scales, under which they are the same codes again."""
+        scales = {
+            kind: {name: float(each.kinds[kind].scale_inv) for name, each in self._moments.items()} for kind in KINDS
+        }
+        return {"mu": self._gradients.mu, "scale_inv": scales}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        mu = float(kept["mu"])
+        if not 0 < mu < math.inf:
+            raise ValueError(f"mu is {mu}")
+        self._gradients.mu = mu
+        self._scales = {kind: {name: float(s) for name, s in kept["scale_inv"][kind].items()} for kind in KINDS}
+
+    @contextmanager
+    def loading(self, kind: Kind) -> Iterator[Mapping[str, Tensor]]:
+        tensors = {name: each.kinds[kind].read() for name, each in self._moments.items()}
+        yield tensors
+        scales = self._scales.get(kind, {})
+        for name, values in tensors.items():
+            self._moments[name].kinds[kind].write(values, scales.get(name))
+
+    def publish(self) -> None:
+        """Make the model's parameters the rounding of the masters."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if parameter.dtype != torch.float32:
+                    parameter.copy_(self._moments[name].kinds["param"].read())
+
+    def collect(self) -> None:
+        """Nothing to do: those of an update's passes add up in BF16 where autograd leaves them, which takes less memory
+        than FP8 beside it, and loses less."""
+
+    def reduce(self, world: World) -> None:
+        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self._gradients.take(found, world)
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Those that are collected, decoded, by parameter name."""
+        return {name: held.read() for name, held in self._gradients.held.items()}
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Those that are collected, and let go of them."""
+        taken = self.gradients
+        self._gradients.clear()
+        return taken
+
+    def clip(self) -> Tensor:
+        """The global norm of the gradients, FP32 `[]`; they are then scaled down to `clip_norm` if it is above."""
+        norm = self._gradients.norm()
+        self._gradients.scale_by((self._clip_norm / (norm.double() + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def step(self, lr: float, skip: Tensor | None = None) -> None:
+        """One update from the collected gradients, which are then gone. `skip` is waited for: FusedAdam cannot skip."""
+        if skip is not None and bool(skip):
+            self._gradients.clear()
+            return
+        self.steps += 1
+        for name, held in self._gradients.held.items():
+            self._moments[name].update(held.read(), lr, self.steps)
+        self._gradients.settle()
+        self.publish()
+
+    def notes(self, lr: float) -> Iterator[str]:
+        masters = [each.kinds["param"] for each in self._moments.values()]
+        in_fp16 = [master for master in masters if master.codes.dtype == torch.float16]
+        unmoved = int(sum(master.unmoved_by(lr) for master in in_fp16))
+        share = unmoved / max(1, sum(master.codes.numel() for master in in_fp16))
+        if share > 0.01:
+            yield (
+                f"FP16 masters round an update of {lr:g} away in {share:.0%} of the weights, the largest ones: "
+                "raise optimizer.lr, or leave optimizer.preset out"
+            )
+
+
+def _fused(parameter: nn.Parameter, settings: Optimizer) -> "Moments | FusedMoments":
+    """FusedAdam gives an FP32 parameter a master too, which it then does not use."""
+    from precisionctl.trainer.optimizer.fused_adam_te import FusedMoments
+
+    if parameter.dtype == torch.float32 or not parameter.requires_grad:
+        return Moments(parameter, settings)
+    return FusedMoments(parameter, settings)

@@ -1,0 +1,54 @@
+"""The state and the update of FP8-LM by Transformer Engine's FusedAdam. Imports Transformer Engine, as `te_modules`."""
+
+import torch  # before Transformer Engine, which needs torch's libraries to be loaded
+from torch import Tensor, nn
+from transformer_engine.pytorch.optimizers import FusedAdam
+
+from precisionctl.recipe import Optimizer
+from precisionctl.trainer.optimizer.adamw import Kind
+from precisionctl.trainer.optimizer.fp8_lm import decay
+from precisionctl.trainer.optimizer.scaled import Scaled
+
+
+class FusedMoments:
+    """What `fp8_lm.Moments` is, of a BF16 parameter. It has a FusedAdam of its own: one for all would hold the state of
+    all in FP32 during an update."""
+
+    def __init__(self, parameter: nn.Parameter, settings: Optimizer) -> None:
+        self._parameter = parameter
+        self._adam = FusedAdam(
+            [parameter],
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.epsilon,
+            weight_decay=decay(parameter, settings),
+            master_weights=True,
+            master_weight_dtype=torch.float16,
+            exp_avg_dtype=torch.uint8,
+            exp_avg_sq_dtype=torch.float16,
+            use_decoupled_grad=True,
+        )
+        self._adam.initialize_state(parameter, False)
+        first = self._adam.state[parameter]["exp_avg"]
+        first._quantizer.set_usage(columnwise=False)  # or Hopper would keep it a second time, transposed, for a GEMM
+        first.update_usage(rowwise_usage=True, columnwise_usage=False)
+
+    @property
+    def kinds(self) -> dict[Kind, Scaled]:
+        """FusedAdam's own tensors."""
+        state, scales = self._adam.state[self._parameter], self._adam._scales[self._parameter]
+        first = state["exp_avg"]
+        return {
+            "param": Scaled(state["master_param"], scales["master_param"]),
+            "exp_avg": Scaled(first._data.view(torch.float8_e4m3fn), first._scale_inv),
+            "exp_avg_sq": Scaled(state["exp_avg_sq"], scales["exp_avg_sq"]),
+        }
+
+    def update(self, gradient: Tensor, lr: float, step: int) -> None:
+        """One of AdamW's, the `step`-th."""
+        self._adam.param_groups[0].update(lr=lr, step=step - 1)  # it counts on from there
+        self._parameter.decoupled_grad = gradient  # type: ignore[attr-defined]  # FP32, beside a BF16 parameter
+        self._adam.step()
+        self._parameter.decoupled_grad = None  # type: ignore[attr-defined]
+        for scaled in self.kinds.values():
+            scaled.mend()

@@ -1,0 +1,1 @@
+"""The processes that train together, and what each has of the model."""

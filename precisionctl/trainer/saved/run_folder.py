@@ -1,0 +1,177 @@
+"""The folder of a run: which run is there, its newest iteration, and what of it is kept.
+
+Each checkpoint is one iteration of a Megatron `torch_dist` directory. `precisionctl/run.json` in it says the step, the
+position in the data, and which run this is; only what has one is ever removed.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.megatron.keys import TRACKER
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.errors import DamagedCheckpoint, OutputError, damage
+from precisionctl.fp8 import sidecar
+from precisionctl.recipe import Guard, Recipe, Tracking
+from precisionctl.trainer.measure.json_numbers import numbers, to_json
+from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
+from precisionctl.trainer.skips import Skips
+
+RUN_FILE = Path("precisionctl/run.json")
+_PARTIAL = ".partial"  # what Output builds
+_REMOVED = ".removed"
+_INDIFFERENT = (
+    "parallel.replicate",
+    "parallel.tensor",
+    "parallel.sequence",
+    "parallel.expert",
+    "train.recompute",
+    "train.memory_check",
+    "train.keep",
+    "train.async_save",
+    "train.max_skipped",
+    "train.save_every",
+    "train.eval_every",
+    "data.path",
+    "data.blend",
+    "data.held_out",
+    "data.cache",
+    *(f"guard.{key.name}" for key in fields(Guard)),
+    *(f"tracking.{key.name}" for key in fields(Tracking)),
+)
+"""Recipe keys that change no number of a run; `data.path` and `data.blend` are covered by what is in the files.
+A guard, and the bound on skipped steps, change none until they act, and then a user must be able to tell them something
+else."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `run.json` says. `identity` is everything that makes a run this one, by name; `guard` what its guard, if
+    it has one, keeps in mind; `schedule` the one of Megatron that it goes on with, if it does."""
+
+    step: int
+    position: int
+    identity: Mapping[str, Any]
+    guard: Mapping[str, Any] | None = None
+    schedule: Mapping[str, Any] | None = None
+    skips: Mapping[str, int] = field(default_factory=lambda: {"total": 0, "running": 0})
+
+
+def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict[str, Any]:
+    """The source by its files' sizes and times and by its model, the data by their tokens, the recipe key by key,
+    and how it starts."""
+    state = [source.path / sidecar.RELATIVE] if source.path else []
+    files = [file for file in (*source.files, *state) if file.is_file()]
+    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    keys = {key: value for key, value in _flat(asdict(recipe)).items() if key not in _INDIFFERENT}
+    keys |= _flat({"model": asdict(source.model)})
+    if recipe.schedule.kind == "constant" and not recipe.precision.schedule:
+        del keys["train.steps"]  # no rate and no precision depends on it: such a run may be made longer
+    return {"source": hashlib.sha256(json.dumps(stats).encode()).hexdigest(), "data": data, **start, **keys}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def newest(out: Path) -> TorchDistReader | None:
+    """The newest iteration of a run's folder. A kill may have come before the tracker was written.
+
+    Raises OutputError where there are checkpoints that no run of ours wrote.
+    """
+    steps = _iterations(out, "")
+    others = [path for path in (*steps.values(), *_iterations(out, _PARTIAL).values()) if not _is_ours(path)]
+    if (out / TRACKER).exists() and not steps:
+        others.append(out / TRACKER)
+    if others:
+        what = f"{others[0].name} is there, and no run of this program wrote it"
+        raise OutputError(what, where=out, do="Choose another --out.")
+    return TorchDistReader(out, max(steps)) if steps else None
+
+
+def _iterations(out: Path, suffix: str) -> dict[int, Path]:
+    """What is in a run's folder under the names of iterations, with a suffix, by step."""
+    matches = ((re.fullmatch(rf"iter_(\d{{7,}}){re.escape(suffix)}", path.name), path) for path in out.iterdir())
+    return {int(match[1]): path for match, path in matches if match}
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a run wrote this; a kill may have left an iteration with no file in it yet."""
+    begun = path.name.endswith(_PARTIAL) and not any(file.is_file() for file in path.rglob("*"))
+    return begun or (path / RUN_FILE).is_file()
+
+
+def read_saved(reader: TorchDistReader) -> Saved | None:
+    """None where another program wrote the checkpoint. Raises DamagedCheckpoint."""
+    file = reader.path / RUN_FILE
+    if not file.is_file():
+        return None
+    try:
+        saved = Saved(**json.loads(file.read_bytes()))
+        saved = replace(saved, guard=saved.guard and numbers(saved.guard))  # its gaps
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None
+    if not (type(saved.step) is type(saved.position) is int and isinstance(saved.identity, dict)):
+        raise DamagedCheckpoint("not what a run writes: a value of the wrong type", where=file)
+    if saved.guard is not None and not _is_kept(saved.guard):
+        raise DamagedCheckpoint("not what a run writes: what its guard keeps is of the wrong type", where=file)
+    if saved.schedule is not None:
+        with damage("not what a run writes: its schedule", file):
+            MegatronSchedule(**saved.schedule)
+    with damage("not what a run writes: its skipped steps", file):
+        counts = vars(Skips(**saved.skips)).values()
+    if not all(type(count) is int for count in counts):
+        raise DamagedCheckpoint("not what a run writes: its skipped steps are no numbers", where=file)
+    if "data" not in saved.identity:
+        raise DamagedCheckpoint("not what a run writes: it does not say on which data", where=file)
+    return saved
+
+
+def _is_kept(guard: object) -> bool:
+    match guard:
+        case {"gaps": list(gaps), "bf16_until": int(), **more} if more.keys() <= {"recent", "switched"}:
+            recent, switched = more.get("recent", []), more.get("switched", 0)
+            return (
+                isinstance(recent, list)
+                and type(switched) is int
+                and all(isinstance(number, float) for number in gaps + recent)
+            )
+    return False
+
+
+def check_same(saved: Saved, wanted: Mapping[str, Any], out: Path) -> None:
+    """Raise OutputError, naming what differs, where `out` holds another run."""
+    found, plain = (json.loads(to_json(each)) for each in (saved.identity, wanted))
+    differing = sorted(key for key in {**found, **plain} if found.get(key) != plain.get(key))
+    if differing:
+        raise OutputError(
+            f"another run is there: it differs in {', '.join(differing)}",
+            where=out,
+            do="Choose another --out, or give the checkpoint, data and settings that it was started with.",
+        )
+
+
+def sign(partial: Path, saved: Saved) -> None:
+    """Say whose this is before there is anything else: only what is ours may be pruned."""
+    (partial / RUN_FILE).parent.mkdir()
+    (partial / RUN_FILE).write_text(to_json(asdict(saved), indent=1))
+
+
+def prune(out: Path, step: int, keep: int) -> None:
+    """Drop iterations before `step`, and what kills left of others. Renamed first: half an iteration must not look
+    whole."""
+    older = {number: path for number, path in _iterations(out, "").items() if number < step and _is_ours(path)}
+    for number in sorted(older, reverse=True)[keep - 1 :]:
+        older[number].rename(older[number].with_name(older[number].name + _REMOVED))
+    partial = [path for path in _iterations(out, _PARTIAL).values() if _is_ours(path)]
+    for left in (*_iterations(out, _REMOVED).values(), *partial):
+        shutil.rmtree(left)
