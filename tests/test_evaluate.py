@@ -21,7 +21,7 @@ from precisionctl.checkpoints.module import LiveModel
 from precisionctl.cli import main
 from precisionctl.conversion import convert
 from precisionctl.errors import DataError
-from precisionctl.evaluate import evaluate, load, quantizers
+from precisionctl.evaluate import evaluate, load, quantizers, stored
 from precisionctl.evaluate.quantizers import TokenInputs
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, RoleState
@@ -370,6 +370,44 @@ def test_pytorchs_own_fp8_gemm_gives_the_logits_that_are_emulated(tmp_path, sche
         found = model(TOKENS).float()
     assert len(calls) >= 8
     assert (found - emulated).norm() < 0.01 * emulated.norm()  # sums in another order, rounded to BF16 layer by layer
+
+
+def product_by_blocks(a, b, scale_a, recipe_a, scale_b, recipe_b, output_dtype):
+    """What PyTorch's scaled_mm asks for on Hopper (ScaledBlas.cpp, _scaled_block1x128_block128x128), in float64."""
+    assert (recipe_a, recipe_b) == (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
+    (rows, inner), columns = a.shape, b.shape[1]
+    groups = -(-inner // 128)
+    filled = -(-groups // 4) * 4
+    assert a.is_contiguous() and b.t().is_contiguous() and a.dtype == b.dtype == torch.float8_e4m3fn
+    assert rows % 16 == inner % 16 == columns % 16 == 0
+    assert scale_a.shape == (rows, groups) and scale_a.stride() == (1, rows)
+    assert scale_b.shape == (filled, -(-columns // 128)) and scale_b.stride() == (1, filled)
+    left = a.double() * scale_a.repeat_interleave(128, 1)[:, :inner]
+    scales = scale_b[:groups].repeat_interleave(128, 0)[:inner].repeat_interleave(128, 1)[:, :columns]
+    return (left @ (b.double() * scales)).to(output_dtype)
+
+
+@pytest.mark.parametrize(("family", "head"), [("llama-3", 128), ("llama-3", 64), ("mixtral", 128)])
+def test_blocks_are_given_to_pytorchs_own_gemm_as_it_wants_them(tmp_path, family, head, monkeypatch):
+    """No CPU has it: what it asks for is checked, and the logits are those that are emulated. Where heads are of 64,
+    queries and keys have come into one block, and are multiplied as before."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": head}
+    save(tmp_path / "source", family, dtype=torch.bfloat16, **sizes)
+    source = in_memory.with_state(HuggingFaceReader(tmp_path / "source"))
+    reader = in_memory.export(source, tmp_path / "out", "fp8", "block")
+    emulated, calls = load(reader)[0], []
+    monkeypatch.setattr(stored, "has_block_gemms", lambda device: True)
+    monkeypatch.setattr(F, "scaled_mm", lambda *a, **k: calls.append(a) or product_by_blocks(*a, **k))
+    own, words = load(reader)
+    assert words == "FP8 codes with dynamic per-128 input scales"
+    with torch.no_grad():
+        expected = emulated(TOKENS).float()
+        assert not calls
+        found = own(TOKENS).float()
+    shapes = {tuple(a.shape[1:]) + tuple(b.shape[1:]) for a, b, *_ in calls}
+    assert {(256, 768), (384, 256)} <= shapes, "gate with up, and down"
+    assert ((256, 4 * head + 2 * 2 * head) in shapes) == (head == 128)
+    assert (found - expected).norm() < 0.02 * expected.norm()  # a product that is rounded first makes other codes
 
 
 @pytest.mark.parametrize("tokens", [1e-9, 3.0])

@@ -195,7 +195,7 @@ def attempt(report: Report, row: Row, measure: Callable[[], Row]) -> Row | None:
     try:
         made = row | measure()
     except Exception as problem:  # whatever it is, the other rows are wanted
-        report(row | {"error": f"{type(problem).__name__}: {str(problem).splitlines()[0][:300]}"})
+        report(row | {"error": f"{type(problem).__name__}: {str(problem).partition(chr(10))[0][:300]}"})
         return None
     report(made)
     return made

@@ -10,10 +10,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gpu_sections.casts import coded
 from gpu_sections.common import RECIPES, Place, Report, Row, Shape, alone, attempt, shapes, sqnr, timed
 from gpu_sections.plain import to_fp8
+from precisionctl.evaluate.quantizers import GroupInputs
+from precisionctl.fp8.numerics import BLOCK
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.backends.choose import make_backend
+from precisionctl.trainer.backends.fp8_gemm import NativeBlocks
 
 E4M3 = torch.float8_e4m3fn
 DECODING = (1, 16, 64, 256)
@@ -62,6 +66,14 @@ def per_row(values: Tensor, weight: Tensor) -> Product:
     return _scaled(x, w, x_inv, w_inv)
 
 
+def per_block(values: Tensor, weight: Tensor) -> Product:
+    """Inputs in groups of 128, weights in squares: what an export in blocks computes."""
+    x, w = GroupInputs(BLOCK, native=True).quantize(values).rows, coded(weight, (BLOCK, BLOCK))
+    by_element = w[1].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    expected = x.inside() @ (w[0].float() * by_element[: len(weight), : weight.shape[1]]).t()
+    return partial(NativeBlocks(*w).under, x), expected
+
+
 def per_tensor_with_cast(values: Tensor, weight: Tensor) -> Product:
     """What dynamic scaling pays in inference: the input is cast in each call."""
     w, w_inv = to_fp8(weight, E4M3)
@@ -77,6 +89,7 @@ PRODUCTS = {
     "BF16": bf16,
     "_scaled_mm, a scale per tensor": per_tensor,
     "_scaled_mm, a scale per row": per_row,
+    "scaled_mm, a scale per block": per_block,
     "_scaled_mm and the cast of its input": per_tensor_with_cast,
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.quant_methods.base import CODES
-from precisionctl.trainer.backends.fp8_gemm import NativeOperand, Operand, Quantized
+from precisionctl.trainer.backends.fp8_gemm import NativeBlocks, NativeOperand, Operand, Quantized
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,27 @@ class StoredBlocks:
 
     def quantize(self, values: Tensor) -> Quantized:
         return Quantized(Operand(self.values, self.values.new_ones(())))
+
+
+@dataclass(frozen=True)
+class NativeStoredBlocks:
+    """A weight in squares of 128 for a GPU's own GEMM: codes `[out, in]`, and `scale_inv` as `NativeBlocks` has it. Its
+    inputs are to be `native` groups."""
+
+    codes: Tensor
+    scale_inv: Tensor
+
+    def quantize(self, values: Tensor) -> Quantized:
+        return Quantized(NativeBlocks(self.codes, self.scale_inv))
+
+
+def has_block_gemms(device: torch.device) -> bool:
+    """Whether PyTorch multiplies by blocks there: on Hopper, by cuBLASLt of CUDA 12.9 (ScaledBlas.cpp,
+    _check_deepseek_support)."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    cuda = tuple(int(part) for part in torch.version.cuda.split("."))
+    return torch.cuda.get_device_capability(device) == (9, 0) and cuda >= (12, 9)
 
 
 @dataclass(frozen=True)
@@ -80,10 +101,11 @@ SMALLEST_GROUP_AMAX = 1e-10
 class GroupInputs:
     """Inputs `[tokens, in]` with a scale_inv for so many values of each token, their amax / 448, divided by it as
     vLLM's and SGLang's kernels do (per_token_group_quant_fp8), or by the next power of two where weights have such
-    scales. A last group may be shorter."""
+    scales. A last group may be shorter. `native` ones stay codes, for a weight that is multiplied as such."""
 
     size: int
     power_of_2: bool = False
+    native: bool = False
 
     @classmethod
     def like(cls, weight: Encoding) -> "GroupInputs":
@@ -103,5 +125,7 @@ class GroupInputs:
             scale_inv = numerics.power_of_2_above(scale_inv)
         codes = torch.empty(groups.shape, dtype=CODES, device=values.device)
         numerics.encode_by_scale_inv(groups, scale_inv, codes, torch.empty(numerics.PIECE, device=values.device))
+        if self.native:
+            return Quantized(Operand(codes.view(tokens, -1), scale_inv.view(tokens, -1)))
         decoded = numerics.decode(codes, scale_inv).view(tokens, -1)[:, :columns]
         return Quantized(Operand(decoded, decoded.new_ones(())))

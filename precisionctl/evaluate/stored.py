@@ -8,25 +8,37 @@ plain BF16, FP16 or FP32.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.conversion import convert
 from precisionctl.evaluate.cache import round_cached
-from precisionctl.evaluate.quantizers import GroupInputs, StaticInputs, StoredBlocks, StoredWeight, TokenInputs
+from precisionctl.evaluate.quantizers import (
+    GroupInputs,
+    NativeStoredBlocks,
+    StaticInputs,
+    StoredBlocks,
+    StoredWeight,
+    TokenInputs,
+    has_block_gemms,
+)
 from precisionctl.export.kv_cache import stored_scales
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.encoding import Encoding, by_rows
+from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Job, Plan, make_plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import CODES
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.emulated import GroupedLinear, Linear
-from precisionctl.trainer.backends.fp8_gemm import Quantizers
+from precisionctl.trainer.backends.fp8_gemm import Quantizer, Quantizers
 from precisionctl.trainer.model.gpt import GPT
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -112,10 +124,15 @@ def _quantise(model: GPT, reader: Reader, plan: Plan) -> str | None:
             fixed[job.module] = max(fixed.get(job.module, 0.0), scales.get(name, 0.0))
     kinds: dict[str, None] = {}
     for job in stored:
-        by_row = _by_row(reader, job)
-        groups = None if by_row else GroupInputs.like(reader.encodings[job.reads[0]])
+        weight: Quantizer
+        groups = None
+        if _by_row(reader, job):
+            weight = _stored_weight(reader, job, plan, device)
+        else:
+            squares = None if fixed[job.module] else _stored_squares(reader, job, plan, device)
+            weight = squares or _stored_blocks(reader, job, plan, device)
+            groups = replace(GroupInputs.like(reader.encodings[job.reads[0]]), native=squares is not None)
         inputs = _inputs(fixed[job.module], groups, device)
-        weight = _stored_weight(reader, job, plan, device) if by_row else _stored_blocks(reader, job, plan, device)
         # A linear asks for its gradient's quantizer too; no gradient is taken here.
         _set_quantizers(model, job, {"input": inputs, "weight": weight, "grad_output": inputs})
         kinds[inputs.words] = None
@@ -143,11 +160,29 @@ def _set_quantizers(model: GPT, job: Job, quantizers: Quantizers) -> None:
 
 def _stored_weight(reader: Reader, job: Job, plan: Plan, device: torch.device) -> StoredWeight:
     """A fused weight's codes `[out, in]`, and a scale_inv for each of its rows."""
+    named = [(name, reader.specs[name].shape) for name in job.reads]
+    by_row = [reader.encodings[name].scales(0, *shape).expand(shape[0], 1) for name, shape in named]
+    return StoredWeight(_merged_codes(reader, job, plan).to(device), job.row.merge(by_row, plan.model).to(device))
+
+
+def _merged_codes(reader: Reader, job: Job, plan: Plan) -> Tensor:
     codes = [read_tensor(reader, name).view(torch.uint8) for name in job.reads]  # torch cannot cut FP8 tensors
-    named = zip(job.reads, codes, strict=True)
-    by_row = [reader.encodings[name].scales(0, *part.shape).expand(len(part), 1) for name, part in named]
-    merged = job.row.merge(codes, plan.model).view(CODES)
-    return StoredWeight(merged.to(device), job.row.merge(by_row, plan.model).to(device))
+    return job.row.merge(codes, plan.model).view(CODES)
+
+
+def _stored_squares(reader: Reader, job: Job, plan: Plan, device: torch.device) -> NativeStoredBlocks | None:
+    """A fused weight in squares of 128, where the device multiplies such; None where rows that have come together do
+    not make squares, or its sizes are none of an FP8 GEMM's."""
+    encodings = [reader.encodings[name] for name in job.reads]
+    if not has_block_gemms(device) or any(encoding.block[1] != BLOCK for encoding in encodings):
+        return None
+    grids = [by_rows(each, reader.specs[name].rows) for each, name in zip(encodings, job.reads, strict=True)]
+    codes, grid = _merged_codes(reader, job, plan), job.row.merge(grids, plan.model)
+    rows, columns = codes.shape
+    squares = Encoding(CODES, grid, (1, BLOCK)).in_blocks(rows, columns, (BLOCK, BLOCK))
+    if rows % 16 or columns % BLOCK or bool(squares.isnan().any()):
+        return None
+    return NativeStoredBlocks(codes.to(device), squares.contiguous().to(device))
 
 
 def _stored_blocks(reader: Reader, job: Job, plan: Plan, device: torch.device) -> StoredBlocks:

@@ -1,20 +1,39 @@
 """An export evaluated with the GPU's own FP8 GEMMs: the numbers of the emulation, which runs on a CPU."""
 
 from pathlib import Path
+from typing import Any
 
 import in_memory
 import pytest
 import torch
+import torch.nn.functional as F
 from test_evaluate import rows_of, save
+from torch import Tensor
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.evaluate import evaluate, load
 
 
+def counted(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> list[torch.Size]:
+    """Shapes of the products made by a function from now on."""
+    made: list[torch.Size] = []
+    own = getattr(where, name)
+
+    def function(left: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        if left.is_cuda:
+            made.append(left.shape)
+        product: Tensor = own(left, *arguments, **keywords)
+        return product
+
+    monkeypatch.setattr(where, name, function)
+    return made
+
+
 @pytest.mark.skipif(torch.version.cuda is None, reason="PyTorch's own GEMM, and a PyTorch without CUDA")
 @pytest.mark.parametrize("scheme", ["static", "dynamic", "block"])
-def test_a_gpu_evaluates_as_a_cpu_does(tmp_path: Path, scheme: str) -> None:
-    whole = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+def test_a_gpu_evaluates_as_a_cpu_does(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By products of FP8 codes: PyTorch's with one scale, applied to sums here by tensor and channel, and by blocks."""
+    whole = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 128}
     save(tmp_path / "source", dtype=torch.bfloat16, **whole)
     source = in_memory.with_state(HuggingFaceReader(tmp_path / "source"))
     method = "fp8" if scheme == "block" else "compressed-tensors"
@@ -22,11 +41,15 @@ def test_a_gpu_evaluates_as_a_cpu_does(tmp_path: Path, scheme: str) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{number % 249 + 1}" for number in range(7, 7000, 17)))
     against = HuggingFaceReader(tmp_path / "source")
+    products = counted(
+        monkeypatch, F if scheme == "block" else torch, "scaled_mm" if scheme == "block" else "_scaled_mm"
+    )
     cpu, gpu = (evaluate(reader, text, against=against, sequence_length=64, device=on) for on in ("cpu", "cuda"))
+    assert len(products) >= 8 or torch.cuda.get_device_name() == "a CPU that stands in"
     assert gpu.precision == cpu.precision and gpu.tokens == cpu.tokens
     assert gpu.loss == pytest.approx(cpu.loss, abs=2e-3)
     assert gpu.against is not None and cpu.against is not None
     assert gpu.against.kl == pytest.approx(cpu.against.kl, rel=0.2)
     tokens = rows_of(text, 64)[:4, :64]
     found, expected = (load(reader, on)[0](tokens.to(on)).float().cpu() for on in ("cuda", "cpu"))
-    assert (found - expected).norm() < 0.01 * expected.norm()
+    assert (found - expected).norm() < 0.02 * expected.norm()

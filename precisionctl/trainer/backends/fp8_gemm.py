@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from precisionctl.errors import PrecisionError
@@ -61,18 +62,44 @@ class Operand(NamedTuple):
         """What sums are multiplied by, FP32 `[]` or `[rows, 1]`."""
         return self.scale_inv.new_ones(()) if self.in_groups else self.scale_inv
 
+    def under(self, left: "Operand") -> Tensor:
+        """The product of `left` and this transposed, FP32 `[rows of left, rows of this]`."""
+        return (left.inside() @ self.inside().t()).mul_(left.outside() * self.outside().t())
+
 
 class NativeOperand(Operand):
     """One whose products are left to PyTorch's own FP8 GEMM, as the right side; it takes the codes as they are."""
 
+    def under(self, left: Operand) -> Tensor:
+        one = self.scale_inv.new_ones(())
+        sums = torch._scaled_mm(left.codes, self.codes.t(), one, one, out_dtype=torch.float32)
+        return sums.mul_(left.outside() * self.outside().t())
 
-def _product(left: Operand, right: Operand) -> Tensor:
-    """FP32 `[rows of left, rows of right]`."""
-    if isinstance(right, NativeOperand):
-        one = right.scale_inv.new_ones(())
-        sums = torch._scaled_mm(left.codes, right.codes.t(), one, one, out_dtype=torch.float32)
-        return sums.mul_(left.outside() * right.outside().t())
-    return (left.inside() @ right.inside().t()).mul_(left.outside() * right.outside().t())
+
+class NativeBlocks(Operand):
+    """One of squares of BLOCK, `scale_inv` FP32 `[rows / BLOCK, columns / BLOCK]`, under a left side in groups of
+    BLOCK: a product of PyTorch's own too, by cuBLASLt on Hopper, which rounds it to BF16. Rows and columns are
+    multiples of 16, as FP8 GEMMs want it.
+
+    It takes scales with rows and blocks of rows as neighbours; those of a column of squares are filled up to a
+    multiple of four, tokens to one of 16 (PyTorch's ScaledBlas.cpp, _scaled_block1x128_block128x128).
+    """
+
+    def under(self, left: Operand) -> Tensor:
+        rows, groups = left.scale_inv.shape
+        filled = F.pad(left.codes.view(torch.uint8), (0, 0, 0, -rows % 16)).view(left.codes.dtype)
+        by_group = F.pad(left.scale_inv.t(), (0, -rows % 16), value=1.0).contiguous()
+        by_square = F.pad(self.scale_inv, (0, -groups % 4), value=1.0)
+        product = F.scaled_mm(
+            filled,
+            self.codes.t(),
+            by_group.t(),
+            F.ScalingType.BlockWise1x128,
+            by_square.t(),
+            F.ScalingType.BlockWise128x128,
+            output_dtype=torch.bfloat16,
+        )
+        return product[:rows].float()
 
 
 class Quantized(NamedTuple):
@@ -189,7 +216,7 @@ class Fp8Matmul(torch.autograd.Function):
         x, w = quantizers["input"].quantize(values), quantizers["weight"].quantize(weight)
         ctx.save_for_backward(*(x.columns or ()), *(w.columns or ()))
         ctx.grad_quantizer, ctx.dtype = quantizers["grad_output"], dtype
-        product = _product(x.rows, w.rows)
+        product = w.rows.under(x.rows)
         if bias is not None:
             product += bias.bfloat16()  # TE casts it for FP32 activations too: cuBLAS has no FP8 GEMM with an FP32 bias
         return product.to(dtype)
@@ -200,9 +227,9 @@ class Fp8Matmul(torch.autograd.Function):
         g = ctx.grad_quantizer.quantize(grad_output)
         dgrad = wgrad = bias_grad = None
         if ctx.needs_input_grad[0]:
-            dgrad = _product(g.rows, Operand(w_codes, w_scale_inv)).to(ctx.dtype)
+            dgrad = Operand(w_codes, w_scale_inv).under(g.rows).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            wgrad = _product(g.columns, Operand(x_codes, x_scale_inv)).to(ctx.dtype)
+            wgrad = Operand(x_codes, x_scale_inv).under(g.columns).to(ctx.dtype)
         if ctx.needs_input_grad[2]:
             bias_grad = grad_output.sum(0, dtype=torch.float32).to(ctx.dtype)
         return dgrad, wgrad, bias_grad, None, None
