@@ -246,7 +246,8 @@ class _AllowListUnpickler(pickle._Unpickler):
     def __init__(self, file: BinaryIO, allowed: Allowed, where: object, persistent: Persistent | None) -> None:
         super().__init__(file)
         start = file.tell()
-        self._left = file.seek(0, io.SEEK_END)  # a pickle has each of its parts once, but for memo and copies
+        # Parts are copied once, or are short ("cpu" for each tensor, from two bytes of memo): in proportion to the file.
+        self._left = 16 * file.seek(0, io.SEEK_END)
         file.seek(start)
         self._allowed = allowed
         self._where = where
