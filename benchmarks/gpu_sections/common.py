@@ -129,14 +129,14 @@ def train_loss(model: GPT, tokens: Tensor) -> Tensor:
     return total / count
 
 
-def update(model: GPT, optimizer: MasterAdamW, tokens: Tensor, lr: float = SETTINGS.lr) -> float:
-    """A step as the trainer makes it, which reads loss and gradient norm."""
+def update(model: GPT, optimizer: MasterAdamW, tokens: Tensor, lr: float = SETTINGS.lr) -> Tensor:
+    """A step as the trainer makes it, which waits for no device; its loss, `[]`."""
     value = train_loss(model, tokens)
     value.backward()
     optimizer.collect()
-    optimizer.clip()
-    optimizer.step(lr)
-    return float(value.detach())
+    numbers = torch.stack([value.detach(), optimizer.clip()])
+    optimizer.step(lr, ~numbers.isfinite().all())
+    return value.detach()
 
 
 def wait(place: Place) -> None:
@@ -145,25 +145,34 @@ def wait(place: Place) -> None:
         torch.cuda.synchronize()
 
 
-def timed(function: Callable[[], object], place: Place, repeats: int, warm: int) -> Row:
-    """Seconds of a call: median, least and most of `repeats`."""
-    repeats, warm = (2, 1) if place.small else (repeats, warm)
+@contextlib.contextmanager
+def _clock(place: Place) -> Iterator[Callable[[], float]]:
+    """Gives a function that tells, afterwards, the seconds that it took; on a GPU by its own events."""
+    wait(place)
+    if place.small:
+        times = [time.perf_counter()]
+        yield lambda: times[1] - times[0]
+        times.append(time.perf_counter())
+        return
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    yield lambda: before.elapsed_time(after) / 1000
+    after.record()
+    wait(place)
+
+
+def timed(function: Callable[[], object], place: Place, repeats: int, warm: int, each: int = 1) -> Row:
+    """Seconds of a call: median, least and most of `repeats` of `each` calls running, for which the host may go on
+    ahead of the GPU."""
+    repeats, warm, each = (2, 1, 1) if place.small else (repeats, warm, each)
     for _ in range(warm):
         function()
     taken = []
     for _ in range(repeats):
-        if place.small:
-            start = time.perf_counter()
-            function()
-            taken.append(time.perf_counter() - start)
-            continue
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        before.record()
-        function()
-        after.record()
-        torch.cuda.synchronize()
-        taken.append(before.elapsed_time(after) / 1000)
+        with _clock(place) as seconds:
+            for _ in range(each):
+                function()
+        taken.append(seconds() / each)
     return {"seconds": statistics.median(taken), "least": min(taken), "most": max(taken), "repeats": repeats}
 
 

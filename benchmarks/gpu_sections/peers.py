@@ -59,7 +59,7 @@ def of_peer(shape: Shape, name: str, place: Place) -> Row:
         step()
         wait(place)
         first = time.perf_counter() - start
-        found = timed(step, place, repeats=6, warm=2)
+        found = timed(step, place, repeats=4, warm=2, each=2)
         memory = peak_gb(place)
         del step
     count = shape.rows * shape.length

@@ -1,12 +1,11 @@
-"""Where a step's time goes, at the first shape, in BF16 and under each recipe; and what the host's reads cost."""
+"""Where a step's time goes, at the first shape, in BF16 and under each recipe."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 from gpu_sections.common import (
@@ -22,11 +21,9 @@ from gpu_sections.common import (
     gpt,
     shapes,
     timed,
-    train_loss,
     update,
     wait,
 )
-from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 
 KINDS = {
@@ -51,17 +48,16 @@ def measure(place: Place, report: Report) -> None:
     for variant in ("bf16", *RECIPES):
         row = {"shape": shape.name, "layers": shape.measured[1], "variant": variant}
         attempt(report, row | {"profile": True}, partial(profiled, shape, variant, place))
-    for variant in ("bf16", "fp8-delayed"):
-        row = {"shape": shape.name, "layers": shape.measured[1], "variant": variant}
-        attempt(report, row | {"without": "host reads"}, partial(without_reads, shape, variant, place))
 
 
 def profiled(shape: Shape, variant: str, place: Place) -> Row:
-    """ms of a step by kind of kernel, and `idle`: how much longer a step takes, unprofiled, than kernels run in it."""
+    """ms of a step by kind of kernel, and `idle`: how much longer one of four steps running takes, unprofiled, than
+    kernels run in it. `waited_for` is a step alone, which the GPU begins with nothing to do."""
     with alone(place):
         model = gpt(shape.model(shape.measured[1]), place, variant)
         step = partial(update, model, MasterAdamW(model, SETTINGS), batch(shape, place))
-        seconds = timed(step, place, repeats=5, warm=2)["seconds"]
+        seconds = timed(step, place, repeats=4, warm=2, each=4)["seconds"]
+        alone_seconds = timed(step, place, repeats=4, warm=0)["seconds"]
         kind = torch.profiler.ProfilerActivity.CPU if place.small else torch.profiler.ProfilerActivity.CUDA
         with torch.profiler.profile(activities=[kind]) as profile:
             step()
@@ -74,6 +70,7 @@ def profiled(shape: Shape, variant: str, place: Place) -> Row:
     return {
         "ms": spent | {"idle": max(0.0, seconds * 1000 - busy)},
         "seconds": seconds,
+        "waited_for": alone_seconds,
         "busy_ms": busy,
         "launches": len(spans),
         "kernels": [(name[:160], taken) for name, taken in longest],
@@ -116,28 +113,3 @@ def union(spans: Iterable[Span]) -> float:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
-
-
-def without_reads(shape: Shape, variant: str, place: Place) -> Row:
-    """Five steps at a time, so that the host can run ahead."""
-    with alone(place):
-        model = gpt(shape.model(shape.measured[1]), place, variant)
-        optimizer, tokens, found = MasterAdamW(model, SETTINGS), batch(shape, place), {}
-        for name, step in {"read": update, "unread": _unread_update}.items():
-            five = partial(_repeat, partial(step, model, optimizer, tokens), 1 if place.small else 5)
-            found[name] = timed(five, place, repeats=4, warm=1)["seconds"]
-        del model, optimizer
-    return found
-
-
-def _unread_update(model: GPT, optimizer: MasterAdamW, tokens: Tensor) -> None:
-    """A step that the host does not wait for."""
-    train_loss(model, tokens).backward()
-    optimizer.collect()
-    nn.utils.clip_grad_norm_(optimizer.masters.values(), SETTINGS.clip_norm)
-    optimizer.step(SETTINGS.lr)
-
-
-def _repeat(function: Callable[[], object], times: int) -> None:
-    for _ in range(times):
-        function()

@@ -2,6 +2,7 @@
 
 Each shape is run with two numbers of layers. What a layer costs is their difference; the whole model is estimated from
 it, and said to be. A step is the trainer's own: forward, backward, FP32 gradients, clipping, AdamW on FP32 masters.
+Two steps running are timed at once, as a run makes them.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def measure(place: Place, report: Report) -> None:
 def of_variant(shape: Shape, layers: int, variant: str, place: Place) -> Row:
     with alone(place):
         step = partial(_step(shape, layers, variant, place), batch(shape, place))
-        found = timed(step, place, repeats=6, warm=2)
+        found = timed(step, place, repeats=4, warm=2, each=2)
         memory = peak_gb(place)
         del step
     count = shape.rows * shape.length

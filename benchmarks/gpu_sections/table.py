@@ -108,13 +108,9 @@ def _profile(rows: list[Row]) -> str:
     kinds = list(next(iter(found.values()))["ms"])
     lines = [(kind, *(f"{row['ms'][kind]:.1f}" for row in found.values())) for kind in kinds]
     lines.append(("**step**", *(f"{row['seconds'] * 1000:.1f}" for row in found.values())))
+    lines.append(("a step alone", *(f"{row['waited_for'] * 1000:.1f}" for row in found.values())))
     lines.append(("kernels", *(str(row["launches"]) for row in found.values())))
     told = [_held_back(variant, row, found["bf16"]) for variant, row in found.items() if "bf16" in found]
-    told += [
-        f"- {row['variant']}: without the host's two reads {row['read'] / row['unread']:.3f} times as fast"
-        for row in rows
-        if "without" in row
-    ]
     where = next(iter(found.values()))
     title = f"Milliseconds of a step, {where['shape']}, {where['layers']} layers:\n\n"
     return title + _table(("", *found), lines) + "\n\n" + "\n".join(filter(None, told))

@@ -120,7 +120,7 @@ def free_running(preset: str, steps: int, place: Place) -> Row:
         ours = GPT(theirs.model, theirs.precision, "emulated", device=place.device)
         ours.load_state_dict(theirs.state_dict())
         pairs = [(model, MasterAdamW(model, SETTINGS)) for model in (theirs, ours)]
-        losses = [[update(*pair, _batch(shape, step, place), LR) for pair in pairs] for step in range(steps)]
+        losses = [[float(update(*pair, _batch(shape, step, place), LR)) for pair in pairs] for step in range(steps)]
         del theirs, ours, pairs
     gaps = [one / other - 1 for one, other in losses]
     return {"losses": losses, "worst": max(gaps, key=abs), "mean_of_last_20": sum(gaps[-20:]) / len(gaps[-20:])}
