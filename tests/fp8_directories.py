@@ -5,6 +5,7 @@ a code is worth is spelled out from its bits, and a tensor decoded by a slow loo
 """
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 import pico
 import torch
+from compressed_tensors.quantization import disable_quantization
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 LAYOUTS = {  # exponent bits, mantissa bits, bias, bytes that are no number
     torch.float8_e4m3fn: (4, 3, 7, {0x7F, 0xFF}),
@@ -199,3 +202,14 @@ def make(
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": dict(spelled.config)}))
     return made
+
+
+def decoded_by_transformers(directory: Path, dequantizing: Any) -> PreTrainedModel:
+    """transformers' model of a directory in FP32, which computes with what codes decode to: its quantization config
+    `dequantizing` says so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You passed `quantization_config`")
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, quantization_config=dequantizing
+        )
+    return model.apply(disable_quantization)  # transformers 5.17 goes on rounding inputs to FP8

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
+from fp8_directories import decoded_by_transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedTokenizerFast
@@ -31,7 +32,6 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT
 
 WORDS = ["<eos>", *(f"w{number}" for number in range(1, 250))]
-DEQUANTIZES = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
 TOKENS = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(0))
 
 
@@ -203,28 +203,22 @@ def in_fp32(directory, output=1.0):
     (directory / "config.json").write_text(json.dumps(config | settings))
 
 
-@DEQUANTIZES
 def test_transformers_loads_an_export_and_its_logits_are_those_of_our_own_decoding(exported):
     reader = HuggingFaceReader(exported)
     plan = make_plan(reader, "megatron", dtype=torch.float32)
     ours = GPT(plan.model, Precision(fp8=False), "emulated", torch.float32)
     convert.run(plan, reader, LiveModel(plan.model, dict(ours.named_parameters())))
-    theirs = AutoModelForCausalLM.from_pretrained(
-        exported, dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
-    )
+    theirs = decoded_by_transformers(exported, CompressedTensorsConfig(dequantize=True))
     with torch.no_grad():
         expected = theirs(TOKENS).logits
         assert (ours(TOKENS)[..., :250] - expected).abs().max() < 1e-5
 
 
-@DEQUANTIZES
 def test_fp8_engines_are_simulated_as_compressed_tensors_does_it(exported):
     """transformers runs the linears on inputs that compressed-tensors rounds to FP8 and back."""
     model, precision = load(HuggingFaceReader(exported))
     theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    plain = AutoModelForCausalLM.from_pretrained(
-        exported, dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
-    )
+    plain = decoded_by_transformers(exported, CompressedTensorsConfig(dequantize=True))
     with torch.no_grad():
         ours, expected = model(TOKENS)[..., :250], theirs(TOKENS).logits
         rounding = (plain(TOKENS).logits - expected).norm()
@@ -233,7 +227,6 @@ def test_fp8_engines_are_simulated_as_compressed_tensors_does_it(exported):
     assert precision.startswith("FP8 codes with ")
 
 
-@DEQUANTIZES
 def test_kl_of_an_export_is_that_of_compressed_tensors_simulation_in_transformers(exported, text):
     """With an output layer that makes some tokens likelier than others, as training does."""
     paths = exported, exported.parent / "source"

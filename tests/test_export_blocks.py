@@ -9,7 +9,6 @@ import in_memory
 import pico
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
@@ -43,7 +42,6 @@ SIZES = {
 }
 TOKENS = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(0))
 ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers")
-DEQUANTIZES = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
 
 
 def export(source: Path, out: Path, target: str = "vllm", scheme: str | None = "block", **more: object) -> list[str]:
@@ -128,7 +126,6 @@ def in_fp32(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
 
 
-@DEQUANTIZES
 @pytest.mark.parametrize("family", SIZES)
 def test_transformers_loads_blocks_and_its_logits_are_those_of_our_own_decoding(tmp_path: Path, family: str) -> None:
     pytest.importorskip("accelerate", reason="transformers loads no such directory without it")
@@ -139,9 +136,7 @@ def test_transformers_loads_blocks_and_its_logits_are_those_of_our_own_decoding(
     plan = make_plan(reader, "megatron", dtype=torch.float32)
     ours = GPT(plan.model, Precision(fp8=False), "emulated", torch.float32)
     convert.run(plan, reader, LiveModel(plan.model, dict(ours.named_parameters())))
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
-    )
+    theirs = fp8_directories.decoded_by_transformers(tmp_path / "out", FineGrainedFP8Config(dequantize=True))
     with torch.no_grad():
         expected = theirs(TOKENS).logits
         assert (ours(TOKENS)[..., :250] - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -169,11 +164,6 @@ def respelled(directory: Path) -> None:
     assert check(open_checkpoint(directory), engine_named("vllm")) == []
 
 
-@DEQUANTIZES
-@pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
-    reason="transformers 5.17 decodes such a directory and rounds no inputs",
-)
 def test_evaluation_is_what_compressed_tensors_simulates_of_groups(tmp_path: Path) -> None:
     """transformers rounds the inputs of linears by groups of a token."""
     pico.save(tmp_path / "hf", dtype=torch.bfloat16, **WHOLE)
@@ -183,9 +173,7 @@ def test_evaluation_is_what_compressed_tensors_simulates_of_groups(tmp_path: Pat
     model, precision = load(HuggingFaceReader(tmp_path / "out"))
     assert precision == "FP8 codes with dynamic per-128 input scales"
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    plain = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
-    )
+    plain = fp8_directories.decoded_by_transformers(tmp_path / "out", CompressedTensorsConfig(dequantize=True))
     with torch.no_grad():
         ours, expected = model(TOKENS)[..., :250], theirs(TOKENS).logits
         rounding = (plain(TOKENS).logits - expected).norm()
