@@ -205,8 +205,8 @@ def make(
 
 
 def decoded_by_transformers(directory: Path, dequantizing: Any) -> PreTrainedModel:
-    """transformers' model of a directory in FP32, which computes with what codes decode to: its quantization config
-    `dequantizing` says so."""
+    """transformers' model of a directory in FP32, which computes with what codes decode to: a quantization config,
+    `dequantizing`, says so, where the directory's own spelling has one. Raises whatever it raises."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You passed `quantization_config`")
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
