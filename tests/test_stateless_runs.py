@@ -9,13 +9,15 @@ from training import losses, make_place, run, scales, settings
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import RecipeError
+from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.statistics import NAMES
 from precisionctl.precision import Precision
 from precisionctl.readiness.assess import assess
-from precisionctl.readiness.judge import NAMES
 from precisionctl.reports import inspect as report
 from precisionctl.reports import run as run_report
 from precisionctl.trainer.backends.base import fp8_linears
+from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.model.gpt import GPT
 
 STATELESS = ["current", "block", "mxfp8"]
@@ -79,6 +81,23 @@ def test_the_state_of_delayed_scaling_waits_beside_such_a_run_for_the_next(
         "input": 8,
         "grad_output": 8,
     }
+
+
+@pytest.mark.parametrize("scaling", STATELESS)
+def test_a_run_is_evaluated_under_its_own_recipe(place: Path, tmp_path: Path, scaling: str) -> None:
+    """The loss that training measured on held-out text is the one that `eval` finds in the checkpoint; that of the
+    values, in BF16, is another."""
+    held_out = place / "held_out.txt"
+    changes = {"precision__scaling": scaling, "precision__keep_bf16": '["*.linear_proj"]', "data__held_out": held_out}
+    changes["train__micro_batch_size"] = 4  # as `eval` takes rows: a scale of current scaling is of all of them
+    run(settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", train__steps=2, **changes))
+    measured = read_metrics(tmp_path / "run" / FILE)[-1]["held_out_loss"]
+    reader = open_checkpoint(tmp_path / "run")
+    found = evaluate(reader, held_out, sequence_length=32, against=reader)
+    assert found.loss == pytest.approx(measured, rel=1e-6)
+    assert found.precision == f"FP8 with {NAMES[scaling]} scaling, bfloat16 weights"
+    assert found.against and found.against.precision == "bfloat16"
+    assert abs(found.against.loss - found.loss) > 1e-5 * found.loss
 
 
 def test_block_scaling_learns_what_bf16_learns(place: Path, tmp_path: Path) -> None:

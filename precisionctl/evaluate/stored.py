@@ -3,7 +3,7 @@
 FP8 codes are computed with as an engine does: the stored codes as weights, inputs cast with their static scale, or
 with one for each token, or for each group of a token where weights have blocks. A Megatron checkpoint with
 delayed-scaling state in its `_extra_state` computes in FP8 with the scales it would go on with, and so does an export
-for Transformer Engine. Everything else is
+for Transformer Engine; one of a run of ours under a recipe that keeps no state, as that recipe does. Everything else is
 plain BF16, FP16 or FP32.
 """
 
@@ -33,6 +33,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding, by_rows
 from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import Fp8States
+from precisionctl.fp8.statistics import NAMES
 from precisionctl.planning.plan import Job, Plan, make_plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import CODES
@@ -40,6 +41,7 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.emulated import GroupedLinear, Linear
 from precisionctl.trainer.backends.fp8_gemm import Quantizer, Quantizers
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.saved.run_folder import recipe_of_run
 
 EMBEDDING = "embedding.word_embeddings.weight"
 """Never FP8 codes: its dtype is that of all values beside them."""
@@ -52,16 +54,18 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
     dtype = make_plan(reader, "megatron").targets[EMBEDDING].dtype
     plan = make_plan(reader, "megatron", dtype=dtype)
     states = None if plain else _live_state(reader)
-    model = GPT(plan.model, _precision(states, plan), "emulated", dtype, device)
+    precision = Precision(fp8=False) if plain else _precision(reader, states, plan)
+    model = GPT(plan.model, precision, "emulated", dtype, device)
     convert.run(plan, reader, LiveModel(plan.model, dict(model.named_parameters())))
     stored = str(dtype).removeprefix("torch.")
     if plain:
         return model, stored
-    if states is None:
+    if not precision.fp8:
         return model, (_quantise(model, reader, plan) or stored) + _cache(model, reader, plan)
-    for name, linear in fp8_linears(model).items():
-        linear.set_fp8_state(states.modules[name])
-    return model, f"FP8 with delayed scaling, {stored} weights"
+    if states:
+        for name, linear in fp8_linears(model).items():
+            linear.set_fp8_state(states.modules[name])
+    return model, f"FP8 with {NAMES[precision.scaling]} scaling, {stored} weights"
 
 
 def _cache(model: GPT, reader: Reader, plan: Plan) -> str:
@@ -96,9 +100,12 @@ def _live_state(reader: Reader) -> Fp8States | None:
     return live if used and all(role.recorded for role in used) else None
 
 
-def _precision(states: Fp8States | None, plan: Plan) -> Precision:
+def _precision(reader: Reader, states: Fp8States | None, plan: Plan) -> Precision:
+    """What the checkpoint's next step would compute in."""
     if states is None:
-        return Precision(fp8=False)
+        recipe = recipe_of_run(reader)
+        stateless = recipe is not None and recipe.precision.fp8 and not recipe.precision.keeps_state
+        return recipe.precision.of_layers(plan.model.num_layers) if recipe and stateless else Precision(fp8=False)
     kept = tuple(name for name in plan.gemms if name not in states.modules)
     return Precision(fp8=True, delayed=states.recipe, keep_bf16=kept)
 

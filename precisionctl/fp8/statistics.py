@@ -10,6 +10,7 @@ from typing import Literal
 
 Scaling = Literal["delayed", "current", "block", "mxfp8"]
 SCALINGS: tuple[Scaling, ...] = ("delayed", "current", "block", "mxfp8")
+NAMES: Mapping[Scaling, str] = {"delayed": "delayed", "current": "current", "block": "128-block", "mxfp8": "MXFP8"}
 
 
 @dataclass(frozen=True)

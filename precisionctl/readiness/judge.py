@@ -13,7 +13,7 @@ from torch import Tensor
 
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, BACKWARD, IN_USE, ROLES, Fp8States, Role
-from precisionctl.fp8.statistics import SCALINGS, Loss, Scaling, Statistics
+from precisionctl.fp8.statistics import NAMES, SCALINGS, Loss, Scaling, Statistics
 from precisionctl.readiness.history import History, read_history
 from precisionctl.readiness.thresholds import FEWEST, GROWTH, KURTOSIS, SATURATION, STALE, UNDERFLOW
 
@@ -176,9 +176,6 @@ def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[Findi
     kurtosis = max((one.kurtosis for one in measured if one.amax > 0), default=0.0)
     if kurtosis > KURTOSIS.value and role not in BACKWARD:  # gradients are heavy-tailed in health, and E5M2 is for that
         yield Finding("watch", "outliers", SCALINGS, f"outliers: kurtosis {kurtosis:,.0f}")
-
-
-NAMES: Mapping[Scaling, str] = {"delayed": "delayed", "current": "current", "block": "128-block", "mxfp8": "MXFP8"}
 
 
 def _by_history(history: History) -> Iterator[Finding]:

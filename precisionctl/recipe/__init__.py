@@ -2,7 +2,7 @@
 strict TOML file. Every key has a default, so a file says only what it changes.
 """
 
-from precisionctl.recipe.load import bundled_recipes, find_recipe, load_recipe
+from precisionctl.recipe.load import bundled_recipes, find_recipe, load_recipe, recipe_of
 from precisionctl.recipe.sections import (
     Data,
     Guard,
@@ -28,4 +28,5 @@ __all__ = [
     "bundled_recipes",
     "find_recipe",
     "load_recipe",
+    "recipe_of",
 ]

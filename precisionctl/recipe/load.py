@@ -31,6 +31,14 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return _make(Recipe, table, prefix="", where=file)
 
 
+def recipe_of(keys: Mapping[str, Any], where: Path) -> Recipe:
+    """The recipe that says these, by their whole names (`precision.scaling`). Raises RecipeError as `load_recipe`."""
+    table: Table = {}
+    for key, value in keys.items():
+        _set(table, key, value, str(where))
+    return _make(Recipe, table, prefix="", where=where)
+
+
 def _read(file: Path, above: tuple[Path, ...] = ()) -> Table:
     """A file's table, over that of its base."""
     try:
@@ -82,14 +90,18 @@ def _override(table: Table, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)+", key.strip()):
         raise RecipeError(f"--set wants section.key=value, not {override!r}")
-    if key.strip() not in _known_keys(Recipe):
-        raise _unknown_key(key.strip(), f"--set {override}")
-    *sections, last = key.strip().split(".")
+    _set(table, key.strip(), _toml_value(text), f"--set {override}")
+
+
+def _set(table: Table, key: str, value: Any, where: str) -> None:
+    if key not in _known_keys(Recipe):
+        raise _unknown_key(key, where)
+    *sections, last = key.split(".")
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise RecipeError(f"{section} in --set {override} is a value, not a section")
-    table[last] = _toml_value(text)
+            raise RecipeError(f"{section} in {where} is a value, not a section")
+    table[last] = value
 
 
 def _toml_value(text: str) -> Any:

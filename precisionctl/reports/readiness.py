@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from precisionctl.fp8.state import IN_USE
-from precisionctl.fp8.statistics import SCALINGS
+from precisionctl.fp8.statistics import NAMES, SCALINGS
 from precisionctl.readiness.history import headroom
-from precisionctl.readiness.judge import NAMES, Readiness, RoleHealth
+from precisionctl.readiness.judge import Readiness, RoleHealth
 from precisionctl.readiness.thresholds import ALL
 from precisionctl.reports.table import Table
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from precisionctl.fp8.statistics import SCALINGS
+from precisionctl.fp8.statistics import NAMES, SCALINGS
 from precisionctl.readiness.history import headroom
-from precisionctl.readiness.judge import NAMES, Readiness, RoleHealth, place
+from precisionctl.readiness.judge import Readiness, RoleHealth, place
 from precisionctl.readiness.thresholds import ALL, GROWTH, KURTOSIS, SATURATION, UNDERFLOW
 from precisionctl.reports import heat
 from precisionctl.reports.heat import Cell, Column, Scale

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from precisionctl.calibration.calibrate import Calibrated
 from precisionctl.fp8.state import Role
-from precisionctl.readiness.judge import NAMES
+from precisionctl.fp8.statistics import NAMES
 from precisionctl.reports.table import percent, size
 from precisionctl.trainer.dry_run import Planned
 from precisionctl.trainer.measure.metrics import StepMetrics

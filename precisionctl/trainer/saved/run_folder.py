@@ -18,7 +18,7 @@ from precisionctl.checkpoints.megatron.keys import TRACKER
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
-from precisionctl.recipe import Guard, Recipe, Tracking
+from precisionctl.recipe import Guard, Recipe, Tracking, recipe_of
 from precisionctl.trainer.measure.json_numbers import numbers, to_json
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.skips import Skips
@@ -134,6 +134,15 @@ def read_saved(reader: TorchDistReader) -> Saved | None:
     if "data" not in saved.identity:
         raise DamagedCheckpoint("not what a run writes: it does not say on which data", where=file)
     return saved
+
+
+def recipe_of_run(reader: Reader) -> Recipe | None:
+    """What the run of ours that wrote a checkpoint computes in, and how it keeps its optimizer: those sections of its
+    recipe. None where another program wrote it. Raises DamagedCheckpoint and RecipeError."""
+    if not isinstance(reader, TorchDistReader) or (saved := read_saved(reader)) is None:
+        return None
+    keys = {key: value for key, value in saved.identity.items() if key.startswith(("precision.", "optimizer."))}
+    return recipe_of(keys, reader.path / RUN_FILE)
 
 
 def _is_kept(guard: object) -> bool:
