@@ -246,7 +246,7 @@ class _AllowListUnpickler(pickle._Unpickler):
     def __init__(self, file: BinaryIO, allowed: Allowed, where: object, persistent: Persistent | None) -> None:
         super().__init__(file)
         start = file.tell()
-        # Parts are copied once, or are short ("cpu" for each tensor, from two bytes of memo): in proportion to the file.
+        # Parts are copied once, or are short ("cpu" for each tensor, of two bytes of memo): in proportion to the file.
         self._left = 16 * file.seek(0, io.SEEK_END)
         file.seek(start)
         self._allowed = allowed
