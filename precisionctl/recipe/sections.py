@@ -28,7 +28,8 @@ def _require(section: str, table: object, **bounds: Bounds) -> None:
 @dataclass(frozen=True)
 class Train:
     """How long, in what batches, and what is kept. Steps are optimizer steps; sizes are sequences. `recompute` of a
-    layer keeps its input alone for the backward, and makes the rest once more then. With `async_save` training goes on
+    layer keeps its input alone for the backward, and makes the rest once more then. `weight_casts` says how often a
+    weight is cast to FP8: in every pass, or once for all passes of an update. With `async_save` training goes on
     while a copy is written. A step whose loss or gradients are no numbers is skipped, `max_skipped` running at most.
     `memory_check` is what becomes of a run that will not fit."""
 
@@ -41,6 +42,7 @@ class Train:
     eval_every: int = 100
     warmup_passes: int = 8
     recompute: Literal["none", "layer"] = "none"
+    weight_casts: Literal["auto", "per-pass", "per-update"] = "auto"
     async_save: bool = False
     max_skipped: int = 5
     memory_check: Literal["refuse", "warn"] = "refuse"
@@ -188,3 +190,11 @@ class Recipe:
     parallel: Parallel = field(default_factory=Parallel)
     guard: Guard = field(default_factory=Guard)
     tracking: Tracking = field(default_factory=Tracking)
+
+    @property
+    def casts_once(self) -> bool:
+        """Whether weights that are whole from pass to pass are cast once for all passes of an update. `auto` does that
+        where every bit is the same, as scales have no history, and codes are kept for the backward anyway."""
+        if self.train.weight_casts == "auto":
+            return self.precision.fp8 and not self.precision.keeps_state and self.train.recompute == "none"
+        return self.precision.fp8 and self.train.weight_casts == "per-update"

@@ -179,10 +179,12 @@ def passes(run: Run, batches: Sequence[Batch], targets: int) -> Tensor:
     """Forward and backward of an update's micro-batches; the optimizer has the sum of their gradients. Returns their
     loss, summed over its `targets`, FP32 `[]`."""
     total = torch.zeros((), device=run.device)
-    for number, batch in enumerate(batches, start=1):
-        with run.meter.last_pass() if number == len(batches) else nullcontext():
-            total += backward(run.model, batch, targets)
-        run.optimizer.collect()
+    once = len(batches) > 1 and not run.world.cuts and run.recipe.casts_once
+    with run.model.backend.same_weights() if once else nullcontext():
+        for number, batch in enumerate(batches, start=1):
+            with run.meter.last_pass() if number == len(batches) else nullcontext():
+                total += backward(run.model, batch, targets)
+            run.optimizer.collect()
     run.optimizer.reduce(run.world)
     return run.world.sum_of_data(total)
 

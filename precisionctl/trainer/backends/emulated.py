@@ -13,6 +13,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import Mode, Norm, cut_sizes, recompute, require_alignment
 from precisionctl.trainer.backends.fp8_gemm import (
+    Casts,
     DelayedQuantizer,
     Quantizer,
     Quantizers,
@@ -73,7 +74,7 @@ class Linear(nn.Module):
                 recorder.gemm(self.name, values, self.weight, product)
             return product
         require_alignment(self.backend.precision, self.name, "a batch of tokens", values.shape[:-1].numel())
-        return fp8_gemm(values, self.weight, bias, self.quantizers)
+        return fp8_gemm(values, self.weight, bias, self.quantizers, self.backend.casts)
 
     def fp8_state(self) -> Fp8State | None:
         return state_of(self.quantizers)
@@ -171,7 +172,7 @@ class GroupedLinear(nn.Module):
         bias = self.get_parameter(f"bias{expert}") if self.adds_bias else None
         if self.backend.recorder or not quantizers:
             return F.linear(values, weight, bias)
-        return fp8_gemm(values, weight, bias, quantizers)
+        return fp8_gemm(values, weight, bias, quantizers, self.backend.casts)
 
     def fp8_state(self) -> Fp8State | None:
         states = [state for quantizers in self.quantizers if (state := state_of(quantizers))]
@@ -191,6 +192,8 @@ class EmulatedBackend:
     def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device, world: World = ALONE) -> None:
         self.precision, self.dtype, self.device, self.world = precision, dtype, device, world
         self.recorder: Recorder | None = None
+        self.casts: Casts | None = None
+        """While there are some, weights are cast once."""
         recipe = precision.delayed
         self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device, world)
         self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device, world)
@@ -228,6 +231,14 @@ class EmulatedBackend:
             return stateless_quantizers(self.precision, self.dtype)
         forward: dict[Role, Quantizer] = {role: DelayedQuantizer(self._forward.add_slot()) for role in FORWARD}
         return forward | {role: DelayedQuantizer(self._backward.add_slot()) for role in BACKWARD}
+
+    @contextmanager
+    def same_weights(self) -> Iterator[None]:
+        self.casts = {}
+        try:
+            yield
+        finally:
+            self.casts = None
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:

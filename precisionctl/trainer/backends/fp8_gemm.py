@@ -200,8 +200,8 @@ def _stateless(precision: Precision, role: Role, dtype: torch.dtype) -> Quantize
 class Fp8Matmul(torch.autograd.Function):
     """`linear(values, weight, bias)` in FP8, forward and backward.
 
-    values `[tokens, in]` in FP32 or `dtype`, weight `[out, in]`, bias `[out]` or None; gives `[tokens, out]` in
-    `dtype`, the activations' dtype, to which gradients are rounded as well.
+    values `[tokens, in]` in FP32 or `dtype`, weight `[out, in]`, cast as `w`, bias `[out]` or None; gives
+    `[tokens, out]` in `dtype`, the activations' dtype, to which gradients are rounded as well.
     """
 
     @staticmethod
@@ -210,10 +210,11 @@ class Fp8Matmul(torch.autograd.Function):
         values: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        w: Quantized,
         quantizers: Quantizers,
         dtype: torch.dtype,
     ) -> Tensor:
-        x, w = quantizers["input"].quantize(values), quantizers["weight"].quantize(weight)
+        x = quantizers["input"].quantize(values)
         ctx.save_for_backward(*(x.columns or ()), *(w.columns or ()))
         ctx.grad_quantizer, ctx.dtype = quantizers["grad_output"], dtype
         product = w.rows.under(x.rows)
@@ -232,13 +233,25 @@ class Fp8Matmul(torch.autograd.Function):
             wgrad = Operand(x_codes, x_scale_inv).under(g.columns).to(ctx.dtype)
         if ctx.needs_input_grad[2]:
             bias_grad = grad_output.sum(0, dtype=torch.float32).to(ctx.dtype)
-        return dgrad, wgrad, bias_grad, None, None
+        return dgrad, wgrad, bias_grad, None, None, None
 
 
-def fp8_gemm(values: Tensor, weight: Tensor, bias: Tensor | None, quantizers: Quantizers) -> Tensor:
-    """`Fp8Matmul` of values `[..., in]`, in the weight's dtype."""
-    rows = values.flatten(0, -2)
-    out: Tensor = Fp8Matmul.apply(rows, weight, bias, quantizers, weight.dtype)  # type: ignore[no-untyped-call]
+Casts = dict[Tensor, Quantized]
+"""Weights as they were cast, for passes in which they are the same."""
+
+
+def fp8_gemm(
+    values: Tensor, weight: Tensor, bias: Tensor | None, quantizers: Quantizers, casts: Casts | None = None
+) -> Tensor:
+    """`Fp8Matmul` of values `[..., in]`, in the weight's dtype. The weight is cast unless it is among the `casts`, and
+    joins them."""
+    rows, w = values.flatten(0, -2), casts.get(weight) if casts else None
+    if w is None:
+        with torch.no_grad():
+            w = quantizers["weight"].quantize(weight)
+    if casts is not None:
+        casts[weight] = w
+    out: Tensor = Fp8Matmul.apply(rows, weight, bias, w, quantizers, weight.dtype)  # type: ignore[no-untyped-call]
     return out.view(*values.shape[:-1], len(weight))
 
 

@@ -65,7 +65,10 @@ class TransformerEngineBackend:
         self.precision, self.dtype, self.device, self.world = precision, dtype, device, world
         self.recorder: Recorder | None = None
         self.recipe = _recipe(precision)
-        self._stateful: list[Stateful] = []
+        self.is_first_microbatch: bool | None = None
+        """What TE's modules are told in FP8: whether to cast a weight and keep it, or take what is kept; None does
+        neither."""
+        self._in_fp8: list[Stateful] = []
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool, mode: Mode | None = None) -> nn.Module:
         module = Linear(
@@ -157,22 +160,38 @@ class TransformerEngineBackend:
         if module.in_fp8:
             cut = cut_sizes(mode, self.world.tensor.size, in_features, out_features)
             require_alignment(self.precision, name, "a weight", *reversed(cut))
+            self._in_fp8.append(module)
         if module.keeps_state:
-            self._stateful.append(module)
             module.fp8_meta["num_gemms"] = math.prod(module.shape)
             with torch.no_grad(), te.autocast(enabled=True, recipe=self.recipe):
                 module.init_fp8_meta_tensors(self.recipe)
         return module
 
     @contextmanager
+    def same_weights(self) -> Iterator[None]:
+        self.is_first_microbatch = True
+        try:
+            yield
+        finally:
+            self.is_first_microbatch = None
+            for module in self._in_fp8:
+                module._fp8_workspaces.clear()  # they would take memory while the optimizer does
+
+    @contextmanager
     def forward_pass(self) -> Iterator[None]:
         with te.autocast(enabled=self.precision.fp8, recipe=self.recipe):
             yield
         if torch.is_grad_enabled():
+            if self.is_first_microbatch:
+                self.is_first_microbatch = False  # now: a layer may be computed once more in the backward
             return
         # TE records in evaluation too, and would let its amaxes count for the next training step.
         for module in self._stateful:
             module.fp8_meta["scaling_fwd"].amax_history[0].zero_()
+
+    @property
+    def _stateful(self) -> list[Stateful]:
+        return [module for module in self._in_fp8 if module.keeps_state]
 
     def after_backward(self) -> None:
         """TE has updated the backward scales by then."""

@@ -43,6 +43,7 @@ class Stateful(nn.Module):
     in_fp8: bool
     shape: tuple[int, ...] = ()
     fp8_meta: dict[str, Any]
+    _fp8_workspaces: dict[str, Any]
     init_fp8_meta_tensors: Callable[[Recipe], None]
 
     @property
@@ -86,7 +87,7 @@ class _Fp8Linear(Stateful):
         out: Tensor
         if self.in_fp8 and not recorder:
             require_alignment(self.backend.precision, self.module_name, "a batch of tokens", values.shape[:-1].numel())
-            out = super().forward(values)
+            out = super().forward(values, is_first_microbatch=self.backend.is_first_microbatch)
         else:
             with te.autocast(enabled=False):
                 out = super().forward(values)
@@ -190,13 +191,13 @@ class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
         )
 
     def _product(self, values: Tensor, counts: list[int]) -> Tensor:
-        group = self.backend.world.experts.alike
+        group, first = self.backend.world.experts.alike, self.backend.is_first_microbatch
         if self.in_fp8 and group is not None and not self.backend.recorder:
             # its amaxes are those of the ranks that have the same experts
             with te.autocast(enabled=True, recipe=self.backend.recipe, amax_reduction_group=group):
-                made = super().forward(values, counts)
+                made = super().forward(values, counts, is_first_microbatch=first)
         else:
-            made = super().forward(values, counts)
+            made = super().forward(values, counts, is_first_microbatch=first)
         out: Tensor = made[0] if self.return_bias else made
         return out
 

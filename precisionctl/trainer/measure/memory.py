@@ -85,6 +85,8 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     masters, moments, gradient = (2, 1 + 2, 2) if fp8_lm else (4, 4 + 4, 4)
     several = recipe.train.batch_size * recipe.parallel.tensor // ranks > recipe.train.micro_batch_size
     after = max(2 * parameters.all if whole else 0, 0 if several else gradient * mine)
+    kept = _Kept.of(model, recipe, backend).codes if whole and several and recipe.casts_once else 0
+    after += kept * sum(parameters.layers(recipe.parallel))  # until an update's last backward
     if fp8_lm:  # a tensor is decoded, updated and encoded again
         after += 6 * 4 * max(_tensors(model))
     copies = (2 + 4 + 4 + 4) * mine if recipe.train.async_save and not gpu else 0
@@ -131,7 +133,8 @@ def _passes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
     last = (kept.norm + 2) * model.hidden_size * tokens
     if recipe.train.recompute == "layer":
         inputs = 2 * model.hidden_size * tokens * model.num_layers
-        return round(inputs + last + max(logits, max(layers) + working))
+        held = sum(codes) if recipe.casts_once else 0
+        return round(inputs + last + held + max(logits, max(layers) + working))
     return round(sum(layers) + last + max(logits, working))
 
 

@@ -60,6 +60,11 @@ class World:
         self._meetings = 0
 
     @property
+    def cuts(self) -> bool:
+        """Whether parameters are whole only while their layer computes."""
+        return self._mesh is not None and not self._whole
+
+    @property
     def writes(self) -> bool:
         """Whether this rank's part of the model is to be saved: that of the first copy is."""
         return self._mesh is None or self._mesh.get_local_rank("replicate") == 0
@@ -74,7 +79,7 @@ class World:
         Modules in it that are cut already are left as they are. So is what is frozen and FP32 (the bias of a router):
         it is small, and computes in FP32.
         """
-        return module if self._mesh is None or self._whole else self._cut(module, dtype, self._mesh)
+        return self._cut(module, dtype, self._mesh) if self.cuts and self._mesh else module
 
     def _cut(self, module: Module, dtype: torch.dtype, mesh: DeviceMesh) -> Module:
         kept = {each for each in module.parameters() if not each.requires_grad and each.dtype == torch.float32}
@@ -241,6 +246,11 @@ def check(count: int, recipe: Recipe) -> None:
         raise RecipeError(
             "fp8-lm sums gradients of whole models, and these ranks share one",
             do=f"Give --set parallel.replicate={count} and no parallel.tensor, or leave optimizer.preset out.",
+        )
+    if count > 1 and recipe.train.weight_casts == "per-update" and recipe.optimizer.preset != "fp8-lm":
+        raise RecipeError(
+            "train.weight_casts = per-update keeps FP8 weights from pass to pass, and ranks have parts of them",
+            do="Leave it out.",
         )
     if count > 1 and not recipe.precision.delayed.reduce_amax:
         raise RecipeError(
