@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from precisionctl.checkpoints.megatron_dist import TorchDistReader
 from test_guard import run_with_kills
 from torch import nn
 from training import contents, losses, make_place, run, scales, settings
 
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import RecipeError
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.backends import fp8_gemm
