@@ -182,7 +182,7 @@ def measured(place: Place, scratch: Path) -> Iterator[dict[str, Any]]:
                 yield {"precision": name, "batch": batch, "failed": "out of memory"}
                 torch.cuda.empty_cache()
         for fp8_cache in (False, True):
-            most = 2 if place.small else 4096
+            most = 2 if place.small else 16384
             found = largest_measured(model, place, fp8_cache=fp8_cache, most=most)
             yield {"precision": name, "cache": "FP8" if fp8_cache else "BF16", "largest batch": found}
         del model
