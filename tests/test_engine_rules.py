@@ -359,6 +359,12 @@ CASES = {
         {"transformers"},
         {"vllm", "sglang"},
     ),
+    "a cache's scales beside latents": (
+        lambda: with_latents(0.5),
+        {"sglang"},
+        {"vllm", "transformers", "tensorrt-llm"},
+    ),
+    "scales of 1 beside latents": (lambda: with_latents(1.0), set(), {"tensorrt-llm"}),
     "a cache's scale that BF16 does not hold": (
         lambda: unequal_cache(0.01),
         {"transformers"},
@@ -366,6 +372,14 @@ CASES = {
     ),
     "a cache's scale that BF16 holds": (lambda: unequal_cache(0.015625), {"transformers"}, {"tensorrt-llm"}),
 }
+
+
+def with_latents(value):
+    made = with_cache(ct("dynamic"))
+    module = f"{LAYER}.self_attn.kv_a_proj_with_mqa"
+    made.having(f"{module}.weight", (576, 256), torch.bfloat16).saying(ignore=[*made.quantization["ignore"], module])
+    made.values = {f"{LAYER}.self_attn.{kind}_scale": value for kind in "kv"}
+    return made
 
 
 def unequal_cache(value):

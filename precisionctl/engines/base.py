@@ -14,6 +14,7 @@ from torch import Tensor
 
 import precisionctl.engines
 from precisionctl.discover import discover
+from precisionctl.engines.cache import cache_scales_of_latents
 from precisionctl.engines.ignoring import Ignoring
 from precisionctl.engines.rule import Demand, Directory, Finding, Rule
 from precisionctl.engines.shapes import FUSED, LATENT, Ragged, Served
@@ -38,7 +39,8 @@ class Engine:
     `reads_conv1d` whether it takes codes of GPT-2's linears for such, `ignores` how the list of modules that are no
     codes is read, by quant method, or by method and scheme where it is otherwise for one; `demands` are what else is
     asked.
-    `cache` is what it does with the scales of an FP8 KV cache, by quant method, nothing for others. `command` serves a
+    `cache` is what it does with the scales of an FP8 KV cache, by quant method, nothing for others, and `latents` what
+    becomes of those of latent attention, which caches neither keys nor values. `command` serves a
     directory, in place of `{path}`; `on_ranks` tells it of several GPUs, in place of `{ranks}`, and `on_cache` of an
     FP8 cache."""
 
@@ -62,6 +64,7 @@ class Engine:
     ignores: Mapping[str | tuple[str, str], Ignoring]
     demands: tuple[Demand, ...]
     cache: Mapping[str, str]
+    latents: Rule
     on_cache: str
 
     def serve(self, path: object, ranks: int, *, fp8_cache: bool = False) -> str:
@@ -111,6 +114,7 @@ class Engine:
             *_unequal(scales, read, self.fused, (*FUSED, LATENT) if self.fuses else FUSED),
             *_unequal_experts(scales, read, self.experts),
             *self.check_experts(scales, method.name, scheme),
+            *Demand(cache_scales_of_latents, self.latents).findings(found),
             *(finding for demand in self.demands for finding in demand.findings(found)),
         ]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from precisionctl.engines.rule import Directory
+from precisionctl.engines.shapes import LATENT
 
 Broken = Iterator[tuple[str, str]]
 
@@ -82,6 +83,16 @@ def cache_scales(directory: Directory) -> Broken:
     """Any scales of a cache."""
     for name in _scales(directory)[:1]:
         yield name, "a scale of the KV cache"
+
+
+def cache_scales_of_latents(directory: Directory) -> Broken:
+    """Scales of a cache of latents (DeepSeek's), other than 1."""
+    for name in _scales(directory):
+        layer = name.rpartition(".self_attn.")[0]
+        of_latents = f"{layer}.self_attn.{LATENT[-1]}.weight" in directory.specs
+        if of_latents and bool((directory.read(name).float() != 1).any()):
+            yield name, "a scale of the KV cache, beside latent attention"
+            return
 
 
 def cache_scales_of_projections(directory: Directory) -> Broken:

@@ -168,5 +168,9 @@ ENGINE = Engine(
         "fp8": "takes keys and values by them",
         "mxfp8": "takes keys and values by them",
     },
+    latents=Rule(
+        "it casts latents under a scale of 1, and multiplies what it reads of them by a scale that is stored",
+        "SGLang 0.5.23 mem_cache/memory_pool.py MLATokenToKVPool, layers/attention/flashmla_backend.py forward_decode",
+    ),
     on_cache=" --kv-cache-dtype fp8_e4m3",
 )

@@ -174,5 +174,10 @@ ENGINE = Engine(
         "modelopt": "takes keys and values by them, and makes its cache FP8 by itself",
         "fp8": "takes keys and values by them once it is told that its cache is FP8",
     },
+    latents=Rule(
+        "it casts latents under a scale of 1: its loader brings the scale to `self_attn.attn`, which is not there",
+        "vLLM 0.33 quantization/base_config.py get_cache_scale_mapper, weight_utils.py maybe_remap_kv_scale_name",
+        fatal=False,
+    ),
     on_cache=" --kv-cache-dtype fp8",
 )

@@ -38,10 +38,10 @@ def check_engine(plan: Plan, engine: Engine, method: QuantMethod) -> None:
     """Raise PrecisionError where an engine does nothing with scales of a cache, for this model or in this spelling."""
     if plan.model.mla is not None:
         raise PrecisionError(
-            "engines cache the latents of this attention, and none takes a stored scale for them",
+            f"{engine.title} has no use for scales of latent attention: {engine.latents.text} [{engine.latents.source}]",
             where=f"architecture {plan.model.architecture}",
-            do=f"Leave --kv-cache out; {engine.title} is told of an FP8 cache when it starts"
-            + (f" ({engine.on_cache.strip()})." if engine.on_cache else "."),
+            do="Leave --kv-cache out"
+            + (f"; an FP8 cache is asked for when it starts ({engine.on_cache.strip()})." if engine.on_cache else "."),
         )
     if method.name not in engine.cache:
         raise PrecisionError(

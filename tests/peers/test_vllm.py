@@ -15,7 +15,7 @@ import pico
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.plan_export import InferenceExport, plan_export
@@ -195,6 +195,22 @@ def test_what_vllm_computes_as_one_in_other_families_is_known(python):
 def test_of_directories_that_others_might_write_vllm_takes_those_that_the_checker_does(directories, name):
     problem = problem_of_vllm(directories[name])
     assert refused(directories[name]) == (problem is not None), problem
+
+
+def test_vllm_finds_no_place_for_scales_of_latents(tmp_path, python):
+    """Which is why none are written. It reads them under the names of compressed-tensors, ModelOpt and its own."""
+    directory = matrix.make(tmp_path, "deepseek-v3", "compressed-tensors", "static")
+    config, stored = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    for below in ("k_scale", "k_proj.k_scale", "mla_attn.mla_attn.k_scale"):
+        scales = {f"model.layers.{n}.self_attn.{below}": torch.full((1,), 0.25) for n in range(3)}
+        made = tmp_path / below
+        made.mkdir()
+        (made / "config.json").write_text(json.dumps(config))
+        save_file(stored | scales, made / "model.safetensors", metadata={"format": "pt"})
+    load_in_vllm(python, *(made for made in tmp_path.glob("*k_scale")))
+    for made in tmp_path.glob("*k_scale"):
+        assert "it does not take" in (problem_of_vllm(made) or "")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def load(directory: str, out: str) -> None:
     parameters = dict(model.named_parameters())
     silent = [name for name in parameters if name not in loaded and not name.endswith(OPTIONAL)]
     assert not silent, f"vLLM was given nothing for {silent}"
-    tensors = {name: parameters[name].detach().contiguous() for name in loaded}
+    tensors = {name: parameters[name].detach().contiguous() for name in loaded if name in parameters}
     caches = {module.kv_cache_dtype for module in model.modules() if hasattr(module, "kv_cache_dtype")}
     fused = json.dumps(model.packed_modules_mapping)
     told = {"quantization": config.model_config.quantization, "cache": " ".join(sorted(caches)), "fused": fused}
