@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from precisionctl.architectures.find import to_hf_config
 from precisionctl.checkpoints.base import Chunk, Companions, Reader, read_tensor, whole
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
 from precisionctl.conversion import convert
+from precisionctl.engines.base import engines
 from precisionctl.export.export import make_export, plan_of_values
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import after_one_update
@@ -88,11 +90,17 @@ def with_state(reader: Reader, *, seed: int = 0) -> InMemory:
 
 
 def export(source: Reader, directory: Path, method: str, scheme: Scheme) -> HuggingFaceReader:
-    """`source` exported for inference, and opened."""
+    """`source` exported for inference, with what any engine looks for in config.json, and opened."""
     made = make_export(plan_of_values(source), source.fp8, quant_methods()[method], scheme, PRESETS["fp8-delayed"])
     directory.mkdir()
     writer = HuggingFaceWriter(
-        directory, made.plan.targets, source.companions, {}, quantization=made.quantization, extra_files=made.files
+        directory,
+        made.plan.targets,
+        source.companions,
+        to_hf_config(source.model, "bfloat16"),
+        quantization=made.quantization,
+        extra_files=made.files,
+        lacks=lambda config: [key for engine in engines().values() for key in engine.lacks(config)],
     )
     convert.run(made.plan, source, writer)
     writer.finish(None)

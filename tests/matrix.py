@@ -29,8 +29,7 @@ FAMILIES = ("llama-3", "qwen3", "mixtral", "qwen3-moe", "deepseek-v3")
 def sizes(family: str, scheme: str) -> dict[str, Any]:
     """Changes to a pico model of which every linear can be codes: of whole blocks, for those."""
     if family == "deepseek-v3":
-        latent = _WHOLE | _WHOLE_LATENT | {"v_head_dim": 64, "head_dim": 128} if scheme == "block" else _LATENT
-        return latent | {"topk_method": "noaux_tc"}  # transformers leaves it out, vLLM goes by it
+        return _WHOLE | _WHOLE_LATENT | {"v_head_dim": 64, "head_dim": 128} if scheme == "block" else _LATENT
     return _WHOLE if scheme == "block" else {"moe_intermediate_size": 64}
 
 

@@ -177,7 +177,7 @@ def test_an_output_projection_in_bf16_does_not_lose_its_layers_scales(source: Pa
             "deepseek-v3",
             "vllm",
             "dynamic",
-            r"no use for scales of latent.*get_cache_scale_mapper.*--kv-cache-dtype fp8",
+            r"no use for scales of latents.*get_cache_scale_mapper.*--kv-cache-dtype fp8",
         ),
         ("gpt-neox", "vllm", "dynamic", "under `self_attn`, and this model has `gpt_neox.layers.0.attention`"),
     ],

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -127,8 +127,9 @@ class HuggingFaceWriter:
     """A Hugging Face directory being built in `directory`.
 
     `companions` travel as they are, but for config.json, which is made from theirs (or from `config` where
-    there is none) with the target's dtype and `quantization`. `extra_files` are written beside it, and the weights in
-    the files of a `spelling`. FP8 state goes to the place of one that is `live`, or carried.
+    there is none) with the target's dtype and `quantization`, and with those keys of `config` that it `lacks`.
+    `extra_files` are written beside it, and the weights in the files of a `spelling`. FP8 state goes to the place of
+    one that is `live`, or carried.
     """
 
     directory: Path
@@ -140,6 +141,7 @@ class HuggingFaceWriter:
     max_shard_size: int = MAX_SHARD_SIZE
     spelling: Spelling = SAFETENSORS
     live: bool = False
+    lacks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
 
     @cached_property
     def _shards(self) -> dict[Path, dict[str, TensorSpec]]:
@@ -187,6 +189,7 @@ class HuggingFaceWriter:
     def _config(self) -> dict[str, Any]:
         config = json.loads(self.companions.files.get("config.json", b"null")) or dict(self.config)
         config.pop("quantization_config", None)
+        config |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
         config["dtype" if "dtype" in config else "torch_dtype"] = config_dtype(self.specs)
         if self.quantization is not None:
             config["quantization_config"] = self.quantization

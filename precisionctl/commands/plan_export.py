@@ -59,6 +59,7 @@ def plan_export_of(reader: Reader, coded: Coded | None, export: InferenceExport)
         export=made,
         max_shard_size=export.max_shard_size,
         files={NAME: _card(made, engine, method, scheme, recorded, export).text(reader)},
+        lacks=engine.lacks,
     )
     serve = engine.serve(export.destination, export.ranks, fp8_cache=export.kv_cache is not None)
     notes += [*left_behind(reader), *made.notes, *of_companions(reader), f"Serve it with: {serve}"]

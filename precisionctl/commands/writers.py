@@ -1,8 +1,8 @@
 """What a plan is written with: the Writer of each container."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from precisionctl.architectures.find import to_hf_config
 from precisionctl.checkpoints.base import Companions, Writer
@@ -32,9 +32,10 @@ def hf_writer(
     max_shard_size: int = MAX_SHARD_SIZE,
     live: bool = False,
     files: Mapping[str, bytes] = MappingProxyType({}),
+    lacks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: (),
 ) -> HuggingFaceWriter:
     """Writes a plan's Hugging Face directory; an `export` has something to say beside it, as have other `files`, and
-    FP8 state that is `live` is what the model computes with."""
+    FP8 state that is `live` is what the model computes with. What a config `lacks` is added to it."""
     return HuggingFaceWriter(
         output.partial,
         plan.targets,
@@ -45,6 +46,7 @@ def hf_writer(
         max_shard_size,
         BIN if container == "bin" else SAFETENSORS,
         live,
+        lacks,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import precisionctl.engines
 from precisionctl.discover import discover
 from precisionctl.engines.cache import cache_scales_of_latents
+from precisionctl.engines.config_keys import Asked
 from precisionctl.engines.ignoring import Ignoring
 from precisionctl.engines.rule import Demand, Directory, Finding, Rule
 from precisionctl.engines.shapes import FUSED, LATENT, Ragged, Served
@@ -38,7 +39,7 @@ class Engine:
     rows may end within a block of scales, `fuses` whether it computes linears of one input as one,
     `reads_conv1d` whether it takes codes of GPT-2's linears for such, `ignores` how the list of modules that are no
     codes is read, by quant method, or by method and scheme where it is otherwise for one; `demands` are what else is
-    asked.
+    asked, and `keys` what of config.json, which an export adds where it is missing.
     `cache` is what it does with the scales of an FP8 KV cache, by quant method, nothing for others, and `latents` what
     becomes of those of latent attention, which caches neither keys nor values. `command` serves a
     directory, in place of `{path}`; `on_ranks` tells it of several GPUs, in place of `{ranks}`, and `on_cache` of an
@@ -63,6 +64,7 @@ class Engine:
     experts: Rule
     ignores: Mapping[str | tuple[str, str], Ignoring]
     demands: tuple[Demand, ...]
+    keys: tuple[Asked, ...]
     cache: Mapping[str, str]
     latents: Rule
     on_cache: str
@@ -71,6 +73,10 @@ class Engine:
         """The command that serves a directory."""
         options = (self.on_ranks if ranks > 1 else "") + (self.on_cache if fp8_cache else "")
         return (self.command + options).format(path=path, ranks=ranks)
+
+    def lacks(self, config: Mapping[str, Any]) -> list[str]:
+        """The keys that it looks for in a config.json in vain."""
+        return [key for asked in self.keys for key in asked.lacks(config)]
 
     def check(
         self,
@@ -96,8 +102,9 @@ class Engine:
         beside: Mapping[str, Any] | None,
     ) -> list[Finding]:
         method, scales = recognise(config), stored_scales(config, specs)
+        said = [finding for asked in self.keys for finding in asked.findings(config)]
         if method is None:
-            return []  # plain BF16 or FP16: every engine loads it
+            return said  # plain BF16 or FP16: every engine loads it
         quantization = config["quantization_config"]
         scheme = method.says(quantization).narrowed(scales, specs).scheme
         if (method.name, scheme) not in self.reads or method.spelling is None:
@@ -106,6 +113,7 @@ class Engine:
         served = Served.of(config, ranks)
         shapes = (self.check_shape(name, specs[name], scheme, served) for name in scales)
         return [
+            *said,
             *_uncommon(scales, specs, self.quantisation),
             *_misshapen(found, self.scales),
             *(finding for finding in shapes if finding),

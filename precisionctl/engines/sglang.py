@@ -9,6 +9,7 @@ from precisionctl.engines.cache import (
     cache_unsaid,
     cache_without_scales,
 )
+from precisionctl.engines.config_keys import Asked, of_models
 from precisionctl.engines.demands import (
     format_of_weights_alone,
     named,
@@ -159,6 +160,15 @@ ENGINE = Engine(
             Rule(
                 "keys and values are divided by one positive number each",
                 "SGLang 0.5.23 layers/quantization/kv_cache.py",
+            ),
+        ),
+    ),
+    keys=(
+        Asked(
+            of_models(("deepseek_v2", "deepseek_v3"), "topk_method", "scoring_func", "moe_layer_freq"),
+            Rule(
+                "its model asks the config for these keys, which have no defaults",
+                "SGLang 0.5.23 models/deepseek_v2.py DeepseekV2MoE, DeepseekV2DecoderLayer",
             ),
         ),
     ),

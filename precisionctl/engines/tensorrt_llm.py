@@ -5,6 +5,7 @@ Its older checkpoints (`rankN.safetensors`, `trtllm-build`) were removed in July
 
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache import cache_scales
+from precisionctl.engines.config_keys import Asked, rotary_of_transformers_4
 from precisionctl.engines.demands import classes_in_several_groups, said_twice_differently, stored_as_one
 from precisionctl.engines.ignoring import Ignoring, by_glob, by_name_or_regex
 from precisionctl.engines.rule import Demand, Rule
@@ -90,6 +91,16 @@ ENGINE = Engine(
             Rule(
                 "its FP8 cache has scale 1, whatever is stored",
                 "TensorRT-LLM _torch/modules/attention.py",
+                fatal=False,
+            ),
+        ),
+    ),
+    keys=(
+        Asked(
+            rotary_of_transformers_4,
+            Rule(
+                "up to 1.2, whose transformers is 4.57, it knows these keys alone, and takes a rope_theta of 10000",
+                "TensorRT-LLM requirements.txt, _torch/attention_backend/interface.py RopeParams.from_config",
                 fatal=False,
             ),
         ),

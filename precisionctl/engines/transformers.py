@@ -123,6 +123,7 @@ ENGINE = Engine(
             ),
         ),
     ),
+    keys=(),
     cache={"compressed-tensors": "rounds keys and values to FP8 by them and back; its cache is not smaller for it"},
     latents=Rule(
         "it caches the keys and values that latents become, and none of its cache is smaller for a scale",

@@ -10,6 +10,7 @@ from precisionctl.engines.cache import (
     cache_unsaid,
     cache_without_scales,
 )
+from precisionctl.engines.config_keys import Asked, of_models
 from precisionctl.engines.demands import (
     exponents_named,
     format_of_weights_alone,
@@ -167,6 +168,15 @@ ENGINE = Engine(
         Demand(
             cache_scales_of_no_use,
             Rule("keys and values are divided by one positive number each", "vLLM 0.33 quantization/kv_cache.py"),
+        ),
+    ),
+    keys=(
+        Asked(
+            of_models(("deepseek_v3",), "topk_method", "scoring_func"),
+            Rule(
+                "it knows no bias of the router without topk_method, and takes softmax for scoring_func",
+                "vLLM 0.33 models/deepseek_v2.py DeepseekV2MoE",
+            ),
         ),
     ),
     cache={

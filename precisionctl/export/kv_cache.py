@@ -38,7 +38,7 @@ def check_engine(plan: Plan, engine: Engine, method: QuantMethod) -> None:
     """Raise PrecisionError where an engine does nothing with scales of a cache, for this model or in this spelling."""
     if plan.model.mla is not None:
         raise PrecisionError(
-            f"{engine.title} has no use for scales of latent attention: {engine.latents.text} [{engine.latents.source}]",
+            f"{engine.title} has no use for scales of latents: {engine.latents.text} [{engine.latents.source}]",
             where=f"architecture {plan.model.architecture}",
             do="Leave --kv-cache out"
             + (f"; an FP8 cache is asked for when it starts ({engine.on_cache.strip()})." if engine.on_cache else "."),

@@ -197,6 +197,15 @@ def test_of_directories_that_others_might_write_vllm_takes_those_that_the_checke
     assert refused(directories[name]) == (problem is not None), problem
 
 
+def test_vllm_does_not_load_deepseek_without_the_key_that_exports_add(tmp_path, python):
+    directory = matrix.make(tmp_path, "deepseek-v3", "compressed-tensors", "dynamic")
+    config = json.loads((directory / "config.json").read_text())
+    assert config.pop("topk_method") == "noaux_tc"
+    (directory / "config.json").write_text(json.dumps(config))
+    load_in_vllm(python, directory)
+    assert "e_score_correction_bias" in (problem_of_vllm(directory) or "") and refused(directory)
+
+
 def test_vllm_finds_no_place_for_scales_of_latents(tmp_path, python):
     """Which is why none are written. It reads them under the names of compressed-tensors, ModelOpt and its own."""
     directory = matrix.make(tmp_path, "deepseek-v3", "compressed-tensors", "static")

@@ -1,0 +1,41 @@
+"""Keys that engines look for in config.json and transformers 5 does not write: what of them a config lacks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from precisionctl.engines.rule import Finding, Rule
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `lacks` names is what an export adds, and what a checker finds missing."""
+
+    lacks: Callable[[Config], Iterator[str]]
+    rule: Rule
+
+    def findings(self, config: Config) -> Iterator[Finding]:
+        for key in self.lacks(config):
+            yield Finding("config.json", f"no {key}", self.rule)
+
+
+def of_models(model_types: tuple[str, ...], *keys: str) -> Callable[[Config], Iterator[str]]:
+    """These keys, in a config of these models."""
+
+    def lacks(config: Config) -> Iterator[str]:
+        if config.get("model_type") in model_types:
+            yield from (key for key in keys if config.get(key) is None)
+
+    return lacks
+
+
+def rotary_of_transformers_4(config: Config) -> Iterator[str]:
+    """What transformers 4 called `rope_parameters`; where those differ by kinds of layers, it had other words."""
+    said = config.get("rope_parameters")
+    if not isinstance(said, Mapping) or any(isinstance(value, Mapping) for value in said.values()):
+        return
+    scaled = said.get("rope_type", "default") != "default"
+    older = {"rope_theta": "rope_theta" in said, "partial_rotary_factor": "partial_rotary_factor" in said}
+    yield from (key for key, there in {**older, "rope_scaling": scaled}.items() if there and key not in config)
