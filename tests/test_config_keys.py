@@ -65,7 +65,9 @@ def test_rotary_keys_of_transformers_4_say_what_those_of_5_do(tmp_path: Path, fa
     scaled = before["rope_parameters"]["rope_type"] != "default"
     assert ("rope_scaling" in config) == scaled
     older = config.get("rope_scaling", {}) | config  # base and share of a head stood beside the scaling
-    assert all(older[key] == value for key, value in before["rope_parameters"].items() if scaled or key != "rope_type")
+    older = {"partial_rotary_factor": 1.0, "rope_type": "default"} | older
+    assert all(older[key] == value for key, value in before["rope_parameters"].items())
+    assert not [found.what for found in check(HuggingFaceReader(out), engines()["tensorrt-llm"])]
     (out / "config.json").write_text(json.dumps(before | {"quantization_config": config["quantization_config"]}))
     missed = {found.what for found in check(HuggingFaceReader(out), engines()["tensorrt-llm"])}
     assert {"no rope_theta"} <= missed

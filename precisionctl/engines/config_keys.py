@@ -37,5 +37,6 @@ def rotary_of_transformers_4(config: Config) -> Iterator[str]:
     if not isinstance(said, Mapping) or any(isinstance(value, Mapping) for value in said.values()):
         return
     scaled = said.get("rope_type", "default") != "default"
-    older = {"rope_theta": "rope_theta" in said, "partial_rotary_factor": "partial_rotary_factor" in said}
+    partly = said.get("partial_rotary_factor", 1) != 1
+    older = {"rope_theta": "rope_theta" in said, "partial_rotary_factor": partly}
     yield from (key for key, there in {**older, "rope_scaling": scaled}.items() if there and key not in config)
