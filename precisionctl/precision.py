@@ -74,9 +74,14 @@ class Precision:
         """What both dimensions of an FP8 GEMM's operands must be multiples of."""
         return MX_BLOCK if self.scaling == "mxfp8" else GEMM_ALIGNMENT
 
+    @property
+    def fp8_format(self) -> Format:
+        """Of the scaling that is chosen."""
+        return (self.block if self.scaling in ("block", "mxfp8") else self.delayed).fp8_format
+
     def dtype(self, role: Role) -> torch.dtype:
         """Of the codes of a role."""
-        return code_dtype((self.block if self.scaling in ("block", "mxfp8") else self.delayed).fp8_format, role)
+        return code_dtype(self.fp8_format, role)
 
     def in_fp8(self, module: str) -> bool:
         """Whether the GEMM of the module with this Megatron name is computed in FP8. Of a recipe that keeps last layers

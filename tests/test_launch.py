@@ -170,6 +170,53 @@ def test_a_run_of_ours_is_gone_on_from_without_its_optimizer(place: Path, tmp_pa
     assert any("optimizer of `precisionctl resume`" in note for note in found.notes)
 
 
+@pytest.mark.filterwarnings("ignore:full scope is deprecated")  # megatron-core's own, of its own default
+@pytest.mark.parametrize(
+    ("scaling", "word", "fp8"),
+    [("current", "tensorwise", "hybrid"), ("block", "blockwise", "e4m3"), ("mxfp8", "mxfp8", "e4m3")],
+)
+def test_a_run_of_ours_brings_a_recipe_without_state(
+    place: Path, tmp_path: Path, scaling: str, word: str, fp8: str
+) -> None:
+    """The values are those that megatron-core's own config takes."""
+    changes: dict[str, Any] = {"precision__scaling": scaling, "train__steps": 1}
+    changes |= {"precision__num_layers_at_end_in_bf16": 1, "precision__block__use_f32_scales": True}
+    changes |= {"precision__keep_bf16": '["*.linear_proj"]'}
+    run(settings(place / "source", place / "text", tmp_path / "run", "fp8", **changes))
+    found = launch(tmp_path / "run", "megatron-lm")
+    for version in FLAGS:
+        read = parse(version, flags_of(found))
+        assert (read.fp8, read.fp8_recipe, read.first_last_layers_bf16) == (fp8, word, True)
+        assert (read.num_layers_at_start_in_bf16, read.num_layers_at_end_in_bf16) == (0, 1)
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=64,
+            num_attention_heads=4,
+            **{name: getattr(read, name) for name in ("fp8", "fp8_recipe", "first_last_layers_bf16")},
+            num_layers_at_start_in_bf16=0,
+        )
+        assert config.fp8_recipe == word
+    assert "NVTE_FP8_BLOCK_SCALING_FP32_SCALES" in found.environment
+    assert any("no flag for precision.keep_bf16: *.linear_proj" in note for note in found.notes)
+    lines = launch(tmp_path / "run", "megatron-bridge").config.splitlines()
+    assert f"cfg.mixed_precision.fp8_recipe = {word!r}" in lines
+    assert "cfg.mixed_precision.num_layers_at_end_in_bf16 = 1" in lines
+
+
+def test_an_fp8_lm_run_brings_megatrons_precision_aware_optimizer(place: Path, tmp_path: Path) -> None:
+    """As TE's FusedAdam is asked for what the run keeps (docs/fp8_lm.md); without it, nothing is said."""
+    for preset in ("fp8-lm", "adamw"):
+        made = settings(place / "source", place / "text", tmp_path / preset, train__steps=1, optimizer__preset=preset)
+        run(made)
+    for version in FLAGS:
+        read = parse(version, flags_of(launch(tmp_path / "fp8-lm", "megatron-lm")))
+        assert read.use_distributed_optimizer and read.use_precision_aware_optimizer
+        dtypes = read.main_grads_dtype, read.main_params_dtype, read.exp_avg_dtype, read.exp_avg_sq_dtype
+        assert dtypes == ("bf16", "fp16", "fp8", "fp16")
+    said = flags_of(launch(tmp_path / "adamw", "megatron-lm"))
+    assert not any("dtype" in word or "precision-aware" in word for word in said)
+
+
 def test_a_checkpoint_without_extra_state_is_loaded_less_strictly(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse("core_v0.16.1", flags_of(launch(place / "fp8", "megatron-lm"))).dist_ckpt_strictness is None
     monkeypatch.setattr(TorchDistReader, "payloads", lambda self: iter(()))

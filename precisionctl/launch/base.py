@@ -16,7 +16,11 @@ from precisionctl.doctor import examine_payloads
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.model_shape import ModelShape, check_size
-from precisionctl.trainer.saved.run_folder import RUN_FILE
+from precisionctl.precision import Precision
+from precisionctl.recipe import Recipe
+from precisionctl.trainer.saved.run_folder import RUN_FILE, recipe_of_run
+
+FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 
 
 @dataclass(frozen=True)
@@ -97,13 +101,27 @@ class Subject:
         return states.recipe
 
     @cached_property
+    def recipe(self) -> Recipe | None:
+        """Of the run of `resume` that wrote it, what it computes in and its optimizer."""
+        return recipe_of_run(self.reader)
+
+    @property
+    def stateless(self) -> Precision | None:
+        """What such a run computes in, where that is FP8 that keeps no state."""
+        precision = self.recipe.precision if self.recipe else None
+        return precision if precision and precision.fp8 and not precision.keeps_state else None
+
+    @cached_property
     def _refused(self) -> int:
         return examine_payloads(self.reader, None).refused
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What Transformer Engine wants to be told before it loads pickles; from 2.16.1 on."""
-        return {GATE: "1"} if of_megatron(self.reader) and self._refused else {}
+        """What Transformer Engine wants to be told: before it loads pickles, from 2.16.1 on; and of scales that are no
+        powers of two, for which there is no flag."""
+        told = {GATE: "1"} if of_megatron(self.reader) and self._refused else {}
+        precision = self.stateless
+        return told | ({FP32_SCALES: "1"} if precision and precision.block.use_f32_scales else {})
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         """Of the arguments of a Megatron checkpoint, those that say how it is cut. Raises DamagedCheckpoint."""

@@ -2,6 +2,7 @@
 
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.launch.base import Launch, Subject
+from precisionctl.recipe.megatron_flags import stateless_words
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _MIXED = "megatron.bridge.training.mixed_precision"
@@ -29,8 +30,11 @@ def launch(subject: Subject) -> Launch:
             f"cfg.tokenizer.tokenizer_model = {str(subject.tokenizer)!r}",
         ]
     lines.append(f"cfg.mixed_precision = {recipe}()")
-    if subject.state:
-        lines += [f"cfg.mixed_precision.{name} = {value!r}" for name, value in recipe_words(subject.state).items()]
+    words = recipe_words(subject.state) if subject.state else {}
+    if not words and subject.stateless:
+        words = stateless_words(subject.stateless)
+    if words:
+        lines += [f"cfg.mixed_precision.{name} = {value!r}" for name, value in words.items()]
         lines.append("cfg.mixed_precision.fp8_param_gather = False")
     notes = ["weights alone are taken: Bridge's optimizer has files of its own"]
     if subject.state:

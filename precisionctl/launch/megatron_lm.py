@@ -10,6 +10,8 @@ from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.launch.base import Launch, Subject
 from precisionctl.model_shape import ModelShape
+from precisionctl.recipe import Recipe
+from precisionctl.recipe.megatron_flags import stateless_words
 
 Option = tuple[str, ...]
 
@@ -51,7 +53,8 @@ def launch(subject: Subject) -> Launch:
     subject.require_megatron("Megatron-LM", "Write one: `precisionctl convert CKPT NEW --to megatron`.")
     sizes = subject.sizes(_SIZES)
     ranks = _product(sizes, "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-    options = [*_model_options(subject.model), *_loading(subject), *_tokenizer(subject), *_precision(subject)]
+    options = [*_model_options(subject.model), *_loading(subject), *_tokenizer(subject)]
+    options += [*_precision(subject), *_optimizer(subject)]
     options += [(_flag(name), str(size)) for name, size in sizes.items()]
     if subject.model.moe and sizes.get("tensor_model_parallel_size", 1) > 1:
         options.append(("--sequence-parallel",))  # which experts ask for
@@ -132,11 +135,25 @@ def _tokenizer(subject: Subject) -> list[Option]:
 
 
 def _precision(subject: Subject) -> list[Option]:
-    options: list[Option] = [("--bf16",)]
+    words: Mapping[str, object] = {}
     if subject.state:
-        words = {"fp8_format" if name == "fp8" else name: value for name, value in recipe_words(subject.state).items()}
-        options += [(_flag(name), str(value)) for name, value in words.items()]
+        words = recipe_words(subject.state)
+    elif subject.stateless:
+        words = stateless_words(subject.stateless)
+    options: list[Option] = [("--bf16",)]
+    for name, value in words.items():
+        flag = _flag("fp8_format" if name == "fp8" else name)
+        options.append((flag,) if value is True else (flag, str(value)))
     return options
+
+
+def _optimizer(subject: Subject) -> list[Option]:
+    """Megatron's own way to what fp8-lm keeps of a parameter (optimizer_config.py)."""
+    if subject.recipe is None or subject.recipe.optimizer.preset != "fp8-lm":
+        return []
+    dtypes = {"main_grads": "bf16", "main_params": "fp16", "exp_avg": "fp8", "exp_avg_sq": "fp16"}
+    kept = [(_flag(f"{name}_dtype"), dtype) for name, dtype in dtypes.items()]
+    return [("--use-distributed-optimizer",), ("--use-precision-aware-optimizer",), *kept]
 
 
 def _notes(subject: Subject) -> list[str]:
@@ -145,6 +162,8 @@ def _notes(subject: Subject) -> list[str]:
         notes.append("no tokenizer lies beside the weights: --tokenizer-type and --tokenizer-model are yours, too")
     if subject.ours:
         notes.append("the optimizer of `precisionctl resume` stays behind: Megatron does not read it")
+    if subject.recipe:
+        notes += _unsaid(subject.recipe)
     if subject.state:
         notes.append(
             "to go on in BF16, leave the --fp8 flags out, and convert with --precision bf16 so that no pickle is met"
@@ -153,4 +172,16 @@ def _notes(subject: Subject) -> list[str]:
         notes.append("FP8 state is in the sidecar alone: for an FP8 run, convert with --precision fp8")
     if not subject.has_payloads and subject.reader.container == "torch_dist":
         notes.append("no _extra_state is in it; --dist-ckpt-strictness lets Megatron load it and name what is missing")
+    return notes
+
+
+def _unsaid(recipe: Recipe) -> list[str]:
+    """What of the run Megatron does otherwise."""
+    precision, notes = recipe.precision, []
+    if precision.fp8 and precision.keep_bf16:
+        notes.append(f"there is no flag for precision.keep_bf16: {', '.join(precision.keep_bf16)} go on in FP8")
+    if precision.keeps_state and (precision.num_layers_at_start_in_bf16 or precision.num_layers_at_end_in_bf16):
+        notes.append("the first and last layers go on in FP8: Megatron keeps none in BF16 under delayed scaling")
+    if recipe.optimizer.preset == "fp8-lm":
+        notes.append("masters and moments are kept as fp8-lm keeps them; gradients are BF16, and go between ranks so")
     return notes

@@ -1,4 +1,4 @@
-"""Megatron's command-line flags of FP8 as keys of a recipe: one table.
+"""Megatron's command-line flags of FP8 as keys of a recipe, and back: one table.
 
 They are fields of megatron-core's TransformerConfig, from which Megatron-LM makes its arguments
 (megatron/training/argument_utils.py, ArgumentGroupFactory). What is not given keeps the recipe's value, which is TE's
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from precisionctl.errors import RecipeError
+from precisionctl.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -67,3 +68,18 @@ def as_overrides(given: Mapping[str, object], first_last: bool) -> tuple[str, ..
     return tuple(
         f"{key}={known[name].words.get(str(value), value)}" for name, value in given.items() for key in known[name].keys
     )
+
+
+def stateless_words(precision: Precision) -> Mapping[str, object]:
+    """Of a scaling that keeps no state, under the names that Megatron and Bridge share."""
+    words: dict[str, object] = {
+        "fp8": _theirs("--fp8-format", precision.fp8_format),
+        "fp8_recipe": _theirs("--fp8-recipe", precision.scaling),
+    }
+    numbers = {flag.parameter: getattr(precision, flag.parameter) for flag in LAYERS}
+    return words | ({FIRST_LAST.parameter: True, **numbers} if any(numbers.values()) else {})
+
+
+def _theirs(name: str, value: str) -> str:
+    (words,) = (flag.words for flag in FLAGS if flag.name == name)
+    return next(theirs for theirs, ours in words.items() if ours == value)
