@@ -26,5 +26,5 @@ def _rounded(values: Tensor, scale_inv: float) -> Tensor:
     by = torch.tensor(scale_inv, device=values.device)
     rows = values.reshape(-1, values.shape[-1])
     codes = torch.empty(rows.shape, dtype=CODES, device=values.device)
-    numerics.encode_by_scale_inv(rows, by, codes, torch.empty(numerics.PIECE, device=values.device))
+    numerics.encode_by_scale_inv(rows, by, codes, numerics.scratch_for(rows))
     return numerics.decode(codes, by, values.dtype).view(values.shape)

@@ -89,7 +89,7 @@ class TokenInputs:
         amax = values.abs().amax(1, keepdim=True).float()
         scale_inv = (amax / numerics.FP8_MAX[CODES]).clamp_min(SMALLEST_TOKEN_SCALE)
         codes = torch.empty(values.shape, dtype=CODES, device=values.device)
-        numerics.encode_by_scale_inv(values, scale_inv, codes, torch.empty(numerics.PIECE, device=values.device))
+        numerics.encode_by_scale_inv(values, scale_inv, codes, numerics.scratch_for(values))
         return Quantized(Operand(codes, scale_inv))
 
 
@@ -124,7 +124,7 @@ class GroupInputs:
         if self.power_of_2:
             scale_inv = numerics.power_of_2_above(scale_inv)
         codes = torch.empty(groups.shape, dtype=CODES, device=values.device)
-        numerics.encode_by_scale_inv(groups, scale_inv, codes, torch.empty(numerics.PIECE, device=values.device))
+        numerics.encode_by_scale_inv(groups, scale_inv, codes, numerics.scratch_for(groups))
         if self.native:
             return Quantized(Operand(codes.view(tokens, -1), scale_inv.view(tokens, -1)))
         decoded = numerics.decode(codes, scale_inv).view(tokens, -1)[:, :columns]

@@ -185,9 +185,13 @@ def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     largest code. `scale` is FP32: `[]` or `[1]`, or `[rows, 1]` for values `[rows, ...]`."""
     rows = values.detach().reshape(values.shape[0] if values.dim() else 1, math.prod(values.shape[1:]))
     codes = torch.empty(rows.shape, dtype=dtype, device=values.device)
-    at_once = PIECE if values.device.type == "cpu" else max(PIECE, values.numel())  # a GPU waits for each call
-    _encode_pieces(rows, Tensor.mul_, scale, codes, torch.empty(at_once, device=values.device))
+    _encode_pieces(rows, Tensor.mul_, scale, codes, scratch_for(values))
     return codes.view(values.shape)
+
+
+def scratch_for(values: Tensor) -> Tensor:
+    """FP32 scratch to encode values with: a PIECE, or all of them on a GPU, which waits for each call."""
+    return torch.empty(PIECE if values.device.type == "cpu" else max(PIECE, values.numel()), device=values.device)
 
 
 def scale_inv(amax: Tensor, dtype: torch.dtype) -> Tensor:
