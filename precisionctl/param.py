@@ -54,7 +54,7 @@ class Parallelism:
     last_layers: int | None = None
 
     def layers_of_ranks(self, layers: int) -> list[int]:
-        """How many of a model's layers each pipeline rank has; sizes that `checks.dealt` gives are assumed."""
+        """How many of a model's layers each pipeline rank has, of sizes as `planning.checks.with_stages` gives them."""
         ends = (self.first_layers, self.last_layers)
         told = [count for count in ends if count is not None]
         others = self.pipeline - len(told)

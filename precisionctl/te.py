@@ -21,7 +21,8 @@ from transformers.pytorch_utils import Conv1D
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.errors import MissingFp8State
 from precisionctl.fp8.state import Fp8States
-from precisionctl.planning.plan import Plan, make_plan
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import Backend, Fp8Linear
 from precisionctl.trainer.backends.choose import choose_backend, make_backend

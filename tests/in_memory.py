@@ -18,7 +18,7 @@ from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.quant_methods.base import Scheme, quant_methods
 

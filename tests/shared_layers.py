@@ -23,7 +23,7 @@ from torch import Tensor
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.conversion import convert
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Optimizer, Parallel
 from precisionctl.trainer.backends.choose import BackendName

@@ -21,7 +21,7 @@ from torch import Tensor
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.conversion import convert
 from precisionctl.fp8.state import IN_USE
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.backends.base import fp8_linears

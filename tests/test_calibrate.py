@@ -35,7 +35,7 @@ from precisionctl.errors import (
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import Fp8State, Role, RoleState
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.resume import resume
 from precisionctl.trainer.saved.state import COLLECTED

@@ -50,7 +50,7 @@ from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.param import Parallelism
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS
 
 

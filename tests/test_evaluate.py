@@ -26,7 +26,7 @@ from precisionctl.evaluate import evaluate, load, quantizers, stored
 from precisionctl.evaluate.quantizers import TokenInputs
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, RoleState
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT

@@ -22,7 +22,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import check_modules, fp8_state, from_other_experts
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import TensorSpec
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS
 
 RECIPE = DelayedScaling(amax_history_len=4)

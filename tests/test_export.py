@@ -21,7 +21,7 @@ from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import Parallelism
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS
 
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))

@@ -24,7 +24,7 @@ from precisionctl.errors import PrecisionError
 from precisionctl.evaluate import load
 from precisionctl.evaluate.quantizers import GroupInputs
 from precisionctl.fp8 import sidecar
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import Precision
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.verify.compare import compare

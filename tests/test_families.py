@@ -32,7 +32,7 @@ from precisionctl.errors import (
 )
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.verify.compare import compare
 
 IN_MEGATRON = list(pico.FAMILIES)

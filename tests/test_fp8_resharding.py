@@ -25,7 +25,7 @@ from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.fp8.extra_state_writer import encode_payload
 from precisionctl.fp8.state import ATTENTION, BACKWARD, FORWARD, ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import Parallelism
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 
 LINEAR = "decoder.layers.1.mlp.experts.linear_fc1"
 RECIPE = DelayedScaling(amax_history_len=3)

@@ -136,14 +136,14 @@ def test_other_families_decode_too(tmp_path: Path, family: str) -> None:
 
 
 def test_pieces_of_fewer_rows_than_a_block_decode_as_the_whole_does(tmp_path: Path) -> None:
-    from precisionctl.conversion import worker
+    from precisionctl.conversion import buffers
 
     made = fp8_directories.make(tmp_path / "fp8", "fp8-block", **fp8_directories.RAGGED)
-    buffer, worker.BUFFER = worker.BUFFER, 4 * 192 * 7
+    buffer, buffers.BUFFER = buffers.BUFFER, 4 * 192 * 7
     try:
         run(tmp_path / "fp8", tmp_path / "hf", "hf")
     finally:
-        worker.BUFFER = buffer
+        buffers.BUFFER = buffer
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     for name, weight in list(made.items())[:4]:
         assert torch.equal(stored[name], weight.values.bfloat16())

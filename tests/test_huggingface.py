@@ -20,7 +20,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.safetensors_file import make_header, read_header
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnknownArchitecture, UnknownFormat, UnsafePickle
 from precisionctl.param import TensorSpec
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 
 INDEX, SINGLE = SAFETENSORS.index, SAFETENSORS.single
 

@@ -17,7 +17,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.conversion import convert
 from precisionctl.engines.base import engines
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import Precision
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.verify.engine_rules import check

@@ -27,7 +27,7 @@ from precisionctl.conversion import convert
 from precisionctl.errors import ShapeMismatch
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import GATED_ROWS, Parallelism, TensorSpec
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 
 DENSE = [
     Parallelism(),

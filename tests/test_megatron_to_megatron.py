@@ -24,7 +24,7 @@ from precisionctl.conversion.work import execute
 from precisionctl.errors import ShapeMismatch
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 KINDS = ("exp_avg", "exp_avg_sq", "param")

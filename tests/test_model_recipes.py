@@ -19,7 +19,8 @@ from precisionctl.checkpoints.safetensors_file import Stored
 from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
-from precisionctl.planning.plan import check_fp8_gemms, make_plan
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import check_fp8_gemms
 from precisionctl.recipe import Parallel, bundled_recipes, load_recipe
 from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.model.gpt import GPT

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion import worker
+from precisionctl.conversion import buffers
 from precisionctl.conversion.work import execute
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.health import measure
@@ -52,10 +52,10 @@ def by_group(q, k, v, heads, groups):
     return torch.cat(parts, 1).reshape(-1, q.shape[1])
 
 
-@pytest.mark.parametrize("buffer", [worker.BUFFER, 4 * 64 * 50], ids=["in one piece", "50 rows at a time"])
+@pytest.mark.parametrize("buffer", [buffers.BUFFER, 4 * 64 * 50], ids=["in one piece", "50 rows at a time"])
 def test_weights_are_measured_as_the_whole_of_megatron_s_tensors(tmp_path, monkeypatch, buffer):
     model = pico.save(tmp_path, dtype=torch.bfloat16, hidden_size=128, intermediate_size=352)
-    monkeypatch.setattr(worker, "BUFFER", buffer)
+    monkeypatch.setattr(buffers, "BUFFER", buffer)
     layer = model.model.layers[1]
     attention, mlp = layer.self_attn, layer.mlp
     expected = {

@@ -16,7 +16,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.commands.plan_export import InferenceExport, plan_export
-from precisionctl.conversion import worker
+from precisionctl.conversion import buffers
 from precisionctl.conversion.work import Work, execute
 from precisionctl.errors import DamagedCheckpoint, MappingError
 from precisionctl.evaluate import evaluate
@@ -118,7 +118,7 @@ def test_pieces_of_fewer_rows_than_a_block_make_the_same_codes(
     save_file(values, tmp_path / "bf16" / "model.safetensors", metadata={"format": "pt"})
     notes = []
     for rows in (192, 7):
-        monkeypatch.setattr(worker, "BUFFER", 4 * 192 * rows)
+        monkeypatch.setattr(buffers, "BUFFER", 4 * 192 * rows)
         notes.append(run(tmp_path / "bf16", tmp_path / f"{rows}", "hf", precision="fp8").notes)
     assert same(stored(tmp_path / "7"), stored(tmp_path / "192")) and notes[0] == notes[1]
     assert any("13 of 14 weights are the codes that they were" in note for note in notes[0])

@@ -66,7 +66,7 @@ def test_stages_are_those_that_megatron_core_builds_and_what_is_refused_it_refus
     built = refused = 0
     for layers, asked in every_case():
         try:
-            sizes = checks.dealt(layers, asked)
+            sizes = checks.with_stages(asked, layers)
         except ShapeMismatch:
             if asked.first_layers or asked.last_layers:  # else another split was looked for, too
                 with pytest.raises((ValueError, AssertionError)):
@@ -82,18 +82,21 @@ def test_stages_are_those_that_megatron_core_builds_and_what_is_refused_it_refus
 
 
 def test_the_last_stage_gets_what_is_left() -> None:
-    assert checks.dealt(61, Parallelism(pipeline=8)).layers_of_ranks(61) == [8, 8, 8, 8, 8, 8, 8, 5]
-    assert checks.dealt(22, Parallelism(pipeline=4, virtual=2)).layers_of_ranks(22) == [6, 6, 6, 4]
-    assert checks.dealt(24, Parallelism(pipeline=8)) == Parallelism(pipeline=8)
+    assert checks.with_stages(Parallelism(pipeline=8), 61).layers_of_ranks(61) == [8, 8, 8, 8, 8, 8, 8, 5]
+    assert checks.with_stages(Parallelism(pipeline=4, virtual=2), 22).layers_of_ranks(22) == [6, 6, 6, 4]
+    assert checks.with_stages(Parallelism(pipeline=8), 24) == Parallelism(pipeline=8)
     with pytest.raises(ShapeMismatch, match="10 layers cannot be cut into 8"):
-        checks.dealt(10, Parallelism(pipeline=8))
-    assert checks.dealt(10, Parallelism(pipeline=8, first_layers=2, last_layers=2)).layers_of_ranks(10)[1:-1] == [1] * 6
+        checks.with_stages(Parallelism(pipeline=8), 10)
+    assert (
+        checks.with_stages(Parallelism(pipeline=8, first_layers=2, last_layers=2), 10).layers_of_ranks(10)[1:-1]
+        == [1] * 6
+    )
 
 
 @pytest.mark.parametrize("sizes", [Parallelism(pipeline=10**9), Parallelism(first_layers=1)], ids=str)
 def test_stages_without_layers_or_a_pipeline_are_refused(sizes: Parallelism) -> None:
     with pytest.raises(ShapeMismatch, match="stages"):
-        checks.dealt(4, sizes)
+        checks.with_stages(sizes, 4)
 
 
 @pytest.mark.parametrize("container", ["torch", "torch_dist"])

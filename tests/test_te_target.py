@@ -23,7 +23,7 @@ from precisionctl.errors import EnvironmentProblem, MissingFp8State, RecipeError
 from precisionctl.evaluate import load
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, RoleState
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.te import load_te
 

@@ -29,7 +29,7 @@ from precisionctl.errors import DamagedCheckpoint, OutputError, PrecisionError, 
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States, Role
 from precisionctl.fp8.statistics import AMAX, Statistics
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.backends.recorder import Recorder

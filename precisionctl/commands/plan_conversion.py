@@ -36,7 +36,8 @@ from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
 from precisionctl.fp8.statistics import Scaling
 from precisionctl.param import ONE_RANK, Layout, Parallelism
-from precisionctl.planning.plan import Plan, check_fp8_gemms, make_plan
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import Scheme
 

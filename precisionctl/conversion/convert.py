@@ -24,7 +24,7 @@ from precisionctl.checkpoints.base import Chunk, Chunked
 from precisionctl.checkpoints.output import forget, sync
 from precisionctl.conversion.journal import Journal
 from precisionctl.conversion.ranks import ALONE, Ranks
-from precisionctl.conversion.worker import Checker, Source, Worker, written
+from precisionctl.conversion.worker import Checker, Source, Worker
 from precisionctl.errors import OutputError
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.planning.plan import Job, Plan
@@ -87,7 +87,7 @@ def run(
 
 def _is_mine(job: Job, share: Chunked, ranks: Ranks) -> bool:
     """Whether a job writes into this rank's files; what writes nothing (zeros that are left out) is the first's."""
-    names = written(job)
+    names = job.outputs
     return any(share.chunks(name) for name in names) if names else ranks.first
 
 
@@ -120,7 +120,7 @@ def check(
 
 def nbytes(job: Job, plan: Plan) -> int:
     """Bytes that a job writes, its scales included."""
-    return sum(plan.targets[name].nbytes for name in written(job))
+    return sum(plan.targets[name].nbytes for name in job.outputs)
 
 
 def _files(names: Iterable[str], writer: Chunked) -> set[Path]:
@@ -171,7 +171,7 @@ class _Recorder:
     def _record(self, batch: list[Result]) -> None:
         if self._journal is None or not batch:
             return
-        for file in _files((name for job, _ in batch for name in written(job)), self._writer):
+        for file in _files((name for job, _ in batch for name in job.outputs), self._writer):
             sync(file)
         found = {name: value for _, new in batch for name, value in new.items()}
         self._journal.record([job.name for job, _ in batch], found)

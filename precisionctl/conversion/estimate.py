@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.conversion.buffers import BUFFER, worker_memory
 from precisionctl.conversion.convert import nbytes
-from precisionctl.conversion.worker import BUFFER, held_bytes
 from precisionctl.fp8 import numerics
 from precisionctl.planning.plan import Plan
 
@@ -31,7 +31,7 @@ class Estimate:
 
 def estimate(plan: Plan, reader: Reader, destination: Path, workers: int) -> Estimate:
     """Copy a little from the source to where the result would be, encode a little, and scale up."""
-    memory = workers * held_bytes(plan)
+    memory = workers * worker_memory(plan)
     rate = _copy_rate(reader, _existing(destination))
     if rate is None:
         return Estimate(memory, None)

@@ -34,7 +34,8 @@ from precisionctl.fp8.encoding import Encoding, by_rows
 from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import Fp8States
 from precisionctl.fp8.statistics import NAMES
-from precisionctl.planning.plan import Job, Plan, make_plan
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import CODES
 from precisionctl.trainer.backends.base import fp8_linears

@@ -14,7 +14,8 @@ from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.encode import Encode
-from precisionctl.planning.plan import Job, Plan, Source, make_plan
+from precisionctl.planning.make_plan import Source, make_plan
+from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
 from precisionctl.quant_methods.base import CODES, POWERS_OF_2, QuantMethod, Scheme
 

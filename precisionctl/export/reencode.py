@@ -24,7 +24,8 @@ from precisionctl.fp8.numerics import FP8_MAX, after_one_update, recorded_amax
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.encode import Encode
-from precisionctl.planning.plan import Job, Plan, make_plan
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Job, Plan
 from precisionctl.quant_methods.base import CODES, POWERS_OF_2, Said, Scales, recognise, sibling, sized
 
 _TWO_ROUNDINGS = 2.0**-22

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from precisionctl.architectures.param_map import Row
+from precisionctl.architectures.param_map import Architecture, Row
 from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
 from precisionctl.fp8.encoding import CODES
 from precisionctl.model_shape import ModelShape
@@ -81,19 +81,22 @@ def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> Non
         raise ShapeMismatch(f"`{row.megatron}` {list(shape)} cannot be cut into {ranks} tensor-parallel parts")
 
 
-def check_biases(model: ModelShape) -> None:
-    """Raise MappingError where Megatron's one switch for all biases would ask for some that the model does not have."""
-    if model.moe and model.add_bias_linear and not model.moe.router_bias:
+def check_megatron_has(model: ModelShape, architecture: Architecture) -> None:
+    """Raise MappingError for a model that Megatron-Core cannot be."""
+    do = "It can be read, exported and verified as a Hugging Face directory."
+    if architecture.refused:
+        raise MappingError(f"{model.architecture} has {architecture.refused}, which Megatron-Core does not", do=do)
+    if model.moe and model.add_bias_linear and not model.moe.router_bias:  # one switch there is for all biases
         raise MappingError(
             f"{model.architecture} with attention_bias has no place in Megatron-Core: routers and experts would have "
             "biases, too",
-            do="It can be read, exported and verified as a Hugging Face directory.",
+            do=do,
         )
 
 
-def dealt(layers: int, sizes: Parallelism) -> Parallelism:
-    """The sizes, with the layers of the last pipeline rank where all cannot have as many and nothing else is asked
-    for: the last one, which has the output layer, gets fewer.
+def with_stages(sizes: Parallelism, layers: int) -> Parallelism:
+    """The sizes, completed for a model of so many layers: where pipeline ranks cannot all have as many and nothing else
+    is asked for, the last one, which has the output layer too, gets fewer.
 
     Raises ShapeMismatch where Megatron knows no such stages (TransformerConfig.__post_init__).
     """

@@ -23,7 +23,8 @@ from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.fp8.statistics import Statistics
 from precisionctl.param import TensorSpec
-from precisionctl.planning.plan import Job, Plan, make_plan
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Job, Plan
 
 
 @dataclass(frozen=True)

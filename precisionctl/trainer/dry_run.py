@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.measure.preflight import Preflight, look_ahead

@@ -21,7 +21,8 @@ from precisionctl.export.reencode import coded_before
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import read_state
 from precisionctl.fp8.state import Fp8States, Role
-from precisionctl.planning.plan import Plan, check_fp8_gemms, make_plan
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.recipe import Recipe
 from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, OnTokens, Rows

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader, read_rows, read_tensor
 from precisionctl.fp8 import numerics
-from precisionctl.planning.plan import Job, make_plan
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Job
 from precisionctl.planning.segments import Segment, lower
 
 PIECE = 1 << 20
@@ -55,7 +56,7 @@ class HfTensors:
         self._computed: dict[str, Job] = {}
         self._extras = [name for job in plan.jobs if not job.writes for name in job.reads]
         for job in plan.jobs:
-            if plan.source != plan.target and not job.row.moves(plan.model):
+            if plan.computes(job):
                 self._computed |= dict.fromkeys(job.writes, job)
                 continue
             reads = {read: reader.specs[read].rows for read in job.reads}

@@ -19,7 +19,7 @@ from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.cli import main as program
 from precisionctl.errors import PrecisionctlError
 from precisionctl.fp8.extra_state import decode_payload
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 
 
 def read_ranks(path: Path) -> None:

@@ -24,7 +24,7 @@ from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute
 from precisionctl.errors import PrecisionctlError
 from precisionctl.fp8 import sidecar
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 from precisionctl.reports import inspect
 
 IN_JSON: list[Any] = [None, True, -1, 10**18, 1.5, float("nan"), "", "x", "\ud800", [], {}, [[1]], {"a": 1}]

@@ -14,7 +14,7 @@ from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader, recognise
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, UnsafePickle
 from precisionctl.fp8.opcodes import Global, Made, dumps
-from precisionctl.planning.plan import make_plan
+from precisionctl.planning.make_plan import make_plan
 
 ARGS: dict[str, Any] = {
     "num_layers": 2,

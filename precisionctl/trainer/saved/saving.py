@@ -27,7 +27,8 @@ from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.conversion.worker import Worker
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.planning.plan import Plan, make_plan
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Plan
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.loop import Run
 from precisionctl.trainer.optimizer.adamw import KINDS

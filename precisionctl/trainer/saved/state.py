@@ -20,7 +20,8 @@ from precisionctl.conversion.convert import run as convert
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage
 from precisionctl.param import TensorSpec
 from precisionctl.planning import checks
-from precisionctl.planning.plan import Plan, make_plan
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Plan
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.loop import Run
 from precisionctl.trainer.optimizer.adamw import KINDS

@@ -1,0 +1,135 @@
+"""Weights on their way into FP8 codes: one pass over a job's values finds the scales, a second one makes the codes."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from precisionctl.conversion.buffers import Buffers
+from precisionctl.errors import PrecisionError
+from precisionctl.fp8 import numerics
+from precisionctl.fp8.blocks import Fit, share
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.param import TensorSpec
+from precisionctl.planning.encode import Encode
+
+Piece = tuple[str, int, Tensor]
+"""The tensor to write, its first row, and values `[rows, columns]` in a buffer that the next piece uses again."""
+
+Put = Callable[[str, int, Tensor], None]
+"""Takes rows of a tensor, of its dtype: its name, the first row's number, and the rows."""
+
+
+Read = Callable[[str, int, int], Iterable[tuple[int, Tensor]]]
+"""Reads rows of a source's tensor, so many from one on, piece by piece; each with the number of rows before it."""
+
+
+class Encoder:
+    """Encodes jobs of a plan into tensors of these `specs`, handing what it makes to `put`.
+
+    `carried` is how values were coded before, by the target's names: a block whose values still are what its codes
+    decode to keeps its scale. `read` reads what other jobs encode and share a scale with.
+    """
+
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], carried: Mapping[str, Encoding], buffers: Buffers, put: Put, read: Read
+    ) -> None:
+        self._specs, self._carried, self._buffers, self._put, self._read = specs, carried, buffers, put, read
+
+    def encode(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> dict[str, float]:
+        """Write codes and scales of what `pieces` gives at each call. One pass is enough where each row has a scale of
+        its own and none is carried.
+
+        Returns, by name of each tensor that could not keep all the scales it had, how many of its codes are others
+        now. Raises PrecisionError for an infinite weight.
+        """
+        fits = self._seen(encode, pieces)
+        made = {name: self._made(fit, encode.weight_scales[name], encode.power_of_2) for name, fit in fits.items()}
+        changed = dict.fromkeys((name for name, fit in fits.items() if fit.carried and not fit.fits.all()), 0.0)
+        for name, row, values in pieces():
+            if name not in encode.blocks:
+                self.put_values(name, row, values)
+                continue
+            encoding = made.get(name) or self._by_row(name, row, values, encode)
+            codes = self._buffers.to_write(encoding.dtype, *values.shape)
+            encoding.encode_rows(values, row if name in made else 0, codes, self._buffers.scratch)
+            if name in changed:
+                changed[name] += fits[name].changed(values, codes, row)
+            self._put(name, row, codes)
+        self.put_input_scales(encode)
+        return changed
+
+    def _seen(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> dict[str, Fit]:
+        """The first pass: what the scales of each tensor must be, but of those whose rows have one each."""
+        fits = {
+            name: Fit(spec.rows, spec.columns, block, spec.dtype, self._carried.get(name))
+            for name, block in encode.blocks.items()
+            if (spec := self._specs[name]) and not self._is_by_row(name, encode)
+        }
+        for name, row, values in pieces() if fits else ():
+            if name in fits:
+                fits[name].see(values, row)
+        for name, fit in fits.items():
+            _check_finite(name, fit.amax)
+        if encode.shared:
+            share([*fits.values(), *self._alongside(encode)])
+        return fits
+
+    def _alongside(self, encode: Encode) -> Iterator[Fit]:
+        """What the weights that share the scale, and that other jobs encode, say of it."""
+        for name, source in encode.alongside.items():
+            spec = self._specs[name]
+            fit = Fit(spec.rows, spec.columns, (spec.rows, spec.columns), spec.dtype, self._carried.get(name))
+            for row, values in self._read(source, 0, spec.rows):
+                fit.see(values, row)
+            yield fit
+
+    def _is_by_row(self, name: str, encode: Encode) -> bool:
+        """Whether each row has a scale of its own, FP32 and none that is carried."""
+        of_a_row = encode.blocks[name] == (1, self._specs[name].columns) and not encode.power_of_2
+        fp32 = self._specs[encode.weight_scales[name]].dtype == torch.float32
+        return of_a_row and fp32 and name not in self._carried
+
+    def _made(self, fit: Fit, scales: str, power_of_2: bool) -> Encoding:
+        """How to encode, after one pass; the scales are written."""
+        spec = self._specs[scales]
+        exponents = spec.dtype == torch.uint8
+        encoding = fit.encoding(torch.float8_e8m0fnu if exponents else spec.dtype, power_of_2=power_of_2)
+        self.put_scales(scales, encoding.scale_inv)
+        return encoding
+
+    def _by_row(self, name: str, row: int, values: Tensor, encode: Encode) -> Encoding:
+        """How to encode rows that each have the scale of their own amax, which is written."""
+        dtype = self._specs[name].dtype
+        amax = numerics.row_amax(values, self._buffers.scratch)
+        _check_finite(name, amax)
+        scale_inv = numerics.scale_inv(amax, dtype)
+        self._put(encode.weight_scales[name], row, scale_inv)
+        return Encoding(dtype, scale_inv, (1, values.shape[1]))
+
+    def put_values(self, name: str, row: int, values: Tensor) -> None:
+        """Write rows as values, rounded to the target's dtype."""
+        dtype = self._specs[name].dtype
+        if values.dtype != dtype:
+            values = self._buffers.to_write(dtype, *values.shape).copy_(values)
+        self._put(name, row, values)
+
+    def put_scales(self, name: str, grid: Tensor) -> None:
+        """Write a grid of scales, given in FP32 or as it is stored: exponents as bytes."""
+        spec = self._specs[name]
+        stored = grid.to(torch.float8_e8m0fnu if spec.dtype == torch.uint8 else spec.dtype).contiguous()
+        self._put(name, 0, stored.view(spec.dtype).reshape(spec.rows, spec.columns))
+
+    def put_input_scales(self, encode: Encode) -> None:
+        """Write the scales that no value decides: those of inputs, and of a KV cache."""
+        for name, value in encode.input_scales.items():
+            self._put(name, 0, torch.tensor([[value]]).to(self._specs[name].dtype))
+
+
+def _check_finite(name: str, amax: Tensor) -> None:
+    """Raises PrecisionError for the amax of an infinite weight, which no scale brings into FP8."""
+    if bool(amax.isinf().any()):
+        raise PrecisionError(
+            f"`{name}` holds an infinite weight, which no FP8 scale is for",
+            do="Is the checkpoint sound? `keep_bf16` in a --recipe leaves the module as it is.",
+        )

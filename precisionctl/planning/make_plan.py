@@ -1,0 +1,207 @@
+"""make_plan: the way from one checkpoint to another, from names, shapes and dtypes alone."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from precisionctl.architectures.find import architecture_of
+from precisionctl.architectures.param_map import Alias, Architecture, Row, filled, names
+from precisionctl.errors import MappingError, MissingTensor
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
+from precisionctl.planning import checks
+from precisionctl.planning.plan import Job, Plan
+
+
+class Source(Protocol):
+    """The part of a Reader that planning needs."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def model(self) -> ModelShape: ...
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]: ...
+
+
+@runtime_checkable
+class OptimizerSource(Protocol):
+    """A Reader that has the state of an optimizer too: `optimizer.state.<kind>.<parameter>`."""
+
+    @property
+    def optimizer_specs(self) -> Mapping[str, TensorSpec]: ...
+
+
+def make_plan(
+    source: Source,
+    target: Layout,
+    *,
+    dtype: torch.dtype | None = None,
+    parallelism: Parallelism = ONE_RANK,
+    optimizer: bool = False,
+    respelled: bool = False,
+) -> Plan:
+    """Plan the way from `source` to a checkpoint of layout `target`.
+
+    `dtype` is that of every target tensor but those that keep theirs; None keeps each as stored, FP8 codes decoded to
+    BF16. `optimizer` takes the state of a Megatron source's optimizer along, in the dtype that it is stored in.
+    `respelled` gives experts that a Hugging Face source has fused the names that the model's own class saves.
+    Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
+    """
+    architecture = architecture_of(source.model.architecture)
+    if target == "megatron":
+        checks.check_megatron_has(source.model, architecture)
+    rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled)
+    stored = _with_mtp(source, rows)
+    model = stored.padded(parallelism.tensor) if target == "megatron" else stored
+    parallelism = checks.with_stages(parallelism, model.num_layers)
+    checks.check_ranks(model, parallelism)
+    derived = _derived(architecture, source)
+    by_row = {row: _row_jobs(row, architecture.aliases, model, source, target) for row in rows}
+    jobs = [job for row_jobs in by_row.values() for job in row_jobs]
+    _check_consumed(jobs, derived, source)
+    targets: dict[str, TensorSpec] = {}
+    for row, row_jobs in by_row.items():
+        if not row_jobs:
+            continue
+        _check_shapes(row, row_jobs, stored, source)
+        checks.check_division(row, model, parallelism)
+        shapes = row.shapes(model, target)
+        for job in row_jobs:
+            targets |= _targets(job, shapes, target, source.specs, dtype)
+    for job in _optimizer_jobs(jobs, source, target) if optimizer else ():
+        jobs.append(job)
+        targets[job.name] = _optimizer_target(job, stored, model, source)
+    return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
+
+
+def _check_shapes(row: Row, jobs: Iterable[Job], model: ModelShape, source: Source) -> None:
+    """Hold what the jobs of a row read against the sizes of the source's model."""
+    shapes = row.source.shapes(model, source.layout)
+    for job in jobs:
+        stored = {name: source.specs[name] for name in (*job.reads, *job.copies)}
+        checks.check_dtypes(stored)
+        checks.check_shapes(stored, (*shapes[: len(job.reads)], *shapes[:1] * len(job.copies)), model.architecture)
+
+
+def _with_mtp(source: Source, rows: Iterable[Row]) -> ModelShape:
+    """The source's model, without the multi-token prediction layers that it claims if it has none of their tensors:
+    transformers reads and writes such checkpoints without them."""
+    of_mtp = [row for row in rows if "{mtp}" in row.megatron and not row.of_experts]
+    first = {"mtp": 0, "mtp_layer": source.model.num_layers}
+    if any(name in source.specs for row in of_mtp for name in names(row, source.layout, first)):
+        return source.model
+    return dataclasses.replace(source.model, mtp_num_layers=0)
+
+
+def _row_jobs(row: Row, aliases: Iterable[Alias], model: ModelShape, source: Source, target: Layout) -> list[Job]:
+    """The jobs of one row, at each of its places."""
+    here, there = row.present.in_layout(source.layout, model), row.present.in_layout(target, model)
+    if not here and not there:
+        return []
+    if row.count(model) > len(source.specs):  # before a loop over as many as a config may claim
+        raise MissingTensor(
+            f"{row.count(model)} of `{row.megatron}`, but only {len(source.specs)} tensors", do="Is a shard missing?"
+        )
+    copies = [alias for alias in aliases if alias.of in row.source.hf and getattr(model, alias.switch)]
+    jobs = []
+    for place in row.places(model):
+        reads = names(row.source, source.layout, place) if here else ()
+        writes = names(row, target, place) if there else ()
+        stored = _copies(copies, model) if source.layout == "hf" else ()
+        kept = _copies((alias for alias in copies if alias.written), model) if target == "hf" else ()
+        stored = tuple(name for name in stored if name in source.specs)
+        jobs.append(Job(names(row, "megatron", place)[0], row, reads, (*writes, *kept), stored))
+    return jobs
+
+
+def _copies(aliases: Iterable[Alias], model: ModelShape) -> tuple[str, ...]:
+    return tuple(
+        filled(alias.hf, {"mtp_layer": model.num_layers + mtp})
+        for alias in aliases
+        for mtp in range(model.mtp_num_layers if "{mtp_layer}" in alias.hf else 1)
+    )
+
+
+def _derived(architecture: Architecture, source: Source) -> tuple[str, ...]:
+    if source.layout != "hf":
+        return ()
+    patterns = [pattern.replace("{layer}", "*") for pattern in architecture.derived]
+    return tuple(name for name in source.specs if any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: Source) -> None:
+    uses = Counter(name for job in jobs for name in (*job.reads, *job.copies))
+    uses.update(derived)
+    missing = [name for name in uses if name not in source.specs]
+    unexpected = [name for name in source.specs if not uses[name]]
+    do = "Is a shard missing, or does the config describe another model?" if missing else _UNEXPECTED
+    checks.check_names(missing, unexpected, f"architecture {source.model.architecture}", do)
+    assert all(count == 1 for count in uses.values()), "a table names a tensor twice"
+
+
+_UNEXPECTED = (
+    "Nothing is dropped in silence: does the config describe this model? "
+    "If the family has such tensors, add a row to its table under precisionctl/architectures/."
+)
+
+
+def _targets(
+    job: Job,
+    shapes: tuple[tuple[int, ...], ...],
+    target: Layout,
+    specs: Mapping[str, TensorSpec],
+    dtype: torch.dtype | None,
+) -> dict[str, TensorSpec]:
+    kept = [torch.bfloat16 if specs[name].dtype.itemsize == 1 else specs[name].dtype for name in job.reads]
+    made = None if job.row.keeps_dtype else dtype
+    if made is None:
+        made = torch.bfloat16 if not kept else kept[0]
+        for other in kept[1:]:
+            made = torch.promote_types(made, other)
+    parallel = job.row.parallel if target == "megatron" else REPLICATED
+    return {
+        name: TensorSpec(shapes[number] if number < len(shapes) else shapes[0], made, parallel)
+        for number, name in enumerate(job.writes)
+    }
+
+
+_STATE = re.compile(r"optimizer\.state\.[a-z_]+\.(.+)")
+
+
+def _optimizer(source: Source) -> Mapping[str, TensorSpec]:
+    return source.optimizer_specs if isinstance(source, OptimizerSource) else {}
+
+
+def _optimizer_jobs(jobs: Iterable[Job], source: Source, target: Layout) -> list[Job]:
+    """A job for each of the source's optimizer tensors, which are as parallel as their parameters.
+
+    Raises MappingError where the state is not stored by parameter, or goes to Hugging Face, which has no place
+    for it.
+    """
+    if target == "hf":
+        raise MappingError("Hugging Face has no place for an optimizer", do="Leave it behind.")
+    rows = {job.name: replace(job.row, gemm=False) for job in jobs}
+    carried = []
+    for name in _optimizer(source):
+        match = _STATE.fullmatch(name)
+        if match is None or match[1] not in rows:
+            raise MappingError(
+                f"`{name}` is no state of a parameter of this model",
+                do="Drop the optimizer (--drop-optimizer), or save it in a form that is stored by parameter.",
+            )
+        carried.append(Job(name, rows[match[1]], (name,), (name,)))
+    return carried
+
+
+def _optimizer_target(job: Job, stored: ModelShape, model: ModelShape, source: Source) -> TensorSpec:
+    """What a tensor of the optimizer becomes: as large as its parameter, which may be padded otherwise than stored."""
+    spec = _optimizer(source)[job.name]
+    checks.check_shapes({job.name: spec}, [job.row.shape(stored)], stored.architecture)
+    return TensorSpec(job.row.shape(model), spec.dtype, job.row.parallel)
