@@ -5,28 +5,23 @@ the same batches and gradients of the same loss, so that a run that starts from 
 would. Each pass is a row of the histories. State and statistics become one file, in the sidecar's format.
 """
 
-import fcntl
-import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from signal import Signals
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from precisionctl.calibration.progress import Progress
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.output import Output, disk_problems, sync
+from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.conversion import convert
-from precisionctl.errors import DamagedCheckpoint, OutputError, PrecisionError, RecipeError
-from precisionctl.fp8 import sidecar
+from precisionctl.errors import OutputError, PrecisionError, RecipeError
 from precisionctl.fp8.state import Fp8State, Fp8States, Role
 from precisionctl.fp8.statistics import AMAX, Statistics
 from precisionctl.planning.make_plan import make_plan
@@ -72,8 +67,8 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What was made: `passes` of `rows` rows each. Stopped by a `signal`, the same call goes on from there. Of several
-    ranks the first one `speaks`."""
+    """What was made: states from `passes` of `rows` rows each. `signal` is what stopped it early, if anything did; of
+    several ranks only the first `speaks` to the user."""
 
     out: Path
     states: Fp8States
@@ -84,36 +79,38 @@ class Calibrated:
     speaks: bool = True
 
 
-def calibrate(asked: Calibration, on_pass: OnPass = lambda done, total: None) -> Calibrated:
-    """Record, and write the file. After a kill the same call goes on; the bytes are those of a run in one piece. Under
-    torchrun all its ranks do so together, a pass of all of them being a row of the histories; the first one hears of
-    passes.
+def calibrate(calibration: Calibration, on_pass: OnPass = lambda done, total: None) -> Calibrated:
+    """Make the passes and write the file.
+
+    After a kill the same call goes on where the killed one stopped, and the file has the bytes that it would have had.
+    Under torchrun all ranks share each pass, and a pass is a row of the histories; the first rank calls `on_pass`.
 
     Raises RecipeError, DataError, DestinationExists, OutputError (another calibration is under way to this file),
-    PrecisionError (a loss that is no number), and what opening a checkpoint raises. Of several ranks one does; the
-    others raise SystemExit.
+    PrecisionError (a loss that is no number), and what opening a checkpoint raises; of several ranks one raises it, and
+    the others SystemExit.
     """
     with together() as ranks:
-        recipe = _recipe(asked)
+        recipe = _recipe(calibration)
         with world(ranks, recipe) as here:
-            return _calibrate(asked, recipe, here, on_pass)
+            return _calibrate(calibration, recipe, here, on_pass)
 
 
-def _calibrate(asked: Calibration, recipe: Recipe, world: World, on_pass: OnPass) -> Calibrated:
-    backend, output = choose_backend(asked.backend), _output(asked)
-    source = open_checkpoint(asked.checkpoint, asked.iteration)
+def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: OnPass) -> Calibrated:
+    backend, output = choose_backend(calibration.backend), _output(calibration)
+    source = open_checkpoint(calibration.checkpoint, calibration.iteration)
     check_length(recipe, source.model)
     shares.check(make_plan(source, "megatron").model, recipe.parallel)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
     rows = read_rows(source, recipe.data).shared_by(recipe.parallel.token_ranks)
     at_once = min(recipe.train.micro_batch_size, recipe.train.batch_size // world.data_count) * world.data_count
-    passes, notes = _passes(asked.passes, len(rows), at_once)
+    passes, notes = _passes(calibration.passes, len(rows), at_once)
     shared = {"ranks": world.data_count} if world.data_count > 1 else {}  # what a row of the histories is of
-    wanted = run_folder.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend, **shared)
-    with disk_problems(output), _locked(output, wanted, world), stop_signals() as received:
+    identity = run_folder.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend, **shared)
+    progress = Progress(output, identity, world)
+    with disk_problems(output), progress.locked(), stop_signals() as received:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         recorder = Recorder(recipe.precision, device, world)
-        before = _go_on(recorder, output, wanted, world)
+        before = progress.load(recorder)
         model = _model(source, recipe, backend, device, world)
         stopped = None
         for done in _record(model, recorder, rows, recipe, range(before, passes)):
@@ -121,41 +118,42 @@ def _calibrate(asked: Calibration, recipe: Recipe, world: World, on_pass: OnPass
                 on_pass(done, passes)
             stopped = agreed_signal(world, received) if done < passes else None
             if stopped or (done < passes and done % SAVE_EVERY == 0):
-                _save(output, done, _states(recorder, source, model.shares), world)
+                progress.save(done, _states(recorder, source, model.shares))
             if stopped:
                 break
         states = _states(recorder, source, model.shares)
         if not stopped:
-            _finish(output, states, world)
-    return Calibrated(asked.out, states, passes, at_once, (*rows.notes, *notes), stopped, world.first)
+            progress.finish(states)
+    return Calibrated(calibration.out, states, passes, at_once, (*rows.notes, *notes), stopped, world.first)
 
 
-def _recipe(asked: Calibration) -> Recipe:
-    recipe = load_recipe(asked.recipe or "fp8-delayed", asked.overrides)
+def _recipe(calibration: Calibration) -> Recipe:
+    recipe = load_recipe(calibration.recipe or "fp8-delayed", calibration.overrides)
     precision = replace(recipe.precision, fp8=True)
     if not precision.keeps_state:
         raise RecipeError(
             f"{precision.scaling} scaling keeps no state to calibrate",
             do="Choose a recipe with precision.scaling=delayed.",
         )
-    return with_data(replace(recipe, precision=precision), asked.data)
+    return with_data(replace(recipe, precision=precision), calibration.data)
 
 
-def _output(asked: Calibration) -> Output:
+def _output(calibration: Calibration) -> Output:
     """Raises DestinationExists, and OutputError where the file would be in the checkpoint."""
-    output, source = Output(asked.out), asked.checkpoint.resolve()
+    output, source = Output(calibration.out), calibration.checkpoint.resolve()
     output.check_free()
-    if source in (asked.out.resolve(), *asked.out.resolve().parents):
+    if source in (output.path.resolve(), *output.path.resolve().parents):
         raise OutputError(
             "--out is in the checkpoint, and a source is never written to",
-            where=asked.out,
+            where=calibration.out,
             do="Choose a place outside it. `convert --fp8-state` makes a checkpoint that has the state in it.",
         )
     return output
 
 
 def _passes(asked: int, rows: int, at_once: int) -> tuple[int, tuple[str, ...]]:
-    """No more than the data has rows for: seen again, a row records what it recorded."""
+    """How many passes to make, and a note where the data has rows for fewer than were asked: a row that is seen again
+    would record what it has recorded."""
     passes = min(asked, max(1, rows // at_once))
     if passes == asked:
         return passes, ()
@@ -163,7 +161,7 @@ def _passes(asked: int, rows: int, at_once: int) -> tuple[int, tuple[str, ...]]:
 
 
 def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.device, world: World) -> GPT:
-    """In BF16; its weights take no gradients, which saves a third of the work and changes no other number."""
+    """The model in BF16. Its weights take no gradients: that saves a third of the work and changes no number that is recorded."""
     shape = make_plan(source, "megatron").model
     model = GPT(
         shape,
@@ -230,84 +228,3 @@ def _merged(
         if row[0]:
             merged.setdefault(module, {})[role] = Statistics.from_numbers(row)
     return merged
-
-
-# What is done: OUT.partial has the identity of the calibration, and after some passes the states that they left.
-
-_IDENTITY = "calibration.json"
-
-
-@contextmanager
-def _locked(output: Output, wanted: Mapping[str, Any], world: World) -> Iterator[None]:
-    """The place of what is done, made, locked and signed by the first rank."""
-    if not world.first:
-        world.meet()
-        yield
-        return
-    output.partial.mkdir(parents=True, exist_ok=True)
-    with open(output.partial / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise OutputError("another process is calibrating to this file", where=output.path) from None
-        _sign(output, wanted)
-        world.meet()
-        yield
-
-
-def _sign(output: Output, wanted: Mapping[str, Any]) -> None:
-    """Say which calibration this is, where none is begun."""
-    identity, ours = output.partial / _IDENTITY, ("lock", f"{_IDENTITY}.new")
-    if identity.is_file():
-        return
-    if others := [path.name for path in output.partial.iterdir() if path.name not in ours]:
-        raise OutputError(f"{others[0]} is there, and no calibration left it", where=output.partial)
-    _write(identity, lambda path: path.write_text(json.dumps(wanted, indent=1)))
-
-
-def _go_on(recorder: Recorder, output: Output, wanted: Mapping[str, Any], world: World) -> int:
-    """Take up what an earlier call left. Returns how many passes that is."""
-    identity, saved = output.partial / _IDENTITY, _saved(output)
-    try:
-        found = json.loads(identity.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"not what a calibration writes: {error}", where=identity) from None
-    if not isinstance(found, dict):
-        raise DamagedCheckpoint("not what a calibration writes: no table", where=identity)
-    run_folder.check_same(run_folder.Saved(0, 0, found), wanted, output.partial)
-    if not saved:
-        return 0
-    states = sidecar.read(saved[max(saved)])
-    recorder.load(states.modules)
-    if world.first:  # they are of all ranks already
-        recorder.statistics = {module: dict(roles) for module, roles in states.statistics.items()}
-    return max(saved)
-
-
-def _saved(output: Output) -> dict[int, Path]:
-    return {int(path.stem): path for path in output.partial.glob("*.safetensors") if path.stem.isdecimal()}
-
-
-def _save(output: Output, done: int, states: Fp8States, world: World) -> None:
-    if not world.first:
-        return
-    older = _saved(output).values()
-    _write(output.partial / f"{done:08}.safetensors", lambda path: sidecar.write(path, states))
-    for path in older:
-        path.unlink()
-
-
-def _finish(output: Output, states: Fp8States, world: World) -> None:
-    if world.first:
-        _write(output.path, lambda path: sidecar.write(path, states), beside=output.partial)
-        shutil.rmtree(output.partial)
-    world.meet()
-
-
-def _write(path: Path, write: Callable[[Path], object], beside: Path | None = None) -> None:
-    """Whole or not at all."""
-    new = (beside or path.parent) / f"{path.name}.new"
-    write(new)
-    sync(new)
-    os.rename(new, path)
-    sync(path.parent)
