@@ -6,13 +6,15 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True)
 class Encode:
-    """Encode tensors of a job, each in its target's dtype.
+    """The weights of a job that become FP8 codes, each of its target's dtype, and the scales written beside them.
 
-    `blocks` says how many rows and columns of each share a scale; what it leaves out stays values. `shared`: all have
-    the one scale that their joint amax gives (engines fuse q/k/v and gate/up, and requantize where their scales
-    differ), and `alongside` are weights that share it and that other jobs encode: where the source has each.
-    `weight_scales` names the tensor that receives each one's `scale_inv`; `input_scales` gives tensors and their
-    values.
+    `blocks`: by weight, how many rows and columns share a scale; tensors of the job that are not in it stay values.
+    `weight_scales`: by weight, the tensor that receives its grid of `scale_inv`.
+    `input_scales`: tensors whose one number is known already, and that number: scales of inputs, or of a KV cache.
+    `shared`: all weights have the one scale that their joint amax gives, because engines compute q/k/v, and gate/up, as
+    one and would requantize where scales differ.
+    `alongside`: weights of other jobs that have that scale too, and the tensors of the source that they are read from.
+    `power_of_2`: scales are rounded up to powers of two.
     """
 
     blocks: Mapping[str, tuple[int, int]]
