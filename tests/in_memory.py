@@ -12,7 +12,7 @@ from precisionctl.checkpoints.base import Chunk, Companions, Reader, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
 from precisionctl.conversion import convert
 from precisionctl.engines.base import engines
-from precisionctl.export.export import make_export, plan_of_values
+from precisionctl.export.export import Format, make_export, plan_in_bf16
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
@@ -91,7 +91,8 @@ def with_state(reader: Reader, *, seed: int = 0) -> InMemory:
 
 def export(source: Reader, directory: Path, method: str, scheme: Scheme) -> HuggingFaceReader:
     """`source` exported for inference, with what any engine looks for in config.json, and opened."""
-    made = make_export(plan_of_values(source), source.fp8, quant_methods()[method], scheme, PRESETS["fp8-delayed"])
+    form = Format(quant_methods()[method], scheme)
+    made = make_export(plan_in_bf16(source), source.fp8, form, PRESETS["fp8-delayed"])
     directory.mkdir()
     writer = HuggingFaceWriter(
         directory,

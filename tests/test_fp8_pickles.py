@@ -27,7 +27,7 @@ from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.commands.plan_export import InferenceExport, plan_export
 from precisionctl.conversion.work import execute
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnsafePickle
-from precisionctl.export.reencode import coded_before
+from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.param import Parallelism
 from precisionctl.verify.compare import compare
 
@@ -219,7 +219,7 @@ def test_every_release_is_read_as_what_its_codes_decode_to(
 def test_moved_scales_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's rows stand elsewhere in Hugging Face's, so scales are moved; a model's together are gigabytes."""
     fp8, _ = make(tmp_path, Stubs(FORMS["block 2.20"], monkeypatch))
-    coded = coded_before(open_checkpoint(fp8))
+    coded = weight_encodings(open_checkpoint(fp8))
     assert coded is not None and len(coded.scales) == 14
     held = [weakref.ref(coded.stored.chunks(scales.weight)[0].place) for scales in coded.scales.values()]
     left = {name for name, grid in zip(coded.scales, held, strict=True) if grid() is not None}

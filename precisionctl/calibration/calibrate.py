@@ -161,7 +161,7 @@ def _passes(asked: int, rows: int, at_once: int) -> tuple[int, tuple[str, ...]]:
 
 
 def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.device, world: World) -> GPT:
-    """The model in BF16. Its weights take no gradients, which saves a third of the work and changes nothing recorded."""
+    """The model in BF16. Its weights take no gradients: that saves a third of the work and changes nothing recorded."""
     shape = make_plan(source, "megatron").model
     model = GPT(
         shape,

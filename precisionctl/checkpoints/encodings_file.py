@@ -72,7 +72,7 @@ def stored_encodings(
 
 
 @dataclass(frozen=True)
-class Coded:
+class WeightEncodings:
     """How the weights of a model were coded, by Hugging Face name: shape and dtype of the codes, and where their
     scales are in `stored`, which holds others too: those of a KV cache.
 
@@ -115,7 +115,7 @@ class Within:
         return [Chunk(whole(stored.spec), file, stored.offset)]
 
 
-def write(directory: Path, coded: Coded) -> None:
+def write(directory: Path, coded: WeightEncodings) -> None:
     """Write and sync the file of a checkpoint's directory. Equal encodings give equal bytes; one tensor is in memory
     at a time."""
     path = directory / RELATIVE
@@ -145,7 +145,7 @@ def write(directory: Path, coded: Coded) -> None:
     sync(path)
 
 
-def find(checkpoint: Path) -> Coded | None:
+def find(checkpoint: Path) -> WeightEncodings | None:
     """What the file in a checkpoint's directory says, if it has one.
 
     Raises UnknownFormat for the version of another release, DamagedCheckpoint for a file that contradicts itself.
@@ -168,7 +168,7 @@ def find(checkpoint: Path) -> Coded | None:
         quantization = dict(said["quantization_config"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedCheckpoint(f"the encodings make no sense: {error!r:.100}", where=path) from error
-    return Coded(weights, scales, stored, quantization, files, path)
+    return WeightEncodings(weights, scales, stored, quantization, files, path)
 
 
 def _weight(fields: Mapping[str, Any]) -> TensorSpec:

@@ -14,7 +14,7 @@ from precisionctl.architectures.find import from_hf_config
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions
-from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, Coded, Within, stored_encodings
+from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, WeightEncodings, Within, stored_encodings
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, Spelling, index_of, read_stored, spelling_of
 from precisionctl.checkpoints.safetensors_file import Stored, split_shards
@@ -77,7 +77,7 @@ class HuggingFaceReader:
         return stored_encodings(self.stored, self.specs, self._scales, self.path)
 
     @property
-    def coded(self) -> Coded | None:
+    def coded(self) -> WeightEncodings | None:
         """How the weights are coded, or were."""
         if not self._scales:
             return encodings_file.find(self.path)
@@ -87,7 +87,7 @@ class HuggingFaceReader:
         weights = {name: self.specs[name] for name in self._scales}
         beside = self.path / QUANT_CONFIG
         files = {QUANT_CONFIG: beside.read_bytes()} if beside.is_file() else {}
-        return Coded(weights, self._scales, stored, self.config["quantization_config"], files, self.path)
+        return WeightEncodings(weights, self._scales, stored, self.config["quantization_config"], files, self.path)
 
     @cached_property
     def input_scales(self) -> Mapping[str, float]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from precisionctl.architectures.find import architecture_of, models_of_megatron_args
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.encodings_file import Coded
+from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.fp8 import sidecar
@@ -115,7 +115,7 @@ def of_state(change: StateChange) -> Iterator[str]:
         )
 
 
-def of_codes(coded: Coded) -> Iterator[str]:
+def of_codes(coded: WeightEncodings) -> Iterator[str]:
     """That codes have become values, and what is kept of them."""
     yield (
         f"{len(coded.weights)} weights were FP8 codes, and are what they decode to. How they were coded is kept beside "
@@ -135,7 +135,7 @@ def of_input_scales(recorded: Fp8States | None, file: Path | None) -> Iterator[s
         yield "Input scales are those that the source's weights came with."
 
 
-def of_way_back(coded: Coded, encoded: Iterable[str], changed: Mapping[str, float]) -> Iterator[str]:
+def of_way_back(coded: WeightEncodings, encoded: Iterable[str], changed: Mapping[str, float]) -> Iterator[str]:
     """What became of those weights that are `encoded` and were codes before; `changed` has, for each that could not
     keep its scales, how many of its codes are others."""
     again = coded.weights.keys() & set(encoded)

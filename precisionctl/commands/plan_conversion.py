@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from precisionctl.checkpoints.base import Reader, Writer
-from precisionctl.checkpoints.encodings_file import Coded
+from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
 from precisionctl.checkpoints.megatron.run import Carried, MegatronReader, carried, of_megatron
 from precisionctl.checkpoints.output import Output
@@ -28,8 +28,10 @@ from precisionctl.commands.plan_export import plan_export_of
 from precisionctl.commands.writers import CONTAINERS, hf_writer, megatron_writer
 from precisionctl.conversion.work import Finish, Work, digest_of, open_output
 from precisionctl.errors import RecipeError
-from precisionctl.export.export import plan_of_values
-from precisionctl.export.reencode import coded_before, make_reencoding, seeded
+from precisionctl.export.export import plan_in_bf16
+from precisionctl.export.input_scales import state_of_input_scales
+from precisionctl.export.reencode import make_reencoding
+from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.carry import by_module, check_modules, filled, fp8_state, read_state
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import Order
@@ -121,7 +123,7 @@ def plan_conversion(conversion: Conversion) -> Work:
         reference=conversion.reference,
         grouped_columns=conversion.grouped_columns,
     )
-    coded = None if conversion.drop_fp8_state else coded_before(reader)
+    coded = None if conversion.drop_fp8_state else weight_encodings(reader)
     if conversion.to == "hf" and conversion.precision == "fp8":
         if coded and coded.quantization and conversion.recipe is None:
             return _plan_way_back(conversion, reader, coded)
@@ -129,7 +131,7 @@ def plan_conversion(conversion: Conversion) -> Work:
     return _plan_values(conversion, reader, coded)
 
 
-def _plan_values(conversion: Conversion, reader: Reader, coded: Coded | None) -> Work:
+def _plan_values(conversion: Conversion, reader: Reader, coded: WeightEncodings | None) -> Work:
     """Values as they are in the result, and FP8 state where it goes."""
     trained = _trained(reader) if conversion.to == "megatron" and not conversion.drop_optimizer else None
     plan = make_plan(
@@ -140,7 +142,7 @@ def _plan_values(conversion: Conversion, reader: Reader, coded: Coded | None) ->
         optimizer=trained is not None,
     )
     state = _known(conversion, reader, plan)
-    seeds = seeded(reader, coded, plan) if state is None else None
+    seeds = state_of_input_scales(reader, coded, plan) if state is None else None
     unasked = seeds is not None and conversion.precision != "fp8"  # what nobody has trained with waits in the sidecar
     if not unasked:
         state = state or seeds
@@ -213,9 +215,9 @@ def _notes(conversion: Conversion, reader: Reader, plan: Plan, run: Carried | No
     return notes
 
 
-def _plan_way_back(conversion: Conversion, reader: Reader, coded: Coded) -> Work:
+def _plan_way_back(conversion: Conversion, reader: Reader, coded: WeightEncodings) -> Work:
     """The FP8 that the weights were once, or are."""
-    state = _known(conversion, reader, plan_of_values(reader))
+    state = _known(conversion, reader, plan_in_bf16(reader))
     made = make_reencoding(reader, coded, state)
     output = open_output(conversion.destination, conversion.source, conversion.reference)
     writer = hf_writer(

@@ -10,35 +10,32 @@ from dataclasses import replace
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.encodings_file import Coded
+from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.commands.export_source import export_source
 from precisionctl.commands.inference_export import InferenceExport
 from precisionctl.commands.notes import left_behind, of_companions, of_input_scales
 from precisionctl.commands.writers import hf_writer
 from precisionctl.conversion.work import Work, digest_of, open_output
 from precisionctl.errors import MissingFp8State, RecipeError
-from precisionctl.export.export import in_fp8, input_scales, plan_of_values
+from precisionctl.export.export import fp8_jobs
+from precisionctl.export.input_scales import input_scales
 from precisionctl.export.model_card import NAME, Card, beside
-from precisionctl.export.reencode import check_model, seeded
-from precisionctl.fp8.carry import by_module, filled, fp8_state, from_other_experts, read_state
+from precisionctl.fp8.carry import by_module, fp8_state, from_other_experts
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.planning.plan import Plan, check_fp8_gemms
-from precisionctl.precision import PRESETS, Precision
+from precisionctl.precision import Precision
 
 TE = "te"
 _TITLE = "PyTorch with Transformer Engine"
 
 
-def plan_te(reader: Reader, coded: Coded | None, export: InferenceExport) -> Work:
+def plan_te(reader: Reader, encodings: WeightEncodings | None, export: InferenceExport) -> Work:
     """Plan the export of an open source. Raises MissingFp8State where an input was never recorded, RecipeError for what
     says something to other targets, PrecisionError for sizes that no FP8 GEMM takes."""
     _check_options(export)
-    plan = plan_of_values(reader)
-    if coded:
-        check_model(coded, plan)
-    precision = (export.recipe or PRESETS["fp8-delayed"]).of_layers(plan.model.num_layers)
-    given = read_state(export.fp8_state, plan.gemms) if export.fp8_state else None
-    recorded = filled(reader.fp8, given, export.recipe.delayed if export.recipe else None)
-    states = _of_gemms(filled(recorded, seeded(reader, coded, plan), None), plan, precision)
+    source = export_source(reader, encodings, export, export.recipe.delayed if export.recipe else None)
+    plan, recorded = source.plan, source.recorded
+    states = _of_gemms(source.states, plan, source.precision(export))
     output = open_output(export.destination, export.source, export.reference, export.fp8_state)
     writer = hf_writer(
         output,
@@ -55,7 +52,7 @@ def plan_te(reader: Reader, coded: Coded | None, export: InferenceExport) -> Wor
         amax = by_module(found, {module: shape for module, shape in plan.gemms.items() if module in states.modules})
         return fp8_state(states, amax, None).states
 
-    digest = digest_of(plan, export, export.fp8_state, coded)
+    digest = digest_of(plan, export, export.fp8_state, encodings)
     return Work(reader, plan, writer, output, finish, True, digest, notes)
 
 
@@ -90,7 +87,7 @@ def _check_options(export: InferenceExport) -> None:
 def _of_gemms(states: Fp8States | None, plan: Plan, precision: Precision) -> Fp8States:
     """The state of all that a recipe computes in FP8, every input recorded; of an expert that no token has reached, as
     if it had seen the largest of the others'."""
-    jobs = in_fp8(plan, precision)
+    jobs = fp8_jobs(plan, precision)
     check_fp8_gemms(plan, precision)
     try:
         input_scales(states, jobs)

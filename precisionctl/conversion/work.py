@@ -10,7 +10,7 @@ from pathlib import Path
 from precisionctl import __version__
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Reader, Writer
-from precisionctl.checkpoints.encodings_file import Coded
+from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.keys import write_tracker
 from precisionctl.checkpoints.megatron.run import MegatronReader, WithOptimizer
 from precisionctl.checkpoints.output import Output, disk_problems
@@ -45,7 +45,7 @@ class Work:
     digest: str
     notes: list[str]
     trained: MegatronReader | None = None
-    coded: Coded | None = None
+    coded: WeightEncodings | None = None
 
     @property
     def source(self) -> Source:
@@ -58,7 +58,7 @@ class Work:
         return self.trained.iteration if self.trained else None
 
 
-def digest_of(plan: Plan, command: object, fp8_state: Path | None, coded: Coded | None) -> str:
+def digest_of(plan: Plan, command: object, fp8_state: Path | None, coded: WeightEncodings | None) -> str:
     """What makes a command this one: a partial result of any other is not gone on with. Files beside the source count
     by size and time."""
     files = [file for file in (coded.path if coded else None, fp8_state) if file and file.is_file()]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from precisionctl.checkpoints.base import read_tensor
-from precisionctl.checkpoints.encodings_file import Coded
+from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache import attention_and_kind
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
@@ -57,7 +57,7 @@ def check_engine(plan: Plan, engine: Engine, method: QuantMethod) -> None:
             )
 
 
-def recorded_scales(states: Fp8States | None, coded: Coded | None, plan: Plan) -> dict[str, CacheScale]:
+def recorded_scales(states: Fp8States | None, coded: WeightEncodings | None, plan: Plan) -> dict[str, CacheScale]:
     """By the attention's Hugging Face name: what was recorded, else what a source of FP8 codes came with. Raises
     MissingFp8State where there is neither."""
     found, places = {}, _places(coded)
@@ -97,14 +97,14 @@ def notes(engine: Engine, method: QuantMethod, states: Fp8States | None) -> Iter
     yield f"{engine.title} {engine.cache[method.name]}."
 
 
-def left_out(coded: Coded | None, plan: Plan) -> Iterator[str]:
+def left_out(coded: WeightEncodings | None, plan: Plan) -> Iterator[str]:
     """That a source has such scales, where the result is not to have them."""
     places = _places(coded)
     if any(_stored(coded, places.get(stem, [])) for stem in _attentions(plan)):
         yield "The scales of a KV cache that the source has stay behind; --kv-cache fp8 takes them along."
 
 
-def stored_scales(coded: Coded | None, plan: Plan) -> dict[str, CacheScale]:
+def stored_scales(coded: WeightEncodings | None, plan: Plan) -> dict[str, CacheScale]:
     """Those that a source of FP8 codes came with, by Megatron's name of what caches: `….core_attention`."""
     places = _places(coded)
     found = {_core(job): _stored(coded, places.get(stem, [])) for stem, job in _attentions(plan).items()}
@@ -138,7 +138,7 @@ def _in_bf16(scale: float) -> float:
     return float(rounded if rounded >= exact else torch.nextafter(rounded, torch.full_like(rounded, torch.inf)))
 
 
-def _places(coded: Coded | None) -> dict[str, list[tuple[str, str]]]:
+def _places(coded: WeightEncodings | None) -> dict[str, list[tuple[str, str]]]:
     """The single scales of caches that a source has, by attention: `k` or `v`, and the tensor's name."""
     places: dict[str, list[tuple[str, str]]] = {}
     for name, spec in coded.stored.specs.items() if coded else ():
@@ -148,7 +148,7 @@ def _places(coded: Coded | None) -> dict[str, list[tuple[str, str]]]:
     return places
 
 
-def _stored(coded: Coded | None, places: Sequence[tuple[str, str]]) -> CacheScale | None:
+def _stored(coded: WeightEncodings | None, places: Sequence[tuple[str, str]]) -> CacheScale | None:
     values: dict[str, float] = {}
     for kind, name in places:
         assert coded is not None, "places are those of a source"

@@ -1,9 +1,10 @@
 """Which scheme an export gets where none is asked for: the best that the checkpoint's state and the engine allow."""
 
-from precisionctl.checkpoints.encodings_file import Coded
+from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.base import Engine
 from precisionctl.errors import MissingFp8State, PrecisionError
-from precisionctl.export.export import in_fp8, input_scales
+from precisionctl.export.export import fp8_jobs
+from precisionctl.export.input_scales import input_scales
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
@@ -11,7 +12,7 @@ from precisionctl.quant_methods.base import BLOCKS, CODES, Scheme, sized
 
 
 def best_scheme(
-    engine: Engine, plan: Plan, precision: Precision, states: Fp8States | None, coded: Coded | None
+    engine: Engine, plan: Plan, precision: Precision, states: Fp8States | None, coded: WeightEncodings | None
 ) -> tuple[Scheme, str]:
     """The scheme for a plan of values, and why. `coded` is how the source's weights are codes, if they are.
 
@@ -19,7 +20,7 @@ def best_scheme(
     else each channel has a scale, which any FP8 GPU has kernels for; else each block. Raises PrecisionError where the
     engine takes none of these.
     """
-    jobs = in_fp8(plan, precision)
+    jobs = fp8_jobs(plan, precision)
     names = [name for job in jobs for name in job.writes]
     moved = all(job.row.moves(plan.model) for job in jobs)
     schemes = [
@@ -43,7 +44,7 @@ def best_scheme(
     raise PrecisionError(f"{engine.title} needs fixed input scales for this model: {why}")
 
 
-def _is_coded(coded: Coded, scheme: Scheme) -> bool:
+def _is_coded(coded: WeightEncodings, scheme: Scheme) -> bool:
     """Whether all weights are codes as a scheme has them."""
     return all(
         weight.dtype == CODES

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.export.reencode import coded_as_stored
+from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
 from precisionctl.param import TensorSpec
@@ -51,7 +51,7 @@ def _precision(nbytes: Counter[str], reader: Reader) -> str:
 
 def _coded(reader: Reader) -> dict[str, Any] | None:
     """How FP8 weights are spelled, or were before they became values; how many share scales in which way."""
-    coded = coded_as_stored(reader)
+    coded = stored_weight_encodings(reader)
     if coded is None:
         return None
     shared = Counter(_sharing(coded.weights[name], scales.block) for name, scales in coded.scales.items())

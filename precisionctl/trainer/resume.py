@@ -17,7 +17,7 @@ from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import OutputError
-from precisionctl.export.reencode import coded_before
+from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import read_state
 from precisionctl.fp8.state import Fp8States, Role
@@ -174,7 +174,7 @@ def _attempt(asked: _Asked, on_start: Callable[[Started], None], on_step: OnStep
             told = (jump.words,) if jump else ()
             notes = (*told, *asked.memory, *_notes(asked, run), *asked.rows.notes, *log.notes, *fp8.notes)
             on_start(Started(asked.recipe, out, run.step, asked.load, asked.skipped, asked.backend, fp8.counts, notes))
-        saver = Saver(run, out, asked.wanted, source.companions, fp8.carried, coded_before(source))
+        saver = Saver(run, out, asked.wanted, source.companions, fp8.carried, weight_encodings(source))
         ended = train(run, log, saver, on_step, until)
     if isinstance(ended, Jump):
         return replace(ended, back_to=saver.newest if saver.newest is not None else begun)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.export.reencode import coded_before
+from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.verify.hf_tensors import HfTensors, Rows, pieces
 
 
@@ -47,7 +47,7 @@ class _Coded:
 
     def __init__(self, reader: Reader) -> None:
         self.tensors = HfTensors(reader)
-        coded = None if reader.encodings else coded_before(reader)
+        coded = None if reader.encodings else weight_encodings(reader)
         self._before = coded.encodings if coded else {}
 
     def is_codes(self, name: str) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Companions
-from precisionctl.checkpoints.encodings_file import Coded
+from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron.logical import STATE
 from precisionctl.checkpoints.module import LiveModel, Made, Part, RowsOf, Snapshot
@@ -58,7 +58,7 @@ class Saver:
         wanted: Mapping[str, Any],
         companions: Companions,
         carried: Fp8States | None,
-        coded: Coded | None = None,
+        coded: WeightEncodings | None = None,
     ) -> None:
         self._run, self._out, self._wanted = run, out, wanted
         self._companions, self._carried, self._coded = companions, carried, coded

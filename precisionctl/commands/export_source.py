@@ -1,0 +1,53 @@
+"""What an export is made from: an open checkpoint, its plan in BF16, and what is known of FP8 in it."""
+
+from dataclasses import dataclass
+
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.commands.inference_export import InferenceExport
+from precisionctl.export.export import plan_in_bf16
+from precisionctl.export.input_scales import state_of_input_scales
+from precisionctl.export.weight_encodings import check_model
+from precisionctl.fp8.carry import filled, read_state
+from precisionctl.fp8.state import DelayedScaling, Fp8States
+from precisionctl.planning.plan import Plan
+from precisionctl.precision import PRESETS, Precision
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """`plan` is that of the directory, before anything of it is encoded. `encodings` is how the source's weights are
+    FP8 codes, or were; `recorded` the state that training or `calibrate` has left."""
+
+    reader: Reader
+    plan: Plan
+    encodings: WeightEncodings | None
+    recorded: Fp8States | None
+
+    @property
+    def codes(self) -> WeightEncodings | None:
+        """How the weights are FP8 codes now, if they are."""
+        return self.encodings if self.reader.encodings else None
+
+    @property
+    def states(self) -> Fp8States | None:
+        """What was recorded, and where nothing was, what the fixed input scales tell that the source's codes have."""
+        return filled(self.recorded, state_of_input_scales(self.reader, self.encodings, self.plan), None)
+
+    def precision(self, export: InferenceExport) -> Precision:
+        """Which modules are to be FP8, of the layers that this model has."""
+        return (export.recipe or PRESETS["fp8-delayed"]).of_layers(self.plan.model.num_layers)
+
+
+def export_source(
+    reader: Reader, encodings: WeightEncodings | None, export: InferenceExport, recipe: DelayedScaling | None = None
+) -> ExportSource:
+    """Plan what an export begins with, and read the state that it names; `recipe` is the one to bring states under.
+
+    Raises what planning and reading raise, MappingError for state or encodings of another model.
+    """
+    plan = plan_in_bf16(reader)
+    if encodings:
+        check_model(encodings, plan)
+    given = read_state(export.fp8_state, plan.gemms) if export.fp8_state else None
+    return ExportSource(reader, plan, encodings, filled(reader.fp8, given, recipe))

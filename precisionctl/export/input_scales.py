@@ -1,0 +1,60 @@
+"""Scales of inputs: from the FP8 state that training left, and back into such a state."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.errors import MissingFp8State
+from precisionctl.fp8.carry import FIXED_SCALES
+from precisionctl.fp8.numerics import FP8_MAX, after_one_update, recorded_amax
+from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
+from precisionctl.planning.plan import Job, Plan
+from precisionctl.quant_methods.base import CODES
+
+_RECORD = (
+    "Record it with `precisionctl calibrate` and give --fp8-state, train a few steps with `precisionctl resume "
+    "--precision fp8`, or export with --scheme dynamic."
+)
+
+
+def input_scales(states: Fp8States | None, jobs: Sequence[Job]) -> dict[str, float]:
+    """scale_inv of the input of each of the jobs' modules: the largest amax that was recorded, of all its experts if it
+    has some, over E4M3's largest. Raises MissingFp8State where none was."""
+    if states is None:
+        raise MissingFp8State("the checkpoint holds no FP8 state, so no input scales are known", do=_RECORD)
+    scales = {}
+    for job in jobs:
+        state = states.modules.get(job.module)
+        amax = recorded_amax(state.roles["input"], "input", states.recipe).amax() if state else torch.zeros(())
+        if not amax > 0:
+            raise MissingFp8State(f"the input of `{job.module}` was never recorded", do=_RECORD)
+        scales[job.module] = float(amax / FP8_MAX[CODES])
+    return scales
+
+
+def amax_of(scale_inv: float) -> Tensor:
+    """The amax that a fixed scale stands for, FP32 `[]`."""
+    return torch.tensor(scale_inv) * FP8_MAX[CODES]
+
+
+def state_of_input_scales(reader: Reader, coded: WeightEncodings | None, plan: Plan) -> Fp8States | None:
+    """FP8 state out of the fixed input scales of an FP8 directory: somebody has calibrated them, and an amax is an
+    amax. None where there are none. Of a fused group the largest; experts have one each."""
+    if coded is None or reader.layout != "hf" or not reader.encodings:
+        return None
+    given: dict[str, list[float]] = {}
+    for job in plan.jobs:
+        scales = [coded.input_scale(name) or 0.0 for name in job.reads if name in coded.scales]
+        if job.row.gemm:
+            given.setdefault(job.module, []).append(max(scales, default=0.0))
+    recipe, modules = DelayedScaling(), {}
+    for module, shape in plan.gemms.items():
+        if any(given[module]):
+            amaxes = torch.tensor(given[module]).reshape(shape) * FP8_MAX[CODES]
+            fresh = Fp8State.fresh(recipe.amax_history_len, shape)
+            modules[module] = Fp8State({**fresh.roles, "input": after_one_update(amaxes, "input", recipe)})
+    method = coded.quantization.get("quant_method")
+    return Fp8States(recipe, modules, producer=f"{FIXED_SCALES}{method}") if modules else None

@@ -1,0 +1,117 @@
+"""How the weights of a checkpoint are FP8 codes, or were, by the names that a Hugging Face directory has for them.
+
+That travels beside the values, so what a conversion does to rows in between need not be done to scales. Only where the
+codes that are read have other names (Megatron's, or those of experts stored as one tensor) are scales moved as their
+rows are.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints import encodings_file
+from precisionctl.checkpoints.base import Chunk, Reader, whole
+from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.errors import MappingError
+from precisionctl.fp8.encoding import Encoding, by_rows, of_rows
+from precisionctl.param import TensorSpec
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Job, Plan
+from precisionctl.quant_methods.base import Scales, recognise, sibling
+
+
+def weight_encodings(reader: Reader) -> WeightEncodings | None:
+    """How a checkpoint's weights are coded, or were: by the names that a Hugging Face directory has for them when it
+    is written. None where nothing is known of that."""
+    coded = stored_weight_encodings(reader)
+    renamed = reader.layout == "megatron" or any(name.endswith("]") for name in reader.encodings)
+    return _moved(reader, coded) if reader.encodings and renamed else coded
+
+
+def stored_weight_encodings(reader: Reader) -> WeightEncodings | None:
+    """What a checkpoint's own files say of that, with no scale moved."""
+    if isinstance(reader, HuggingFaceReader):
+        return reader.coded
+    return encodings_file.find(reader.path) if reader.path and not reader.encodings else None
+
+
+def _moved(reader: Reader, coded: WeightEncodings | None) -> WeightEncodings:
+    """The encodings of codes under other names: scales moved as their rows are."""
+    method = recognise({"quantization_config": coded.quantization}) if coded else None
+    kinds = (method.weight_scales[0], method.input_scales[0]) if method else ("weight_scale", "input_scale")
+    weights: dict[str, TensorSpec] = {}
+    scales: dict[str, Scales] = {}
+    plan = make_plan(reader, "hf", respelled=True)
+    stored = _Moved(reader, plan)
+    for job in plan.jobs:
+        if not any(name in reader.encodings for name in job.reads):
+            continue
+        if not all(name in reader.encodings for name in job.reads) or not job.row.moves(plan.model):
+            continue  # there is no row of the result of which it could be said how it was coded
+        given = [coded.input_scale(name) for name in job.reads] if coded else [None]
+        for name, encoding in zip(job.writes, _encodings(reader, job, plan), strict=False):
+            shape = plan.targets[name].shape
+            weights[name] = TensorSpec(shape, encoding.dtype)
+            scales[name] = Scales(
+                sibling(name, kinds[0]), sibling(name, kinds[1]) if given[0] is not None else None, encoding.block
+            )
+            stored.add(scales[name].weight, encoding.scale_inv, job, name)
+            if (fixed := scales[name].input) is not None:
+                stored.add_fixed(fixed, max(value for value in given if value is not None))
+    quantization, files = (coded.quantization, coded.files) if coded else ({}, {})
+    return WeightEncodings(weights, scales, stored, quantization, files)
+
+
+def _encodings(reader: Reader, job: Job, plan: Plan) -> list[Encoding]:
+    """Of each tensor that a job writes."""
+    read = [reader.encodings[name] for name in job.reads]
+    parts = [by_rows(encoding, reader.specs[name].rows) for name, encoding in zip(job.reads, read, strict=True)]
+    whole_grid = parts[0] if plan.source == "megatron" else job.row.source.merge(parts, plan.model)
+    grids = job.row.split(whole_grid, plan.model)
+    columns = [plan.targets[name].columns for name in job.writes]
+    return [of_rows(read[0].dtype, grid, read[0], wide) for grid, wide in zip(grids, columns, strict=False)]
+
+
+class _Moved:
+    """The scales of codes under other names, moved whenever they are asked for: the grids of a large model are
+    gigabytes. Those of the last job are kept."""
+
+    def __init__(self, reader: Reader, plan: Plan) -> None:
+        self.specs: dict[str, TensorSpec] = {}
+        self._reader, self._plan = reader, plan
+        self._jobs: dict[str, tuple[Job, str]] = {}
+        self._fixed: dict[str, Tensor] = {}
+        self._last: tuple[Job, dict[str, Tensor]] | None = None
+
+    def add(self, name: str, scale_inv: Tensor, job: Job, weight: str) -> None:
+        """The scales of a weight that a job writes, seen once to know their shape."""
+        self.specs[name] = TensorSpec(tuple(scale_inv.shape), scale_inv.dtype)
+        self._jobs[name] = job, weight
+
+    def add_fixed(self, name: str, value: float) -> None:
+        """The fixed scale of a weight's input."""
+        self._fixed[name] = torch.tensor(value)
+        self.specs[name] = TensorSpec((), torch.float32)
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        place = self._fixed[name] if name in self._fixed else self._grid(*self._jobs[name])
+        return [Chunk(whole(self.specs[name]), place)]
+
+    def _grid(self, job: Job, weight: str) -> Tensor:
+        if self._last is None or self._last[0] is not job:
+            encodings = zip(job.writes, _encodings(self._reader, job, self._plan), strict=False)
+            self._last = job, {name: encoding.scale_inv.contiguous() for name, encoding in encodings}
+        return self._last[1][weight]
+
+
+def check_model(coded: WeightEncodings, plan: Plan) -> None:
+    """Raises MappingError where encodings are of another model than a plan's Hugging Face tensors."""
+    for name, spec in coded.weights.items():
+        if name not in plan.targets or plan.targets[name].shape != spec.shape:
+            raise MappingError(
+                f"the encodings are of a `{name}` of {list(spec.shape)}, which this model does not have",
+                where=coded.path,
+                do="Are they of another model? Then remove the file; it is no part of the model.",
+            )
