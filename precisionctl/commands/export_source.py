@@ -8,7 +8,7 @@ from precisionctl.commands.inference_export import InferenceExport
 from precisionctl.export.export import plan_in_bf16
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.weight_encodings import check_model
-from precisionctl.fp8.carry import filled, read_state
+from precisionctl.fp8.carry import fill_unrecorded, read_state
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import PRESETS, Precision
@@ -32,7 +32,7 @@ class ExportSource:
     @property
     def states(self) -> Fp8States | None:
         """What was recorded, and where nothing was, what the fixed input scales tell that the source's codes have."""
-        return filled(self.recorded, state_of_input_scales(self.reader, self.encodings, self.plan), None)
+        return fill_unrecorded(self.recorded, state_of_input_scales(self.reader, self.encodings, self.plan), None)
 
     def precision(self, export: InferenceExport) -> Precision:
         """Which modules are to be FP8, of the layers that this model has."""
@@ -50,4 +50,4 @@ def export_source(
     if encodings:
         check_model(encodings, plan)
     given = read_state(export.fp8_state, plan.gemms) if export.fp8_state else None
-    return ExportSource(reader, plan, encodings, filled(reader.fp8, given, recipe))
+    return ExportSource(reader, plan, encodings, fill_unrecorded(reader.fp8, given, recipe))

@@ -16,7 +16,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, Parallelism
 
 
-def of_family(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
+def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
     """What to know of the source's family; and that it was guessed, unless it was `told`."""
     model = reader.model
     table = architecture_of(model.architecture)
@@ -31,7 +31,7 @@ def of_family(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
             )
 
 
-def left_behind(reader: Reader, *, carried: bool = False) -> Iterator[str]:
+def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]:
     """What the result does not have of a source; `carried`: its optimizer goes along."""
     if not of_megatron(reader):
         return
@@ -45,7 +45,7 @@ def left_behind(reader: Reader, *, carried: bool = False) -> Iterator[str]:
         yield f"Older FP8 state of {len(names)} modules, which the run kept in BF16, stays behind."
 
 
-def of_companions(reader: Reader) -> Iterator[str]:
+def companion_notes(reader: Reader) -> Iterator[str]:
     """What a complete directory has and the source has not."""
     files = reader.companions.files
     missing = [] if any(name.startswith(_TOKENIZERS) for name in files) else ["tokenizer"]
@@ -55,7 +55,7 @@ def of_companions(reader: Reader) -> Iterator[str]:
         yield f"The source has no {' and no '.join(missing)}, and so the result has not{hint}."
 
 
-def of_padding(before: ModelShape, after: ModelShape) -> Iterator[str]:
+def padding_notes(before: ModelShape, after: ModelShape) -> Iterator[str]:
     """Whether the vocabulary of a Megatron source is padded to another size for a Megatron target."""
     if before.padded_vocab_size != after.padded_vocab_size:
         yield (
@@ -64,7 +64,7 @@ def of_padding(before: ModelShape, after: ModelShape) -> Iterator[str]:
         )
 
 
-def of_stages(sizes: Parallelism, layers: int) -> Iterator[str]:
+def stage_notes(sizes: Parallelism, layers: int) -> Iterator[str]:
     """What a run needs for stages that are not all alike: Megatron takes none of it from a checkpoint's arguments."""
     counts = sizes.layers_of_ranks(layers)
     if len(set(counts)) == 1:
@@ -84,7 +84,7 @@ GATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 """Without it set to 1, Transformer Engine 2.16.1, 2.17.1 and from 2.18 on refuses delayed-scaling state."""
 
 
-def of_payloads(te: TeVersion, expert_ranks: int | None) -> Iterator[str]:
+def payload_notes(te: TeVersion, expert_ranks: int | None) -> Iterator[str]:
     """What Transformer Engine needs to take payloads up; nothing of it concerns `resume`. `expert_ranks`: for how many
     those of experts are cut apart."""
     if te == 1:
@@ -104,7 +104,7 @@ def of_payloads(te: TeVersion, expert_ranks: int | None) -> Iterator[str]:
         )
 
 
-def of_state(change: StateChange) -> Iterator[str]:
+def state_notes(change: StateChange) -> Iterator[str]:
     """What became of the weights' part of an FP8 state."""
     if change.stale:
         yield f"Weight amax of {len(change.stale)} modules was stale and is made from the weights anew."
@@ -115,7 +115,7 @@ def of_state(change: StateChange) -> Iterator[str]:
         )
 
 
-def of_codes(coded: WeightEncodings) -> Iterator[str]:
+def code_notes(coded: WeightEncodings) -> Iterator[str]:
     """That codes have become values, and what is kept of them."""
     yield (
         f"{len(coded.weights)} weights were FP8 codes, and are what they decode to. How they were coded is kept beside "
@@ -123,7 +123,7 @@ def of_codes(coded: WeightEncodings) -> Iterator[str]:
     )
 
 
-def of_input_scales(recorded: Fp8States | None, file: Path | None) -> Iterator[str]:
+def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator[str]:
     """Where the fixed input scales of an export are from; `recorded` is the FP8 state that they are of, None where the
     source's weights are codes that came with some."""
     if file:
@@ -135,7 +135,7 @@ def of_input_scales(recorded: Fp8States | None, file: Path | None) -> Iterator[s
         yield "Input scales are those that the source's weights came with."
 
 
-def of_way_back(coded: WeightEncodings, encoded: Iterable[str], changed: Mapping[str, float]) -> Iterator[str]:
+def reencoding_notes(coded: WeightEncodings, encoded: Iterable[str], changed: Mapping[str, float]) -> Iterator[str]:
     """What became of those weights that are `encoded` and were codes before; `changed` has, for each that could not
     keep its scales, how many of its codes are others."""
     again = coded.weights.keys() & set(encoded)

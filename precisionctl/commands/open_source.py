@@ -9,7 +9,7 @@ from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.fp8.grouped import Order
 
 
-def open_as_told(
+def open_source(
     source: Path,
     iteration: int | None,
     *,

@@ -14,16 +14,16 @@ from precisionctl.checkpoints.megatron.run import Carried, MegatronReader, carri
 from precisionctl.checkpoints.output import Output
 from precisionctl.commands.inference_export import InferenceExport
 from precisionctl.commands.notes import (
-    left_behind,
-    of_codes,
-    of_family,
-    of_padding,
-    of_payloads,
-    of_stages,
-    of_state,
-    of_way_back,
+    code_notes,
+    family_notes,
+    left_behind_notes,
+    padding_notes,
+    payload_notes,
+    reencoding_notes,
+    stage_notes,
+    state_notes,
 )
-from precisionctl.commands.open_source import open_as_told
+from precisionctl.commands.open_source import open_source
 from precisionctl.commands.plan_export import plan_export_of
 from precisionctl.commands.writers import CONTAINERS, hf_writer, megatron_writer
 from precisionctl.conversion.work import Finish, Work, digest_of, open_output
@@ -32,7 +32,7 @@ from precisionctl.export.export import plan_in_bf16
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.reencode import make_reencoding
 from precisionctl.export.weight_encodings import weight_encodings
-from precisionctl.fp8.carry import by_module, check_modules, filled, fp8_state, read_state
+from precisionctl.fp8.carry import amax_by_module, carry_state, check_modules, fill_unrecorded, read_state
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
@@ -116,7 +116,7 @@ def plan_conversion(conversion: Conversion) -> Work:
 
     FP8 weights in a Hugging Face directory are the codes that they were, where that is known; else an export.
     """
-    reader = open_as_told(
+    reader = open_source(
         conversion.source,
         conversion.iteration,
         architecture=conversion.architecture,
@@ -157,9 +157,9 @@ def _plan_values(conversion: Conversion, reader: Reader, coded: WeightEncodings 
         notes.append(f"FP8 state that the checkpoint has not recorded is that of {conversion.fp8_state}.")
     if makes:
         cut = plan.model.moe is not None and conversion.container != "torch"
-        notes += of_payloads(conversion.te_version, conversion.parallelism.expert if cut else None)
+        notes += payload_notes(conversion.te_version, conversion.parallelism.expert if cut else None)
     if reader.encodings and coded:
-        notes += of_codes(coded)
+        notes += code_notes(coded)
     finish = _make_state(state, conversion, plan, notes) if makes else lambda found: state or seeds
     digest = digest_of(plan, conversion, conversion.fp8_state, coded)
     return Work(reader, plan, writer, output, finish, makes, digest, notes, trained, coded)
@@ -204,10 +204,10 @@ def _writer(conversion: Conversion, reader: Reader, plan: Plan, output: Output, 
 def _notes(conversion: Conversion, reader: Reader, plan: Plan, run: Carried | None) -> list[str]:
     """What is told of the family, the vocabulary, the stages, and of a run that comes along."""
     told = conversion.architecture is not None
-    notes = [*of_family(reader, conversion.to, told=told), *left_behind(reader, carried=run is not None)]
+    notes = [*family_notes(reader, conversion.to, told=told), *left_behind_notes(reader, carried=run is not None)]
     if of_megatron(reader):
-        notes += of_padding(reader.model, plan.model)
-    notes += of_stages(plan.parallelism, plan.model.num_layers)
+        notes += padding_notes(reader.model, plan.model)
+    notes += stage_notes(plan.parallelism, plan.model.num_layers)
     if run and run.left:
         notes.append(f"Stays behind, as it belongs to ranks or to Megatron's own classes: {', '.join(run.left)}.")
     if run and conversion.container == "torch":
@@ -228,10 +228,10 @@ def _plan_way_back(conversion: Conversion, reader: Reader, coded: WeightEncoding
         export=made,
         max_shard_size=conversion.max_shard_size,
     )
-    notes = [*left_behind(reader)]
+    notes = [*left_behind_notes(reader)]
 
     def finish(changed: Mapping[str, float]) -> Fp8States | None:
-        notes.extend(of_way_back(coded, made.codes, changed))
+        notes.extend(reencoding_notes(coded, made.codes, changed))
         return state
 
     digest = digest_of(made.plan, conversion, conversion.fp8_state, coded)
@@ -242,7 +242,7 @@ def _known(conversion: Conversion, reader: Reader, plan: Plan) -> Fp8States | No
     """The state that is carried, and what it lacks from the file that the command names."""
     state = None if conversion.drop_fp8_state else reader.fp8
     given = read_state(conversion.fp8_state, plan.gemms) if conversion.fp8_state else None
-    return filled(state, given, conversion.recipe.delayed if conversion.recipe else None)
+    return fill_unrecorded(state, given, conversion.recipe.delayed if conversion.recipe else None)
 
 
 def _trained(reader: Reader) -> MegatronReader | None:
@@ -275,9 +275,9 @@ def _make_state(carried: Fp8States | None, conversion: Conversion, plan: Plan, n
     def make(weight_amax: Mapping[str, float]) -> Fp8States:
         known = carried.modules if carried else {}
         wanted = conversion.numerics(plan).in_fp8 if conversion.precision == "fp8" else known.__contains__
-        amax = by_module(weight_amax, {module: shape for module, shape in plan.gemms.items() if wanted(module)})
-        change = fp8_state(carried, amax, recipe)
-        notes.extend(of_state(change))
+        amax = amax_by_module(weight_amax, {module: shape for module, shape in plan.gemms.items() if wanted(module)})
+        change = carry_state(carried, amax, recipe)
+        notes.extend(state_notes(change))
         return change.states
 
     return make

@@ -8,8 +8,8 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.commands.export_source import ExportSource, export_source
 from precisionctl.commands.inference_export import InferenceExport
-from precisionctl.commands.notes import left_behind, of_companions, of_input_scales, of_way_back
-from precisionctl.commands.open_source import open_as_told
+from precisionctl.commands.notes import companion_notes, input_scale_notes, left_behind_notes, reencoding_notes
+from precisionctl.commands.open_source import open_source
 from precisionctl.commands.plan_te_export import TE, plan_te
 from precisionctl.commands.writers import hf_writer
 from precisionctl.conversion.work import Work, digest_of, open_output
@@ -28,7 +28,7 @@ from precisionctl.quant_methods.base import Scheme, quant_methods
 
 def plan_export(export: InferenceExport) -> Work:
     """Plan `export-inference`. Raises MissingFp8State where `static` needs what was never recorded."""
-    reader = open_as_told(export.source, export.iteration, architecture=export.architecture, reference=export.reference)
+    reader = open_source(export.source, export.iteration, architecture=export.architecture, reference=export.reference)
     return plan_export_of(reader, weight_encodings(reader), export)
 
 
@@ -58,10 +58,10 @@ def plan_export_of(reader: Reader, encodings: WeightEncodings | None, export: In
         lacks=engine.lacks,
     )
     serve = engine.serve(export.destination, export.ranks, fp8_cache=export.kv_cache is not None)
-    notes += [*left_behind(reader), *made.notes, *of_companions(reader), f"Serve it with: {serve}"]
+    notes += [*left_behind_notes(reader), *made.notes, *companion_notes(reader), f"Serve it with: {serve}"]
 
     def finish(changed: Mapping[str, float]) -> None:
-        notes.extend(of_way_back(encodings, made.codes, changed) if encodings else ())
+        notes.extend(reencoding_notes(encodings, made.codes, changed) if encodings else ())
 
     digest = digest_of(made.plan, export, export.fp8_state, encodings)
     return Work(reader, made.plan, writer, output, finish, False, digest, notes, None, encodings)
@@ -77,7 +77,7 @@ def _format(source: ExportSource, engine: Engine, export: InferenceExport) -> tu
     if scheme not in engine.spells:
         raise PrecisionError(f"no {scheme} for {engine.title}", do=f"Choose --scheme {' or '.join(engine.spells)}.")
     if scheme == "static":
-        notes += of_input_scales(source.recorded, export.fp8_state)
+        notes += input_scale_notes(source.recorded, export.fp8_state)
     elif export.fp8_state and not export.kv_cache:
         raise RecipeError(f"{scheme} input scales are made by the engine, of no state", do="Leave --fp8-state out.")
     powers_of_2 = scheme == "block" and source.codes is not None and in_powers_of_2(source.codes)
@@ -111,7 +111,7 @@ _SCHEMES: Mapping[Scheme, str] = {
 def _card(made: Export, engine: Engine, form: Format, recorded: Fp8States | None, export: InferenceExport) -> Card:
     """What the model card says of an export."""
     file = Path(export.fp8_state.name) if export.fp8_state else None
-    inputs = of_input_scales(recorded, file) if form.scheme == "static" else ("Input scales are made by the engine.",)
+    inputs = input_scale_notes(recorded, file) if form.scheme == "static" else ("Input scales are made by the engine.",)
     facts = {
         "weights": "float8_e4m3fn",
         "format": form.method.name,

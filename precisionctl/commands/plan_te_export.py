@@ -13,14 +13,14 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.commands.export_source import export_source
 from precisionctl.commands.inference_export import InferenceExport
-from precisionctl.commands.notes import left_behind, of_companions, of_input_scales
+from precisionctl.commands.notes import companion_notes, input_scale_notes, left_behind_notes
 from precisionctl.commands.writers import hf_writer
 from precisionctl.conversion.work import Work, digest_of, open_output
 from precisionctl.errors import MissingFp8State, RecipeError
 from precisionctl.export.export import fp8_jobs
 from precisionctl.export.input_scales import input_scales
 from precisionctl.export.model_card import NAME, Card, beside
-from precisionctl.fp8.carry import by_module, fp8_state, from_other_experts
+from precisionctl.fp8.carry import amax_by_module, carry_state, from_other_experts
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.precision import Precision
@@ -45,12 +45,14 @@ def plan_te(reader: Reader, encodings: WeightEncodings | None, export: Inference
         live=True,
         files={NAME: _card(plan, states, recorded, export).text(reader)},
     )
-    notes = [*of_input_scales(recorded, export.fp8_state), *left_behind(reader), *of_companions(reader)]
+    notes = [*input_scale_notes(recorded, export.fp8_state), *left_behind_notes(reader), *companion_notes(reader)]
     notes.append(f'Load it with: precisionctl.te.load_te("{export.destination}")')
 
     def finish(found: Mapping[str, float]) -> Fp8States:
-        amax = by_module(found, {module: shape for module, shape in plan.gemms.items() if module in states.modules})
-        return fp8_state(states, amax, None).states
+        amax = amax_by_module(
+            found, {module: shape for module, shape in plan.gemms.items() if module in states.modules}
+        )
+        return carry_state(states, amax, None).states
 
     digest = digest_of(plan, export, export.fp8_state, encodings)
     return Work(reader, plan, writer, output, finish, True, digest, notes)
@@ -62,7 +64,7 @@ def _card(plan: Plan, states: Fp8States, recorded: Fp8States | None, export: Inf
     facts = {
         "weights": "bfloat16, cast to float8_e4m3fn in each pass",
         "scheme": "delayed scaling, with its state",
-        "input scales": " ".join(of_input_scales(recorded, file)),
+        "input scales": " ".join(input_scale_notes(recorded, file)),
     }
     in_state = [name for job in plan.jobs if job.row.gemm and job.module in states.modules for name in job.writes]
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2]

@@ -13,7 +13,7 @@ from precisionctl.fp8.numerics import after_one_update, change_recipe, recorded_
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, Role, RoleState
 
 FIXED_SCALES = "input scales of "
-"""What the producer of a state begins with that was made of the fixed input scales of FP8 codes."""
+"""How the `producer` of a state begins that was made from the fixed input scales of FP8 codes."""
 
 STALE = 2.0
 """A carried weight amax further than this factor from the weights' own is not of these weights."""
@@ -21,16 +21,17 @@ STALE = 2.0
 
 @dataclass(frozen=True)
 class StateChange:
-    """The FP8 state of a result; which modules' weight role was made from the weights, and why: bool of the scale's
-    shape, so of each expert."""
+    """The FP8 state of a result, and the modules whose weight role was made from the weights: because it had never been
+    recorded (`from_weights`), or because it was `stale`. Bool of the scale's shape, so of each expert."""
 
     states: Fp8States
     from_weights: Mapping[str, Tensor]
     stale: Mapping[str, Tensor]
 
 
-def by_module(weight_amax: Mapping[str, float], gemms: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Largest magnitudes by the weights' names as FP32 by module, each of the shape in `gemms`: `[]` or `[experts]`."""
+def amax_by_module(weight_amax: Mapping[str, float], gemms: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Gather the amaxes of weights, which are by their names, by module: FP32 of the shape in `gemms`, `[]` or
+    `[experts]`."""
     found = {}
     for module, shape in gemms.items():
         names = [f"{module}.weight{number}" for number in range(shape[0])] if shape else [f"{module}.weight"]
@@ -70,19 +71,20 @@ def read_state(file: Path, gemms: Mapping[str, tuple[int, ...]]) -> Fp8States:
 
 
 def from_other_experts(part: RoleState, role: Role, recipe: DelayedScaling) -> RoleState:
-    """A role in which each expert that recorded nothing has what one step with the largest amax of the others would
-    have left. Unchanged where there are no experts, or none of them recorded anything."""
+    """Fill in experts that recorded nothing: each gets what one step with the largest amax of the others would have
+    left. Unchanged where there are no experts, or none of them recorded anything."""
     largest = recorded_amax(part, role, recipe).amax().expand(part.scale.shape)
     return part.replaced(~part.recorded_each, after_one_update(largest.clone(), role, recipe))
 
 
-def under(recipe: DelayedScaling, states: Fp8States) -> dict[str, Fp8State]:
-    """Modules' states for going on under a recipe."""
+def under_recipe(recipe: DelayedScaling, states: Fp8States) -> dict[str, Fp8State]:
+    """The modules' states, changed for going on under another recipe."""
     return {name: change_recipe(state, states.recipe, recipe) for name, state in states.modules.items()}
 
 
 def first_recorded(states: Sequence[Fp8State]) -> Fp8State:
-    """Of each role, and each expert, the first of these states under one recipe that recorded it."""
+    """Several states of one module, under one recipe, as one: each role of each expert is that of the first state that
+    recorded it."""
     roles: dict[Role, RoleState] = {}
     for state in states:
         roles |= {
@@ -92,45 +94,47 @@ def first_recorded(states: Sequence[Fp8State]) -> Fp8State:
     return Fp8State(roles)
 
 
-def filled(carried: Fp8States | None, given: Fp8States | None, recipe: DelayedScaling | None) -> Fp8States | None:
-    """What is carried, and what it never recorded from what is given; of both, under `recipe`, else the carried one.
-    What is carried of fixed input scales counts less than what is given: nobody here has recorded it."""
+def fill_unrecorded(
+    carried: Fp8States | None, given: Fp8States | None, recipe: DelayedScaling | None
+) -> Fp8States | None:
+    """The state that is carried, with what it never recorded taken from the one that is given, both under `recipe`
+    (None: that of the first). A carried state that was made of fixed input scales only fills in: nobody recorded it."""
     if carried is None or given is None:
         return carried or given
     if carried.producer.startswith(FIXED_SCALES):
         carried, given = given, carried
     new = recipe or carried.recipe
-    first, second = under(new, carried), under(new, given)
+    first, second = under_recipe(new, carried), under_recipe(new, given)
     modules = {
         name: first_recorded([states[name] for states in (first, second) if name in states]) for name in first | second
     }
     return replace(carried, recipe=new, modules=modules, statistics={**given.statistics, **carried.statistics})
 
 
-def fp8_state(
+def carry_state(
     carried: Fp8States | None, weight_amax: Mapping[str, Tensor], recipe: DelayedScaling | None
 ) -> StateChange:
-    """State for a delayed-scaling target: what is carried, and the weight role from the weights elsewhere.
+    """The state that a run under delayed scaling takes up: what is carried, and the weight role made from the weights
+    where none was recorded, or where what was recorded cannot be of these weights.
 
     `weight_amax` is the largest magnitude of each FP8 GEMM's weight, by module: FP32 `[]` or `[experts]`. `recipe` None
-    keeps the carried one. Roles with nothing to carry start as TE starts them and wait for calibration.
+    keeps the carried one. Roles of which nothing is known start as TE starts them, and wait for calibration. Raises
+    MappingError for state of modules that the model does not have.
     """
     shapes = {name: tuple(amax.shape) for name, amax in weight_amax.items()}
-    if carried:
-        check_modules(replace(carried, modules={n: s for n, s in carried.modules.items() if n in shapes}), shapes)
-    old = carried.recipe if carried else DelayedScaling()
-    new = recipe or old
+    new = recipe or (carried.recipe if carried else DelayedScaling())
     modules = {name: Fp8State.fresh(new.amax_history_len, shape) for name, shape in shapes.items()}
     if carried:
-        modules |= {name: change_recipe(state, old, new) for name, state in carried.modules.items()}
+        check_modules(replace(carried, modules={n: s for n, s in carried.modules.items() if n in shapes}), shapes)
+        modules |= under_recipe(new, carried)
     states = replace(carried, recipe=new) if carried else Fp8States(new, {}, producer="precisionctl")
-    unrecorded = {name: ~modules[name].roles["weight"].recorded_each for name in weight_amax}
-    stale = {
-        name: _stale(modules[name].roles["weight"], amax, new) & ~unrecorded[name] for name, amax in weight_amax.items()
-    }
+    unrecorded: dict[str, Tensor] = {}
+    stale: dict[str, Tensor] = {}
     for name, amax in weight_amax.items():
-        anew = after_one_update(amax, "weight", new)
-        weight = modules[name].roles["weight"].replaced(unrecorded[name] | stale[name], anew)
+        weight = modules[name].roles["weight"]
+        unrecorded[name] = ~weight.recorded_each
+        stale[name] = weight.recorded_each & _is_stale(weight, amax, new)
+        weight = weight.replaced(unrecorded[name] | stale[name], after_one_update(amax, "weight", new))
         modules[name] = Fp8State({**modules[name].roles, "weight": weight})
     return StateChange(replace(states, modules=modules), _any(unrecorded), _any(stale))
 
@@ -139,7 +143,7 @@ def _any(where: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: which for name, which in where.items() if which.any()}
 
 
-def _stale(weight: RoleState, amax: Tensor, recipe: DelayedScaling) -> Tensor:
-    """Of each expert whether the recorded amax is off, bool."""
+def _is_stale(weight: RoleState, amax: Tensor, recipe: DelayedScaling) -> Tensor:
+    """Whether the recorded amax is not of weights with this one, for each expert: bool."""
     recorded, amax = recorded_amax(weight, "weight", recipe).double(), amax.double()
     return (amax > 0) & ((recorded > STALE * amax) | (recorded * STALE < amax))

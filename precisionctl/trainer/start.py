@@ -19,12 +19,12 @@ from torch import Tensor
 
 from precisionctl.fp8.carry import (
     StateChange,
-    by_module,
+    amax_by_module,
+    carry_state,
     check_modules,
     first_recorded,
-    fp8_state,
     from_other_experts,
-    under,
+    under_recipe,
 )
 from precisionctl.fp8.numerics import amax, change_recipe
 from precisionctl.fp8.state import IN_USE, DelayedScaling, Fp8State, Fp8States, Role
@@ -84,7 +84,7 @@ def start_fp8(
         name: first_recorded([modules[name] for _, modules in known if name in modules] or [fresh[name]])
         for name in linears
     }
-    change = fp8_state(Fp8States(recipe, first), by_module(_weight_amax(run, linears), shapes), recipe)
+    change = carry_state(Fp8States(recipe, first), amax_by_module(_weight_amax(run, linears), shapes), recipe)
     sources = {name: _complete(name, linear, change, known) for name, linear in linears.items()}
     return Fp8Start(_counts(sources), carried, (*left, *_notes(change, sources)))
 
@@ -142,7 +142,7 @@ def _fitting(
     """Raises MappingError for state of another number of experts."""
     mine = replace(states, modules={name: state for name, state in states.modules.items() if name in shapes})
     check_modules(mine, shapes)
-    return _PRODUCERS.get(states.producer, "carried"), under(recipe, mine)
+    return _PRODUCERS.get(states.producer, "carried"), under_recipe(recipe, mine)
 
 
 def _recorded(name: str, fresh: Mapping[str, Fp8State], known: Known) -> bool:
