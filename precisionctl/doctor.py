@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron.extra_state import Saved
+from precisionctl.checkpoints.megatron.payloads import Saved
 from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.commands.notes import GATE
 from precisionctl.errors import EnvironmentProblem, NotUnderstood

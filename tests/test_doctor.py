@@ -11,7 +11,7 @@ from te_pickles import NOTHING, empty_file, of_module
 from te_states import EMPTY, OTHER_FORMS, OTHERS, PAYLOADS, RECIPES, trained
 
 from precisionctl import doctor
-from precisionctl.checkpoints.megatron.extra_state import bytes_of
+from precisionctl.checkpoints.megatron.payloads import bytes_of
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion

@@ -13,9 +13,10 @@ from te_states import same
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.megatron.extra_state import Experts, Saved, decode
+from precisionctl.checkpoints.megatron.extra_state import Experts, decode
 from precisionctl.checkpoints.megatron.extra_state_writer import grouped_payloads, payloads_of
 from precisionctl.checkpoints.megatron.keys import object_key
+from precisionctl.checkpoints.megatron.payloads import Saved
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader

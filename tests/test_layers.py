@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,13 @@ MAY_IMPORT, ONLY_HERE = read_table()
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def imports(file: Path) -> Iterator[str]:
-    """Dotted names that a file imports, wherever in it; `from a import b` gives `a.b`, which may be a module."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+def imports(file: Path, *, types: bool = True) -> Iterator[str]:
+    """Dotted names that a file imports, wherever in it, and `types` those for type checkers alone; `from a import b`
+    gives `a.b`, which may be a module."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    if not types:
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -88,6 +93,17 @@ def test_no_unit_may_import_from_a_row_below_its_own():
     for unit, allowed in MAY_IMPORT.items():
         assert {name.partition(".")[0] for name in allowed} <= above | ANYONE
         above.add(unit)
+
+
+def test_no_files_import_one_another_in_a_circle():
+    """Not by imports inside of functions either."""
+    modules = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file for file in FILES}
+    graph = {
+        name: {module for found in imports(file, types=False) for module in (found, found.rpartition(".")[0])}
+        & (modules.keys() - {name})
+        for name, file in modules.items()
+    }
+    assert len(list(TopologicalSorter(graph).static_order())) == len(FILES)
 
 
 def test_every_other_package_that_is_imported_is_declared_in_pyproject():

@@ -23,7 +23,8 @@ from precisionctl.trainer.data.batch import Piece, make_batch
 from precisionctl.trainer.loop import backward
 from precisionctl.trainer.measure import memory, preflight
 from precisionctl.trainer.measure.memory import Parameters, estimate
-from precisionctl.trainer.model.gpt import GPT, loss
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.parallel.world import ALONE

@@ -21,7 +21,8 @@ from precisionctl.precision import PRESETS, Precision
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
-from precisionctl.trainer.model.gpt import GPT, loss
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.model.rope import sliding_window_mask
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 

@@ -18,7 +18,7 @@ from te_pickles import (
 )
 from te_states import same
 
-from precisionctl.checkpoints.megatron.extra_state import bytes_of
+from precisionctl.checkpoints.megatron.payloads import bytes_of
 from precisionctl.errors import NotUnderstood
 from precisionctl.fp8.extra_state import decode_payload, read_payload
 from precisionctl.fp8.extra_state_writer import encode_payload

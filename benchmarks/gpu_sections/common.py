@@ -16,7 +16,8 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.backends.choose import BackendName
-from precisionctl.trainer.model.gpt import GPT, loss
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 
 Row = dict[str, Any]

@@ -17,9 +17,9 @@ from precisionctl.checkpoints.output import Output, sync
 from precisionctl.errors import DamagedCheckpoint, OutputError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
-from precisionctl.trainer import run_folder
-from precisionctl.trainer.recorder import Recorder
-from precisionctl.trainer.world import World
+from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.parallel.world import World
+from precisionctl.trainer.saved import run_folder
 
 _IDENTITY = "calibration.json"
 

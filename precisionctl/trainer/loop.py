@@ -21,7 +21,8 @@ from precisionctl.trainer.data import IGNORED, Batch, Blend, Feed, Rows
 from precisionctl.trainer.jump import Jump
 from precisionctl.trainer.measure.meter import Meter
 from precisionctl.trainer.measure.metrics import MetricsLog
-from precisionctl.trainer.model.gpt import GPT, loss
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.optimizer.adamw import RunOptimizer, learning_rate
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.parallel.world import ALONE, World

@@ -11,7 +11,8 @@ from precisionctl.model_shape import MLA, ModelShape, MoE
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import Backend, Norm
 from precisionctl.trainer.backends.choose import BackendName, make_backend
-from precisionctl.trainer.model.gpt import GPT, loss
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.loss import loss
 
 TOKENS, IN, OUT = 256, 512, 768
 USED: tuple[Role, ...] = ("input", "weight", "grad_output")

@@ -10,7 +10,8 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
-from precisionctl.trainer.model.gpt import GPT, loss
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.segments import Segments
 
 

@@ -1,53 +1,28 @@
-"""FP8 state in Megatron's `_extra_state` objects: which modules have one, and what is in them.
+"""FP8 state out of Megatron's `_extra_state` payloads (`payloads.py`), of all ranks and experts together.
 
-Experts have one each, named here as their tensors are: `….mlp.experts.linear_fc1._extra_state5`. Their states
-are one `Fp8State` of `[experts]`. `megatron/extra_state_writer.py` is the inverse.
+Experts have a payload each; their states are one `Fp8State` of `[experts]`. `extra_state_writer.py` is the
+inverse.
 """
 
-import io
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.megatron.keys import OURS
-from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionError, RecipeError, shown
+from precisionctl.checkpoints.megatron.payloads import Saved
+from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionError, RecipeError
 from precisionctl.fp8 import grouped
 from precisionctl.fp8.extra_state import Payload, read_payload
 from precisionctl.fp8.grouped import Directions, Order
 from precisionctl.fp8.numerics import change_recipe
 from precisionctl.fp8.state import CACHE, DelayedScaling, Fp8State, Fp8States, RoleState
 
-_NAME = re.compile(r"(.+)\._extra_state(\d{1,9})?")
 _CORE_ATTENTION = ".core_attention"
 Key = TypeVar("Key")
-_OF_1_6 = ".fused_attention"  # where TE 1.6 and 1.7 had attention's
-
-
-class Saved(NamedTuple):
-    """A payload: the object's logical name, its bytes, the file or object they are from. `expert_rank` is set for a
-    grouped linear's, of all the experts of that rank."""
-
-    name: str
-    data: bytes
-    where: str
-    expert_rank: int | None = None
-
-    @property
-    def module(self) -> str:
-        match = _NAME.fullmatch(self.name)
-        assert match
-        return match[1].removesuffix(_OF_1_6)
-
-    @property
-    def expert(self) -> int | None:
-        match = _NAME.fullmatch(self.name)
-        return int(match[2]) if match and match[2] else None
 
 
 @dataclass(frozen=True)
@@ -122,7 +97,7 @@ class _Decoding:
             if payload is not None:
                 self._file(one, payload, where)
         except NotUnderstood as error:
-            name = _raw_name(one)
+            name = one.raw_name
             self._found.raw[name] = torch.frombuffer(bytearray(one.data), dtype=torch.uint8)
             self._found.notes.append(f"Kept byte for byte: {name}, {error.what}.")
 
@@ -250,34 +225,6 @@ def _joined(states: list[Fp8State], join: Any) -> Fp8State:
             for role, each in parts.items()
         }
     )
-
-
-def _raw_name(one: Saved) -> str:
-    """How Fp8States calls the module of a payload that is not understood: experts' by number, `….linear_fc1.5`."""
-    number = one.expert if one.expert_rank is None else one.expert_rank
-    return one.module if number is None else f"{one.module}.{number}"
-
-
-def bytes_of(value: Any, where: str) -> bytes:
-    """The payload in an object: bytes as a tensor, or a file of TE 0.12 to 1.13; what TE up to 0.5 kept as it was, in
-    the form of such a file. Raises DamagedCheckpoint for what is no payload."""
-    if isinstance(value, io.BytesIO):
-        return value.getvalue()
-    if isinstance(value, Tensor):
-        return value.reshape(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(value, dict | list) and _plain(value):
-        return torch_zip_writer.dump(value)
-    if value is not None:
-        raise DamagedCheckpoint(f"{where} holds {shown(value)}, no FP8 state", where=where)
-    return b""
-
-
-def _plain(value: Any, depth: int = 8) -> bool:
-    """Whether all of it is tensors and plain values."""
-    if isinstance(value, dict | list | tuple):
-        items = [*value, *value.values()] if isinstance(value, dict) else value
-        return depth > 0 and all(_plain(item, depth - 1) for item in items)
-    return value is None or isinstance(value, Tensor | bool | int | float | str)
 
 
 def as_states(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Companions, Reader
 from precisionctl.checkpoints.megatron.arguments import STAGES
-from precisionctl.checkpoints.megatron.extra_state import Saved
 from precisionctl.checkpoints.megatron.keys import OURS
+from precisionctl.checkpoints.megatron.payloads import Saved
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.grouped import Order

@@ -14,7 +14,7 @@ from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
 from precisionctl.checkpoints.base import Chunk, Companions, Container
-from precisionctl.checkpoints.megatron.extra_state import Experts, Saved, as_states, bytes_of, decode
+from precisionctl.checkpoints.megatron.extra_state import Experts, as_states, decode
 from precisionctl.checkpoints.megatron.keys import (
     COMMON,
     COMMON_OBJECT,
@@ -28,6 +28,7 @@ from precisionctl.checkpoints.megatron.keys import (
 from precisionctl.checkpoints.megatron.logical import Logical, Part, logical_tensors, model_prefix, of_optimizer
 from precisionctl.checkpoints.megatron.model import companions_of, model_of
 from precisionctl.checkpoints.megatron.order import EVERY_KIND, Modules
+from precisionctl.checkpoints.megatron.payloads import Saved, bytes_of
 from precisionctl.checkpoints.megatron.provider import described_args
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.errors import DamagedCheckpoint

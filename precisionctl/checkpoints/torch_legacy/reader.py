@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from precisionctl.checkpoints.base import Box, Chunk, Companions, Container, shard_boxes
-from precisionctl.checkpoints.megatron.extra_state import Experts, Saved, as_states, bytes_of, decode
+from precisionctl.checkpoints.megatron.extra_state import Experts, as_states, decode
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, find_iteration, iteration_in
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, STATE
 from precisionctl.checkpoints.megatron.model import companions_of, model_of
+from precisionctl.checkpoints.megatron.payloads import Saved, bytes_of
 from precisionctl.checkpoints.te_tensors import Fp8Located
 from precisionctl.checkpoints.torch_legacy.buckets import FILE as BUCKETS
 from precisionctl.checkpoints.torch_legacy.buckets import bucket_tensors

@@ -79,6 +79,16 @@ class RunOptimizer(Protocol):
         ...
 
 
+def _is_decayed(parameter: Tensor) -> bool:
+    """Biases and norm weights, all vectors, are not."""
+    return parameter.dim() > 1
+
+
+def weight_decay(parameter: Tensor, settings: Optimizer) -> float:
+    """That of one parameter."""
+    return settings.weight_decay if _is_decayed(parameter) else 0.0
+
+
 class MasterAdamW:
     """`masters`, `exp_avg` and `exp_avg_sq` are FP32 tensors by parameter name, of the parameters' shapes. A parameter
     that is FP32 is its own master; so are those that are cut for several ranks, and all of this is cut as they are."""
@@ -91,9 +101,8 @@ class MasterAdamW:
         }
         self.exp_avg = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        # biases and norm weights, all vectors, are not decayed
-        matrices = [master for master in self.masters.values() if master.dim() > 1]
-        vectors = [master for master in self.masters.values() if master.dim() <= 1]
+        matrices = [master for master in self.masters.values() if _is_decayed(master)]
+        vectors = [master for master in self.masters.values() if not _is_decayed(master)]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
             groups,

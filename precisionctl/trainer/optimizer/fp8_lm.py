@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from precisionctl.checkpoints.module import Made
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.optimizer.adamw import KINDS, Kind
+from precisionctl.trainer.optimizer.adamw import KINDS, Kind, weight_decay
 from precisionctl.trainer.optimizer.fp8_gradients import Fp8Gradients
 from precisionctl.trainer.optimizer.scaled import Scaled
 from precisionctl.trainer.parallel.world import World
@@ -28,7 +28,7 @@ class Moments:
     """A parameter's master weights and moments. One that is FP32 is its own master."""
 
     def __init__(self, parameter: nn.Parameter, settings: Optimizer) -> None:
-        self._settings, self._decay = settings, decay(parameter, settings)
+        self._settings, self._decay = settings, weight_decay(parameter, settings)
         values = parameter.detach()
         self.kinds: dict[Kind, Scaled] = {
             "param": Scaled(values, torch.ones(1, device=values.device))
@@ -44,11 +44,6 @@ class Moments:
         adam(master, exp_avg, exp_avg_sq, gradient, self._settings, lr=lr, decay=self._decay, step=step)
         for kind, values in zip(KINDS, (master, exp_avg, exp_avg_sq), strict=True):
             self.kinds[kind].write(values)
-
-
-def decay(parameter: Tensor, settings: Optimizer) -> float:
-    """Biases and norm weights, all vectors, are not decayed."""
-    return settings.weight_decay if parameter.dim() > 1 else 0.0
 
 
 def adam(

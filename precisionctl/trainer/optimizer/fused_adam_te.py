@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from transformer_engine.pytorch.optimizers import FusedAdam
 
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.optimizer.adamw import Kind
-from precisionctl.trainer.optimizer.fp8_lm import decay
+from precisionctl.trainer.optimizer.adamw import Kind, weight_decay
 from precisionctl.trainer.optimizer.scaled import Scaled
 
 
@@ -21,7 +20,7 @@ class FusedMoments:
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
             eps=settings.epsilon,
-            weight_decay=decay(parameter, settings),
+            weight_decay=weight_decay(parameter, settings),
             master_weights=True,
             master_weight_dtype=torch.float16,
             exp_avg_dtype=torch.uint8,

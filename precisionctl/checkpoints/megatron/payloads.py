@@ -1,0 +1,66 @@
+"""Megatron's `_extra_state` objects: which module each belongs to, and its payload as bytes.
+
+Experts have one each, named as their tensors are: `….mlp.experts.linear_fc1._extra_state5`.
+"""
+
+import io
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints import torch_zip_writer
+from precisionctl.errors import DamagedCheckpoint, shown
+
+_NAME = re.compile(r"(.+)\._extra_state(\d{1,9})?")
+_OF_1_6 = ".fused_attention"  # where TE 1.6 and 1.7 had attention's
+
+
+class Saved(NamedTuple):
+    """A payload: the object's logical name, its bytes, the file or object they are from. `expert_rank` is set for a
+    grouped linear's, of all the experts of that rank."""
+
+    name: str
+    data: bytes
+    where: str
+    expert_rank: int | None = None
+
+    @property
+    def module(self) -> str:
+        match = _NAME.fullmatch(self.name)
+        assert match
+        return match[1].removesuffix(_OF_1_6)
+
+    @property
+    def expert(self) -> int | None:
+        match = _NAME.fullmatch(self.name)
+        return int(match[2]) if match and match[2] else None
+
+    @property
+    def raw_name(self) -> str:
+        """How Fp8States calls the module of a payload that is not understood: experts' by number, `….linear_fc1.5`."""
+        number = self.expert if self.expert_rank is None else self.expert_rank
+        return self.module if number is None else f"{self.module}.{number}"
+
+
+def bytes_of(value: Any, where: str) -> bytes:
+    """The payload in an object: bytes as a tensor, or a file of TE 0.12 to 1.13; what TE up to 0.5 kept as it was, in
+    the form of such a file. Raises DamagedCheckpoint for what is no payload."""
+    if isinstance(value, io.BytesIO):
+        return value.getvalue()
+    if isinstance(value, Tensor):
+        return value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict | list) and _plain(value):
+        return torch_zip_writer.dump(value)
+    if value is not None:
+        raise DamagedCheckpoint(f"{where} holds {shown(value)}, no FP8 state", where=where)
+    return b""
+
+
+def _plain(value: Any, depth: int = 8) -> bool:
+    """Whether all of it is tensors and plain values."""
+    if isinstance(value, dict | list | tuple):
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        return depth > 0 and all(_plain(item, depth - 1) for item in items)
+    return value is None or isinstance(value, Tensor | bool | int | float | str)
