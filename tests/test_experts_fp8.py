@@ -19,7 +19,7 @@ from precisionctl.conversion.work import execute
 from precisionctl.engines.base import engines
 from precisionctl.errors import MappingError, MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.carry import check_modules, fp8_state, from_other_experts
+from precisionctl.fp8.carry import carry_state, check_modules, from_other_experts
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleState
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
@@ -45,7 +45,7 @@ def test_a_weight_amax_is_made_anew_for_just_the_expert_whose_is_stale_or_unknow
     weights = torch.tensor([2.0, 4.0, 8.0])
     known = RoleState(torch.tensor([224.0, 448.0, 1.0]), torch.tensor([[0, 0, 0, 2.0], [0, 0, 0, 1.0], [0, 0, 0, 0]]))
     state = Fp8State({**Fp8State.fresh(4, (3,)).roles, "weight": known})
-    change = fp8_state(Fp8States(RECIPE, {FC1: state}), {FC1: weights}, None)
+    change = carry_state(Fp8States(RECIPE, {FC1: state}), {FC1: weights}, None)
     assert change.stale[FC1].tolist() == [False, True, False]
     assert change.from_weights[FC1].tolist() == [False, False, True]
     made = change.states.modules[FC1].roles["weight"]
@@ -58,7 +58,7 @@ def test_state_of_another_number_of_experts_is_refused() -> None:
     with pytest.raises(MappingError, match="of 3 experts; this model has 4 experts there"):
         check_modules(states, {FC1: (4,)})
     with pytest.raises(MappingError, match="of 3 experts; this model has one module there"):
-        fp8_state(states, {FC1: torch.tensor(1.0)}, None)
+        carry_state(states, {FC1: torch.tensor(1.0)}, None)
 
 
 def test_a_start_says_how_many_experts_saw_no_token_and_a_run_goes_on_to_the_bit(tmp_path: Path) -> None:

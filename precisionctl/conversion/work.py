@@ -1,4 +1,5 @@
-"""Work: a planned command, and how it is done: written beside the destination, checked, renamed."""
+"""Work: a command that is planned and ready to run, and how it is run: written beside the destination, read back if
+that is asked for, and renamed when it is whole."""
 
 import hashlib
 import shutil
@@ -22,19 +23,24 @@ from precisionctl.conversion.manifest import write_manifest
 from precisionctl.conversion.ranks import ALONE, Ranks
 from precisionctl.conversion.worker import Source
 from precisionctl.errors import DiskProblem, OutputError
+from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
 
 Finish = Callable[[Mapping[str, float]], Fp8States | None]
-"""From what the jobs found out (the amax of each FP8 GEMM's weight, codes that changed) to the state that the result
-holds."""
+"""Gives the FP8 state that the result holds, from what the jobs found out: the amax of each FP8 GEMM's weight, or how
+many codes have changed."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A planned command: everything that could be checked is, and nothing is written yet. `trained` is the reader
-    where its optimizer goes along. `coded` is how weights were coded: it goes along beside values, and codes are made
-    by it."""
+    """A command of which all is checked that can be, and nothing written yet.
+
+    `wants_amax`: the jobs are to find the amax of each FP8 GEMM's weight, which `finish` needs. `digest` is the same
+    for the same command alone: only that may go on from a partial result. `notes` are what to tell the user, and grow
+    while it runs. `trained` is the reader, where its optimizer goes along. `encodings` is how the weights are FP8
+    codes, or were: it is stored beside values, and codes are made by it.
+    """
 
     reader: Reader
     plan: Plan
@@ -45,7 +51,7 @@ class Work:
     digest: str
     notes: list[str]
     trained: MegatronReader | None = None
-    coded: WeightEncodings | None = None
+    encodings: WeightEncodings | None = None
 
     @property
     def source(self) -> Source:
@@ -53,21 +59,27 @@ class Work:
         return WithOptimizer(self.trained) if self.trained else self.reader
 
     @property
+    def carried(self) -> Mapping[str, Encoding]:
+        """How values were coded that are to be codes again, by the target's names."""
+        return self.encodings.encodings if self.encodings else {}
+
+    @property
     def iteration(self) -> int | None:
         """Of the result: weights alone belong to no run."""
         return self.trained.iteration if self.trained else None
 
 
-def digest_of(plan: Plan, command: object, fp8_state: Path | None, coded: WeightEncodings | None) -> str:
-    """What makes a command this one: a partial result of any other is not gone on with. Files beside the source count
-    by size and time."""
-    files = [file for file in (coded.path if coded else None, fp8_state) if file and file.is_file()]
+def digest_of(plan: Plan, command: object, fp8_state: Path | None, encodings: WeightEncodings | None) -> str:
+    """SHA-256 of what makes a command this one: the program's version, the plan, all that the command says, and the
+    files beside the source, by size and time."""
+    files = [file for file in (encodings.path if encodings else None, fp8_state) if file and file.is_file()]
     about = [[file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     return hashlib.sha256(f"{__version__} {plan.digest} {command} {about}".encode()).hexdigest()
 
 
 def open_output(destination: Path, *sources: Path | None) -> Output:
-    """Raises DestinationExists, and OutputError where writing would touch what is read."""
+    """The place to write to, away from all `sources`. Raises DestinationExists, and OutputError where writing would
+    touch what is read."""
     output = Output(destination)
     output.check_free()
     for source in filter(None, sources):
@@ -90,50 +102,53 @@ def execute(
     ranks: Ranks = ALONE,
     on_bytes: OnBytes = lambda count: None,
 ) -> None:
-    """Do it. The destination appears only when it is complete; after a failure the same command goes on.
+    """Run a planned command. The destination appears when it is complete, and not before; after a failure the same
+    command goes on where it stopped.
 
-    `verify` reads everything back before that; `on_bytes` hears of those bytes too.
+    `verify` reads everything back first. `on_bytes` is told of bytes written, and of bytes read back.
     """
     with disk_problems(work.output), _journal(work, restart, ranks) as journal:
         if ranks.first and isinstance(work.trained, TorchDistReader) and work.trained.in_buckets:
             work.notes.extend(filter(None, [prove_masters(work.trained)]))
-        carried = work.coded.encodings if work.coded else {}
         found = run(
             work.plan,
             work.source,
             work.writer,
             journal=journal,
             weight_amax=work.wants_amax,
-            carried=carried,
+            carried=work.carried,
             workers=workers,
             ranks=ranks,
             on_bytes=on_bytes,
         )
         found |= ranks.gather("found", found)
-        checksums: dict[str, str] = {}
-        if verify:
-            if ranks.first:
-                ranks.tell("written")  # it has heard from all
-            ranks.hear("written")  # what a rank reads back is others' work too
-            checksums = check(
-                work.plan,
-                work.source,
-                work.writer,
-                carried=carried,
-                workers=workers,
-                ranks=ranks,
-                on_bytes=on_bytes,
-            )
-            checksums |= ranks.gather("checksums", checksums)
+        checksums = _read_back(work, workers, ranks, on_bytes) if verify else {}
         if ranks.first:
             _finish(work, found, checksums)
 
 
+def _read_back(work: Work, workers: int, ranks: Ranks, on_bytes: OnBytes) -> dict[str, str]:
+    """The checksums of all that was written. Raises DamagedCheckpoint for what differs from the source."""
+    if ranks.first:
+        ranks.tell("written")  # it has heard from all
+    ranks.hear("written")  # what a rank reads back is others' work too
+    checksums = check(
+        work.plan,
+        work.source,
+        work.writer,
+        carried=work.carried,
+        workers=workers,
+        ranks=ranks,
+        on_bytes=on_bytes,
+    )
+    return checksums | ranks.gather("checksums", checksums)
+
+
 @contextmanager
 def _journal(work: Work, restart: bool, ranks: Ranks) -> Iterator[Journal]:
-    """This rank's. The first begins, the others come after it, if they are about the same.
+    """This rank's journal. The first rank begins; the others follow, if they plan the same.
 
-    Raises OutputError where they are not: another command, or another state of the source.
+    Raises OutputError where they do not: they have another command, or another state of the source.
     """
     about = f"{work.digest} {sorted((file.name, file.stat().st_size) for file in work.reader.files)}"
     if not ranks.first:
@@ -155,8 +170,8 @@ def _journal(work: Work, restart: bool, ranks: Ranks) -> Iterator[Journal]:
 
 def _finish(work: Work, found: Mapping[str, float], checksums: Mapping[str, str]) -> None:
     work.writer.finish(work.finish(found))
-    if work.coded and not any(job.encode for job in work.plan.jobs):
-        encodings_file.write(work.writer.directory, work.coded)
+    if work.encodings and not any(job.encode for job in work.plan.jobs):
+        encodings_file.write(work.writer.directory, work.encodings)
     write_manifest(work.writer.directory, work.reader, work.plan.digest, checksums)
     if work.plan.target == "megatron":
         write_tracker(work.output.partial, work.iteration)
