@@ -73,11 +73,12 @@ def stored_encodings(
 
 @dataclass(frozen=True)
 class WeightEncodings:
-    """How the weights of a model were coded, by Hugging Face name: shape and dtype of the codes, and where their
-    scales are in `stored`, which holds others too: those of a KV cache.
+    """How the weights of a model are FP8 codes, or were before they became values; by Hugging Face name.
 
-    `quantization` is the `quantization_config` of the directory that they come from, and `files` what else it said of
-    them, by file name; empty where codes come from elsewhere.
+    `weights` are shape and dtype of the codes, `scales` the names of their scale tensors, which are in `stored` with
+    others (those of a KV cache). `quantization` is the `quantization_config` of the directory that the codes come from,
+    and `files` what that directory said of them elsewhere, by file name; both empty where they come from no Hugging
+    Face directory.
     """
 
     weights: Mapping[str, TensorSpec]
@@ -88,7 +89,8 @@ class WeightEncodings:
     path: Path | None = None
 
     @property
-    def encodings(self) -> Mapping[str, Encoding]:
+    def by_name(self) -> Mapping[str, Encoding]:
+        """The encoding of each weight, read when it is asked for."""
         return stored_encodings(self.stored, self.weights, self.scales, self.path)
 
     def input_scale(self, name: str) -> float | None:
@@ -115,33 +117,33 @@ class Within:
         return [Chunk(whole(stored.spec), file, stored.offset)]
 
 
-def write(directory: Path, coded: WeightEncodings) -> None:
+def write(directory: Path, encodings: WeightEncodings) -> None:
     """Write and sync the file of a checkpoint's directory. Equal encodings give equal bytes; one tensor is in memory
     at a time."""
     path = directory / RELATIVE
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {
         "format_version": FORMAT_VERSION,
-        "quantization_config": coded.quantization,
-        "files": {name: data.decode() for name, data in coded.files.items()},
+        "quantization_config": encodings.quantization,
+        "files": {name: data.decode() for name, data in encodings.files.items()},
         "weights": {
             name: {
                 "codes": NAMES[spec.dtype],
                 "shape": spec.shape,
-                "block": coded.scales[name].block,
-                "scale_inv": coded.scales[name].weight,
-                "input_scale_inv": coded.scales[name].input,
+                "block": encodings.scales[name].block,
+                "scale_inv": encodings.scales[name].weight,
+                "input_scale_inv": encodings.scales[name].input,
             }
-            for name, spec in coded.weights.items()
+            for name, spec in encodings.weights.items()
         },
     }
-    specs = dict(sorted(coded.stored.specs.items()))
+    specs = dict(sorted(encodings.stored.specs.items()))
     header, offsets = make_header(specs, {_KEY: json.dumps(metadata, sort_keys=True)})
     with open(path, "wb") as file:
         file.write(header)
         for name in specs:
             file.seek(offsets[name])
-            file.write(read_tensor(coded.stored, name).reshape(-1).view(torch.uint8).numpy().tobytes())
+            file.write(read_tensor(encodings.stored, name).reshape(-1).view(torch.uint8).numpy().tobytes())
     sync(path)
 
 

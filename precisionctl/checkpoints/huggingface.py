@@ -77,7 +77,7 @@ class HuggingFaceReader:
         return stored_encodings(self.stored, self.specs, self._scales, self.path)
 
     @property
-    def coded(self) -> WeightEncodings | None:
+    def weight_encodings(self) -> WeightEncodings | None:
         """How the weights are coded, or were."""
         if not self._scales:
             return encodings_file.find(self.path)

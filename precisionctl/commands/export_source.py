@@ -16,8 +16,11 @@ from precisionctl.precision import PRESETS, Precision
 
 @dataclass(frozen=True)
 class ExportSource:
-    """`plan` is that of the directory, before anything of it is encoded. `encodings` is how the source's weights are
-    FP8 codes, or were; `recorded` the state that training or `calibrate` has left."""
+    """An open checkpoint, and the `plan` of the directory that it becomes, before anything of that is encoded.
+
+    `encodings` is how its weights are FP8 codes, or were. `recorded` is the FP8 state that training or `calibrate` has
+    left.
+    """
 
     reader: Reader
     plan: Plan
@@ -31,7 +34,7 @@ class ExportSource:
 
     @property
     def states(self) -> Fp8States | None:
-        """What was recorded, and where nothing was, what the fixed input scales tell that the source's codes have."""
+        """The recorded state, filled in from the fixed input scales that the source's codes came with."""
         return fill_unrecorded(self.recorded, state_of_input_scales(self.reader, self.encodings, self.plan), None)
 
     def precision(self, export: InferenceExport) -> Precision:
@@ -42,7 +45,8 @@ class ExportSource:
 def export_source(
     reader: Reader, encodings: WeightEncodings | None, export: InferenceExport, recipe: DelayedScaling | None = None
 ) -> ExportSource:
-    """Plan what an export begins with, and read the state that it names; `recipe` is the one to bring states under.
+    """Plan the directory in BF16, and put together the FP8 state of the source and of the file that the command names,
+    under `recipe` if one is given.
 
     Raises what planning and reading raise, MappingError for state or encodings of another model.
     """

@@ -1,4 +1,4 @@
-"""What `export-inference` is asked."""
+"""What `export-inference` is asked for."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,16 @@ from precisionctl.quant_methods.base import Scheme
 
 @dataclass(frozen=True)
 class InferenceExport:
-    """What to export, for which engine (a name in engines/) on `ranks` GPUs. `scheme` static needs recorded input
-    scales; None is the best that there is. `recipe` says which modules stay in BF16, and `keep_misfits` that those do
-    whose shapes the engine refuses. `kv_cache` fp8 stores scales for a cache of keys and values, which must have been
-    recorded too.
+    """What to export, where to, and for which engine.
+
+    `target` is an engine's name in engines/, or `te`; it serves on `ranks` GPUs. `scheme` None takes the best that the
+    checkpoint allows; `static` needs recorded input scales, from the source or from `fp8_state`. `recipe` says which
+    modules stay in BF16, and `keep_misfits` that modules do whose shapes the engine refuses. `kv_cache` stores scales
+    for a cache of keys and values in FP8, which must have been recorded too.
 
     A plain Megatron checkpoint names no family and has no tokenizer: `architecture` and `reference` do, as for a
-    conversion. `base_model` is the source's name on the Hub, for the model card."""
+    conversion. `base_model` is the source's name on the Hub, for the model card.
+    """
 
     source: Path
     destination: Path

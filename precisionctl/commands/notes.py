@@ -17,7 +17,7 @@ from precisionctl.param import Layout, Parallelism
 
 
 def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
-    """What to know of the source's family; and that it was guessed, unless it was `told`."""
+    """What to know of the source's family, and that it was guessed unless the command named it (`told`)."""
     model = reader.model
     table = architecture_of(model.architecture)
     if to == "megatron" and table.note:
@@ -32,7 +32,7 @@ def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
 
 
 def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]:
-    """What the result does not have of a source; `carried`: its optimizer goes along."""
+    """What of the source the result will not have. `carried`: its optimizer goes along."""
     if not of_megatron(reader):
         return
     if not carried and (optimizer := reader.optimizer_specs):
@@ -46,7 +46,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
 
 
 def companion_notes(reader: Reader) -> Iterator[str]:
-    """What a complete directory has and the source has not."""
+    """Which files of a complete directory the source lacks, and so the result."""
     files = reader.companions.files
     missing = [] if any(name.startswith(_TOKENIZERS) for name in files) else ["tokenizer"]
     missing += [] if "generation_config.json" in files else ["generation_config.json"]
@@ -56,7 +56,7 @@ def companion_notes(reader: Reader) -> Iterator[str]:
 
 
 def padding_notes(before: ModelShape, after: ModelShape) -> Iterator[str]:
-    """Whether the vocabulary of a Megatron source is padded to another size for a Megatron target."""
+    """That the vocabulary of a Megatron source is padded to another size for a Megatron target."""
     if before.padded_vocab_size != after.padded_vocab_size:
         yield (
             f"The vocabulary is padded to {after.padded_vocab_size} rows, as Megatron pads it for this --tp; "
@@ -65,7 +65,8 @@ def padding_notes(before: ModelShape, after: ModelShape) -> Iterator[str]:
 
 
 def stage_notes(sizes: Parallelism, layers: int) -> Iterator[str]:
-    """What a run needs for stages that are not all alike: Megatron takes none of it from a checkpoint's arguments."""
+    """How to start a run whose pipeline ranks do not have equal numbers of layers: Megatron does not take that from a
+    checkpoint's arguments."""
     counts = sizes.layers_of_ranks(layers)
     if len(set(counts)) == 1:
         return
@@ -85,8 +86,8 @@ GATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 
 def payload_notes(te: TeVersion, expert_ranks: int | None) -> Iterator[str]:
-    """What Transformer Engine needs to take payloads up; nothing of it concerns `resume`. `expert_ranks`: for how many
-    those of experts are cut apart."""
+    """What Transformer Engine needs before it loads the FP8 payloads; `resume` needs none of it. `expert_ranks`: for
+    how many expert ranks the payloads of experts are cut."""
     if te == 1:
         yield (
             "The FP8 payloads are for Transformer Engine 0.6 to 1.14, and hold no recipe: start the run with the FP8 "
@@ -105,7 +106,7 @@ def payload_notes(te: TeVersion, expert_ranks: int | None) -> Iterator[str]:
 
 
 def state_notes(change: StateChange) -> Iterator[str]:
-    """What became of the weights' part of an FP8 state."""
+    """Which scales of weights were not carried but made from the weights, and why."""
     if change.stale:
         yield f"Weight amax of {len(change.stale)} modules was stale and is made from the weights anew."
     if change.from_weights:
@@ -115,17 +116,17 @@ def state_notes(change: StateChange) -> Iterator[str]:
         )
 
 
-def code_notes(coded: WeightEncodings) -> Iterator[str]:
-    """That codes have become values, and what is kept of them."""
+def code_notes(encodings: WeightEncodings) -> Iterator[str]:
+    """That weights which were codes are values now, and how they become codes again."""
     yield (
-        f"{len(coded.weights)} weights were FP8 codes, and are what they decode to. How they were coded is kept beside "
-        "them: `convert --to hf --precision fp8` gives the same codes again."
+        f"{len(encodings.weights)} weights were FP8 codes, and are what they decode to. How they were coded is kept "
+        "beside them: `convert --to hf --precision fp8` gives the same codes again."
     )
 
 
 def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator[str]:
-    """Where the fixed input scales of an export are from; `recorded` is the FP8 state that they are of, None where the
-    source's weights are codes that came with some."""
+    """Where the fixed input scales of an export are from: `recorded`, the FP8 state, or, where that is None, the scales
+    that the source's codes came with. `file` is what --fp8-state names."""
     if file:
         yield f"Input scales that the checkpoint has not recorded are those of {file}."
     elif recorded:
@@ -135,13 +136,13 @@ def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator
         yield "Input scales are those that the source's weights came with."
 
 
-def reencoding_notes(coded: WeightEncodings, encoded: Iterable[str], changed: Mapping[str, float]) -> Iterator[str]:
+def reencoding_notes(encodings: WeightEncodings, encoded: Iterable[str], changed: Mapping[str, float]) -> Iterator[str]:
     """What became of those weights that are `encoded` and were codes before; `changed` has, for each that could not
     keep its scales, how many of its codes are others."""
-    again = coded.weights.keys() & set(encoded)
+    again = encodings.weights.keys() & set(encoded)
     yield f"{len(again) - len(changed)} of {len(again)} weights are the codes that they were, scale by scale."
     if changed:
-        total = sum(coded.weights[name].rows * coded.weights[name].columns for name in changed)
+        total = sum(encodings.weights[name].rows * encodings.weights[name].columns for name in changed)
         number = sum(changed.values())
         worst = max(changed, key=lambda name: changed[name])
         yield (

@@ -1,4 +1,4 @@
-"""A source that is opened as a command tells: of which family a Megatron checkpoint is, and whose tokenizer it has."""
+"""A source opened with what the command tells of it: the family of a plain Megatron checkpoint, and its tokenizer."""
 
 from pathlib import Path
 
@@ -17,8 +17,11 @@ def open_source(
     reference: Path | None,
     grouped_columns: Order | None = None,
 ) -> Reader:
-    """The source, of the family and with the companions that a command names. Raises RecipeError where it says both
-    by itself."""
+    """Open a source. `architecture` names its family, or `reference` a Hugging Face directory of the same model, whose
+    config and tokenizer it gets; `grouped_columns` the order of experts' payloads that do not tell it.
+
+    Raises RecipeError where the checkpoint says that by itself, and what opening raises.
+    """
     reader = open_checkpoint(source, iteration)
     if grouped_columns is not None:
         if not of_megatron(reader):

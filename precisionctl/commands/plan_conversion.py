@@ -1,4 +1,4 @@
-"""What `convert` is asked, and how that is planned."""
+"""What `convert` is asked for, and how that is planned."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -102,19 +102,18 @@ class Conversion:
 
     @property
     def fills_extra_state(self) -> bool:
-        """Whether FP8 state goes where a run takes it up: delayed scaling keeps some, other recipes none."""
+        """Whether FP8 state goes where a run loads it from: delayed scaling keeps some, other recipes none."""
         delayed = self.recipe is None or self.recipe.keeps_state
         return self.to == "megatron" and self.precision in ("keep", "fp8") and delayed
 
     def numerics(self, plan: Plan) -> Precision:
-        """What is asked for, of the layers that the plan's model has."""
+        """The precision asked for, with patterns of layers resolved for the plan's model."""
         return (self.recipe or PRESETS["fp8-delayed"]).of_layers(plan.model.num_layers)
 
 
 def plan_conversion(conversion: Conversion) -> Work:
-    """Plan `convert`. Raises what opening and planning raise, and DestinationExists.
-
-    FP8 weights in a Hugging Face directory are the codes that they were, where that is known; else an export.
+    """Plan `convert`. FP8 weights for Hugging Face are the codes that they were before, where that is known, else those
+    of an export. Raises what opening and planning raise, and DestinationExists.
     """
     reader = open_source(
         conversion.source,
@@ -123,16 +122,16 @@ def plan_conversion(conversion: Conversion) -> Work:
         reference=conversion.reference,
         grouped_columns=conversion.grouped_columns,
     )
-    coded = None if conversion.drop_fp8_state else weight_encodings(reader)
+    encodings = None if conversion.drop_fp8_state else weight_encodings(reader)
     if conversion.to == "hf" and conversion.precision == "fp8":
-        if coded and coded.quantization and conversion.recipe is None:
-            return _plan_way_back(conversion, reader, coded)
-        return plan_export_of(reader, coded, _as_export(conversion))
-    return _plan_values(conversion, reader, coded)
+        if encodings and encodings.quantization and conversion.recipe is None:
+            return _plan_reencoding(conversion, reader, encodings)
+        return plan_export_of(reader, encodings, _as_export(conversion))
+    return _plan_values(conversion, reader, encodings)
 
 
-def _plan_values(conversion: Conversion, reader: Reader, coded: WeightEncodings | None) -> Work:
-    """Values as they are in the result, and FP8 state where it goes."""
+def _plan_values(conversion: Conversion, reader: Reader, encodings: WeightEncodings | None) -> Work:
+    """A result whose weights are values, with the FP8 state that goes along."""
     trained = _trained(reader) if conversion.to == "megatron" and not conversion.drop_optimizer else None
     plan = make_plan(
         reader,
@@ -141,8 +140,8 @@ def _plan_values(conversion: Conversion, reader: Reader, coded: WeightEncodings 
         parallelism=conversion.parallelism,
         optimizer=trained is not None,
     )
-    state = _known(conversion, reader, plan)
-    seeds = state_of_input_scales(reader, coded, plan) if state is None else None
+    state = _known_state(conversion, reader, plan)
+    seeds = state_of_input_scales(reader, encodings, plan) if state is None else None
     unasked = seeds is not None and conversion.precision != "fp8"  # what nobody has trained with waits in the sidecar
     if not unasked:
         state = state or seeds
@@ -158,15 +157,15 @@ def _plan_values(conversion: Conversion, reader: Reader, coded: WeightEncodings 
     if makes:
         cut = plan.model.moe is not None and conversion.container != "torch"
         notes += payload_notes(conversion.te_version, conversion.parallelism.expert if cut else None)
-    if reader.encodings and coded:
-        notes += code_notes(coded)
+    if reader.encodings and encodings:
+        notes += code_notes(encodings)
     finish = _make_state(state, conversion, plan, notes) if makes else lambda found: state or seeds
-    digest = digest_of(plan, conversion, conversion.fp8_state, coded)
-    return Work(reader, plan, writer, output, finish, makes, digest, notes, trained, coded)
+    digest = digest_of(plan, conversion, conversion.fp8_state, encodings)
+    return Work(reader, plan, writer, output, finish, makes, digest, notes, trained, encodings)
 
 
 def _check_fp8(conversion: Conversion, plan: Plan, state: Fp8States | None) -> None:
-    """Raise what keeps a GEMM from FP8, and a state from this model."""
+    """Raise PrecisionError for a weight that no FP8 GEMM takes, MappingError for state of another model."""
     if conversion.precision == "fp8":
         check_fp8_gemms(plan, conversion.numerics(plan))
     if state:
@@ -174,14 +173,15 @@ def _check_fp8(conversion: Conversion, plan: Plan, state: Fp8States | None) -> N
 
 
 def _carried(conversion: Conversion, trained: MegatronReader | None) -> Carried:
-    """What comes along of a run; generators have no place in rank files."""
+    """What comes along of the run that made the source; rank files have no place for the states of generators."""
     return (
         carried(trained, conversion.parallelism, generators=conversion.container != "torch") if trained else Carried()
     )
 
 
 def _writer(conversion: Conversion, reader: Reader, plan: Plan, output: Output, run: Carried, live: bool) -> Writer:
-    """The Writer of the container that is asked for; FP8 state that is `live` goes where a run takes it up."""
+    """The Writer of the container that was asked for. FP8 state that is `live` goes where a run loads it from, else
+    into the sidecar."""
     if conversion.to == "hf":
         return hf_writer(
             output,
@@ -202,7 +202,7 @@ def _writer(conversion: Conversion, reader: Reader, plan: Plan, output: Output, 
 
 
 def _notes(conversion: Conversion, reader: Reader, plan: Plan, run: Carried | None) -> list[str]:
-    """What is told of the family, the vocabulary, the stages, and of a run that comes along."""
+    """Notes on the family, the vocabulary, the pipeline stages, and a run that comes along."""
     told = conversion.architecture is not None
     notes = [*family_notes(reader, conversion.to, told=told), *left_behind_notes(reader, carried=run is not None)]
     if of_megatron(reader):
@@ -215,10 +215,10 @@ def _notes(conversion: Conversion, reader: Reader, plan: Plan, run: Carried | No
     return notes
 
 
-def _plan_way_back(conversion: Conversion, reader: Reader, coded: WeightEncodings) -> Work:
-    """The FP8 that the weights were once, or are."""
-    state = _known(conversion, reader, plan_in_bf16(reader))
-    made = make_reencoding(reader, coded, state)
+def _plan_reencoding(conversion: Conversion, reader: Reader, encodings: WeightEncodings) -> Work:
+    """A result whose weights are the FP8 codes that they were once, or are."""
+    state = _known_state(conversion, reader, plan_in_bf16(reader))
+    made = make_reencoding(reader, encodings, state)
     output = open_output(conversion.destination, conversion.source, conversion.reference)
     writer = hf_writer(
         output,
@@ -231,15 +231,15 @@ def _plan_way_back(conversion: Conversion, reader: Reader, coded: WeightEncoding
     notes = [*left_behind_notes(reader)]
 
     def finish(changed: Mapping[str, float]) -> Fp8States | None:
-        notes.extend(reencoding_notes(coded, made.codes, changed))
+        notes.extend(reencoding_notes(encodings, made.codes, changed))
         return state
 
-    digest = digest_of(made.plan, conversion, conversion.fp8_state, coded)
-    return Work(reader, made.plan, writer, output, finish, False, digest, notes, None, coded)
+    digest = digest_of(made.plan, conversion, conversion.fp8_state, encodings)
+    return Work(reader, made.plan, writer, output, finish, False, digest, notes, None, encodings)
 
 
-def _known(conversion: Conversion, reader: Reader, plan: Plan) -> Fp8States | None:
-    """The state that is carried, and what it lacks from the file that the command names."""
+def _known_state(conversion: Conversion, reader: Reader, plan: Plan) -> Fp8States | None:
+    """The FP8 state of the source, filled in from the file that the command names."""
     state = None if conversion.drop_fp8_state else reader.fp8
     given = read_state(conversion.fp8_state, plan.gemms) if conversion.fp8_state else None
     return fill_unrecorded(state, given, conversion.recipe.delayed if conversion.recipe else None)
@@ -251,11 +251,11 @@ def _trained(reader: Reader) -> MegatronReader | None:
 
 
 _SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic", "block": "block", "mxfp8": "mxfp8"}
-"""What an engine computes most like a recipe does."""
+"""The scheme in which an engine computes most like a recipe's scaling."""
 
 
 def _as_export(conversion: Conversion) -> InferenceExport:
-    """FP8 values in a Hugging Face directory are an export, in the spelling that transformers and vLLM read."""
+    """The export that FP8 weights for Hugging Face are, in the spelling that transformers and vLLM read."""
     return InferenceExport(
         conversion.source,
         conversion.destination,
@@ -269,7 +269,8 @@ def _as_export(conversion: Conversion) -> InferenceExport:
 
 
 def _make_state(carried: Fp8States | None, conversion: Conversion, plan: Plan, notes: list[str]) -> Finish:
-    """State that a run will take up: what is carried, held against the weights; for `fp8`, of every FP8 GEMM."""
+    """Makes the state that a run will load, once the weights' amaxes are known: of the modules that carry some, or,
+    where the result is to be trained in FP8, of every FP8 GEMM."""
     recipe = conversion.recipe.delayed if conversion.recipe else None
 
     def make(weight_amax: Mapping[str, float]) -> Fp8States:

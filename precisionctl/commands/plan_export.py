@@ -1,4 +1,4 @@
-"""How `export-inference` is planned."""
+"""How `export-inference` is planned for an inference engine."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -27,7 +27,8 @@ from precisionctl.quant_methods.base import Scheme, quant_methods
 
 
 def plan_export(export: InferenceExport) -> Work:
-    """Plan `export-inference`. Raises MissingFp8State where `static` needs what was never recorded."""
+    """Plan `export-inference`. Raises MissingFp8State where `static` needs amaxes that were never recorded,
+    PrecisionError for what the engine does not take, and what opening and planning raise."""
     reader = open_source(export.source, export.iteration, architecture=export.architecture, reference=export.reference)
     return plan_export_of(reader, weight_encodings(reader), export)
 
@@ -125,7 +126,7 @@ def _card(made: Export, engine: Engine, form: Format, recorded: Fp8States | None
 
 
 def engine_named(name: str) -> Engine:
-    """Raises PrecisionError with the known names."""
+    """The engine of a name. Raises PrecisionError, with the known names, for another."""
     known = engines()
     if name not in known:
         raise PrecisionError(f"no engine `{name}`", do=f"Known: {', '.join(known)}.")

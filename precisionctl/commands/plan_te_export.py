@@ -30,8 +30,11 @@ _TITLE = "PyTorch with Transformer Engine"
 
 
 def plan_te(reader: Reader, encodings: WeightEncodings | None, export: InferenceExport) -> Work:
-    """Plan the export of an open source. Raises MissingFp8State where an input was never recorded, RecipeError for what
-    says something to other targets, PrecisionError for sizes that no FP8 GEMM takes."""
+    """Plan the export of an open source.
+
+    Raises MissingFp8State where an input was never recorded, RecipeError for options that mean nothing to this target,
+    PrecisionError for sizes that no FP8 GEMM takes.
+    """
     _check_options(export)
     source = export_source(reader, encodings, export, export.recipe.delayed if export.recipe else None)
     plan, recorded = source.plan, source.recorded
@@ -87,8 +90,8 @@ def _check_options(export: InferenceExport) -> None:
 
 
 def _of_gemms(states: Fp8States | None, plan: Plan, precision: Precision) -> Fp8States:
-    """The state of all that a recipe computes in FP8, every input recorded; of an expert that no token has reached, as
-    if it had seen the largest of the others'."""
+    """The state of every module that the recipe computes in FP8. An expert that no token has reached gets the largest
+    amax of the others. Raises MissingFp8State where the input of a module was never recorded."""
     jobs = fp8_jobs(plan, precision)
     check_fp8_gemms(plan, precision)
     try:

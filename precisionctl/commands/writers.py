@@ -1,4 +1,4 @@
-"""What a plan is written with: the Writer of each container."""
+"""The Writer of each container, for a plan."""
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -34,8 +34,9 @@ def hf_writer(
     files: Mapping[str, bytes] = MappingProxyType({}),
     lacks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: (),
 ) -> HuggingFaceWriter:
-    """Writes a plan's Hugging Face directory; an `export` has something to say beside it, as have other `files`, and
-    FP8 state that is `live` is what the model computes with. What a config `lacks` is added to it."""
+    """The Writer of a plan's Hugging Face directory, with the `quantization_config` and files of an `export` and
+    further `files`. `live`: the FP8 state is what the model computes with, and not a sidecar. `lacks` gives the keys
+    that a reader misses in a config; they are added."""
     return HuggingFaceWriter(
         output.partial,
         plan.targets,
@@ -60,7 +61,7 @@ def megatron_writer(
     fp8_in: Literal["extra_state", "sidecar"],
     te: TeVersion = 2,
 ) -> Writer:
-    """Writes a plan's Megatron directory: an iteration of a `run` that goes along, else a release."""
+    """The Writer of a plan's Megatron directory: an iteration, where a `run` goes along, else a release."""
     directory = output.partial / directory_name(run.iteration)
     if container == "torch":
         return LegacyWriter(

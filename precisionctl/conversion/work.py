@@ -61,7 +61,7 @@ class Work:
     @property
     def carried(self) -> Mapping[str, Encoding]:
         """How values were coded that are to be codes again, by the target's names."""
-        return self.encodings.encodings if self.encodings else {}
+        return self.encodings.by_name if self.encodings else {}
 
     @property
     def iteration(self) -> int | None:

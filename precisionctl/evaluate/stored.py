@@ -74,7 +74,7 @@ def _cache(model: GPT, reader: Reader, plan: Plan) -> str:
     words to add."""
     if not isinstance(reader, HuggingFaceReader) or not _cache_is_fp8(reader):
         return ""
-    scales = stored_scales(reader.coded, plan)
+    scales = stored_scales(reader.weight_encodings, plan)
     for name, scale in scales.items():
         round_cached(model.get_submodule(name), scale)
     return ", FP8 KV cache" if scales else ""

@@ -36,18 +36,18 @@ def input_scales(states: Fp8States | None, jobs: Sequence[Job]) -> dict[str, flo
 
 
 def amax_of(scale_inv: float) -> Tensor:
-    """The amax that a fixed scale stands for, FP32 `[]`."""
+    """The amax that a fixed scale was made from, FP32 `[]`."""
     return torch.tensor(scale_inv) * FP8_MAX[CODES]
 
 
-def state_of_input_scales(reader: Reader, coded: WeightEncodings | None, plan: Plan) -> Fp8States | None:
-    """FP8 state out of the fixed input scales of an FP8 directory: somebody has calibrated them, and an amax is an
-    amax. None where there are none. Of a fused group the largest; experts have one each."""
-    if coded is None or reader.layout != "hf" or not reader.encodings:
+def state_of_input_scales(reader: Reader, encodings: WeightEncodings | None, plan: Plan) -> Fp8States | None:
+    """FP8 state made from the fixed input scales of an FP8 directory: somebody has calibrated them, and each stands for
+    an amax. The largest of a fused group is taken; experts have one each. None where there are no such scales."""
+    if encodings is None or reader.layout != "hf" or not reader.encodings:
         return None
     given: dict[str, list[float]] = {}
     for job in plan.jobs:
-        scales = [coded.input_scale(name) or 0.0 for name in job.reads if name in coded.scales]
+        scales = [encodings.input_scale(name) or 0.0 for name in job.reads if name in encodings.scales]
         if job.row.gemm:
             given.setdefault(job.module, []).append(max(scales, default=0.0))
     recipe, modules = DelayedScaling(), {}
@@ -56,5 +56,5 @@ def state_of_input_scales(reader: Reader, coded: WeightEncodings | None, plan: P
             amaxes = torch.tensor(given[module]).reshape(shape) * FP8_MAX[CODES]
             fresh = Fp8State.fresh(recipe.amax_history_len, shape)
             modules[module] = Fp8State({**fresh.roles, "input": after_one_update(amaxes, "input", recipe)})
-    method = coded.quantization.get("quant_method")
+    method = encodings.quantization.get("quant_method")
     return Fp8States(recipe, modules, producer=f"{FIXED_SCALES}{method}") if modules else None

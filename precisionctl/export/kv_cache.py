@@ -28,14 +28,15 @@ _RECORD = "Record them with `precisionctl calibrate`, and give its file with --f
 
 @dataclass(frozen=True)
 class CacheScale:
-    """scale_inv of the keys and of the values that an attention caches."""
+    """The scale_inv that one attention caches its keys with, and its values."""
 
     k: float
     v: float
 
 
 def check_engine(plan: Plan, engine: Engine, method: QuantMethod) -> None:
-    """Raise PrecisionError where an engine does nothing with scales of a cache, for this model or in this spelling."""
+    """Raise PrecisionError where the engine would make no use of a cache's scales: for a model of this kind, or in this
+    spelling."""
     if plan.model.mla is not None:
         raise PrecisionError(
             f"{engine.title} has no use for scales of latents: {engine.latents.text} [{engine.latents.source}]",
@@ -57,12 +58,12 @@ def check_engine(plan: Plan, engine: Engine, method: QuantMethod) -> None:
             )
 
 
-def recorded_scales(states: Fp8States | None, coded: WeightEncodings | None, plan: Plan) -> dict[str, CacheScale]:
-    """By the attention's Hugging Face name: what was recorded, else what a source of FP8 codes came with. Raises
-    MissingFp8State where there is neither."""
-    found, places = {}, _places(coded)
+def recorded_scales(states: Fp8States | None, encodings: WeightEncodings | None, plan: Plan) -> dict[str, CacheScale]:
+    """The scales of each attention, by its Hugging Face name: of what was recorded, else those that the source's FP8
+    directory came with. Raises MissingFp8State where there are neither."""
+    found, places = {}, _places(encodings)
     for stem, job in _attentions(plan).items():
-        scale = _recorded(states, job) or _stored(coded, places.get(stem, []))
+        scale = _recorded(states, job) or _stored(encodings, places.get(stem, []))
         if scale is None:
             raise MissingFp8State(f"the keys and values that `{stem}` caches were never recorded", do=_RECORD)
         found[stem] = scale
@@ -70,7 +71,7 @@ def recorded_scales(states: Fp8States | None, coded: WeightEncodings | None, pla
 
 
 def with_cache(made: Export, method: QuantMethod, scales: Mapping[str, CacheScale]) -> Export:
-    """An export that has these scales too, each written with the attention's output projection."""
+    """The export with these scales added; the job that writes an attention's output projection writes them."""
     assert method.spelling is not None, "engines name methods that exports are written in"
     spelling = method.spelling.cache
     targets = dict(made.plan.targets)
@@ -91,23 +92,23 @@ def with_cache(made: Export, method: QuantMethod, scales: Mapping[str, CacheScal
 
 
 def notes(engine: Engine, method: QuantMethod, states: Fp8States | None) -> Iterator[str]:
-    """Where the scales are from, and what an engine does with them."""
+    """Tell where the scales are from, and what the engine does with them."""
     known = states and any(role in state.roles for state in states.modules.values() for role in CACHE)
     yield f"KV cache: {'recorded' if known else 'the source came with'} scales of keys after rotary, and of values."
     yield f"{engine.title} {engine.cache[method.name]}."
 
 
-def left_out(coded: WeightEncodings | None, plan: Plan) -> Iterator[str]:
-    """That a source has such scales, where the result is not to have them."""
-    places = _places(coded)
-    if any(_stored(coded, places.get(stem, [])) for stem in _attentions(plan)):
+def left_out(encodings: WeightEncodings | None, plan: Plan) -> Iterator[str]:
+    """Tell that the source has such scales and the result will not."""
+    places = _places(encodings)
+    if any(_stored(encodings, places.get(stem, [])) for stem in _attentions(plan)):
         yield "The scales of a KV cache that the source has stay behind; --kv-cache fp8 takes them along."
 
 
-def stored_scales(coded: WeightEncodings | None, plan: Plan) -> dict[str, CacheScale]:
-    """Those that a source of FP8 codes came with, by Megatron's name of what caches: `….core_attention`."""
-    places = _places(coded)
-    found = {_core(job): _stored(coded, places.get(stem, [])) for stem, job in _attentions(plan).items()}
+def stored_scales(encodings: WeightEncodings | None, plan: Plan) -> dict[str, CacheScale]:
+    """The scales that the source's FP8 directory came with, by Megatron's name of the module: `….core_attention`."""
+    places = _places(encodings)
+    found = {_core(job): _stored(encodings, places.get(stem, [])) for stem, job in _attentions(plan).items()}
     return {name: scale for name, scale in found.items() if scale is not None}
 
 
@@ -132,27 +133,28 @@ def _recorded(states: Fp8States | None, job: Job) -> CacheScale | None:
 
 
 def _in_bf16(scale: float) -> float:
-    """The smallest number of BF16 that is not less, so that nothing saturates."""
+    """A scale rounded up to one that BF16 holds, so that nothing saturates."""
     exact = torch.tensor(scale)
     rounded = exact.bfloat16()
     return float(rounded if rounded >= exact else torch.nextafter(rounded, torch.full_like(rounded, torch.inf)))
 
 
-def _places(coded: WeightEncodings | None) -> dict[str, list[tuple[str, str]]]:
-    """The single scales of caches that a source has, by attention: `k` or `v`, and the tensor's name."""
+def _places(encodings: WeightEncodings | None) -> dict[str, list[tuple[str, str]]]:
+    """Where a source has scales of caches: by attention, pairs of `k` or `v` and a tensor's name. Tensors with more
+    than one scale are left out."""
     places: dict[str, list[tuple[str, str]]] = {}
-    for name, spec in coded.stored.specs.items() if coded else ():
+    for name, spec in encodings.stored.specs.items() if encodings else ():
         found = attention_and_kind(name)
         if found and spec.rows * spec.columns == 1:
             places.setdefault(found[0], []).append((found[1], name))
     return places
 
 
-def _stored(coded: WeightEncodings | None, places: Sequence[tuple[str, str]]) -> CacheScale | None:
+def _stored(encodings: WeightEncodings | None, places: Sequence[tuple[str, str]]) -> CacheScale | None:
     values: dict[str, float] = {}
     for kind, name in places:
-        assert coded is not None, "places are those of a source"
-        values[kind] = float(read_tensor(coded.stored, name).float().reshape(()))
+        assert encodings is not None, "places are those of a source"
+        values[kind] = float(read_tensor(encodings.stored, name).float().reshape(()))
         if not 0 < values[kind] < float("inf"):
-            raise DamagedCheckpoint(f"{name} holds a scale that is no positive number", where=coded.path)
+            raise DamagedCheckpoint(f"{name} holds a scale that is no positive number", where=encodings.path)
     return CacheScale(values["k"], values["v"]) if values.keys() >= {"k", "v"} else None

@@ -29,9 +29,12 @@ _UNMEASURED = (
 
 @dataclass(frozen=True)
 class Card:
-    """What the card of an export called `name` says. `title` and `tag` are its engine's, `command` serves it; `facts`
-    are rows of a table, `quantised` the weights that are FP8 and `kept` the modules that are not, by full name;
-    `base_model` is the source's name on the Hub."""
+    """What the card of an export called `name` says.
+
+    `title` names the engine in a sentence, `tag` on the Hub; `command` serves the model with it. `facts` are rows of a
+    table. `quantised` are the weights that are FP8, and `kept` the modules that are not, by full name. `base_model` is
+    the source's name on the Hub.
+    """
 
     name: str
     title: str
@@ -84,7 +87,8 @@ class Card:
 
 
 def write_quality(directory: Path, lines: Iterable[str]) -> None:
-    """Put what was measured into a directory's card. Raises OutputError where there is none of ours."""
+    """Write what was measured into the card of an exported directory. Raises OutputError where it has no card of
+    ours."""
     path = directory / NAME
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     before, start, rest = text.partition(_START)
@@ -99,12 +103,13 @@ def write_quality(directory: Path, lines: Iterable[str]) -> None:
 
 
 def beside(name: str) -> str:
-    """A directory as one says it who is in the directory above; a name that would need quotes, as one who is in it."""
+    """The path of a directory `name` for a command that is run in the directory above it; `.`, for a command that is
+    run inside it, where the name would need quotes."""
     return f"./{name}" if re.fullmatch(r"[\w.+-]+", name) else "."
 
 
 def _plain(text: str) -> str:
-    """On one line, and nothing that Markdown or HTML would take for its own."""
+    """Text on one line, without characters that Markdown or HTML gives a meaning."""
     return re.sub(r"[`<>|\x00-\x1f\x7f]", " ", text)
 
 

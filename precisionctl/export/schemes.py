@@ -12,13 +12,15 @@ from precisionctl.quant_methods.base import BLOCKS, CODES, Scheme, sized
 
 
 def best_scheme(
-    engine: Engine, plan: Plan, precision: Precision, states: Fp8States | None, coded: WeightEncodings | None
+    engine: Engine, plan: Plan, precision: Precision, states: Fp8States | None, encodings: WeightEncodings | None
 ) -> tuple[Scheme, str]:
-    """The scheme for a plan of values, and why. `coded` is how the source's weights are codes, if they are.
+    """The scheme for a plan in BF16, and the reason in words for the user. `encodings` is how the source's weights are
+    codes, if they are.
 
-    Codes that fit a scheme stay what they are. Else recorded inputs are used, which spares the engine a pass over each;
-    else each channel has a scale, which any FP8 GPU has kernels for; else each block. Raises PrecisionError where the
-    engine takes none of these.
+    First comes a scheme under which these codes can stay as they are. Then `static`, where the inputs were recorded: it
+    spares the engine a pass over each input. Then the first of the others that the engine takes: a scale for each
+    channel, for which any FP8 GPU has kernels, before a scale for each block. Raises PrecisionError where the engine
+    takes none of them.
     """
     jobs = fp8_jobs(plan, precision)
     names = [name for job in jobs for name in job.writes]
@@ -29,7 +31,7 @@ def best_scheme(
         if (scheme == "static" or moved) and not engine.check_experts(names, method, scheme)
     ]
     for scheme in schemes:
-        if coded and _is_coded(coded, scheme):
+        if encodings and _is_coded(encodings, scheme):
             return scheme, "the weights are FP8 codes of that kind already"
     why = f"{engine.title} takes no fixed input scales for this model"
     if "static" in schemes:
@@ -44,11 +46,11 @@ def best_scheme(
     raise PrecisionError(f"{engine.title} needs fixed input scales for this model: {why}")
 
 
-def _is_coded(coded: WeightEncodings, scheme: Scheme) -> bool:
-    """Whether all weights are codes as a scheme has them."""
+def _is_coded(encodings: WeightEncodings, scheme: Scheme) -> bool:
+    """Whether all weights are codes of the kind that a scheme makes."""
     return all(
         weight.dtype == CODES
-        and coded.scales[name].block == sized(BLOCKS[scheme], weight)
-        and (coded.scales[name].input is not None) == (scheme == "static")
-        for name, weight in coded.weights.items()
+        and encodings.scales[name].block == sized(BLOCKS[scheme], weight)
+        and (encodings.scales[name].input is not None) == (scheme == "static")
+        for name, weight in encodings.weights.items()
     )

@@ -23,23 +23,26 @@ from precisionctl.quant_methods.base import Scales, recognise, sibling
 
 
 def weight_encodings(reader: Reader) -> WeightEncodings | None:
-    """How a checkpoint's weights are coded, or were: by the names that a Hugging Face directory has for them when it
-    is written. None where nothing is known of that."""
-    coded = stored_weight_encodings(reader)
+    """How a checkpoint's weights are FP8 codes, or were, by the names that a Hugging Face directory has for them when
+    it is written. None where they never were, or nothing is known of it."""
+    encodings = stored_weight_encodings(reader)
     renamed = reader.layout == "megatron" or any(name.endswith("]") for name in reader.encodings)
-    return _moved(reader, coded) if reader.encodings and renamed else coded
+    return _moved(reader, encodings) if reader.encodings and renamed else encodings
 
 
 def stored_weight_encodings(reader: Reader) -> WeightEncodings | None:
-    """What a checkpoint's own files say of that, with no scale moved."""
+    """The same as far as the checkpoint's own files say it, by their own names and with no scale moved."""
     if isinstance(reader, HuggingFaceReader):
-        return reader.coded
+        return reader.weight_encodings
     return encodings_file.find(reader.path) if reader.path and not reader.encodings else None
 
 
-def _moved(reader: Reader, coded: WeightEncodings | None) -> WeightEncodings:
-    """The encodings of codes under other names: scales moved as their rows are."""
-    method = recognise({"quantization_config": coded.quantization}) if coded else None
+def _moved(reader: Reader, encodings: WeightEncodings | None) -> WeightEncodings:
+    """Of codes that are stored under other names: their scales, moved as a conversion moves their rows.
+
+    `encodings` is what else is known of them, such as the scales of their inputs.
+    """
+    method = recognise({"quantization_config": encodings.quantization}) if encodings else None
     kinds = (method.weight_scales[0], method.input_scales[0]) if method else ("weight_scale", "input_scale")
     weights: dict[str, TensorSpec] = {}
     scales: dict[str, Scales] = {}
@@ -50,7 +53,7 @@ def _moved(reader: Reader, coded: WeightEncodings | None) -> WeightEncodings:
             continue
         if not all(name in reader.encodings for name in job.reads) or not job.row.moves(plan.model):
             continue  # there is no row of the result of which it could be said how it was coded
-        given = [coded.input_scale(name) for name in job.reads] if coded else [None]
+        given = [encodings.input_scale(name) for name in job.reads] if encodings else [None]
         for name, encoding in zip(job.writes, _encodings(reader, job, plan), strict=False):
             shape = plan.targets[name].shape
             weights[name] = TensorSpec(shape, encoding.dtype)
@@ -60,12 +63,12 @@ def _moved(reader: Reader, coded: WeightEncodings | None) -> WeightEncodings:
             stored.add(scales[name].weight, encoding.scale_inv, job, name)
             if (fixed := scales[name].input) is not None:
                 stored.add_fixed(fixed, max(value for value in given if value is not None))
-    quantization, files = (coded.quantization, coded.files) if coded else ({}, {})
+    quantization, files = (encodings.quantization, encodings.files) if encodings else ({}, {})
     return WeightEncodings(weights, scales, stored, quantization, files)
 
 
 def _encodings(reader: Reader, job: Job, plan: Plan) -> list[Encoding]:
-    """Of each tensor that a job writes."""
+    """How each tensor that a job writes is coded."""
     read = [reader.encodings[name] for name in job.reads]
     parts = [by_rows(encoding, reader.specs[name].rows) for name, encoding in zip(job.reads, read, strict=True)]
     whole_grid = parts[0] if plan.source == "megatron" else job.row.source.merge(parts, plan.model)
@@ -75,8 +78,8 @@ def _encodings(reader: Reader, job: Job, plan: Plan) -> list[Encoding]:
 
 
 class _Moved:
-    """The scales of codes under other names, moved whenever they are asked for: the grids of a large model are
-    gigabytes. Those of the last job are kept."""
+    """Scales that are moved whenever one asks for them, since the grids of a large model are gigabytes. Those of the
+    last job are kept."""
 
     def __init__(self, reader: Reader, plan: Plan) -> None:
         self.specs: dict[str, TensorSpec] = {}
@@ -106,12 +109,12 @@ class _Moved:
         return self._last[1][weight]
 
 
-def check_model(coded: WeightEncodings, plan: Plan) -> None:
-    """Raises MappingError where encodings are of another model than a plan's Hugging Face tensors."""
-    for name, spec in coded.weights.items():
+def check_model(encodings: WeightEncodings, plan: Plan) -> None:
+    """Raise MappingError where encodings are not of the model whose Hugging Face tensors a plan writes."""
+    for name, spec in encodings.weights.items():
         if name not in plan.targets or plan.targets[name].shape != spec.shape:
             raise MappingError(
                 f"the encodings are of a `{name}` of {list(spec.shape)}, which this model does not have",
-                where=coded.path,
+                where=encodings.path,
                 do="Are they of another model? Then remove the file; it is no part of the model.",
             )

@@ -14,9 +14,10 @@ from precisionctl.verify.hf_tensors import HfTensors, Rows, pieces
 
 @dataclass(frozen=True)
 class CodesComparison:
-    """One weight that is codes on either side. `changed` of its `codes` are others in B than in A; where one side has
-    values, they are encoded under the scales that they had when they were codes, if that is known, else under those
-    of the other side.
+    """One weight that is FP8 codes on either side.
+
+    `changed` of its `codes` are others in B than in A. Where a side has values, they are encoded for this: under the
+    scales that they had when they were codes, if those are known, else under the other side's.
 
     `scale_ratio` is the smallest and largest of B's scale_inv over A's, element by element. SQNR in dB is of B's
     values against A's. `idempotent`: decoded to BF16 and encoded again, the codes of either side are what they were.
@@ -31,7 +32,8 @@ class CodesComparison:
 
 
 def compare_codes(a: Reader, b: Reader | None) -> Iterator[CodesComparison]:
-    """Every weight that both checkpoints have and one of them as codes. Without B, what A's codes are after BF16."""
+    """Compare every weight that both checkpoints have, and at least one of them as codes. Without B, A is compared with
+    itself after its codes have been BF16."""
     left, right = _Coded(a), None if b is None else _Coded(b)
     for name, spec in left.tensors.specs.items():
         if right is None:
@@ -43,18 +45,19 @@ def compare_codes(a: Reader, b: Reader | None) -> Iterator[CodesComparison]:
 
 
 class _Coded:
-    """A checkpoint's tensors, and how those were coded that are values now."""
+    """A checkpoint's tensors, and how those that are values now were coded before."""
 
     def __init__(self, reader: Reader) -> None:
         self.tensors = HfTensors(reader)
-        coded = None if reader.encodings else weight_encodings(reader)
-        self._before = coded.encodings if coded else {}
+        encodings = None if reader.encodings else weight_encodings(reader)
+        self._before = encodings.by_name if encodings else {}
 
     def is_codes(self, name: str) -> bool:
         return self.tensors.dtype(name).startswith("float8")
 
     def read(self, name: str, row: int, rows: int) -> tuple[Rows, Rows | None]:
-        """Rows, and what says how they are or were coded: themselves, or their values' old scales."""
+        """Rows, and what has their scales: the rows themselves, or, of values that were codes once, rows without any
+        numbers that have the old scales. None where no scales are known."""
         found = self.tensors.read(name, row, rows)
         if found.scale_inv is not None:
             return found, found

@@ -62,11 +62,11 @@ class Comparison:
 
 
 def compare(a: Reader, b: Reader, *, fp8: bool = False, on_bytes: Callable[[int], None] = lambda n: None) -> Comparison:
-    """Compare every tensor of two checkpoints, and their FP8 state where both have one; if `fp8` asks for it, the state
-    also where one alone has any, and FP8 weights code by code.
+    """Compare every tensor of two checkpoints, and their FP8 state where both have one.
 
-    `on_bytes` hears of stored bytes of A that have been compared. Raises MappingError where one does not fit its own
-    architecture: then there is nothing to compare yet.
+    With `fp8`, state is compared also where only one has any, and FP8 weights are compared code by code too. `on_bytes`
+    is told of stored bytes of A that have been compared. Raises MappingError where one of them does not fit its own
+    architecture.
     """
     left, right = HfTensors(a), HfTensors(b)
     tensors = []

@@ -11,8 +11,8 @@ from precisionctl.errors import UnknownFormat
 
 @runtime_checkable
 class Directory(Protocol):
-    """A Reader of what an engine is given: config.json, and hf_quant_config.json beside it if there is one, and every
-    tensor as stored, scales too."""
+    """A Reader that shows all that an engine sees: config.json, hf_quant_config.json `beside` it if there is one, and
+    every tensor as it is stored, scales too."""
 
     @property
     def config(self) -> Mapping[str, Any]: ...
@@ -25,9 +25,8 @@ class Directory(Protocol):
 
 
 def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
-    """The rules of `engine` that a Hugging Face directory breaks on so many GPUs.
-
-    Raises UnknownFormat for anything else."""
+    """The rules of an engine that a Hugging Face directory breaks, served on `ranks` GPUs. Raises UnknownFormat for
+    what is no such directory."""
     if not isinstance(reader, Directory):
         raise UnknownFormat(
             f"{engine.title} loads Hugging Face directories, this is {reader.container}",

@@ -18,19 +18,19 @@ PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as stored, `[n, columns]`, with a scale_inv for each, `[n, 1]`, or for each element, where they are FP8
-    codes."""
+    """Rows of a tensor as they are stored, `[n, columns]`. Where they are FP8 codes, `scale_inv` has the scale of each
+    row, `[n, 1]`, or of each element, `[n, columns]`."""
 
     stored: Tensor
     scale_inv: Tensor | None
 
     @property
     def values(self) -> Tensor:
-        """FP32."""
+        """What the rows stand for, FP32."""
         return self.stored.float() if self.scale_inv is None else numerics.decode(self.stored, self.scale_inv)
 
     def encoded(self, values: Tensor) -> Tensor:
-        """The codes of `values` under the scales of these."""
+        """The codes that `values` would have in place of these rows, under the scales of these."""
         assert self.scale_inv is not None
         codes = torch.empty(values.shape, dtype=self.stored.dtype)
         numerics.encode_by_scale_inv(values, self.scale_inv, codes, torch.empty(numerics.PIECE))
@@ -64,24 +64,25 @@ class HfTensors:
                 self._segments[segment.write].append(segment)
 
     def nonzero_extras(self) -> Iterator[str]:
-        """Biases that Hugging Face has no place for, of which a conversion leaves out those that are zero."""
+        """Names of biases that Hugging Face has no place for and that are not zero; a conversion leaves out the
+        others."""
         for name in self._extras:
             if bool(read_tensor(self._reader, name).any()):
                 yield name
 
     def stored_dtype(self, name: str) -> str:
-        """Of a tensor of the checkpoint, by its own name."""
+        """The dtype of a tensor of the checkpoint, by its own name there."""
         return str(self._reader.specs[name].dtype).removeprefix("torch.")
 
     def dtype(self, name: str) -> str:
-        """Of what is stored; a plan's targets have the dtype after decoding."""
+        """The dtype that a tensor is stored in; `specs` has the dtype after decoding."""
         if name in self._computed:
             return self.stored_dtype(self._computed[name].reads[0])
         reads = (segment.read for segment in self._segments[name] if segment.read is not None)
         return str(next((self._reader.specs[read].dtype for read in reads), "zeros")).removeprefix("torch.")
 
     def nbytes(self, name: str) -> int:
-        """What the checkpoint stores of it; 0 where it has no such tensor."""
+        """How many bytes of a tensor the checkpoint stores; 0 where it has none."""
         if name in self._computed:
             return self.specs[name].nbytes
         stored = [(segment.rows, segment.read) for segment in self._segments.get(name, ()) if segment.read is not None]
@@ -97,7 +98,7 @@ class HfTensors:
         return Rows(_joined([part.stored for part in parts]), _joined_scales(scales) if scales else None)
 
     def _compute(self, name: str) -> Tensor:
-        """A tensor that is not rows of the Megatron one; the last is kept, for it is read piece by piece."""
+        """A tensor that is computed from the stored one. The last is kept, since callers read piece by piece."""
         if self._kept[0] != name:
             job = self._computed[name]
             stored, encoding = read_tensor(self._reader, job.reads[0]), self._reader.encodings.get(job.reads[0])
@@ -108,7 +109,7 @@ class HfTensors:
         return self._kept[1]
 
     def _part(self, segment: Segment, row: int, rows: int) -> Rows | None:
-        """What a segment gives of rows `[row, row + rows)` of the tensor that it writes."""
+        """Those of rows `[row, row + rows)` that a segment gives; None where it gives none of them."""
         first = max(row, segment.write_row)
         count = min(row + rows, segment.write_row + segment.rows) - first
         if count <= 0:
