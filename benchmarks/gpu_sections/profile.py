@@ -1,11 +1,13 @@
 """Where a step's time goes, at the first shape, in BF16 and under each recipe."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import DeviceType
 
 from gpu_sections.common import (
@@ -21,9 +23,11 @@ from gpu_sections.common import (
     gpt,
     shapes,
     timed,
+    train_loss,
     update,
     wait,
 )
+from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 
 KINDS = {
@@ -39,6 +43,9 @@ KINDS = {
 """By names of kernels, and the first that fits: attention's may be CUTLASS's, the optimizer takes a norm, and what is
 left of Transformer Engine's own are casts, transposes and the update of scales (its folder `common`)."""
 
+PASSES = 4
+"""Micro-batches of an update, of a row each, where weights are cast once or in each."""
+
 Span = tuple[str, float, float]
 """A kernel's name, and when it began and ended, in microseconds."""
 
@@ -48,6 +55,9 @@ def measure(place: Place, report: Report) -> None:
     for variant in ("bf16", *RECIPES):
         row = {"shape": shape.name, "layers": shape.measured[1], "variant": variant}
         attempt(report, row | {"profile": True}, partial(profiled, shape, variant, place))
+    for variant in ("fp8-delayed", "fp8-block"):
+        row = {"shape": shape.name, "layers": shape.measured[1], "variant": variant, "passes": PASSES}
+        attempt(report, row, partial(accumulated, shape, variant, place))
 
 
 def profiled(shape: Shape, variant: str, place: Place) -> Row:
@@ -113,3 +123,27 @@ def union(spans: Iterable[Span]) -> float:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
+
+
+def accumulated(shape: Shape, variant: str, place: Place) -> Row:
+    """Seconds of an update from several micro-batches, by how often its weights are cast."""
+    found = {}
+    with alone(place):
+        model = gpt(shape.model(shape.measured[1]), place, variant)
+        optimizer, tokens = MasterAdamW(model, SETTINGS), batch(shape, place)[:1]
+        for name, around in {"each": nullcontext, "once": model.backend.same_weights}.items():
+            step = partial(_accumulate, model, optimizer, tokens, around)
+            found[name] = timed(step, place, repeats=4, warm=2, each=2)["seconds"]
+        del model, optimizer, step
+    return found
+
+
+def _accumulate(
+    model: GPT, optimizer: MasterAdamW, tokens: Tensor, around: Callable[[], AbstractContextManager[None]]
+) -> None:
+    with around():
+        for _ in range(PASSES):
+            (train_loss(model, tokens) / PASSES).backward()
+            optimizer.collect()
+    optimizer.clip()
+    optimizer.step(SETTINGS.lr)

@@ -111,6 +111,12 @@ def _profile(rows: list[Row]) -> str:
     lines.append(("a step alone", *(f"{row['waited_for'] * 1000:.1f}" for row in found.values())))
     lines.append(("kernels", *(str(row["launches"]) for row in found.values())))
     told = [_held_back(variant, row, found["bf16"]) for variant, row in found.items() if "bf16" in found]
+    told += [
+        f"- {row['variant']}, {row['passes']} micro-batches of one row: weights cast once, an update is "
+        f"{row['each'] / row['once']:.3f} times as fast"
+        for row in rows
+        if "passes" in row
+    ]
     where = next(iter(found.values()))
     title = f"Milliseconds of a step, {where['shape']}, {where['layers']} layers:\n\n"
     return title + _table(("", *found), lines) + "\n\n" + "\n".join(filter(None, told))
