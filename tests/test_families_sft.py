@@ -84,7 +84,8 @@ def test_ten_steps_of_fine_tuning_in_fp8_and_transformers_computes_the_export(fa
             return
         done = export(tmp_path, "--scheme", "dynamic")
         assert done.exit_code == 0, done.stderr
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.float32).eval()(tokens).logits
+        # as it is stored: transformers 5.17 leaves routers in BF16 where it is asked for FP32
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16).eval()(tokens).logits
     assert (theirs - ours).norm() < LOGITS_APART * ours.norm()
 
 
