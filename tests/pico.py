@@ -155,10 +155,17 @@ def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **ch
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(r"norm|ln_|bias$|sinks$", name):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
+    return as_its_config_says(model).to(dtype).eval()
+
+
+def as_its_config_says(model: PreTrainedModel) -> PreTrainedModel:
+    """transformers 5.17 clamps gpt-oss' experts at 7 whatever is written, and where attention is not eager leaves Gemma
+    2's caps out."""
+    model.set_attn_implementation("eager")
     for experts in model.modules():
-        if isinstance(experts, GptOssExperts):  # transformers 5.17 clamps at 7, whatever its config says
+        if isinstance(experts, GptOssExperts):
             experts.limit = model.config.swiglu_limit
-    return model.to(dtype).eval()
+    return model
 
 
 def save(directory: Path, family: str = "llama-3", *, max_shard_size: str = "5GB", **settings: Any) -> PreTrainedModel:

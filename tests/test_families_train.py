@@ -65,7 +65,7 @@ def test_what_was_trained_is_what_transformers_then_computes(family: str, tmp_pa
     source = make_source(tmp_path / "hf", family=family, **SETTINGS.get(family, {}))
     train(source, data, tmp_path / "run", "bf16", 2)
     assert run("convert", tmp_path / "run", tmp_path / "back", "--to", "hf").exit_code == 0
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32).eval()
+    theirs = pico.as_its_config_says(AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32))
     ours, _ = load(open_checkpoint(tmp_path / "run"))
     tokens = torch.randint(80, (2, 32))
     with torch.no_grad():
