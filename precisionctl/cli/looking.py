@@ -83,7 +83,7 @@ def inspect(
 @click.argument("b", metavar="[B]", type=CHECKPOINT, required=False)
 @click.option("--fp8", is_flag=True, help="FP8 weights code by code; and a difference where one side has no FP8 state.")
 @click.option(
-    "--target", metavar="ENGINE", help="Hold A against the rules of vllm, sglang, tensorrt-llm or transformers."
+    "--target", metavar="ENGINE", help="Hold A against the rules of vllm, sglang, tensorrt-llm, transformers or te."
 )
 @click.option("--tp", "ranks", type=POSITIVE, default=1, help="With --target: GPUs that the engine cuts A for.")
 @json_option
@@ -142,15 +142,22 @@ def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.commands.plan_export import engine_named
+    from precisionctl.commands.plan_te_export import TE
     from precisionctl.reports import verify as report
+    from precisionctl.verify import te_rules
     from precisionctl.verify.engine_rules import check
 
-    engine = engine_named(target)
-    findings = check(open_checkpoint(path), engine, ranks)
+    if target == TE:
+        if ranks > 1:
+            raise click.UsageError(f"--tp says nothing to {te_rules.TITLE}.")
+        findings, title = te_rules.check_te(open_checkpoint(path)), te_rules.TITLE
+    else:
+        engine = engine_named(target)
+        findings, title = check(open_checkpoint(path), engine, ranks), engine.title
     if json_wanted:
         print_json([asdict(finding) for finding in findings])
     else:
-        console.show_tables(report.rules(findings, engine))
+        console.show_tables(report.rules(findings, title))
     return not any(finding.rule.fatal for finding in findings)
 
 

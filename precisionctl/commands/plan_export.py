@@ -129,5 +129,5 @@ def engine_named(name: str) -> Engine:
     """The engine of a name. Raises PrecisionError, with the known names, for another."""
     known = engines()
     if name not in known:
-        raise PrecisionError(f"no engine `{name}`", do=f"Known: {', '.join(known)}.")
+        raise PrecisionError(f"no engine `{name}`", do=f"Known: {', '.join((*known, TE))}.")
     return known[name]

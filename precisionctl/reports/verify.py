@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import get_args
 
-from precisionctl.engines.base import Engine
 from precisionctl.engines.rule import Finding
 from precisionctl.reports.table import Table
 from precisionctl.verify.codes import CodesComparison
@@ -78,9 +77,9 @@ def _state(comparison: Comparison) -> Sequence[str]:
     return comparison.fp8[:SHOWN] or ["equal to the last bit"]
 
 
-def rules(findings: Sequence[Finding], engine: Engine) -> list[Table]:
-    """The rules of an engine that a directory breaks."""
+def rules(findings: Sequence[Finding], title: str) -> list[Table]:
+    """The rules of an engine of that name that a directory breaks."""
     if not findings:
-        return [Table(engine.title, ("",), [("every rule is kept",)])]
+        return [Table(title, ("",), [("every rule is kept",)])]
     rows = [(f.where, f.what, f.rule.text, "no" if f.rule.fatal else "yes", f.rule.source) for f in findings]
-    return [Table(engine.title, ("where", "what", "rule", "loads", "source"), rows)]
+    return [Table(title, ("where", "what", "rule", "loads", "source"), rows)]

@@ -1,0 +1,109 @@
+"""A directory held against what `te.load_te` and Transformer Engine's modules ask of an export for them."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from precisionctl.checkpoints.base import Reader, read_rows
+from precisionctl.engines.rule import Finding, Rule
+from precisionctl.errors import DamagedCheckpoint, UnknownFormat
+from precisionctl.fp8 import numerics, sidecar
+from precisionctl.fp8.state import Fp8State, Fp8States
+from precisionctl.param import GEMM_ALIGNMENT
+from precisionctl.planning.plan import Job, Plan, make_plan
+
+TITLE = "Transformer Engine"
+PIECE = 1 << 22
+"""Elements of a weight to read at a time."""
+
+_FILE = Rule(f"the state of its GEMMs is in {sidecar.LIVE}, sound and whole", "precisionctl te.load_te")
+_VALUES = Rule(
+    "weights are values, which it casts itself; of codes transformers would make linears of its own",
+    "Transformer Engine 2.20 pytorch/module/linear.py; transformers 5.23 quantizers",
+)
+_MODULES = Rule(
+    "state is of a GEMM of the model, with one scale, or one for each expert",
+    "Transformer Engine 2.20 pytorch/quantization.py DelayedScalingRecipeState, module/grouped_linear.py",
+)
+_ALIGNED = Rule(
+    f"both dimensions of an FP8 weight must be multiples of {GEMM_ALIGNMENT}",
+    "Transformer Engine 2.20 pytorch/utils.py assert_dim_for_fp8_exec; cuBLASLt",
+)
+_RECORDED = Rule(
+    "an input of which nothing was recorded is cast under a scale of 1",
+    "Transformer Engine 2.20 pytorch/quantization.py DelayedScalingRecipeState",
+    fatal=False,
+)
+_FITTING = Rule(
+    "weights are cast by the scale that is stored, and saturate beyond it",
+    "Transformer Engine 2.20 pytorch/tensor/float8_tensor.py Float8Quantizer",
+    fatal=False,
+)
+
+
+@runtime_checkable
+class Directory(Protocol):
+    """What only a Reader of Hugging Face directories has."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+
+def check_te(reader: Reader) -> list[Finding]:
+    """Every rule that a Hugging Face directory breaks. Raises UnknownFormat for anything else, and what planning raises
+    where its tensors are not the model's."""
+    if not isinstance(reader, Directory):
+        raise UnknownFormat(
+            f"{TITLE} is given Hugging Face directories, this is {reader.container}",
+            where=reader.path,
+            do=f"Make one: precisionctl export-inference {reader.path} DST --target te",
+        )
+    if reader.config.get("quantization_config"):
+        return [Finding("config.json", "a quantization_config", _VALUES)]
+    try:
+        states = sidecar.find(reader.path, sidecar.LIVE)
+    except DamagedCheckpoint as damage:
+        return [Finding(str(sidecar.LIVE), damage.what, _FILE)]
+    if states is None:
+        return [Finding(str(sidecar.LIVE), "not there", _FILE)]
+    return [*_of_state(states, reader), *_of_modules(states, make_plan(reader, "megatron"), reader)]
+
+
+def _of_state(states: Fp8States, reader: Reader) -> Iterator[Finding]:
+    gemms = make_plan(reader, "megatron").gemms
+    for name, state in states.modules.items():
+        if name not in gemms:
+            yield Finding(name, "state of no GEMM of the model", _MODULES)
+        elif any(part.scale.shape != gemms[name] for part in state.roles.values()):
+            yield Finding(name, f"scales of shape {list(state.shape)}, not {list(gemms[name])}", _MODULES)
+        elif not bool((numerics.recorded_amax(state.roles["input"], "input", states.recipe) > 0).all()):
+            yield Finding(name, "an input that was never recorded", _RECORDED)
+
+
+def _of_modules(states: Fp8States, plan: Plan, reader: Reader) -> Iterator[Finding]:
+    """Of the weights whose GEMMs have state."""
+    for job in plan.jobs:
+        state = states.modules.get(job.module) if job.row.gemm else None
+        if state is None or state.roles["weight"].scale.shape != plan.gemms[job.module]:
+            continue
+        for name in job.reads:
+            shape = reader.specs[name].shape
+            if any(size % GEMM_ALIGNMENT for size in shape):
+                yield Finding(name, f"shape {list(shape)}", _ALIGNED)
+            elif (over := _beyond(name, job, state, states, reader)) > 1 + 2**-20:  # the scale is a rounded quotient
+                yield Finding(name, f"values up to {over:.4g} times the largest that its scale is for", _FITTING)
+
+
+def _beyond(name: str, job: Job, state: Fp8State, states: Fp8States, reader: Reader) -> float:
+    """The largest magnitude of a weight, over that which becomes the largest code."""
+    scale = state.roles["weight"].scale
+    one = scale if job.expert is None else scale[job.expert]
+    spec, amax = reader.specs[name], torch.zeros(())
+    step = max(1, PIECE // spec.columns)
+    for row in range(0, spec.rows, step):
+        amax = torch.maximum(amax, numerics.amax(read_rows(reader, name, row, min(step, spec.rows - row))))
+    return float(amax * one / numerics.FP8_MAX[states.recipe.dtype("weight")])
