@@ -12,7 +12,8 @@ from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8 import numerics, sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.param import GEMM_ALIGNMENT
-from precisionctl.planning.plan import Job, Plan, make_plan
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Job, Plan
 
 TITLE = "Transformer Engine"
 PIECE = 1 << 22
