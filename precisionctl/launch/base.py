@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron.keys import OURS
+from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, OURS
 from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.notes import GATE
@@ -132,9 +132,11 @@ class Subject:
         return found
 
     @property
-    def has_payloads(self) -> bool:
-        """Whether there is an `_extra_state` at all, empty or not."""
-        return of_megatron(self.reader) and next(iter(self.reader.payloads()), None) is not None
+    def lacks_extra_state(self) -> bool:
+        """Whether a `torch_dist` directory has no `_extra_state` at all, not even an empty one; Megatron's default
+        strictness then refuses it."""
+        found = self.reader
+        return isinstance(found, TorchDistReader) and not any(EXTRA_STATE in key for key in found.objects)
 
     @property
     def has_generators(self) -> bool:

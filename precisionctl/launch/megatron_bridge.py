@@ -20,7 +20,7 @@ def launch(subject: Subject) -> Launch:
         "cfg.checkpoint.finetune = True",
         "cfg.checkpoint.load_optim = False",
         "cfg.checkpoint.load_rng = False",
-        *([] if subject.has_payloads else ["cfg.checkpoint.dist_ckpt_strictness = 'log_all'"]),
+        *(["cfg.checkpoint.dist_ckpt_strictness = 'log_all'"] if subject.lacks_extra_state else []),
     ]
     lines += [f"cfg.model.{name} = {size}" for name, size in subject.sizes(_SIZES).items()]
     lines += [f"cfg.model.seq_length = {subject.model.max_position_embeddings}"]

@@ -123,7 +123,7 @@ def _loading(subject: Subject) -> list[Option]:
         options += [("--no-load-optim",), ("--no-load-rng",)]
     elif not subject.has_generators:
         options.append(("--no-load-rng",))
-    if subject.reader.container == "torch_dist" and not subject.has_payloads:
+    if subject.lacks_extra_state:
         options.append(("--dist-ckpt-strictness", "log_all"))
     return options
 
@@ -170,7 +170,7 @@ def _notes(subject: Subject) -> list[str]:
         )
     elif subject.reader.fp8:
         notes.append("FP8 state is in the sidecar alone: for an FP8 run, convert with --precision fp8")
-    if not subject.has_payloads and subject.reader.container == "torch_dist":
+    if subject.lacks_extra_state:
         notes.append("no _extra_state is in it; --dist-ckpt-strictness lets Megatron load it and name what is missing")
     return notes
 
