@@ -154,6 +154,16 @@ shown = _Short().repr
 
 
 @contextmanager
+def at(where: object) -> Iterator[None]:
+    """Say what an error inside is about, where whoever raised it did not know."""
+    try:
+        yield
+    except PrecisionctlError as error:
+        error.where = error.where or _brief(str(where))
+        raise
+
+
+@contextmanager
 def damage(what: str, where: object, do: str = "Is the copy whole?") -> Iterator[None]:
     """Whatever goes wrong inside is damage: what a stranger's file holds can be of any type wherever it is."""
     try:

@@ -749,10 +749,18 @@ def test_shapes_that_fp8_gemms_do_not_take_are_refused(tmp_path: Path) -> None:
         run(tmp_path / "hf", tmp_path / "out", "megatron", precision="fp8")
 
 
-def test_a_tensor_parallel_size_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [5, 8])  # 8 divides all sizes of 4 heads, and Megatron starts no such run
+def test_a_tensor_parallel_size_that_heads_do_not_fit_is_refused(ranks: int, tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
-    with pytest.raises(ShapeMismatch, match="5 tensor-parallel parts"):
-        run(tmp_path / "hf", tmp_path / "out", "megatron", parallelism=Parallelism(5))
+    with pytest.raises(ShapeMismatch, match=f"4 heads in 2 .* to {ranks} tensor-parallel ranks") as refused:
+        run(tmp_path / "hf", tmp_path / "out", "megatron", parallelism=Parallelism(ranks))
+    assert refused.value.where == str(tmp_path / "hf")
+
+
+def test_a_tensor_parallel_size_that_the_mlp_does_not_fit_is_refused(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, intermediate_size=90)
+    with pytest.raises(ShapeMismatch, match=r"layers\.\*\.mlp\.linear_fc1.* into 4 tensor-parallel parts"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron", parallelism=Parallelism(4))
 
 
 def test_a_large_model_is_sharded_with_an_index(tmp_path: Path) -> None:

@@ -86,6 +86,25 @@ def test_an_unknown_directory_says_what_was_looked_for(tmp_path: Path) -> None:
     assert not recognise(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("files", "given", "hint"),
+    [
+        (["config.json", "model.gguf"], "", "a config.json, and no weights"),
+        (["model.safetensors"], "", "weights, and no config.json"),
+        (["snapshots/abc/config.json"], "", "hub's cache: give .*snapshots/abc"),
+        (["config.json", "model.safetensors"], "model.safetensors", "the directory of the checkpoint, not a file"),
+    ],
+)
+def test_what_is_nearly_a_checkpoint_is_told_from_what_is_none(
+    files: list[str], given: str, hint: str, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(UnknownFormat, match=hint):
+        open_checkpoint(tmp_path / given)
+
+
 def edit_index(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path = directory / INDEX
     index = json.loads(path.read_text())
@@ -100,6 +119,15 @@ def edit_config(directory: Path, **changes: object) -> None:
 
 def shard(directory: Path) -> Path:
     return sorted(directory.glob("*.safetensors"))[0]
+
+
+def only_bin(directory: Path, content: str) -> None:
+    for file in (*directory.glob("*.safetensors"), directory / INDEX):
+        file.unlink()
+    (directory / BIN.single).write_text(content)
+
+
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
 
 
 def replace_header(directory: Path, header: bytes) -> None:
@@ -126,6 +154,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: edit_index(d, lambda i: i["weight_map"].update(x=shard(d).name)),
         "`x` is in .* but it is not",
     ),
+    "a shard that Git LFS did not fetch": (lambda d: shard(d).write_text(LFS_POINTER), "Git LFS.*git lfs pull"),
+    "a .bin that Git LFS did not fetch": (lambda d: only_bin(d, LFS_POINTER), "Git LFS.*git lfs pull"),
     "two models": (lambda d: shutil.copy(shard(d), d / "model.safetensors"), "are two models"),
     "an index without a map": (lambda d: edit_index(d, lambda i: i.clear()), "weight_map"),
     "a config that is no JSON": (lambda d: (d / "config.json").write_text("{"), "not readable as JSON"),
@@ -135,7 +165,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: edit_config(d, num_hidden_layers="two"),
         "layers is 'two', not a size",
     ),
-    "groups that do not divide": (lambda d: edit_config(d, num_key_value_heads=3), "4 heads in 3 query groups"),
+    "groups that do not divide": (
+        lambda d: edit_config(d, num_key_value_heads=3),
+        r"4 heads in 3 query groups \(.*config\.json\)",
+    ),
     "a vocabulary of terabytes": (lambda d: edit_config(d, vocab_size=10**13), "vocab_size is 10000000000000"),
     "a number that is a word": (lambda d: edit_config(d, rms_norm_eps="abc"), "norm_epsilon is 'abc'"),
     "a base that is a word": (lambda d: edit_config(d, rope_parameters=None, rope_theta="abc"), "rope_theta is 'abc'"),

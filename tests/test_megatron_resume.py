@@ -230,7 +230,7 @@ def test_an_optimizer_of_other_parameters_is_a_table_both_ways(megatron: Path, t
         with pytest.raises(MissingTensor) as caught:
             run(made)
         lines = caught.value.what.splitlines()
-        assert lines[0] == "the tensors that are there are not the model's: 12 missing, 3 unexpected"
+        assert lines[0] == "the checkpoint's tensors are not the model's: 12 missing, 3 unexpected"
         assert "  missing     optimizer.state.exp_avg.decoder.layers.*.mlp.linear_fc2.weight  (4)" in lines
         assert "  unexpected  optimizer.state.exp_avg.mlp.linear_fc2.weight" in lines
         assert "--skip optimizer" in caught.value.do
@@ -271,7 +271,7 @@ def test_a_table_of_names_is_bounded_whatever_a_stranger_s_checkpoint_holds(tmp_
         run(settings(source, tmp_path, tmp_path / "run", load="weights"))
     what = caught.value.what
     assert what.splitlines()[:2] == [
-        "the tensors that are there are not the model's: 1 missing, 320 unexpected",
+        "the checkpoint's tensors are not the model's: 1 missing, 320 unexpected",
         "  missing     model.norm.weight",
     ]
     assert what.splitlines()[-1] == "  unexpected  ... and 160 more" and len(what) < 1500

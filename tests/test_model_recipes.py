@@ -117,6 +117,7 @@ class OnPaper:
     model: ModelShape
     specs: Mapping[str, TensorSpec]
     layout: Any = "hf"
+    path: None = None
 
 
 def on_paper(real: Real) -> OnPaper:

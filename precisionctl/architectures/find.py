@@ -10,7 +10,7 @@ from precisionctl.architectures.config_keys import Config
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.discover import discover
-from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, shown
+from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, shown
 from precisionctl.model_shape import MLA, ModelShape, MoE
 
 _FIRST = ("llama",)
@@ -50,11 +50,11 @@ def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:
     if not isinstance(model_type, str):
         raise DamagedCheckpoint(f"model_type is {shown(model_type)}, not a name", where=where)
     fields: dict[str, Any] = {"architecture": model_type}
-    table = architecture_of(model_type)
     try:
-        for entry in table.config:
-            fields.update(entry.read(config, where))
-        return _shape(fields)
+        with at(where):
+            for entry in architecture_of(model_type).config:
+                fields.update(entry.read(config, where))
+            return _shape(fields)
     except (TypeError, ValueError, ArithmeticError) as error:  # a value that cannot be looked at as what it should be
         raise DamagedCheckpoint(f"it describes no model: {shown(str(error))}", where=where) from error
 

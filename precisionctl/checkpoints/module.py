@@ -37,6 +37,8 @@ class LiveModel:
     layout: Layout = "megatron"
     encodings: Mapping[str, Encoding] = field(default_factory=dict)
     parts: Mapping[str, Part] = field(default_factory=dict)
+    path: None = None
+    """It is in memory."""
 
     @cached_property  # a run asks for it several times a piece
     def specs(self) -> Mapping[str, TensorSpec]:

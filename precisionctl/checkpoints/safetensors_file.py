@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from precisionctl.checkpoints.lfs import check_fetched
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 
@@ -62,6 +63,7 @@ def read_described(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+                check_fetched(path)
                 raise DamagedCheckpoint("truncated, or no safetensors file", where=path, do="Copy it again.")
             header, metadata = _parse(file.read(length))
         tensors = {name: _stored(entry, 8 + length) for name, entry in header.items()}

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from precisionctl.checkpoints import te_tensors
+from precisionctl.checkpoints.lfs import check_fetched
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.untrusted import safe_archive, safe_pickle
 from precisionctl.untrusted.safe_archive import MAGIC, WHAT, directory, elements, reference_of, stored
@@ -74,6 +75,7 @@ def skeleton(path: Path) -> Any:
     """
     with open(path, "rb") as file:
         if file.read(4) != b"PK\3\4":
+            check_fetched(path)
             what = "no ZIP archive, as torch.save writes since PyTorch 1.6"
             raise DamagedCheckpoint(what, where=path, do="Is it whole? An older file: load it and save it again.")
     return _skeleton(Span(path, 0, path.stat().st_size), _SKELETON)

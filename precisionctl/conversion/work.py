@@ -86,7 +86,7 @@ def open_output(destination: Path, *sources: Path | None) -> Output:
         read, written = source.resolve(), (output.path.resolve(), output.partial.resolve(), output.journal.resolve())
         if any(read == path or read in path.parents or path in read.parents for path in written):
             raise OutputError(
-                "the destination, or what is written beside it, and the source are one in the other",
+                "source and destination (or what is written beside it) lie one in the other",
                 where=destination,
                 do="Choose a destination outside the source.",
             )

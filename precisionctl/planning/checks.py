@@ -20,7 +20,7 @@ _LINES = 8
 """Of the table of names, each way: a model has thousands."""
 
 
-def check_names(missing: Sequence[str], unexpected: Sequence[str], where: object, do: str = "") -> None:
+def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "", where: object = "") -> None:
     """Raise MissingTensor, or UnmappedTensor where none is missing, with a table of both: numbers in names that differ
     in nothing else are `*`."""
     found = {"missing": missing, "unexpected": unexpected}
@@ -29,7 +29,7 @@ def check_names(missing: Sequence[str], unexpected: Sequence[str], where: object
     counts = ", ".join(f"{len(names)} {what}" for what, names in found.items() if names)
     lines = [line for what, names in found.items() for line in _listed(what, names)]
     kind = MissingTensor if missing else UnmappedTensor
-    raise kind("\n".join([f"the tensors that are there are not the model's: {counts}", *lines]), where=where, do=do)
+    raise kind("\n".join([f"the checkpoint's tensors are not the model's: {counts}", *lines]), where=where, do=do)
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:
@@ -59,13 +59,12 @@ def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:
             raise PrecisionError(f"`{name}` is {dtype}", do="Known are values in BF16, FP16 and FP32, and FP8 codes.")
 
 
-def check_shapes(stored: Mapping[str, TensorSpec], shapes: Iterable[tuple[int, ...]], architecture: str) -> None:
+def check_shapes(stored: Mapping[str, TensorSpec], shapes: Iterable[tuple[int, ...]]) -> None:
     """Raise ShapeMismatch for a tensor that does not have its one of `shapes`."""
     for (name, spec), expected in zip(stored.items(), shapes, strict=True):
         if spec.shape != expected:
             raise ShapeMismatch(
                 f"`{name}` is {list(spec.shape)}, the model's sizes say {list(expected)}",
-                where=f"architecture {architecture}",
                 do="Does the config belong to this checkpoint?",
             )
 
@@ -78,7 +77,10 @@ def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> Non
         return
     size = shape[1] if parallel.kind == "columns" else shape[0] // parallel.parts
     if size % ranks:
-        raise ShapeMismatch(f"`{row.megatron}` {list(shape)} cannot be cut into {ranks} tensor-parallel parts")
+        raise ShapeMismatch(
+            f"`{row.megatron.replace('{layer}', '*')}` {list(shape)} cannot be cut into {ranks} tensor-parallel parts",
+            do=f"Choose another {'--etp or --tp' if row.of_experts else '--tp'}.",
+        )
 
 
 def check_megatron_has(model: ModelShape, architecture: Architecture) -> None:
@@ -116,7 +118,14 @@ def with_stages(sizes: Parallelism, layers: int) -> Parallelism:
 
 
 def check_ranks(model: ModelShape, parallelism: Parallelism) -> None:
-    """Raise ShapeMismatch where ranks of experts would not be equal."""
+    """Raise ShapeMismatch where ranks would not have equal shares of experts, or of heads as Megatron deals them out
+    (TransformerConfig.__post_init__)."""
+    ranks, heads, groups = parallelism.tensor, model.num_attention_heads, model.num_query_groups
+    if heads % ranks or (groups % ranks and ranks % groups):
+        raise ShapeMismatch(
+            f"{heads} heads in {groups} query groups cannot be dealt out to {ranks} tensor-parallel ranks",
+            do="Choose --tp that divides the heads, and is a multiple or a divisor of the groups.",
+        )
     experts = model.moe.num_experts if model.moe else 0
     if parallelism.expert > 1 and not experts:
         raise ShapeMismatch("a model without experts cannot be cut into expert-parallel parts", do="Leave --ep out.")

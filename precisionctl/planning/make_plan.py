@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from precisionctl.architectures.find import architecture_of
 from precisionctl.architectures.param_map import Alias, Architecture, Row, filled, names
-from precisionctl.errors import MappingError, MissingTensor
+from precisionctl.errors import MappingError, MissingTensor, at
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
 from precisionctl.planning import checks
@@ -22,6 +23,8 @@ from precisionctl.planning.plan import Job, Plan
 class Source(Protocol):
     """The part of a Reader that planning needs."""
 
+    @property
+    def path(self) -> Path | None: ...
     @property
     def layout(self) -> Layout: ...
     @property
@@ -54,31 +57,32 @@ def make_plan(
     `respelled` gives experts that a Hugging Face source has fused the names that the model's own class saves.
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
-    architecture = architecture_of(source.model.architecture)
-    if target == "megatron":
-        checks.check_megatron_has(source.model, architecture)
-    rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled)
-    stored = _with_mtp(source, rows)
-    model = stored.padded(parallelism.tensor) if target == "megatron" else stored
-    parallelism = checks.with_stages(parallelism, model.num_layers)
-    checks.check_ranks(model, parallelism)
-    derived = _derived(architecture, source)
-    by_row = {row: _row_jobs(row, architecture.aliases, model, source, target) for row in rows}
-    jobs = [job for row_jobs in by_row.values() for job in row_jobs]
-    _check_consumed(jobs, derived, source)
-    targets: dict[str, TensorSpec] = {}
-    for row, row_jobs in by_row.items():
-        if not row_jobs:
-            continue
-        _check_shapes(row, row_jobs, stored, source)
-        checks.check_division(row, model, parallelism)
-        shapes = row.shapes(model, target)
-        for job in row_jobs:
-            targets |= _targets(job, shapes, target, source.specs, dtype)
-    for job in _optimizer_jobs(jobs, source, target) if optimizer else ():
-        jobs.append(job)
-        targets[job.name] = _optimizer_target(job, stored, model, source)
-    return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
+    with at(source.path or ""):
+        architecture = architecture_of(source.model.architecture)
+        if target == "megatron":
+            checks.check_megatron_has(source.model, architecture)
+        rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled)
+        stored = _with_mtp(source, rows)
+        model = stored.padded(parallelism.tensor) if target == "megatron" else stored
+        parallelism = checks.with_stages(parallelism, model.num_layers)
+        checks.check_ranks(model, parallelism)
+        derived = _derived(architecture, source)
+        by_row = {row: _row_jobs(row, architecture.aliases, model, source, target) for row in rows}
+        jobs = [job for row_jobs in by_row.values() for job in row_jobs]
+        _check_consumed(jobs, derived, source)
+        targets: dict[str, TensorSpec] = {}
+        for row, row_jobs in by_row.items():
+            if not row_jobs:
+                continue
+            _check_shapes(row, row_jobs, stored, source)
+            checks.check_division(row, model, parallelism)
+            shapes = row.shapes(model, target)
+            for job in row_jobs:
+                targets |= _targets(job, shapes, target, source.specs, dtype)
+        for job in _optimizer_jobs(jobs, source, target) if optimizer else ():
+            jobs.append(job)
+            targets[job.name] = _optimizer_target(job, stored, model, source)
+        return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
 
 
 def _check_shapes(row: Row, jobs: Iterable[Job], model: ModelShape, source: Source) -> None:
@@ -87,7 +91,7 @@ def _check_shapes(row: Row, jobs: Iterable[Job], model: ModelShape, source: Sour
     for job in jobs:
         stored = {name: source.specs[name] for name in (*job.reads, *job.copies)}
         checks.check_dtypes(stored)
-        checks.check_shapes(stored, (*shapes[: len(job.reads)], *shapes[:1] * len(job.copies)), model.architecture)
+        checks.check_shapes(stored, (*shapes[: len(job.reads)], *shapes[:1] * len(job.copies)))
 
 
 def _with_mtp(source: Source, rows: Iterable[Row]) -> ModelShape:
@@ -142,7 +146,7 @@ def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: Sourc
     missing = [name for name in uses if name not in source.specs]
     unexpected = [name for name in source.specs if not uses[name]]
     do = "Is a shard missing, or does the config describe another model?" if missing else _UNEXPECTED
-    checks.check_names(missing, unexpected, f"architecture {source.model.architecture}", do)
+    checks.check_names(missing, unexpected, do)
     assert all(count == 1 for count in uses.values()), "a table names a tensor twice"
 
 
@@ -203,5 +207,5 @@ def _optimizer_jobs(jobs: Iterable[Job], source: Source, target: Layout) -> list
 def _optimizer_target(job: Job, stored: ModelShape, model: ModelShape, source: Source) -> TensorSpec:
     """What a tensor of the optimizer becomes: as large as its parameter, which may be padded otherwise than stored."""
     spec = _optimizer(source)[job.name]
-    checks.check_shapes({job.name: spec}, [job.row.shape(stored)], stored.architecture)
+    checks.check_shapes({job.name: spec}, [job.row.shape(stored)])
     return TensorSpec(job.row.shape(model), spec.dtype, job.row.parallel)

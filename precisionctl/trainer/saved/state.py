@@ -81,7 +81,7 @@ def plan_optimizer(source: MegatronReader, run: Run) -> Plan:
         if name in frozen or (kind == "param" and source.specs[name].dtype == torch.float32)
     }
     missing = [key for key in wanted if key not in found and key not in spared]
-    checks.check_names(missing, [key for key in found if key not in wanted], source.path, _WITHOUT)
+    checks.check_names(missing, [key for key in found if key not in wanted], _WITHOUT, source.path)
     plan = make_plan(source, "megatron", optimizer=True)
     return replace(plan, jobs=tuple(job for job in plan.jobs if job.name in found))
 
