@@ -122,15 +122,16 @@ def _weight_map(directory: Path, spelling: Spelling) -> dict[str, Path]:
             raise DamagedCheckpoint(
                 f"{file!r} is not the name of a file in this directory", where=index, do="Do not trust it."
             )
-        if not (directory / file).is_file():
-            raise DamagedCheckpoint(f"shard {file} is missing", where=directory, do="Download it again.")
-    if single.is_file() and single.name not in weight_map.values():
+    files = {file: directory / file for file in dict.fromkeys(weight_map.values())}
+    if missing := sorted(file for file, path in files.items() if not path.is_file()):
+        raise DamagedCheckpoint(f"shard {missing[0]} is missing", where=directory, do="Download it again.")
+    if single.is_file() and single.name not in files:
         raise DamagedCheckpoint(
             f"{single.name} and {index.name} are two models: transformers reads the one, engines the other",
             where=directory,
             do="Move away the one that is not meant.",
         )
-    return {name: directory / file for name, file in weight_map.items()}
+    return {name: files[file] for name, file in weight_map.items()}
 
 
 def index_of(shards: Mapping[Path, Mapping[str, TensorSpec]]) -> bytes:

@@ -6,8 +6,8 @@ shared. Here a pickle is a function of its value alone: no memo, no frames.
 
 import pickle
 import struct
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 
 class Global(NamedTuple):
@@ -35,48 +35,104 @@ class Persistent(NamedTuple):
 
 def dumps(value: object, protocol: int = 4) -> bytes:
     """A pickle of None, bool, int, float, str, bytes, tuples, lists, dicts and the objects above."""
-    return pickle.PROTO + bytes([protocol]) + _opcodes(value) + pickle.STOP
+    pickled = bytearray(pickle.PROTO + bytes([protocol]))
+    _add(value, pickled)
+    return bytes(pickled + pickle.STOP)
 
 
-def _opcodes(value: object) -> bytes:
-    match value:
-        case None:
-            return pickle.NONE
-        case bool():
-            return pickle.NEWTRUE if value else pickle.NEWFALSE
-        case int() if -(1 << 31) <= value < 1 << 31:
-            return pickle.BININT + struct.pack("<i", value)
-        case int():
-            number = pickle.encode_long(value)
-            long = pickle.LONG1 + bytes([len(number)]) if len(number) < 256 else pickle.LONG4 + _length(number)
-            return long + number
-        case float():
-            return pickle.BINFLOAT + struct.pack(">d", value)
-        case str():
-            text = value.encode(errors="surrogatepass")  # as pickle itself does
-            return pickle.BINUNICODE + _length(text) + text
-        case bytes():
-            return pickle.BINBYTES + _length(value) + value
-        case Global(module, name):
-            return pickle.GLOBAL + f"{module}\n{name}\n".encode()
-        case Made(make, arguments, new, fields):
-            made = _sequence((make, arguments)) + (pickle.NEWOBJ if new else pickle.REDUCE)
-            return made if fields is None else made + _opcodes(fields) + pickle.BUILD
-        case Persistent(identifier):
-            return _opcodes(identifier) + pickle.BINPERSID
-        case tuple():
-            return pickle.MARK + _sequence(value) + pickle.TUPLE
-        case list():
-            return pickle.EMPTY_LIST + pickle.MARK + _sequence(value) + pickle.APPENDS
-        case dict():
-            items = b"".join(_sequence(item) for item in value.items())
-            return pickle.EMPTY_DICT + pickle.MARK + items + pickle.SETITEMS
-    raise TypeError(f"{type(value).__name__} has no opcodes here")
+def _add(value: Any, to: bytearray) -> None:
+    """Append the opcodes of a value. The index of a large checkpoint has millions: they are found by their type."""
+    add = _ADD.get(type(value)) or next((_ADD[kind] for kind in type(value).__mro__ if kind in _ADD), None)
+    if add is None:
+        raise TypeError(f"{type(value).__name__} has no opcodes here")
+    add(value, to)
+
+
+def _none(value: None, to: bytearray) -> None:
+    to += pickle.NONE
+
+
+def _bool(value: bool, to: bytearray) -> None:
+    to += pickle.NEWTRUE if value else pickle.NEWFALSE
+
+
+def _int(value: int, to: bytearray) -> None:
+    if -(1 << 31) <= value < 1 << 31:
+        to += pickle.BININT + struct.pack("<i", value)
+        return
+    number = pickle.encode_long(value)
+    to += pickle.LONG1 + bytes([len(number)]) if len(number) < 256 else pickle.LONG4 + _length(number)
+    to += number
+
+
+def _float(value: float, to: bytearray) -> None:
+    to += pickle.BINFLOAT + struct.pack(">d", value)
+
+
+def _str(value: str, to: bytearray) -> None:
+    text = value.encode(errors="surrogatepass")  # as pickle itself does
+    to += pickle.BINUNICODE + _length(text) + text
+
+
+def _bytes(value: bytes, to: bytearray) -> None:
+    to += pickle.BINBYTES + _length(value) + value
+
+
+def _global(value: Global, to: bytearray) -> None:
+    to += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
+
+
+def _made(value: Made, to: bytearray) -> None:
+    _global(value.make, to)
+    _tuple(value.arguments, to)
+    to += pickle.NEWOBJ if value.new else pickle.REDUCE
+    if value.fields is not None:
+        _add(value.fields, to)
+        to += pickle.BUILD
+
+
+def _persistent(value: Persistent, to: bytearray) -> None:
+    _tuple(value.identifier, to)
+    to += pickle.BINPERSID
+
+
+def _tuple(value: tuple[object, ...], to: bytearray) -> None:
+    to += pickle.MARK
+    for item in value:
+        _add(item, to)
+    to += pickle.TUPLE
+
+
+def _list(value: list[object], to: bytearray) -> None:
+    to += pickle.EMPTY_LIST + pickle.MARK
+    for item in value:
+        _add(item, to)
+    to += pickle.APPENDS
+
+
+def _dict(value: Mapping[object, object], to: bytearray) -> None:
+    to += pickle.EMPTY_DICT + pickle.MARK
+    for key, item in value.items():
+        _add(key, to)
+        _add(item, to)
+    to += pickle.SETITEMS
+
+
+_ADD: Mapping[type, Callable[[Any, bytearray], None]] = {
+    type(None): _none,
+    bool: _bool,
+    int: _int,
+    float: _float,
+    str: _str,
+    bytes: _bytes,
+    Global: _global,
+    Made: _made,
+    Persistent: _persistent,
+    tuple: _tuple,
+    list: _list,
+    dict: _dict,
+}
 
 
 def _length(data: bytes) -> bytes:
     return struct.pack("<I", len(data))
-
-
-def _sequence(values: Iterable[object]) -> bytes:
-    return b"".join(_opcodes(value) for value in values)

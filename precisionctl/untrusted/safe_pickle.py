@@ -183,8 +183,10 @@ _CONTAINERS = (str, bytes, list, tuple, set, frozenset, dict)
 
 def _copied(value: Any) -> int:
     """How many parts a copy of a call's arguments, or of a state, can have: its own, and those of what it holds."""
-    parts = value if type(value) is tuple else (value,)
-    return len(parts) + sum(len(part) for part in parts if isinstance(part, _CONTAINERS))
+    count = 0
+    for part in value if type(value) is tuple else (value,):
+        count += 1 + len(part) if isinstance(part, _CONTAINERS) else 1
+    return count
 
 
 def _copying(load: Callable[[Any], None], *, call: bool) -> Callable[[Any], None]:

@@ -73,15 +73,21 @@ def place(
     placed: list[Placed] = []
     for rank, theirs in itertools.groupby(boxes, key=lambda box: box.rank):
         number, offset, filled = 0, 0, 0
+        path = _file(directory, rank, number)
         for box in theirs:
             record = torch_zip_writer.record(specs[box.name].dtype, box.sizes)
             if filled and filled + record.nbytes > FILE_BYTES:
                 number, offset, filled = number + 1, 0, 0
-            span = torch_zip.Span(directory / f"__{rank}_{number}.distcp", offset, record.length)
+                path = _file(directory, rank, number)
+            span = torch_zip.Span(path, offset, record.length)
             placed.append(Placed(box.name, box.key, box.box, record, dcp.Piece(box.offsets, box.sizes, span)))
             offset += -(-record.length // _ALIGNMENT) * _ALIGNMENT
             filled += record.nbytes
     return placed
+
+
+def _file(directory: Path, rank: int, number: int) -> Path:
+    return directory / f"__{rank}_{number}.distcp"
 
 
 def _boxes(

@@ -109,8 +109,9 @@ class LegacyWriter:
         held: dict[Path, list[tuple[str, Blank, list[Box]]]] = {rank.path: [] for rank in self._ranks}
         for name, spec in self.specs.items():
             kind, parameter = _parameter(name)
+            shares = self._shares(parameter, spec)
             for rank, stage, local in self._holders(parameter):
-                boxes = self._boxes(parameter, spec, rank.tensor)
+                boxes = shares[rank.tensor % len(shares)]
                 blank = Blank(spec.dtype, _shape(spec, boxes))
                 if kind:
                     rank.optimizer[kind, stage, local] = blank
@@ -145,11 +146,11 @@ class LegacyWriter:
                 if expert_rank in (None, rank.expert):
                     yield rank, stage // self._sizes.pipeline, local
 
-    def _boxes(self, name: str, spec: TensorSpec, tensor: int) -> list[Box]:
+    def _shares(self, name: str, spec: TensorSpec) -> list[list[Box]]:
+        """What of a tensor each of its tensor-parallel ranks has."""
         if spec.parallel.kind == "replicated":
-            return [whole(spec)]
-        size = cut_for(name, self._sizes)
-        return shard_boxes(spec, size)[tensor % size]
+            return [[whole(spec)]]
+        return shard_boxes(spec, cut_for(name, self._sizes))
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._chunks[name]
