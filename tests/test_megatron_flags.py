@@ -11,9 +11,9 @@ import pytest
 from precisionctl.cli import main
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.state import DelayedScaling
+from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 from precisionctl.precision import BlockScaling, Precision
 from precisionctl.recipe import load_recipe
-from precisionctl.recipe.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 from precisionctl.trainer import resume as trainer
 
 NOT_TAKEN = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from precisionctl.recipe.megatron_flags import FIRST_LAST, FLAGS, as_overrides
+from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 
 CHECKPOINT = click.Path(exists=True, path_type=Path)
 NEW_PATH = click.Path(path_type=Path)

@@ -2,7 +2,7 @@
 
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.launch.base import Launch, Subject
-from precisionctl.recipe.megatron_flags import stateless_words
+from precisionctl.megatron_flags import stateless_words
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _MIXED = "megatron.bridge.training.mixed_precision"

@@ -9,9 +9,9 @@ from precisionctl.architectures.megatron_args import read_megatron_args, to_mega
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.launch.base import Launch, Subject
+from precisionctl.megatron_flags import stateless_words
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
-from precisionctl.recipe.megatron_flags import stateless_words
 
 Option = tuple[str, ...]
 

@@ -7,9 +7,12 @@ default where Megatron has one of its own: a history of 1 and `most_recent`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from precisionctl.errors import RecipeError
-from precisionctl.precision import Precision
+
+if TYPE_CHECKING:  # the command line has its flags from here, and `--help` no time for torch
+    from precisionctl.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def as_overrides(given: Mapping[str, object], first_last: bool) -> tuple[str, ..
     )
 
 
-def stateless_words(precision: Precision) -> Mapping[str, object]:
+def stateless_words(precision: "Precision") -> Mapping[str, object]:
     """Of a scaling that keeps no state, under the names that Megatron and Bridge share."""
     words: dict[str, object] = {
         "fp8": _theirs("--fp8-format", precision.fp8_format),
