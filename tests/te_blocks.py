@@ -15,7 +15,12 @@ from torch import Tensor
 BLOCK = 128
 
 
-def quantize(tensor: Tensor, quantizer: Any, output: Any, codes_dtype: torch.dtype) -> Any:
+def put(old: Tensor, new: Tensor, noop: Tensor | None) -> None:
+    """Into the old one, but where a flag on the device says that nothing is to be done."""
+    old.copy_(new if noop is None else torch.where(noop.reshape(()) != 0, old, new))
+
+
+def quantize(tensor: Tensor, quantizer: Any, output: Any, codes_dtype: torch.dtype, noop: Tensor | None = None) -> Any:
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
@@ -34,7 +39,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any, codes_dtype: torch.dty
     if output is not None:
         for name, part in parts.items():
             if part is not None:
-                getattr(output, f"_{name}").copy_(part)
+                put(getattr(output, f"_{name}"), part, noop)
         return output
     parts |= {"fp8_dtype": quantizer.dtype, "quantizer": quantizer, "is_2D_scaled": square}
     if quantizer.internal:

@@ -48,19 +48,20 @@ def _current_scale(amax: Tensor, quantizer: Any) -> Tensor:
 
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """A cast under a tensor's scale; under delayed scaling its amax is left in the quantizer, by atomic maximum."""
+    """A cast under a tensor's scale; under delayed scaling its amax is left in the quantizer, by atomic maximum. Where
+    the flag `noop` is not zero, which the kernel reads, all stays as it is."""
     if quantizer is None:
         return tensor
     kind = type(quantizer).__name__
     if kind == "Float8BlockQuantizer":
-        return te_blocks.quantize(tensor, quantizer, output, CODES[DType(quantizer.dtype)])
+        return te_blocks.quantize(tensor, quantizer, output, CODES[DType(quantizer.dtype)], noop)
     if kind not in ("Float8Quantizer", "Float8CurrentScalingQuantizer"):
         raise NotImplementedError(f"{kind} is not stood in for")
     values = tensor.detach().float()
     amax = values.abs().amax().nan_to_num(0.0, torch.inf) if values.numel() else torch.zeros(())
     if hasattr(quantizer, "scale"):
         scale = quantizer.scale.detach().reshape(1).clone()
-        quantizer.amax.copy_(torch.fmax(quantizer.amax, amax.reshape(quantizer.amax.shape)))
+        te_blocks.put(quantizer.amax, torch.fmax(quantizer.amax, amax.reshape(quantizer.amax.shape)), noop)
     else:
         if quantizer.with_amax_reduction:
             torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=quantizer.amax_reduction_group)
@@ -68,10 +69,10 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
     limit = _largest_code(quantizer.dtype)
     codes = (values * scale).clamp(-limit, limit).to(CODES[DType(quantizer.dtype)]).view(torch.uint8)
     if output is not None:
-        output._data.copy_(codes)
-        output._scale_inv.copy_(scale.reciprocal())
+        te_blocks.put(output._data, codes, noop)
+        te_blocks.put(output._scale_inv, scale.reciprocal(), noop)
         if output._transpose is not None:
-            output._transpose.copy_(_transposed(codes))
+            te_blocks.put(output._transpose, _transposed(codes), noop)
             output._transpose_invalid = False
         return output
     return _stored(codes, scale.reciprocal(), quantizer, tensor.dtype)

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import os
 import sys
+import time
 import types
 import warnings
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import te_graphs
 import te_kernels
 import torch
 from te_kernels import BACKWARD, FORWARD, DType
@@ -79,19 +81,52 @@ CONSTANTS = {
 KERNELS = {name: one for name, one in vars(te_kernels).items() if inspect.isfunction(one) and name[0] != "_"}
 
 
+class Event:
+    """Of a device that has done everything at once."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._time = 0.0
+
+    def record(self) -> None:
+        self._time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def elapsed_time(self, later: "Event") -> float:
+        return (later._time - self._time) * 1000
+
+
+READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "nonzero")
+IN_MEMORY = ("batch.py", "loop.py:batches", "te_kernels.py", "te_blocks.py", "te_graphs.py")
+
+
 class OnCpu(TorchFunctionMode):
-    """What is asked of "cuda", or of device 0, is done on the CPU, and says that it is on CUDA."""
+    """What is asked of "cuda", or of device 0, is done on the CPU, and says that it is on CUDA. While nothing is to be
+    waited for, no number of a tensor is read, but by stand-ins and of what lies in memory on a GPU machine, too."""
+
+    reads = True
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         if function == torch.Tensor.is_cuda.__get__:
             return True
-        if name == "cuda":
+        if name in ("cuda", "pin_memory"):
             return arguments[0]
+        if name in READS and not self.reads and not _reader().startswith(IN_MEMORY):
+            raise RuntimeError(f"{_reader()} waits for the device")
         keywords = {key: _cpu(value) for key, value in (keywords or {}).items()}
         if keywords.get("device") == 0:
             keywords["device"] = "cpu"
         return function(*map(_cpu, arguments), **keywords)
+
+
+def _reader() -> str:
+    """Where a number is read: the file below its package's folder, and the function."""
+    frame = sys._getframe(2)
+    while "/torch/" in frame.f_code.co_filename and frame.f_back:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"
 
 
 def _cpu(value: Any) -> Any:
@@ -130,12 +165,17 @@ def _pretend_cuda() -> None:
         "get_device_name": "a CPU that stands in",
         "synchronize": None,
         "is_current_stream_capturing": False,
+        "reset_peak_memory_stats": None,
+        "max_memory_allocated": 0,
+        "mem_get_info": (2**40, 2**40),
         "_lazy_init": None,
         "_lazy_call": None,
         "get_rng_state": torch.get_rng_state(),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    torch.cuda.Event = Event  # type: ignore[misc,assignment]
+    torch.cuda.set_sync_debug_mode = lambda mode: setattr(OnCpu, "reads", mode != "error")  # type: ignore[assignment]
     torch.cuda.default_generators = (torch.default_generator,)
     torch.version.cuda = "13.0"
 
@@ -157,9 +197,11 @@ def install() -> None:
         warnings.simplefilter("ignore")
         _enter_packages()
         _pretend_cuda()
+        te_graphs.install()
         _in_backward_too()
         OnCpu().__enter__()
         importlib.import_module("transformer_engine.pytorch")
+        te_graphs.after_import()
 
 
 @pytest.hookimpl(tryfirst=True)

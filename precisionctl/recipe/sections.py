@@ -29,7 +29,8 @@ def _require(section: str, table: object, **bounds: Bounds) -> None:
 class Train:
     """How long, in what batches, and what is kept. Steps are optimizer steps; sizes are sequences. `recompute` of a
     layer keeps its input alone for the backward, and makes the rest once more then. `weight_casts` says how often a
-    weight is cast to FP8: in every pass, or once for all passes of an update. With `async_save` training goes on
+    weight is cast to FP8: in every pass, or once for all passes of an update. `graphs` launches layers as CUDA graphs.
+    With `async_save` training goes on
     while a copy is written. A step whose loss or gradients are no numbers is skipped, `max_skipped` running at most.
     `memory_check` is what becomes of a run that will not fit."""
 
@@ -43,6 +44,7 @@ class Train:
     warmup_passes: int = 8
     recompute: Literal["none", "layer"] = "none"
     weight_casts: Literal["auto", "per-pass", "per-update"] = "auto"
+    graphs: bool = False
     async_save: bool = False
     max_skipped: int = 5
     memory_check: Literal["refuse", "warn"] = "refuse"

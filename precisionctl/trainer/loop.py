@@ -105,6 +105,16 @@ class Run:
             return self.schedule.rate(step, train.batch_size)
         return learning_rate(step, train.steps, self.recipe.optimizer.lr, self.recipe.schedule)
 
+    def casts_once(self, passes: int) -> bool:
+        """Whether an update of so many passes casts each weight once."""
+        return passes > 1 and not self.world.cuts and self.recipe.casts_once
+
+    def capture(self) -> None:
+        """Have layers launched as CUDA graphs from now on, for batches such as the next update's."""
+        batches = self.feed.batches(self.position)
+        rows, length = batches[0].tokens.shape
+        self.model.capture(rows, length, same_weights=self.casts_once(len(batches)))
+
     @property
     def device(self) -> torch.device:
         return self.model.backend.device
@@ -121,6 +131,8 @@ def train(
     has stopped the run, which is saved.
     """
     told = Told(run, log, on_step)
+    if run.recipe.train.graphs:
+        run.capture()
     with stop_signals() as received:
         try:
             while run.step < run.recipe.train.steps:
@@ -180,8 +192,7 @@ def passes(run: Run, batches: Sequence[Batch], targets: int) -> Tensor:
     """Forward and backward of an update's micro-batches; the optimizer has the sum of their gradients. Returns their
     loss, summed over its `targets`, FP32 `[]`."""
     total = torch.zeros((), device=run.device)
-    once = len(batches) > 1 and not run.world.cuts and run.recipe.casts_once
-    with run.model.backend.same_weights() if once else nullcontext():
+    with run.model.backend.same_weights() if run.casts_once(len(batches)) else nullcontext():
         for number, batch in enumerate(batches, start=1):
             with run.meter.last_pass() if number == len(batches) else nullcontext():
                 total += backward(run.model, batch, targets)

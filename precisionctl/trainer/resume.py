@@ -24,6 +24,7 @@ from precisionctl.fp8.state import Fp8States, Role
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.recipe import Recipe
+from precisionctl.trainer import graphs
 from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.guard import Guard
@@ -138,6 +139,7 @@ def _asked(settings: Settings, recipe: Recipe, world: World, out: Path, on_token
     held_out = read_rows(source, beside, out / "tokens", on_tokens) if beside.path else None
     rows = rows.shared_by(recipe.parallel.token_ranks)
     held_out = held_out and held_out.shared_by(recipe.parallel.token_ranks)
+    graphs.check(recipe, plan.model, backend, world, rows)
     start = dict(settings.start) | ({"schedule": "the checkpoint's"} if schedule else {})
     wanted = run_folder.identity(source, rows.fingerprint, recipe, load=load, **start)
     if settings.collect_amax:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "precisionctl" / "trainer" / "backends"
-OURS = ast.parse("\n".join((FOLDER / name).read_text() for name in ("te_modules.py", "te.py")))
+OURS = ast.parse("\n".join((FOLDER / name).read_text() for name in ("te_modules.py", "te.py", "te_graphs.py")))
 VERSION = "2.20.2"
 
 ATTENTION = "pytorch/attention/dot_product_attention/dot_product_attention.py"
@@ -20,6 +20,7 @@ CALLED = {
     "te.is_fp8_available": ("pytorch/quantization.py", "is_fp8_available"),
     "te.is_mxfp8_available": ("pytorch/quantization.py", "is_mxfp8_available"),
     "te.is_fp8_block_scaling_available": ("pytorch/quantization.py", "is_fp8_block_scaling_available"),
+    "te.make_graphed_callables": ("pytorch/graph.py", "make_graphed_callables"),
     "te.checkpoint": ("pytorch/distributed.py", "checkpoint"),
     "te.autocast": ("pytorch/quantization.py", "autocast.__init__"),
     "Linear": ("pytorch/module/linear.py", "Linear.__init__"),

@@ -4,7 +4,7 @@ Both make modules with the same parameter names, FP8 state and numerics: `te` (T
 Engine, on a GPU with FP8) and `emulated` (plain PyTorch, anywhere).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -129,6 +129,14 @@ class Backend(Protocol):
     def forward_pass(self) -> AbstractContextManager[None]:
         """Around one pass through all modules. On leaving it with gradients enabled, forward scales are
         updated, as TE does when its outermost autocast ends; without gradients nothing is recorded."""
+        ...
+
+    def captured(
+        self, layers: Iterable[nn.Module], positions: Any, like: Tensor, *, same_weights: bool
+    ) -> Callable[[Tensor], Tensor]:
+        """Passes with gradients through `layers` at `positions`, as CUDA graphs, of hidden states like these `[T, E]`;
+        within `same_weights`, too, where that is said. FP8 state stays as it is. Raises EnvironmentProblem where there
+        are none."""
         ...
 
     def after_backward(self) -> None:

@@ -1,6 +1,6 @@
 """The GPT's linears and norms in plain PyTorch, with Transformer Engine's FP8 numerics (`fp8_gemm`)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from precisionctl.errors import EnvironmentProblem
 from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
@@ -239,6 +240,11 @@ class EmulatedBackend:
             yield
         finally:
             self.casts = None
+
+    def captured(
+        self, layers: Iterable[nn.Module], positions: Any, like: Tensor, *, same_weights: bool
+    ) -> Callable[[Tensor], Tensor]:
+        raise EnvironmentProblem("CUDA graphs are captured by Transformer Engine, and this is emulated")
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:

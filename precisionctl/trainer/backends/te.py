@@ -1,7 +1,7 @@
 """Makes Transformer Engine's modules for a precision and the ranks that share them, where this machine computes so."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import Mode, Norm, cut_sizes, recompute, require_alignment
 from precisionctl.trainer.backends.recorder import Recorder
+from precisionctl.trainer.backends.te_graphs import Graphs
 from precisionctl.trainer.backends.te_modules import (
     COLUMNS,
     GroupedLinear,
@@ -69,6 +70,8 @@ class TransformerEngineBackend:
         """What TE's modules are told in FP8: whether to cast a weight and keep it, or take what is kept; None does
         neither."""
         self._in_fp8: list[Stateful] = []
+        self._keeps_casts = False
+        """Whether graphs have been told where the casts of weights lie."""
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool, mode: Mode | None = None) -> nn.Module:
         module = Linear(
@@ -174,8 +177,16 @@ class TransformerEngineBackend:
             yield
         finally:
             self.is_first_microbatch = None
-            for module in self._in_fp8:
-                module._fp8_workspaces.clear()  # they would take memory while the optimizer does
+            if not self._keeps_casts:  # they would take memory while the optimizer does
+                for module in self._in_fp8:
+                    module._fp8_workspaces.clear()
+
+    def captured(
+        self, layers: Iterable[nn.Module], positions: Any, like: Tensor, *, same_weights: bool
+    ) -> Callable[[Tensor], Tensor]:
+        self._keeps_casts = self._keeps_casts or same_weights
+        first = (lambda: self.is_first_microbatch is not False) if same_weights else None
+        return Graphs(layers, positions, like, self.recipe if self.precision.fp8 else None, first)
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:

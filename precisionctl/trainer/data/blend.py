@@ -35,6 +35,11 @@ class Blend:
         return sum(map(len, self.parts))
 
     @property
+    def is_even(self) -> bool:
+        """As `Rows.is_even`: a recipe has one length for all of them."""
+        return all(part.is_even for part in self.parts)
+
+    @property
     def fingerprint(self) -> str:
         """A hash of what is trained on, and how often."""
         said = [f"{turns} {part.fingerprint}" for turns, part in zip(turns_of(self.weights), self.parts, strict=True)]

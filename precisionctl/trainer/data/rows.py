@@ -93,6 +93,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.cut)
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all rows are of one text, and of one length."""
+        return isinstance(self.cut, EvenCut)
+
     def shared_by(self, ranks: int) -> "Rows":
         return replace(self, ranks=ranks)
 

@@ -89,12 +89,17 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     after += kept * sum(parameters.layers(recipe.parallel))  # until an update's last backward
     if fp8_lm:  # a tensor is decoded, updated and encoded again
         after += 6 * 4 * max(_tensors(model))
+    passes = _passes(model, recipe, backend)
+    most = max(after, passes)
+    if recipe.train.graphs:  # their memory is nobody else's; layers have inputs, and gradients of outputs, of their own
+        tokens = recipe.data.sequence_length * recipe.train.micro_batch_size
+        most = after + passes + (2 + 2) * model.hidden_size * tokens * model.num_layers
     copies = (2 + 4 + 4 + 4) * mine if recipe.train.async_save and not gpu else 0
     return Memory(
         weights=2 * mine if whole else 0,
         optimizer=(masters + moments) * mine,
         gradients=(gradient if several else 0) * mine + (4 if recipe.guard.shadow_every else 0) * mine,
-        passes=max(after, _passes(model, recipe, backend)) + (0 if whole else _gathered(parameters, recipe.parallel)),
+        passes=most + (0 if whole else _gathered(parameters, recipe.parallel)),
         process=(PROCESS_GPU if gpu else PROCESS if alone else PROCESS_OF_SEVERAL) + _histories(model, recipe) + copies,
     )
 

@@ -8,7 +8,7 @@ ffn_hidden_size, V padded_vocab_size, G num_query_groups, R query heads per grou
 experts of a token. Of V, G and F a tensor rank has a part.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -94,8 +94,18 @@ class GPT(nn.Module):
                 hidden.requires_grad_()  # gradients are recorded even where no parameter is to have one
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: (recorder or self.backend).after_backward())  # its gradient is the last
-            decoded: Tensor = self.decoder(hidden, self._positions(place, segments, tokens))
+            rows, length = tokens.shape
+            decoded: Tensor = self.decoder(hidden, self._positions(place, segments, (rows, length)))
         return self.backend.world.tensor.enter(decoded).view(*tokens.shape, -1)
+
+    def capture(self, rows: int, length: int, *, same_weights: bool = False) -> None:
+        """Launch layers as CUDA graphs from now on, in passes with gradients over tokens `[rows, length]` that no texts
+        share; those within the backend's `same_weights`, too, where that is said. Raises EnvironmentProblem."""
+        shape, dtype, device = (rows, length), self.backend.dtype, self.backend.device
+        positions = self._positions(torch.arange(length, device=device), None, shape)
+        hidden = torch.zeros(rows * length, self.model.hidden_size, dtype=dtype, device=device)
+        replay = self.backend.captured(self.decoder.layers, positions, hidden, same_weights=same_weights)
+        self.decoder.captured = shape, replay
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., E]` to `[..., V]`."""
@@ -139,14 +149,13 @@ class GPT(nn.Module):
             return torch.arange(tokens.shape[1], device=self.backend.device)
         return segments.places(self.backend.device).view(tokens.shape)
 
-    def _positions(self, place: Tensor, segments: Segments | None, tokens: Tensor) -> dict[bool, Positions]:
+    def _positions(self, place: Tensor, segments: Segments | None, shape: tuple[int, int]) -> dict[bool, Positions]:
         """In layers with a window (True) and without."""
-        rows, length = tokens.shape
         longest, made = segments.longest if segments else len(place), {}
         for in_window, rope in self._ropes.items():
             cos, sin = rope.at(place, longest) if rope else (None, None)
             window = self.model.sliding_window if in_window else None
-            made[in_window] = Positions(cos, sin, window, segments, (rows, length))
+            made[in_window] = Positions(cos, sin, window, segments, shape)
         return made
 
 
@@ -203,12 +212,24 @@ class Decoder(nn.Module):
             for layer in numbers
         )
         self.final_layernorm = backend.norm(model.hidden_size, norm_of(model))
+        self.backend = backend
+        self.captured: tuple[tuple[int, int], Callable[[Tensor], Tensor]] | None = None
+        """All layers as CUDA graphs, for batches `[rows, length]`."""
 
     def forward(self, hidden: Tensor, positions: dict[bool, Positions]) -> Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden, positions)
+        if replay := self._replay(positions):
+            hidden = replay(hidden)
+        else:
+            for layer in self.layers:
+                hidden = layer(hidden, positions)
         hidden = self.final_layernorm(hidden)
         return hidden
+
+    def _replay(self, positions: dict[bool, Positions]) -> Callable[[Tensor], Tensor] | None:
+        if self.captured is None or self.backend.recorder or not torch.is_grad_enabled():
+            return None
+        (shape, replay), here = self.captured, next(iter(positions.values()))
+        return replay if here.segments is None and here.shape == shape else None
 
 
 class Layer(nn.Module):

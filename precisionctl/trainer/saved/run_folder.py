@@ -33,6 +33,7 @@ _INDIFFERENT = (
     "parallel.expert",
     "train.recompute",
     "train.memory_check",
+    "train.graphs",
     "train.keep",
     "train.async_save",
     "train.max_skipped",

@@ -1,0 +1,90 @@
+"""Runs that cannot have their layers captured as CUDA graphs are told why, before anything is loaded."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_flops import shape
+from training import WORDS, make_source, make_text, settings
+
+from precisionctl.errors import EnvironmentProblem, RecipeError
+from precisionctl.precision import PRESETS
+from precisionctl.recipe import Data, Recipe, Train
+from precisionctl.trainer.data import Blend, Rows, load_data
+from precisionctl.trainer.graphs import check
+from precisionctl.trainer.measure.memory import estimate
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.parallel.world import ALONE, World
+from precisionctl.trainer.resume import resume
+
+GRAPHED = Recipe(PRESETS["fp8-delayed"], Train(graphs=True))
+CONVERSATION = {"messages": [{"role": role, "content": WORDS[3]} for role in ("user", "assistant")]}
+
+
+class Cut(World):
+    cuts = True
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows | Blend]:
+    """Of a text, of conversations, and of both."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("graphs")
+    tokenizer = AutoTokenizer.from_pretrained(make_source(folder / "source"))
+    chats = folder / "chats.jsonl"
+    chats.write_text("".join(json.dumps(CONVERSATION) + "\n" for _ in range(4)))
+    data = Data(sequence_length=32)
+    text = load_data(replace(data, path=str(make_text(folder / "text.txt"))), tokenizer, folder)
+    talk = load_data(replace(data, path=str(chats)), tokenizer, folder)
+    assert isinstance(text, Rows) and isinstance(talk, Rows)
+    return {"text": text, "conversations": talk, "both": Blend([text, talk], [1, 1]), "texts": Blend([text], [1])}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"backend": "emulated"}, "this run is emulated"),
+        ({"world": Cut()}, "ranks put parameters together"),
+        ({"family": "mixtral"}, "how large an expert's GEMM is"),
+        ({"train": {"recompute": "layer"}}, "train.recompute computes"),
+        ({"rows": "conversations"}, "another shape in each pass"),
+        ({"rows": "both"}, "another shape in each pass"),
+        ({}, None),
+        ({"rows": "texts"}, None),
+        ({"train": {"graphs": False, "recompute": "layer"}, "world": Cut(), "backend": "emulated"}, None),
+    ],
+    ids=str,
+)
+def test_a_run_is_refused_with_the_reason(
+    changes: dict[str, Any], reason: str | None, rows: dict[str, Rows | Blend]
+) -> None:
+    recipe = replace(GRAPHED, train=replace(GRAPHED.train, **changes.get("train", {})))
+    model, data = shape(changes.get("family", "llama-3")), rows[changes.get("rows", "text")]
+    asked = recipe, model, changes.get("backend", "te"), changes.get("world", ALONE), data
+    if reason is None:
+        check(*asked)
+        return
+    with pytest.raises(RecipeError, match=reason):
+        check(*asked)
+
+
+def test_resume_says_so_and_the_emulation_captures_none(tmp_path: Path) -> None:
+    source, text = make_source(tmp_path / "source"), make_text(tmp_path / "text.txt")
+    with pytest.raises(RecipeError, match="train.graphs asks for CUDA graphs .* this run is emulated"):
+        resume(settings(source, text, tmp_path / "run", train__graphs=True), lambda started: None, lambda step: None)
+    assert not list((tmp_path / "run").glob("iter_*"))
+    with pytest.raises(EnvironmentProblem, match="captured by Transformer Engine"):
+        GPT(shape("llama-3"), PRESETS["bf16"], dtype=torch.float32).capture(2, 32)
+
+
+def test_memory_of_graphs_is_nobody_else_s() -> None:
+    model = shape("llama-3")
+    with_graphs, without = (
+        estimate(model, replace(GRAPHED, train=Train(graphs=graphs)), "te", gpu=True) for graphs in (True, False)
+    )
+    assert with_graphs.passes > without.passes
+    assert replace(with_graphs, passes=0) == replace(without, passes=0)
