@@ -59,7 +59,7 @@ def test_a_carried_grid_gives_the_same_codes_and_is_kept(
     rows, columns, block, grid = sample
     codes = fp8_directories.random_codes((rows, columns), torch.Generator().manual_seed(1), torch.float8_e4m3fn)
     carried = Encoding(torch.float8_e4m3fn, grid, block)
-    values = carried.decode_rows(codes, 0, torch.bfloat16)
+    values = carried.decode_rows(codes, 0).bfloat16()
     expected = fp8_directories.slowly_decoded(codes, grid.numpy(), block)
     assert torch.equal(values, torch.from_numpy(expected).bfloat16())
     fit = Fit(rows, columns, block, codes.dtype, carried)
@@ -78,7 +78,7 @@ def test_a_block_that_has_changed_and_no_other_gets_a_new_scale(sample: Sample, 
     rows, columns, block, grid = sample
     codes = fp8_directories.random_codes((rows, columns), torch.Generator().manual_seed(1), torch.float8_e4m3fn)
     carried = Encoding(torch.float8_e4m3fn, grid, block)
-    values = carried.decode_rows(codes, 0, torch.bfloat16)
+    values = carried.decode_rows(codes, 0).bfloat16()
     row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
     place = (row // block[0], column // block[1])
     values[row, column] = grid[place] * 1000  # beyond the largest code
@@ -102,7 +102,7 @@ def test_a_value_between_two_codes_is_a_change_too() -> None:
 
 def test_infinity_tells_nothing_of_its_code() -> None:
     carried = Encoding(torch.float8_e4m3fn, torch.tensor([[2.0**127]]), (1, 2))
-    values = carried.decode_rows(torch.tensor([[2.0, 4.0]]).to(torch.float8_e4m3fn), 0, torch.float32)
+    values = carried.decode_rows(torch.tensor([[2.0, 4.0]]).to(torch.float8_e4m3fn), 0)
     assert values.isinf().all()
     fit = Fit(1, 2, (1, 2), torch.float8_e4m3fn, carried)
     fit.see(values, 0)

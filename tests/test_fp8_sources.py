@@ -27,7 +27,7 @@ def run(source: Path, destination: Path, to: str, **options: object) -> None:
 
 def decoded(reader: HuggingFaceReader, name: str) -> torch.Tensor:
     codes = read_tensor(reader, name)
-    return reader.encodings[name].decode_rows(codes, 0, torch.float32)
+    return reader.encodings[name].decode_rows(codes, 0)
 
 
 @EACH
@@ -54,7 +54,7 @@ def test_ragged_edges_belong_to_the_last_scales(tmp_path: Path, rows: int, colum
     expected = torch.from_numpy(fp8_directories.slowly_decoded(codes, grid.numpy(), (128, 128)))
     assert torch.equal(decoded(reader, name), expected)
     for row, count in ((0, 1), (rows // 2, rows - rows // 2), (rows - 1, 1)):  # any run of rows, as a worker reads them
-        part = reader.encodings[name].decode_rows(read_rows(reader, name, row, count), row, torch.float32)
+        part = reader.encodings[name].decode_rows(read_rows(reader, name, row, count), row)
         assert torch.equal(part, expected[row : row + count])
 
 

@@ -19,10 +19,12 @@ WIDEST = 4
 
 
 class Buffers:
-    """Bytes as they are read, bytes to be written, and FP32 `scratch` for what is computed in between."""
+    """Bytes as they are read, what they decode to, bytes to be written, and FP32 `scratch` for what is computed in
+    between."""
 
     def __init__(self) -> None:
         self._read = torch.empty(BUFFER, dtype=torch.uint8)
+        self._decoded = torch.empty(BUFFER, dtype=torch.uint8)
         self._write = torch.empty(BUFFER, dtype=torch.uint8)
         self.scratch = torch.empty(numerics.PIECE)
 
@@ -30,8 +32,12 @@ class Buffers:
         """`[rows, columns]`, uninitialized; the next call gives the same memory again."""
         return _view(self._read, dtype, rows, columns)
 
+    def to_decode(self, rows: int, columns: int) -> Tensor:
+        """The same in FP32, of another buffer."""
+        return _view(self._decoded, torch.float32, rows, columns)
+
     def to_write(self, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-        """The same of the other buffer."""
+        """The same of a third buffer."""
         return _view(self._write, dtype, rows, columns)
 
 
@@ -62,7 +68,7 @@ def worker_memory(plan: Plan) -> int:
     rows = [spec.columns * max(WIDEST, spec.dtype.itemsize) for spec in plan.targets.values()]
     computed = [2 * WIDEST * _elements(job, plan) for job in plan.jobs if plan.computes(job)]
     encoded = [6 * BUFFER + _FIT * _blocks(job, plan) for job in plan.jobs if job.encode]
-    return 2 * max(BUFFER, *rows) + 4 * numerics.PIECE + max(computed, default=0) + max(encoded, default=0)
+    return 3 * max(BUFFER, *rows) + WIDEST * numerics.PIECE + max(computed, default=0) + max(encoded, default=0)
 
 
 def _elements(job: Job, plan: Plan) -> int:

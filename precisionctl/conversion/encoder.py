@@ -68,7 +68,7 @@ class Encoder:
         }
         for name, row, values in pieces() if fits else ():
             if name in fits:
-                fits[name].see(values, row)
+                fits[name].see(values, row, self._buffers.scratch)
         for name, fit in fits.items():
             _check_finite(name, fit.amax)
         if encode.shared:
@@ -81,7 +81,7 @@ class Encoder:
             spec = self._specs[name]
             fit = Fit(spec.rows, spec.columns, (spec.rows, spec.columns), spec.dtype, self._carried.get(name))
             for row, values in self._read(source, 0, spec.rows):
-                fit.see(values, row)
+                fit.see(values, row, self._buffers.scratch)
             yield fit
 
     def _is_by_row(self, name: str, encode: Encode) -> bool:

@@ -153,13 +153,16 @@ class Worker:
         spec = self._reader.specs[name]
         stored = read_rows(self._reader, name, row, rows, self._buffers.to_read(spec.dtype, rows, spec.columns))
         encoding = self._reader.encodings.get(name)
-        return stored if encoding is None else encoding.decode_rows(stored, row, torch.float32)
+        if encoding is None:
+            return stored
+        into = self._buffers.to_decode(rows, spec.columns)
+        return encoding.decode_rows(stored, row, into, self._buffers.scratch)
 
     def _whole(self, name: str, wanted: torch.dtype) -> Tensor:
         """All values of a tensor, in its shape and at least as wide a dtype as is `wanted`."""
         spec, encoding = self._reader.specs[name], self._reader.encodings.get(name)
         stored = read_rows(self._reader, name, 0, spec.rows)
-        values = stored if encoding is None else encoding.decode_rows(stored, 0, torch.float32)
+        values = stored if encoding is None else encoding.decode_rows(stored, 0)
         return values.to(torch.promote_types(values.dtype, wanted)).reshape(spec.shape)
 
     def _check_equal(self, name: str, copy: str) -> None:

@@ -195,5 +195,5 @@ def _stored_squares(reader: Reader, job: Job, plan: Plan, device: torch.device) 
 
 def _stored_blocks(reader: Reader, job: Job, plan: Plan, device: torch.device) -> StoredBlocks:
     """What a fused weight's codes decode to, FP32 `[out, in]`."""
-    parts = [reader.encodings[name].decode_rows(read_tensor(reader, name), 0, torch.float32) for name in job.reads]
+    parts = [reader.encodings[name].decode_rows(read_tensor(reader, name), 0) for name in job.reads]
     return StoredBlocks(job.row.merge(parts, plan.model).to(device))

@@ -4,7 +4,6 @@ A carried scale is kept where it gives back every value of its block: then the v
 same codes again. Elsewhere they have changed since, and the block gets the scale that its amax asks for.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -28,25 +27,28 @@ class Fit:
         self.candidate = carried.in_blocks(rows, columns, block) if carried else torch.zeros_like(self.amax)
         self.fits = torch.isfinite(self.candidate) & (self.candidate > 0)
 
-    def see(self, values: Tensor, row: int) -> None:
-        """`values` `[n, columns]` are rows `[row, row + n)`, in the dtype that they are stored in."""
+    def see(self, values: Tensor, row: int, scratch: Tensor | None = None) -> None:
+        """`values` `[n, columns]` are rows `[row, row + n)`, in the dtype that they are stored in; `scratch` as
+        `numerics.row_amax` takes it."""
+        work = torch.empty(numerics.PIECE) if scratch is None else scratch
         high = self.block[0]
         here = slice(row // high, -(-(row + len(values)) // high))  # of the grid, which may be large
         row -= here.start * high
         if self.amax.numel() == 1:
             self.amax = torch.maximum(self.amax, numerics.amax(values))
         else:
-            self._reduce(self.amax[here], values.abs().float(), row)
+            self._reduce(self.amax[here], values, row, work)
         if self.carried is None:
             return
         misfit = torch.zeros_like(self.amax[here])
-        self._reduce(misfit, self._differs(values, self._encoding(self.candidate[here]), row), row)
+        self._reduce(misfit, self._differs(values, self._encoding(self.candidate[here]), row, work), row, work)
         self.fits[here] &= misfit == 0
 
-    def _differs(self, values: Tensor, encoding: Encoding, row: int) -> Tensor:
+    def _differs(self, values: Tensor, encoding: Encoding, row: int, scratch: Tensor) -> Tensor:
         """1 where a value is no code's under an encoding, FP32. A value that has been BF16 once is one that is a
         code's in BF16, whatever it is stored in now. Infinity tells nothing of its code."""
-        back = encoding.decode_rows(encoding.encode_rows(values, row), row, torch.float32)
+        codes = encoding.encode_rows(values, row, scratch=scratch)
+        back = encoding.decode_rows(codes, row, scratch=scratch)
         same = (back.to(values.dtype) == values) | (back.bfloat16() == values) | (back.isnan() & values.isnan())
         return (~same | values.isinf()).float()
 
@@ -56,12 +58,12 @@ class Fit:
         before = self.carried.encode_rows(values, row)
         return int((before.view(torch.uint8) != codes.view(torch.uint8)).sum())
 
-    def _reduce(self, into: Tensor, values: Tensor, row: int) -> None:
-        """Maximum by block, of non-negative numbers; NaN is passed over."""
+    def _reduce(self, into: Tensor, values: Tensor, row: int, scratch: Tensor) -> None:
+        """Largest magnitude by block; NaN is passed over."""
         high, wide = self.block
-        columns = values.shape[1]
-        padded = torch.nn.functional.pad(values.nan_to_num(nan=0.0, posinf=math.inf), (0, -columns % wide))
-        by_row = padded.view(len(values), -1, wide).amax(2)
+        ragged = -values.shape[1] % wide
+        blocks = torch.nn.functional.pad(values, (0, ragged)) if ragged else values
+        by_row = numerics.row_amax(blocks.reshape(-1, wide), scratch).view(len(values), -1)
         if high == 1:
             into[row : row + len(values)] = by_row
             return

@@ -33,26 +33,43 @@ class Encoding:
     def scales(self, row: int, rows: int, columns: int) -> Tensor:
         """FP32 scale_inv of each element of rows `[row, row + rows)`: `[rows, columns]`, or `[rows, 1]` or `[1, 1]`
         where that says the same."""
-        high, wide = self.block
-        grid = self.scale_inv
-        if len(grid) > 1:
-            grid = grid.view(_bits(grid.dtype))[torch.arange(row, row + rows) // high].view(grid.dtype)
-        by_row = grid.float()
-        return by_row if by_row.shape[1] == 1 else by_row.repeat_interleave(wide, 1)[:, :columns]
+        grid = self._grid(row, rows)
+        return grid if grid.shape[1] == 1 else grid.repeat_interleave(self.block[1], 1)[:, :columns]
 
-    def decode_rows(self, codes: Tensor, row: int, dtype: torch.dtype) -> Tensor:
-        """Values of `codes` `[n, columns]`, which are rows `[row, row + n)` of the tensor."""
-        return numerics.decode(codes, self.scales(row, *codes.shape), dtype)
+    def decode_rows(self, codes: Tensor, row: int, into: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+        """FP32 values of `codes` `[n, columns]`, which are rows `[row, row + n)` of the tensor; `into` is contiguous,
+        `scratch` as `numerics.decode_by_scale_inv` takes it."""
+        values = torch.empty(codes.shape) if into is None else into
+        work = torch.empty(numerics.PIECE) if scratch is None else scratch
+        shape, scales = self._scaled(row, *codes.shape)
+        numerics.decode_by_scale_inv(codes.reshape(shape), scales, values.view(shape), work)
+        return values
 
     def encode_rows(
         self, values: Tensor, row: int, into: Tensor | None = None, scratch: Tensor | None = None
     ) -> Tensor:
-        """Codes of `values` `[n, columns]`, which are rows `[row, row + n)` of the tensor; `scratch` as
-        `encode_by_scale_inv` takes it."""
+        """Codes of `values` `[n, columns]`, which are rows `[row, row + n)` of the tensor; `into` is contiguous,
+        `scratch` as `numerics.encode_by_scale_inv` takes it."""
         codes = torch.empty(values.shape, dtype=self.dtype) if into is None else into
         work = torch.empty(numerics.PIECE) if scratch is None else scratch
-        numerics.encode_by_scale_inv(values, self.scales(row, *values.shape), codes, work)
+        shape, scales = self._scaled(row, *values.shape)
+        numerics.encode_by_scale_inv(values.reshape(shape), scales, codes.view(shape), work)
         return codes
+
+    def _grid(self, row: int, rows: int) -> Tensor:
+        """FP32 scale_inv of the blocks in each row, `[rows, blocks]`, or `[1, blocks]` where all rows are alike."""
+        grid = self.scale_inv
+        if len(grid) > 1:
+            grid = grid.view(_bits(grid.dtype))[torch.arange(row, row + rows) // self.block[0]].view(grid.dtype)
+        return grid.float()
+
+    def _scaled(self, row: int, rows: int, columns: int) -> tuple[tuple[int, int], Tensor]:
+        """A shape for rows `[row, row + rows)` in which each row has one scale, and those scales, `[n, 1]`; where the
+        last block of a row is cut off there is none, and each element has its own, which is four bytes to read."""
+        grid, wide = self._grid(row, rows), self.block[1]
+        if grid.shape[1] == 1 or columns % wide:
+            return (rows, columns), self.scales(row, rows, columns)
+        return (rows * grid.shape[1], wide), grid.expand(rows, -1).reshape(-1, 1)
 
     def in_blocks(self, rows: int, columns: int, block: tuple[int, int]) -> Tensor:
         """The FP32 scale_inv of each block of another size, of a tensor `[rows, columns]`; NaN where one block would

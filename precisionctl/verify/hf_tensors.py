@@ -102,9 +102,7 @@ class HfTensors:
         if self._kept[0] != name:
             job = self._computed[name]
             stored, encoding = read_tensor(self._reader, job.reads[0]), self._reader.encodings.get(job.reads[0])
-            parts = job.row.split(
-                stored if encoding is None else encoding.decode_rows(stored, 0, torch.float32), self._model
-            )
+            parts = job.row.split(stored if encoding is None else encoding.decode_rows(stored, 0), self._model)
             self._kept = name, parts[job.writes.index(name)]
         return self._kept[1]
 

@@ -36,7 +36,7 @@ def test_every_weight_decodes_to_what_llm_compressor_says(made):
     reader = HuggingFaceReader(directory)
     assert set(reader.encodings) == set(expected) and len(expected) == 14
     for name, values in expected.items():
-        ours = reader.encodings[name].decode_rows(read_tensor(reader, name), 0, torch.bfloat16)
+        ours = reader.encodings[name].decode_rows(read_tensor(reader, name), 0).bfloat16()
         assert values.dtype == torch.bfloat16 and torch.equal(ours, values), name
 
 
