@@ -47,7 +47,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """One of Transformer Engine's; `problem` is why this machine cannot run it, None where it can."""
+    """A recipe of Transformer Engine's, and why this machine cannot run it (`problem`), None where it can."""
 
     name: str
     problem: str | None
@@ -55,7 +55,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Machine:
-    """`packages`: versions, None where there is none. `devices`: CUDA devices and their capability.
+    """What is here. `packages`: versions, None for one that is not installed. `devices`: CUDA devices and their
+    capability.
     `transformer_engine`: why it cannot run FP8 here, None where it can. `variables`: those that are set."""
 
     python: str
@@ -69,8 +70,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Payloads:
-    """What Transformer Engine meets in a checkpoint: how many payloads there are of each form, how many of them it
-    refuses without its switch, and what to do."""
+    """The FP8 payloads in a checkpoint: how many there are of each form, how many of them Transformer Engine loads only
+    with its switch, and what to do."""
 
     path: str
     forms: Mapping[str, int]
@@ -79,7 +80,7 @@ class Payloads:
 
 
 def examine() -> Machine:
-    """This machine. Nothing is computed on its devices."""
+    """Look at this machine. Nothing is computed on its devices."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = {f"{i}: {torch.cuda.get_device_name(i)}": torch.cuda.get_device_capability(i) for i in range(count)}
     try:
@@ -150,7 +151,8 @@ _RECIPES: tuple[tuple[str, Callable[[Capability, tuple[int, ...]], str | None], 
 
 
 def examine_payloads(reader: Reader, te_version: str | None) -> Payloads:
-    """What the installed Transformer Engine, or a current one, makes of a checkpoint's payloads."""
+    """What the installed Transformer Engine will make of a checkpoint's payloads; where none is installed, a current
+    one."""
     saved = list(reader.payloads()) if of_megatron(reader) else []
     forms: Counter[str] = Counter()
     refused = 0
@@ -179,8 +181,8 @@ def _form(one: Saved) -> tuple[str, Payload | None]:
 
 
 def is_refused(data: bytes, payload: Payload | None, form: str = "") -> bool:
-    """Whether a current Transformer Engine loads it with its switch alone (pytorch/_extra_state.py): anything that may
-    hold delayed-scaling state, and every file."""
+    """Whether a current Transformer Engine refuses a payload unless its switch is set (pytorch/_extra_state.py): it
+    does for all that may hold delayed-scaling state, and for every file."""
     return payload is not None or form == _UNKNOWN or data.startswith(safe_archive.MAGIC)
 
 

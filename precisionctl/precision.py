@@ -76,16 +76,16 @@ class Precision:
 
     @property
     def fp8_format(self) -> Format:
-        """Of the scaling that is chosen."""
+        """The format of the scaling that is chosen."""
         return (self.block if self.scaling in ("block", "mxfp8") else self.delayed).fp8_format
 
     def dtype(self, role: Role) -> torch.dtype:
-        """Of the codes of a role."""
+        """The dtype of a role's codes."""
         return code_dtype(self.fp8_format, role)
 
     def in_fp8(self, module: str) -> bool:
-        """Whether the GEMM of the module with this Megatron name is computed in FP8. Of a recipe that keeps last layers
-        in BF16 only a model knows: ask `of_layers`."""
+        """Whether the GEMM of the module with this Megatron name is computed in FP8. Where a recipe keeps the last
+        layers in BF16, that needs their number: ask the result of `of_layers`."""
         assert not self.num_layers_at_end_in_bf16, "nobody has said which layers are the last"
         if not self.fp8 or any(fnmatchcase(module, pattern) for pattern in self.keep_bf16):
             return False
@@ -93,8 +93,8 @@ class Precision:
         return layer is None or int(layer[1]) >= self.num_layers_at_start_in_bf16
 
     def of_layers(self, number: int) -> "Precision":
-        """The same for a model of so many layers: its last ones are named in `keep_bf16`. Raises RecipeError where that
-        and its first ones are all of them."""
+        """The same precision for a model of so many layers: the last ones that stay in BF16 are named in `keep_bf16`.
+        Raises RecipeError where no layer is left for FP8."""
         at_start, at_end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
         if at_start + at_end >= number:
             raise RecipeError(

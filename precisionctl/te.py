@@ -64,7 +64,8 @@ def load_te(
 
 
 def _replace_linears(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Backend, alignment: int) -> None:
-    """Linears of a fused group each get the group's state: one input, and weights under one scale."""
+    """Replace each linear that has state. Those of a fused group each get the group's: they have one input, and weights
+    under one scale."""
     modules = dict(model.named_modules())
     for job in plan.jobs:
         for name in job.reads if job.row.gemm and job.module in states.modules else ():
@@ -86,7 +87,7 @@ def _of_linear(module: nn.Module | None) -> dict[str, Tensor]:
 
 
 def _replace_experts(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Backend) -> None:
-    """transformers has all experts of a layer in two tensors."""
+    """Replace the experts of each layer, which transformers has in two tensors, by the trainer's."""
     moe = plan.model.moe
     for name, old in list(model.named_modules()):
         match = _LAYER.fullmatch(name)
@@ -108,7 +109,7 @@ def _set_state(linear: nn.Module, states: Fp8States, module: str) -> None:
 
 
 def _in_fp8(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
-    """A model's pass with its scales, which it leaves as they are."""
+    """A model's `forward` that computes in FP8 with the scales that are there, and leaves them as they are."""
 
     @wraps(forward)
     def within(*arguments: Any, **named: Any) -> Any:
@@ -119,7 +120,8 @@ def _in_fp8(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]
 
 
 class _Padded(nn.Module):
-    """A linear called with any number of tokens: zeros are added to what an FP8 GEMM takes, which change nothing."""
+    """A linear that takes any number of tokens: zeros fill it up to a number that an FP8 GEMM takes, and change
+    nothing."""
 
     def __init__(self, linear: nn.Module, alignment: int) -> None:
         super().__init__()
@@ -127,7 +129,7 @@ class _Padded(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Some models ask a linear for its dtype."""
+        """For models that ask a linear for its dtype."""
         return self.linear.get_parameter("weight")
 
     def forward(self, values: Tensor) -> Tensor:

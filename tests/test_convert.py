@@ -21,13 +21,14 @@ from te_pickles import pickled, recipe_object
 from te_states import same
 
 from precisionctl.architectures.moves import Grouped
+from precisionctl.checkpoints import lock
 from precisionctl.checkpoints.base import Reader, read_tensor
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion import convert, journal, worker
+from precisionctl.conversion import convert, journal, processes, worker
 from precisionctl.conversion.journal import open_journal
 from precisionctl.conversion.work import Work, execute
 from precisionctl.errors import (
@@ -468,10 +469,10 @@ def test_an_error_that_a_worker_cannot_tell_is_an_error_all_the_same(
 
 def test_jobs_are_dealt_in_neighbouring_runs_of_about_equal_cost() -> None:
     for costs, shares in (([1] * 10, 2), ([5, 1, 1, 1, 1, 1], 2), ([], 3), ([7], 4), ([0, 0, 3], 2)):
-        dealt = convert.deal(costs, shares)
+        dealt = processes.deal(costs, shares)
         assert [number for share in dealt for number in share] == list(range(len(costs)))
         assert len(dealt) <= shares
-    assert convert.deal([5, 1, 1, 1, 1, 1], 2) == [range(1), range(1, 6)]
+    assert processes.deal([5, 1, 1, 1, 1, 1], 2) == [range(1), range(1, 6)]
 
 
 def test_going_on_does_not_write_again_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,7 +611,7 @@ def test_a_file_system_without_locks_is_told_from_another_run(tmp_path: Path, mo
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(journal.fcntl, "flock", no_locks)
+    monkeypatch.setattr(lock.fcntl, "flock", no_locks)
     with pytest.raises(OutputError, match="has no locks"), open_journal(Output(tmp_path / "out"), "plan", []):
         pass
 
@@ -640,17 +641,12 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     """With far more results than a pipe holds: a worker that nobody listens to must not wait for ever."""
     script = """
 import os, signal
-from precisionctl.conversion import convert
-from precisionctl.architectures.param_map import Row
-from precisionctl.model_shape import ModelShape
-from precisionctl.planning.plan import Job, Plan
-jobs = [Job(f"job {number} {'x' * 100}", None, (), ()) for number in range(20_000)]
-plan = Plan(None, "hf", "hf", tuple(jobs), {})
+from precisionctl.conversion import processes
 parent = os.getpid()
-def task(job):
+def task(number):
     print(os.getpid(), flush=True)
     return "x" * 100
-results = convert.by_workers(task, jobs, plan, 2)
+results = processes.in_processes(task, range(20_000), [1] * 20_000, 2)
 next(results)
 os.kill(parent, signal.SIGKILL)
 """

@@ -4,7 +4,6 @@
 gets its name when it is whole.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from precisionctl.checkpoints.lock import lock
 from precisionctl.checkpoints.output import Output, sync
 from precisionctl.errors import DamagedCheckpoint, OutputError
 from precisionctl.fp8 import sidecar
@@ -39,12 +39,8 @@ class Progress:
             yield
             return
         self._output.partial.mkdir(parents=True, exist_ok=True)
-        with open(self._output.partial / "lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                what = "another process is calibrating to this file"
-                raise OutputError(what, where=self._output.path) from None
+        with open(self._output.partial / "lock", "w") as file:
+            lock(file, OutputError("another process is calibrating to this file", where=self._output.path))
             self._sign()
             self._world.meet()
             yield

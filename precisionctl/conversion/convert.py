@@ -1,31 +1,21 @@
 """The only loop over tensors: jobs are dealt out to ranks and processes, and what is done is put on record.
 
-Workers are processes, forked when everything is planned and open, because casting small pieces is half Python: two
-threads encoded no faster than one. A live model, as source or target, is in this process, and so is its one worker.
+A live model, as source or target, is in this process, and so is its one worker.
 """
 
-import multiprocessing
-import os
-import signal
-import traceback
-import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
-import torch
-
 from precisionctl.checkpoints.base import Chunk, Chunked
 from precisionctl.checkpoints.output import forget, sync
 from precisionctl.conversion.journal import Journal
+from precisionctl.conversion.processes import deal, in_processes, one_torch_thread
 from precisionctl.conversion.ranks import ALONE, Ranks
 from precisionctl.conversion.worker import Checker, Source, Worker
-from precisionctl.errors import OutputError
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.planning.plan import Job, Plan
 
@@ -57,13 +47,15 @@ def run(
     ranks: Ranks = ALONE,
     on_bytes: OnBytes = lambda count: None,
 ) -> dict[str, float]:
-    """Write this rank's share of `plan`'s targets but what its journal says is done; `finish` and commit are the
+    """Write this rank's share of a plan's targets, without what its journal says is done. `finish` and commit are the
     caller's.
 
-    Returns what jobs found out: the largest magnitude of each FP8 GEMM's weight, by the weight's name, if `weight_amax`
-    asks for it, and by name of each tensor that was coded as `carried` says and could not keep its scales, how many
-    codes have changed. `on_bytes` hears of bytes written; first of those that were written before. More than one of
-    `workers` need files on both sides.
+    `weight_amax` asks for the largest magnitude of each FP8 GEMM's weight. `carried` is how values that become codes
+    were coded before, by the target's names. More than one of `workers` need files on both sides. `on_bytes` is told of
+    bytes written, first of those that were written before.
+
+    Returns what jobs found out: those magnitudes by the weight's name; and by name of each tensor that could not keep
+    the scales it had, how many of its codes have changed.
     """
     done = journal.done if journal and all(file.is_file() for file in _files(plan.targets, writer)) else set()
     ranks.gather("checked", {})  # before the first rank makes anew what another one has lost
@@ -73,20 +65,21 @@ def run(
     ranks.hear("laid out")
     share = _Share(plan, writer, ranks) if ranks.count > 1 else writer
     jobs = [job for job in plan.jobs if _is_mine(job, share, ranks)]
-    on_bytes(sum(nbytes(job, plan) for job in jobs if job.name in done))
+    on_bytes(sum(plan.job_bytes(job) for job in jobs if job.name in done))
     todo = [job for job in jobs if job.name not in done]
     found: dict[str, float] = dict(journal.found) if journal else {}
-    results = by_workers(Worker(plan, reader, share, weight_amax, carried).do, todo, plan, workers)
+    results = in_processes(Worker(plan, reader, share, weight_amax, carried).do, todo, plan.costs(todo), workers)
     with one_torch_thread(), closing(results), _Recorder(plan, share, journal) as recorder:
         for job, new in results:
             found |= new
             recorder.add((job, new))
-            on_bytes(nbytes(job, plan))
+            on_bytes(plan.job_bytes(job))
     return found
 
 
 def _is_mine(job: Job, share: Chunked, ranks: Ranks) -> bool:
-    """Whether a job writes into this rank's files; what writes nothing (zeros that are left out) is the first's."""
+    """Whether a job writes into this rank's files. Jobs that write nothing (zeros that are left out) are the first
+    rank's."""
     names = job.outputs
     return any(share.chunks(name) for name in names) if names else ranks.first
 
@@ -101,26 +94,21 @@ def check(
     ranks: Ranks = ALONE,
     on_bytes: OnBytes = lambda count: None,
 ) -> dict[str, str]:
-    """Read this rank's share of the jobs' targets back from the disk, and hold them against the source through the map.
+    """Read this rank's share of the targets back from the disk, and compare them with the source, mapped once more.
 
     Returns the SHA-256 of each tensor, of its row-major bytes. Raises DamagedCheckpoint for the first difference.
     """
     for file in _files(plan.targets, writer):
         forget(file)
-    shares = deal([nbytes(job, plan) for job in plan.jobs], ranks.count)
+    shares = deal(plan.costs(plan.jobs), ranks.count)
     jobs = [plan.jobs[number] for number in shares[ranks.rank]] if ranks.rank < len(shares) else []
     checksums: dict[str, str] = {}
-    results = by_workers(Checker(plan, reader, writer, carried=carried).check, jobs, plan, workers)
+    results = in_processes(Checker(plan, reader, writer, carried=carried).check, jobs, plan.costs(jobs), workers)
     with one_torch_thread(), closing(results):
         for job, found in results:
             checksums |= found
-            on_bytes(nbytes(job, plan))
+            on_bytes(plan.job_bytes(job))
     return checksums
-
-
-def nbytes(job: Job, plan: Plan) -> int:
-    """Bytes that a job writes, its scales included."""
-    return sum(plan.targets[name].nbytes for name in job.outputs)
 
 
 def _files(names: Iterable[str], writer: Chunked) -> set[Path]:
@@ -128,7 +116,7 @@ def _files(names: Iterable[str], writer: Chunked) -> set[Path]:
 
 
 class _Share:
-    """A rank's part of a target: whole files, neighbouring ones, of about as many bytes as every other rank's."""
+    """A rank's part of a target: a run of whole files, of about as many bytes as every other rank's."""
 
     def __init__(self, plan: Plan, writer: Target, ranks: Ranks) -> None:
         self.specs, self._writer = writer.specs, writer
@@ -146,7 +134,7 @@ class _Share:
 
 
 class _Recorder:
-    """Syncs what is done and then puts it on record, in the background: the disk is busy while workers copy."""
+    """Syncs what is done and then puts it on record, in a thread, so that the disk is busy while workers copy."""
 
     def __init__(self, plan: Plan, writer: Chunked, journal: Journal | None) -> None:
         self._plan, self._writer, self._journal = plan, writer, journal
@@ -157,9 +145,9 @@ class _Recorder:
         self._next()
 
     def add(self, result: Result) -> None:
-        """Raises what an earlier sync met."""
+        """Take a job that is done. Raises what an earlier sync met."""
         self._batch.append(result)
-        self._bytes += nbytes(result[0], self._plan)
+        self._bytes += self._plan.job_bytes(result[0])
         if self._bytes >= SYNC_EVERY and self._running.done():
             self._running.result()
             self._next()
@@ -180,101 +168,9 @@ class _Recorder:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """After an error too, what was done before it goes on record, unless it is the disk that fails."""
+        """Put the rest on record: after an error too, unless it is the disk that fails."""
         with self._thread:
             if self._running.exception() is None:
                 self._next()
         if error is None:
             self._running.result()
-
-
-def by_workers(task: Callable[[Job], T], jobs: list[Job], plan: Plan, workers: int) -> Generator[tuple[Job, T]]:
-    """Each job with what `task` returns for it, as they come. A worker's error is raised here, after the others have
-    been stopped."""
-    if workers == 1:
-        yield from ((job, task(job)) for job in jobs)
-        return
-    children: dict[Connection, BaseProcess] = {}
-    try:
-        for share in deal([nbytes(job, plan) for job in jobs], workers):
-            receiver, process = _fork(task, jobs, share, list(children))
-            children[receiver] = process
-        while children:
-            for receiver in [receiver for receiver in wait(list(children)) if isinstance(receiver, Connection)]:
-                try:
-                    message = receiver.recv()
-                except EOFError:
-                    _check_exit(children.pop(receiver))
-                    continue
-                if isinstance(message, Exception):
-                    raise message
-                number, result = message
-                yield jobs[number], result
-    finally:
-        for process in children.values():
-            process.terminate()
-            process.join()
-
-
-def deal(costs: Sequence[int], shares: int) -> list[range]:
-    """Neighbouring items in `shares` runs of about equal cost: a worker keeps to files of its own where it can."""
-    total, spent, starts = sum(costs), 0, [0]
-    for number, cost in enumerate(costs):
-        if len(starts) < shares and spent + cost / 2 >= total * len(starts) / shares:
-            starts.append(number)
-        spent += cost
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(costs)], strict=True)]
-
-
-def _fork(
-    task: Callable[[Job], T], jobs: list[Job], share: range, others: list[Connection]
-) -> tuple[Connection, BaseProcess]:
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(task, jobs, share, sender, [receiver, *others]), daemon=True)
-    with warnings.catch_warnings():
-        # Python 3.12 warns of locks that other threads may hold: the child touches none, and leaves by os._exit
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
-    sender.close()  # the child's is the only one now, so its end is an end of file
-    return receiver, process
-
-
-def _child(
-    task: Callable[[Job], T], jobs: list[Job], share: range, results: Connection, parents: list[Connection]
-) -> None:
-    """The life of a worker. Where its parent is gone, sending fails and it ends."""
-    for receiver in parents:  # inherited; with a reader left, here or in a sibling, sending would not fail
-        receiver.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    code = 1  # whatever happens; only all jobs done is 0
-    try:
-        for number in share:
-            results.send((number, task(jobs[number])))
-        code = 0
-    except Exception as error:
-        error.add_note(traceback.format_exc())
-        results.send(error)
-    finally:
-        os._exit(code)
-
-
-def _check_exit(process: BaseProcess) -> None:
-    process.join()
-    if process.exitcode:
-        raise OutputError(
-            f"a worker process was killed (exit code {process.exitcode})",
-            do="Was there memory enough? Run the same command again: it goes on where this one stopped.",
-        )
-
-
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Workers are the parallelism; torch's own threads would only fight them over small pieces."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

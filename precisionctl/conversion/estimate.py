@@ -12,7 +12,6 @@ import torch
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.conversion.buffers import BUFFER, worker_memory
-from precisionctl.conversion.convert import nbytes
 from precisionctl.fp8 import numerics
 from precisionctl.planning.plan import Plan
 
@@ -22,20 +21,21 @@ PROBE = 256 << 20
 
 @dataclass(frozen=True)
 class Estimate:
-    """`memory` is what the workers hold in bytes, beside the program itself; `seconds` None without any file to probe
-    with."""
+    """`memory`: bytes that the workers hold, beside the program itself. `seconds`: how long it will take, None where
+    the source has no file to probe the disk with."""
 
     memory: int
     seconds: float | None
 
 
 def estimate(plan: Plan, reader: Reader, destination: Path, workers: int) -> Estimate:
-    """Copy a little from the source to where the result would be, encode a little, and scale up."""
+    """Estimate memory from the plan, and time from a probe: a little is copied from the source to where the result will
+    be, and a little encoded."""
     memory = workers * worker_memory(plan)
     rate = _copy_rate(reader, _existing(destination))
     if rate is None:
         return Estimate(memory, None)
-    codes = sum(nbytes(job, plan) for job in plan.jobs if job.encode)
+    codes = sum(plan.job_bytes(job) for job in plan.jobs if job.encode)
     return Estimate(memory, plan.nbytes / rate + (codes / (_encode_rate() * workers) if codes else 0.0))
 
 
@@ -44,7 +44,7 @@ def _existing(path: Path) -> Path:
 
 
 def _copy_rate(reader: Reader, directory: Path) -> float | None:
-    """Bytes a second that are read from the source, written to `directory` and synced."""
+    """How many bytes a second can be read from the source, written to `directory` and synced."""
     block, copied, start = bytearray(BUFFER), 0, time.perf_counter()
     with tempfile.TemporaryFile(dir=directory) as target:
         for count in islice((count for file in reader.files for count in _read(file, block)), PROBE // BUFFER):
@@ -61,7 +61,7 @@ def _read(file: Path, block: bytearray) -> Iterator[int]:
 
 
 def _encode_rate() -> float:
-    """Codes a second that one core makes of BF16 values, amax included."""
+    """How many codes a second one core makes from BF16 values, finding their amax included."""
     values = torch.zeros(64, 128 * 1024, dtype=torch.bfloat16)
     codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
     threads = torch.get_num_threads()

@@ -5,10 +5,8 @@ lists jobs whose data is synced, with what they found out. A torn last line, fro
 is ignored. The file is locked: two runs of the same conversion never write into one another.
 """
 
-import fcntl
 import json
 import os
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from precisionctl.checkpoints.lock import lock
 from precisionctl.checkpoints.output import Output
 from precisionctl.errors import OutputError
 
 PATIENCE = 3.0
-"""Seconds to wait for the lock."""
+"""Seconds to wait for the lock: workers of a run that was killed hold it until they notice, at the end of a job."""
 
 _ANY = "latin-1"
 """What is written here is ASCII; after a crash of the machine any bytes may be there, and each is a letter."""
@@ -47,7 +46,7 @@ class Journal:
         os.fsync(self.file.fileno())
 
     def _take_up(self, lines: Iterable[Mapping[str, Any]], length: int) -> None:
-        """What was recorded before a stop."""
+        """Go on from the lines that were recorded before a stop; `length` is how many bytes of the file they take."""
         self.file.truncate(length)
         for line in lines:
             self.done.update(line["done"])
@@ -56,9 +55,9 @@ class Journal:
 
 @contextmanager
 def open_share_journal(output: Output, rank: int) -> Iterator[Journal]:
-    """The journal of another rank than the first, in the partial directory, with which it goes."""
+    """The journal of a rank that is not the first. It is in the partial directory, and is discarded with it."""
     with open(output.share_journal(rank), "a+", encoding=_ANY) as file:
-        _lock(file, output)
+        lock(file, _taken(output), PATIENCE)
         file.seek(0)
         journal = Journal(file)
         journal._take_up(*_whole_lines(file.read()))
@@ -69,8 +68,9 @@ def open_share_journal(output: Output, rank: int) -> Iterator[Journal]:
 def open_journal(
     output: Output, digest: str, files: Iterable[Path], *, ranks: int = 1, restart: bool = False
 ) -> Iterator[Journal]:
-    """The journal of `output`, locked, beside a partial directory that fits it: made anew where there is none to go
-    on with, and for a `restart`. With other `ranks` the files are dealt otherwise.
+    """The locked journal of an output, and a partial directory that fits it. Both are made anew where there is nothing
+    to go on with, and for a `restart`. `digest` says which conversion it is, `files` and their times which source; with
+    another number of `ranks` files are dealt otherwise, so that counts too.
 
     Raises OutputError where journal or directory belong to something else, or another run is writing.
     """
@@ -78,7 +78,7 @@ def open_journal(
     output.check_free()
     output.path.parent.mkdir(parents=True, exist_ok=True)
     with open(output.journal, "a+", encoding=_ANY) as file:
-        _lock(file, output)
+        lock(file, _taken(output), PATIENCE)
         file.seek(0)
         text = file.read()
         lines, length = _whole_lines(text)
@@ -92,26 +92,13 @@ def open_journal(
         yield journal
 
 
-def _lock(file: IO[str], output: Output) -> None:
-    """Workers of a run that was killed hold its lock until they notice, at the end of a job."""
-    give_up = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > give_up:
-                raise OutputError("another run is writing this output", where=output.path, do="Wait for it.") from None
-            time.sleep(0.05)
-        except OSError as error:
-            raise OutputError(
-                f"the file system has no locks: {error.strerror}",
-                where=output.path.parent,
-                do="Choose another one, or have it mounted with locks (Lustre: -o flock).",
-            ) from error
+def _taken(output: Output) -> OutputError:
+    return OutputError("another run is writing this output", where=output.path, do="Wait for it.")
 
 
 def _check_ours(output: Output, text: str, lines: list[Any], header: Mapping[str, object]) -> None:
-    """A partial directory without a journal, or a journal without our header, is somebody else's."""
+    """Raise OutputError for a partial directory without a journal, or a journal with another header: they are of
+    another conversion."""
     ours = {key: lines[0].get(key) for key in header} if lines and isinstance(lines[0], dict) else {}
     partial = output.partial.is_dir() and any(output.partial.iterdir())
     torn = "\n" not in text and text.startswith('{"plan": ')  # our own first line, and a crash
@@ -127,7 +114,8 @@ def _check_ours(output: Output, text: str, lines: list[Any], header: Mapping[str
 
 
 def _begin(output: Output, journal: Journal, header: Mapping[str, object]) -> None:
-    """From nothing. The header names the directory's token, so a journal is never believed beside another one."""
+    """Begin from nothing. The header names the directory's token, so that a journal is believed only beside the
+    directory that it was begun with."""
     output.begin()
     journal.file.truncate(0)
     identity = uuid.uuid4().hex
@@ -141,7 +129,7 @@ def _fingerprint(file: Path) -> list[object]:
 
 
 def _whole_lines(text: str) -> tuple[list[Any], int]:
-    """Lines as JSON up to the first that is torn, and the bytes that they take."""
+    """The JSON of all lines before the first that is torn, and how many bytes these lines take."""
     lines: list[Any] = []
     length = 0
     for line in text.splitlines(keepends=True):

@@ -19,7 +19,7 @@ def _within(file: Path, directory: Path | None) -> str:
 
 
 def fingerprint(reader: Reader) -> str:
-    """Of a source's files: SHA-256 of their names and sizes, and of its config.json. Not of the weights."""
+    """SHA-256 of the names and sizes of a source's files, and of its config.json; not of the weights."""
     files = [[_within(file, reader.path), file.stat().st_size] for file in reader.files]
     about = hashlib.sha256(json.dumps(sorted(files)).encode())
     about.update(reader.companions.files.get("config.json", b""))
@@ -27,7 +27,7 @@ def fingerprint(reader: Reader) -> str:
 
 
 def write_manifest(directory: Path, reader: Reader, digest: str, checksums: Mapping[str, str]) -> None:
-    """Write it into a checkpoint's directory. It names no path and no time: equal input gives equal bytes.
+    """Write the manifest into a checkpoint's directory. It names no path and no time, so equal input gives equal bytes.
 
     `checksums` are the SHA-256 of each tensor's row-major bytes, by logical name; empty where nothing was read back.
     """

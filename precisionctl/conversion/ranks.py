@@ -35,7 +35,7 @@ _SILENCE = 120.0
 
 @contextmanager
 def _reached() -> Iterator[None]:
-    """Around words to the store, which ends with the first rank or its launcher."""
+    """Around calls to the key-value store, which ends with the first rank or its launcher: that is one error."""
     from torch.distributed import DistError
 
     try:
@@ -46,7 +46,7 @@ def _reached() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank `rank` of `count`; alone, nothing is said and nothing waited for."""
+    """Rank `rank` of `count`, and how the ranks speak. One rank alone says nothing and waits for nothing."""
 
     rank: int = 0
     count: int = 1
@@ -57,13 +57,14 @@ class Ranks:
         return self.rank == 0
 
     def tell(self, what: str, value: str = "") -> None:
-        """Say something under a name, once."""
+        """Tell the other ranks something under a name, once."""
         if self.store is not None:
             with _reached():
                 self.store.set(what, f"={value}")  # a store takes an empty value for none
 
     def hear(self, what: str) -> str:
-        """Wait until it is said. Raises OutputError where another rank fails instead, or falls silent."""
+        """Wait until a rank tells something under this name. Raises OutputError where a rank fails instead, or gives no
+        sign of life."""
         if self.store is None:
             return ""
         heard: dict[int, tuple[str, float]] = {}
@@ -78,7 +79,7 @@ class Ranks:
         return self._get(what)
 
     def _listen(self, heard: dict[int, tuple[str, float]]) -> None:
-        """Note the last sign of life of each other rank in `heard`, and when it came, by this machine's clock."""
+        """Note in `heard` the last sign of life of each other rank, and when it came by this machine's clock."""
         now = time.monotonic()
         for rank in set(range(self.count)) - {self.rank}:
             alive = f"alive.{rank}"
@@ -91,7 +92,7 @@ class Ranks:
 
     @contextmanager
     def _beating(self) -> Iterator[None]:
-        """Give signs of life, whatever else this process does."""
+        """Give signs of life in a thread, whatever else this process does."""
         ended = Event()
 
         def beat() -> None:
@@ -119,11 +120,11 @@ class Ranks:
             return bytes(self.store.get(what)).decode()[1:]
 
     def hear_all(self, what: str) -> list[str]:
-        """What each of the other ranks says under a name of its own, `<what>.<rank>`."""
+        """Wait for what each of the other ranks tells under `<what>.<rank>`."""
         return [self.hear(f"{what}.{rank}") for rank in range(1, self.count)]
 
     def gather(self, what: str, values: Mapping[str, T]) -> dict[str, T]:
-        """At the first rank, what the others found, as JSON; elsewhere nothing."""
+        """Bring what all ranks found to the first: there it returns what the others found, elsewhere nothing."""
         if not self.first:
             self.tell(f"{what}.{self.rank}", json.dumps(values))
             return {}
@@ -131,7 +132,8 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all ranks do: an error of one is told to the others, and nobody leaves before the end."""
+        """Around what all ranks do together: an error of one is told to the others, and none leaves before all are
+        done."""
         try:
             with self._beating():
                 yield
@@ -181,13 +183,13 @@ def _meet(rank: int, count: int, environment: Mapping[str, str]) -> Ranks:
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
-    """Of Slurm's list, such as `node[003-010,021],login1`."""
+    """The first host of Slurm's list, such as `node[003-010,021],login1`."""
     names = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
     match = re.match(r"([^,\[]+)(?:\[(\w+))?", names)
     return match[1] + (match[2] or "") if match else "localhost"
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    """Slurm gives none: each job step has its own, the same on every rank."""
+    """A port made from the numbers of the job and its step: Slurm gives none, and all ranks must have the same."""
     step = int(environment.get("SLURM_JOB_ID", "0")) * 16 + int(environment.get("SLURM_STEP_ID", "0"))
     return int(environment.get("MASTER_PORT") or 20000 + step % 20000)

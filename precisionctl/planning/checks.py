@@ -1,4 +1,4 @@
-"""Whether tensors are what a model's sizes say they are, and whether they can be cut for so many ranks."""
+"""Checks that need no tensor data: names, dtypes, shapes, and whether tensors can be cut for so many ranks."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +17,12 @@ _VALUES = (torch.bfloat16, torch.float16, torch.float32, *CODES)
 
 
 _LINES = 8
-"""Of the table of names, each way: a model has thousands."""
+"""Lines of the table of names for each kind: a model has thousands."""
 
 
 def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "", where: object = "") -> None:
-    """Raise MissingTensor, or UnmappedTensor where none is missing, with a table of both: numbers in names that differ
-    in nothing else are `*`."""
+    """Raise MissingTensor, or UnmappedTensor where none is missing, with a table of both. Names that differ in numbers
+    alone share a line, with `*` for the numbers."""
     found = {"missing": missing, "unexpected": unexpected}
     if not missing and not unexpected:
         return
@@ -52,7 +52,7 @@ _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 
 
 def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:
-    """Raise PrecisionError for a dtype that is no value's."""
+    """Raise PrecisionError for a dtype that no weight has."""
     for name, spec in stored.items():
         if spec.dtype not in _VALUES:
             dtype = str(spec.dtype).removeprefix("torch.")
@@ -60,7 +60,7 @@ def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:
 
 
 def check_shapes(stored: Mapping[str, TensorSpec], shapes: Iterable[tuple[int, ...]]) -> None:
-    """Raise ShapeMismatch for a tensor that does not have its one of `shapes`."""
+    """Raise ShapeMismatch for the first of `stored` whose shape is not the one at the same place in `shapes`."""
     for (name, spec), expected in zip(stored.items(), shapes, strict=True):
         if spec.shape != expected:
             raise ShapeMismatch(
@@ -70,7 +70,7 @@ def check_shapes(stored: Mapping[str, TensorSpec], shapes: Iterable[tuple[int, .
 
 
 def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> None:
-    """Raise ShapeMismatch where a tensor cannot be cut for so many ranks."""
+    """Raise ShapeMismatch where the tensors of a row cannot be cut for so many ranks."""
     shape, parallel = row.shape(model), row.parallel
     ranks = (row.of_experts and parallelism.expert_tensor) or parallelism.tensor
     if parallel.kind == "replicated":
@@ -84,7 +84,7 @@ def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> Non
 
 
 def check_megatron_has(model: ModelShape, architecture: Architecture) -> None:
-    """Raise MappingError for a model that Megatron-Core cannot be."""
+    """Raise MappingError for a model that Megatron-Core cannot build."""
     do = "It can be read, exported and verified as a Hugging Face directory."
     if architecture.refused:
         raise MappingError(f"{model.architecture} has {architecture.refused}, which Megatron-Core does not", do=do)

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from precisionctl.architectures.param_map import Row
@@ -22,11 +22,12 @@ from precisionctl.precision import Precision
 
 @dataclass(frozen=True)
 class Job:
-    """One row at one place. `name` is the Megatron parameter, `module` its module.
+    """The work for one row of a family's table at one place (layer, expert): which tensors it reads and writes.
 
-    `reads` is empty where the target's biases are filled with zeros, `writes` where the source's must be
-    zero to be left out. `copies` are stored copies (a tied `lm_head`) that must equal `reads[0]`. What `writes`
-    holds beyond the row's tensors are copies of its first.
+    `name` is the Megatron parameter, `module` its module. `reads` is empty where biases of the target are filled with
+    zeros, and `writes` where biases of the source have no place and must be zero. `copies` are tensors that the source
+    stores as copies of `reads[0]` (a tied `lm_head`), and must equal it; names in `writes` beyond the row's own are
+    copies of its first. `encode` says which of `writes` become FP8 codes.
     """
 
     name: str
@@ -48,13 +49,18 @@ class Job:
 
     @property
     def expert(self) -> int | None:
-        """The expert's number, in the name of its parameter."""
+        """The number of the expert whose parameter it is; None for others."""
         return int(self.name.rpartition(".")[2].strip(string.ascii_letters)) if self.row.of_experts else None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `convert.run` does. `targets` are all tensors of the result, in the order they are written."""
+    """All of a conversion: `jobs`, and the `targets` that they write, in the order of the files.
+
+    `model` is the target's: its vocabulary may be padded to another size than the source's. `derived` are tensors of
+    the source that are left out because they can be computed (`rotary_emb.inv_freq`). `quantization` is the
+    `quantization_config` of a result with FP8 weights.
+    """
 
     model: ModelShape
     source: Layout
@@ -68,6 +74,14 @@ class Plan:
     @property
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.targets.values())
+
+    def job_bytes(self, job: Job) -> int:
+        """Bytes that a job writes, its scales included."""
+        return sum(self.targets[name].nbytes for name in job.outputs)
+
+    def costs(self, jobs: Iterable[Job]) -> list[int]:
+        """What each job weighs against the others: the bytes that it writes."""
+        return [self.job_bytes(job) for job in jobs]
 
     @property
     def gemms(self) -> Mapping[str, tuple[int, ...]]:
@@ -105,8 +119,8 @@ class Plan:
 
 
 def check_fp8_gemms(plan: Plan, precision: Precision) -> None:
-    """Raise PrecisionError where an FP8 GEMM does not take the shape of a weight that is to be in FP8. `precision` is
-    of the plan's layers."""
+    """Raise PrecisionError for a weight that `precision` has in FP8 and whose shape no FP8 GEMM takes. `precision` must
+    know the plan's number of layers (`of_layers`)."""
     for job in plan.jobs:
         if job.row.gemm and precision.in_fp8(job.module):
             _check_fp8_gemm(job, plan.model, precision.alignment)

@@ -1,7 +1,7 @@
-"""Lowering: a row that only moves rows becomes copies, with no second mapping.
+"""Lowering: a table row that only moves rows of tensors becomes a list of copies, with no second mapping.
 
-The row's own `merge` or `split` is run on row numbers instead of values, and what comes out is
-coalesced into segments: so many rows, from here in one tensor to there in another.
+The row's own `merge` or `split` is run on row numbers instead of values. Runs of neighbouring numbers in what comes out
+are segments: so many rows, from here in one tensor to there in another.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,8 @@ from precisionctl.param import Layout
 
 @dataclass(frozen=True)
 class Segment:
-    """`rows` rows of `write` from row `write_row` on: those of `read` from `read_row` on, or zeros (None)."""
+    """Rows `[write_row, write_row + rows)` of the tensor `write` are as many rows of `read`, from `read_row` on; or
+    zeros, where `read` is None."""
 
     read: str | None
     read_row: int
@@ -29,11 +30,11 @@ class Segment:
 def lower(
     row: Row, model: ModelShape, source: Layout, target: Layout, reads: Mapping[str, int], writes: Sequence[str]
 ) -> list[Segment]:
-    """The segments of a row's job, for a row that moves or a job that stays in its layout and spelling.
+    """The segments of a job: for a row that only moves, or a job that stays in its layout and spelling.
 
-    `reads` has the rows of each tensor; empty, all of `writes` is zeros. What `writes` holds beyond the row's tensors
-    are copies of its first. `model` is the target's: from Megatron to Megatron its vocabulary may be padded to more or
-    fewer rows.
+    `reads` has the number of rows of each tensor that is read; where it is empty, all of `writes` is zeros. Names in
+    `writes` beyond the row's own are copies of its first. `model` is the target's: from Megatron to Megatron its
+    vocabulary may be padded to more or fewer rows.
     """
     written = _rows(row, model, target)
     copies = writes[len(written) :]
@@ -57,7 +58,7 @@ def lower(
 
 
 def _resized(read: str, stored: int, write: str, rows: int) -> list[Segment]:
-    """The first of `stored` rows as `rows`, the others zeros."""
+    """A tensor of `stored` rows as one of `rows`: cut off, or filled up with zeros."""
     kept = min(stored, rows)
     zeros = [Segment(None, 0, write, kept, rows - kept)] if kept < rows else []
     return [Segment(read, 0, write, 0, kept), *zeros]
@@ -68,7 +69,8 @@ def _rows(row: Row, model: ModelShape, layout: Layout) -> list[int]:
 
 
 def _number(sizes: Iterable[int]) -> tuple[list[Tensor], list[int]]:
-    """Numbers `[rows, 1]` for each part's rows. 0 is left for rows of zeros, and a gap between parts."""
+    """Number the rows of each part, `[rows, 1]`, and say where each part starts. 0 stands for rows of zeros; a number
+    is left out between parts, so that no run goes from one into the next."""
     numbers, starts, start = [], [], 1
     for rows in sizes:
         numbers.append(torch.arange(start, start + rows).unsqueeze(1))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Reader, whole
-from precisionctl.conversion.convert import by_workers, one_torch_thread
+from precisionctl.conversion.processes import in_processes, one_torch_thread
 from precisionctl.conversion.worker import Worker
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.health import measure
@@ -105,7 +105,9 @@ def measure_weights(
     nowhere = _Nowhere(plan.targets)
     first, second = _Amax(plan, reader, nowhere), _Measurer(plan, reader, nowhere)
     scales = {job.name: scale for job, scale in zip(jobs, _scales(jobs, states), strict=True)}
-    results = by_workers(lambda job: second.measure(job, first.amax(job), scales[job.name]), list(jobs), plan, workers)
+    results = in_processes(
+        lambda job: second.measure(job, first.amax(job), scales[job.name]), jobs, plan.costs(jobs), workers
+    )
     found: dict[str, Statistics] = {}
     with one_torch_thread(), closing(results):
         for job, statistics in results:

@@ -1,6 +1,5 @@
 """`resume`: a checkpoint of either layout, a recipe and data become a run that can be killed at any step."""
 
-import fcntl
 import gc
 import math
 import time
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.lock import lock
 from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -207,11 +207,8 @@ def _locked(out: Path, checkpoint: Path, world: World) -> Iterator[None]:
         yield
         return
     out.mkdir(parents=True, exist_ok=True)
-    with open(out / "run.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise OutputError("another process is training there", where=out, do="Wait for it, or stop it.") from None
+    with open(out / "run.lock", "w") as file:
+        lock(file, OutputError("another process is training there", where=out, do="Wait for it, or stop it."))
         world.meet()
         yield
 
