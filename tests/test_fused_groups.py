@@ -22,8 +22,8 @@ LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
 SIZES = {"q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "kv_lora_rank": 32, "v_head_dim": 32}
 
 
-def export(source: Path, out: Path, **settings: object) -> list[str]:
-    work = plan_export(InferenceExport(source, out, "vllm", "static", **settings))  # type: ignore[arg-type]
+def export(source: Path, out: Path, target: str = "vllm", **settings: object) -> list[str]:
+    work = plan_export(InferenceExport(source, out, target, "static", **settings))  # type: ignore[arg-type]
     execute(work, workers=2)
     return list(work.notes)
 
@@ -63,9 +63,10 @@ def test_both_have_the_scales_of_the_larger(source: Path, exported: Path) -> Non
             assert torch.equal(stored[f"{attention(layer, name)}.weight"].float(), codes)
 
 
-def test_no_engine_has_anything_to_rescale(exported: Path) -> None:
-    for name in ("vllm", "sglang"):
-        assert check(HuggingFaceReader(exported), engines()[name]) == []
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_no_engine_has_anything_to_rescale(source: Path, tmp_path: Path, engine: str) -> None:
+    export(source, tmp_path / "out", engine)
+    assert check(HuggingFaceReader(tmp_path / "out"), engines()[engine]) == []
 
 
 def test_megatron_gives_the_same_bytes(source: Path, exported: Path, tmp_path: Path) -> None:

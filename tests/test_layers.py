@@ -88,6 +88,12 @@ def test_the_table_names_no_unit_that_does_not_exist():
     assert {unit_of(file) for file in FILES} - {"__init__"} == set(MAY_IMPORT)
 
 
+def test_the_document_names_no_file_that_does_not_exist():
+    named = re.findall(r"`([\w/]+\.py)`", DOCUMENT.read_text(encoding="utf-8"))
+    places = (PACKAGE, PACKAGE.parent, PACKAGE / "trainer")
+    assert len(named) > 20 and not [name for name in named if not any((place / name).is_file() for place in places)]
+
+
 def test_no_unit_may_import_from_a_row_below_its_own():
     above: set[str] = set()
     for unit, allowed in MAY_IMPORT.items():
