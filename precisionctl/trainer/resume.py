@@ -93,8 +93,8 @@ def resume(
         recipe = read_recipe(settings)
         out = settings.folder
         with world(ranks, recipe) as here, _locked(out, settings.checkpoint, here):
-            asked = _asked(settings, recipe, here, out, on_tokens)
-            while isinstance(ended := _attempt(asked, on_start, on_step, until), Jump):
+            setup = _prepare(settings, recipe, here, out, on_tokens)
+            while isinstance(ended := _attempt(setup, on_start, on_step, until), Jump):
                 gc.collect()  # the model before it builds another one
                 if here.first:
                     write_jump(out, ended)
@@ -103,9 +103,10 @@ def resume(
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """All that a run is, but for where it stands. `wanted` is which run it is, `given` FP8 state of a file, `memory`
-    what there is to say of that."""
+class _Setup:
+    """All of a run but how far it has come. `load` and `skipped` say what is taken from the `source`, `plan` how its
+    tensors become the model's. `identity` tells this run from others; `given` is the FP8 state of the file that the
+    command names, `memory` what there is to tell of the memory it will take."""
 
     settings: Settings
     recipe: Recipe
@@ -118,14 +119,15 @@ class _Asked:
     schedule: MegatronSchedule | None
     rows: Rows | Blend
     held_out: Rows | Blend | None
-    wanted: Mapping[str, Any]
+    identity: Mapping[str, Any]
     backend: BackendName
     given: Fp8States | None
     memory: tuple[str, ...]
 
 
-def _asked(settings: Settings, recipe: Recipe, world: World, out: Path, on_tokens: OnTokens) -> _Asked:
-    """Everything is checked that can be without a model."""
+def _prepare(settings: Settings, recipe: Recipe, world: World, out: Path, on_tokens: OnTokens) -> _Setup:
+    """Read and check all that can be without building the model. Raises what reading raises, RecipeError for a recipe
+    that does not fit the model, and EnvironmentProblem where the run does not fit into memory."""
     source = open_checkpoint(settings.checkpoint)
     load, skipped = parts.left(source, settings.load, settings.skip)
     schedule = parts.schedule_of(source, skipped, settings.overrides)
@@ -141,11 +143,11 @@ def _asked(settings: Settings, recipe: Recipe, world: World, out: Path, on_token
     held_out = held_out and held_out.shared_by(recipe.parallel.token_ranks)
     graphs.check(recipe, plan.model, backend, world, rows)
     start = dict(settings.start) | ({"schedule": "the checkpoint's"} if schedule else {})
-    wanted = run_folder.identity(source, rows.fingerprint, recipe, load=load, **start)
+    identity = run_folder.identity(source, rows.fingerprint, recipe, load=load, **start)
     if settings.collect_amax:
         check_fp8_gemms(plan, replace(recipe.precision, fp8=True).of_layers(plan.model.num_layers))
     given = read_state(settings.fp8_state, plan.gemms) if settings.fp8_state else None
-    return _Asked(
+    return _Setup(
         settings,
         recipe,
         world,
@@ -157,30 +159,30 @@ def _asked(settings: Settings, recipe: Recipe, world: World, out: Path, on_token
         schedule,
         rows,
         held_out,
-        wanted,
+        identity,
         backend,
         given,
         tuple(memory),
     )
 
 
-def _attempt(asked: _Asked, on_start: Callable[[Started], None], on_step: OnStep, until: float) -> Finished | Jump:
+def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep, until: float) -> Finished | Jump:
     """From the newest checkpoint in the run's folder to where it ends, or until it is taken back."""
-    out, source, here = asked.out, asked.source, run_folder.newest(asked.out)
+    out, source, here = setup.out, setup.source, run_folder.newest(setup.out)
     jump = read_jump(out)
-    run = _build(asked, jump)
-    fp8 = _go_on(run, here, asked, jump) if here else _start(run, asked)
+    run = _build(setup, jump)
+    fp8 = _go_on(run, here, setup, jump) if here else _start(run, setup)
     begun = run.step
     with _log(out, run) as log:
         if log:
             told = (jump.words,) if jump else ()
-            notes = (*told, *asked.memory, *_notes(asked, run), *asked.rows.notes, *log.notes, *fp8.notes)
-            on_start(Started(asked.recipe, out, run.step, asked.load, asked.skipped, asked.backend, fp8.counts, notes))
-        saver = Saver(run, out, asked.wanted, source.companions, fp8.carried, weight_encodings(source))
+            notes = (*told, *setup.memory, *_notes(setup, run), *setup.rows.notes, *log.notes, *fp8.notes)
+            on_start(Started(setup.recipe, out, run.step, setup.load, setup.skipped, setup.backend, fp8.counts, notes))
+        saver = Saver(run, out, setup.identity, source.companions, fp8.carried, weight_encodings(source))
         ended = train(run, log, saver, on_step, until)
     if isinstance(ended, Jump):
         return replace(ended, back_to=saver.newest if saver.newest is not None else begun)
-    return Finished(run.step, out / directory_name(run.step), ended, asked.world.first)
+    return Finished(run.step, out / directory_name(run.step), ended, setup.world.first)
 
 
 @contextmanager
@@ -213,29 +215,29 @@ def _locked(out: Path, checkpoint: Path, world: World) -> Iterator[None]:
         yield
 
 
-def _build(asked: _Asked, jump: Jump | None) -> Run:
-    model, recipe = asked.plan.model, asked.recipe
+def _build(setup: _Setup, jump: Jump | None) -> Run:
+    model, recipe = setup.plan.model, setup.recipe
     recipe = replace(recipe, precision=recipe.precision.of_layers(model.num_layers))
     torch.manual_seed(recipe.train.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     recompute = recipe.train.recompute == "layer"
-    gpt = GPT(model, recipe.precision, asked.backend, torch.bfloat16, device, world=asked.world, recompute=recompute)
+    gpt = GPT(model, recipe.precision, setup.backend, torch.bfloat16, device, world=setup.world, recompute=recompute)
     guard = Guard(recipe, jump=jump) if is_guarded(recipe) else None
     optimizer: RunOptimizer
     if recipe.optimizer.preset == "fp8-lm":
-        optimizer = Fp8LmAdamW(gpt, recipe.optimizer, fused=asked.backend == "te")
+        optimizer = Fp8LmAdamW(gpt, recipe.optimizer, fused=setup.backend == "te")
     else:
         optimizer = MasterAdamW(gpt, recipe.optimizer, gpt.shares)
     return Run(
-        recipe, gpt, optimizer, asked.rows, asked.held_out, guard=guard, world=asked.world, schedule=asked.schedule
+        recipe, gpt, optimizer, setup.rows, setup.held_out, guard=guard, world=setup.world, schedule=setup.schedule
     )
 
 
-def _go_on(run: Run, here: TorchDistReader, asked: _Asked, jump: Jump | None) -> Fp8Start:
+def _go_on(run: Run, here: TorchDistReader, setup: _Setup, jump: Jump | None) -> Fp8Start:
     """Exactly where the run was."""
     saved = run_folder.read_saved(here)
     assert saved is not None, "the newest iteration is ours"
-    run_folder.check_same(saved, asked.wanted, asked.out)
+    run_folder.check_same(saved, setup.identity, setup.out)
     state.load_rng(here)
     assert state.has_optimizer(here), "so it has one"
     state.load_optimizer(here, run)
@@ -243,26 +245,26 @@ def _go_on(run: Run, here: TorchDistReader, asked: _Asked, jump: Jump | None) ->
     if run.guard and saved.guard:
         run.guard = Guard(run.recipe, **saved.guard, jump=jump)
     beside = sidecar.find(here.path)
-    return start_collecting(run, beside) if asked.settings.collect_amax else go_on_fp8(run, here.fp8, beside)
+    return start_collecting(run, beside) if setup.settings.collect_amax else go_on_fp8(run, here.fp8, beside)
 
 
-def _start(run: Run, asked: _Asked) -> Fp8Start:
-    parts.take(run, asked.source, asked.skipped)
+def _start(run: Run, setup: _Setup) -> Fp8Start:
+    parts.take(run, setup.source, setup.skipped)
     if run.guard:
         run.guard.start(run.step)
-    with_fp8 = "fp8" not in asked.skipped
-    found = asked.source.fp8 if with_fp8 else None
-    if asked.settings.collect_amax:
+    with_fp8 = "fp8" not in setup.skipped
+    found = setup.source.fp8 if with_fp8 else None
+    if setup.settings.collect_amax:
         return start_collecting(run, found)
-    aside = sidecar.find(asked.source.path) if asked.source.path and with_fp8 else None
-    return start_fp8(run, found, aside, asked.given, cold=asked.settings.cold_start)
+    aside = sidecar.find(setup.source.path) if setup.source.path and with_fp8 else None
+    return start_fp8(run, found, aside, setup.given, cold=setup.settings.cold_start)
 
 
-def _notes(asked: _Asked, run: Run) -> Iterator[str]:
-    yield from parts.notes(run, asked.source, asked.skipped, asked.settings.overrides)
+def _notes(setup: _Setup, run: Run) -> Iterator[str]:
+    yield from parts.notes(run, setup.source, setup.skipped, setup.settings.overrides)
     yield from run.optimizer.notes(run.schedule.max_lr if run.schedule else run.recipe.optimizer.lr)
-    if asked.source.fp8 is not None and not run.recipe.precision.fp8:
+    if setup.source.fp8 is not None and not run.recipe.precision.fp8:
         how = "goes on with what is collected" if run.recorder else "is carried along in the sidecar, unused"
-        yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in asked.skipped else how}"
+        yield f"the checkpoint's FP8 state {'is left behind' if 'fp8' in setup.skipped else how}"
     if run.model.model.mtp_num_layers:
         yield "multi-token prediction layers are carried along as they are; nothing trains them"
