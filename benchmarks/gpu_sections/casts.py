@@ -147,10 +147,12 @@ def by_device(scheme: str, source: Path, target: Path, threads: int, place: Plac
 
     def move(one: Stored) -> None:
         mine = hands.get()
-        _read(files[one.file], mine.read[: one.size], one.start)
-        made = mine.cast(one, block) if one.is_cast else mine.read[: one.size]
-        _write(out, made, one.target)
-        hands.put(mine)
+        try:
+            _read(files[one.file], mine.read[: one.size], one.start)
+            made = mine.cast(one, block) if one.is_cast else mine.read[: one.size]
+            _write(out, made, one.target)
+        finally:
+            hands.put(mine)  # or the other threads would wait for them
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(move, tensors))

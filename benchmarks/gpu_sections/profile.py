@@ -68,8 +68,8 @@ def profiled(shape: Shape, variant: str, place: Place) -> Row:
         step = partial(update, model, MasterAdamW(model, SETTINGS), batch(shape, place))
         seconds = timed(step, place, repeats=4, warm=2, each=4)["seconds"]
         alone_seconds = timed(step, place, repeats=4, warm=0)["seconds"]
-        kind = torch.profiler.ProfilerActivity.CPU if place.small else torch.profiler.ProfilerActivity.CUDA
-        with torch.profiler.profile(activities=[kind]) as profile:
+        on = torch.profiler.ProfilerActivity
+        with torch.profiler.profile(activities=[on.CPU] if place.small else [on.CPU, on.CUDA]) as profile:
             step()
             wait(place)
         spans = kernels(profile.events(), place)
