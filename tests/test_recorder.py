@@ -12,11 +12,18 @@ from test_model import VOCABULARY, as_gpt, backward, converted, tiny_shape
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from precisionctl.calibration.calibrate import _merged
+from precisionctl.checkpoints.module import Part
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Role
+from precisionctl.fp8.statistics import Statistics
+from precisionctl.param import COLUMNS, TensorSpec
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.parallel.group_ranks import TensorRanks
+from precisionctl.trainer.parallel.shares import Shares
+from precisionctl.trainer.parallel.world import World
 
 FUSED = {
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -272,3 +279,28 @@ def assert_same(one: dict[str, Fp8State], other: dict[str, Fp8State]) -> None:
         for role, part in state.roles.items():
             assert torch.equal(part.scale, other[name].roles[role].scale), (name, role)
             assert torch.equal(part.amax_history, other[name].roles[role].amax_history), (name, role)
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_of_scattered_outputs_all_tensor_ranks_tokens_are_counted(sequence: bool) -> None:
+    """Transformer Engine gives each of two tensor ranks the gradients of its own tokens of what `linear_fc2` puts out;
+    where the ranks do not share tokens, both have all of them."""
+    module, gradient = "decoder.layers.0.mlp.linear_fc2", torch.randn(8, 16)
+    counted: list[Tensor] = []
+    for rank in range(2):
+        world = World()
+        world.count, world.tensor = 2, TensorRanks(2, rank, None, sequence)
+        recorder = Recorder(RECIPE, CPU, world)
+        recorder.measuring = True
+        out = torch.zeros(4 if sequence else 8, 16, requires_grad=True) * 1
+        with recorder.forward_pass():
+            recorder.gemm(module, torch.randn(8, 8), torch.randn(16, 8), out, scattered=True)
+        out.backward(world.tensor.mine(gradient))
+        shares = Shares({f"{module}.weight": Part(TensorSpec((16, 16), torch.bfloat16, COLUMNS), [])}, world)
+        world.sum = world.largest = lambda numbers: counted.append(numbers) or numbers  # type: ignore[method-assign]
+        _merged(recorder, recorder.states(), shares)
+    roles = list(ROLES)
+    total = (counted[0] + counted[2])[roles.index("grad_output")].tolist()
+    expected = measure(gradient, torch.float8_e5m2, None)
+    assert total[0] == expected.elements == 128
+    assert Statistics.from_numbers(total).sum_2 == pytest.approx(expected.sum_2)

@@ -203,24 +203,24 @@ def _states(recorder: Recorder, source: Reader, held: Shares) -> Fp8States:
         modules,
         producer=CALIBRATED,
         iteration=source.iteration,
-        statistics=_merged(recorder.statistics, modules, recorder.device, held),
+        statistics=_merged(recorder, modules, held),
     )
 
 
 def _merged(
-    mine: Mapping[str, Mapping[Role, Statistics]], modules: Mapping[str, Fp8State], device: torch.device, held: Shares
+    recorder: Recorder, modules: Mapping[str, Fp8State], held: Shares
 ) -> Mapping[str, Mapping[Role, Statistics]]:
     """Statistics of all ranks; of what is the same on several, those of the first."""
-    world = held.world
+    world, mine = held.world, recorder.statistics
     if world.count == 1:
         return mine
     keys = [(module, role) for module, state in sorted(modules.items()) for role in state.roles]
     found = [mine.get(module, {}).get(role, Statistics()) for module, role in keys]
     listed = [
-        (one if held.counts(module, role) else Statistics()).numbers()
+        (one if held.counts(module, role, module in recorder.scattered) else Statistics()).numbers()
         for one, (module, role) in zip(found, keys, strict=True)
     ]
-    numbers = torch.tensor(listed, dtype=torch.float64, device=device)
+    numbers = torch.tensor(listed, dtype=torch.float64, device=recorder.device)
     total = world.sum(numbers)
     total[:, AMAX] = world.largest(numbers[:, AMAX])
     merged: dict[str, dict[Role, Statistics]] = {}

@@ -44,6 +44,8 @@ class Recorder:
         self.measuring = False
         self._silent = False
         self.statistics: dict[str, dict[Role, Statistics]] = {}
+        self.scattered: set[str] = set()
+        """Modules of whose outputs each tensor rank is shown its own tokens alone."""
 
     @contextmanager
     def forward_pass(self, real: Tensor | None = None) -> Iterator[None]:
@@ -94,6 +96,8 @@ class Recorder:
             return
         real = self._real
         real_out = self._world.tensor.mine(real) if scattered and real is not None else real
+        if scattered and self._world.tensor.sequence:
+            self.scattered.add(module)
         self._take(module, "input", _only(values, real))
         self._take(module, "weight", weight)
         if out.requires_grad:

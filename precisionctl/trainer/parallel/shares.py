@@ -58,13 +58,13 @@ class Shares:
                     parts[names(row, "megatron", place)[0]] = here if is_here else elsewhere
         return cls(parts, world)
 
-    def counts(self, module: str, role: Role) -> bool:
+    def counts(self, module: str, role: Role, scattered: bool = False) -> bool:
         """Whether a rank's numbers of what its module is shown are to be added to those of others: of what several have
-        alike, the first one's are."""
+        alike, the first one's are. Of a `scattered` output each tensor rank has tokens of its own."""
         tensor, data = self.world.tensor, self.world.data_rank
         if role == "weight" and data >= (self.world.experts.size if ".experts." in module else 1):
             return False
-        return tensor.rank == 0 or role in self._cut_roles(module)
+        return tensor.rank == 0 or role in self._cut_roles(module) or (scattered and role == "grad_output")
 
     def _cut_roles(self, module: str) -> tuple[Role, ...]:
         """Of the tensors of a module, those of which tensor ranks have other parts."""
