@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from many_ranks import FOLDER, MOE, at_step, die, fork
+from forked import answers, die
+from many_ranks import FOLDER, MOE, at_step
 from training import make_source, make_text, settings
 
 from precisionctl.trainer import resume as trainer
@@ -61,8 +62,7 @@ def run(name: str, count: int, out: str = "", source: str = "source", kill: int 
         numbers = sum(p.numel() for p in made[0].model.parameters())
         return {"losses": losses, "moved": moved, "model": digest.hexdigest(), "numbers": numbers}
 
-    ends = list(fork(count, job))
-    told[name] = {"codes": [code for code, _ in ends], "said": [said for _, said in ends]}
+    told[name] = answers(count, job)
 
 
 told: dict[str, Any] = {}

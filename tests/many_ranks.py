@@ -9,14 +9,13 @@ import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import torch
-from test_ranks import free_port
+from forked import answers, die
 from training import SMALL, make_source, make_text, settings
 
 from precisionctl.calibration.calibrate import Calibration, calibrate
@@ -31,34 +30,6 @@ from precisionctl.trainer.saved.saving import Saver
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 MOE = {"model_type": "mixtral", "num_local_experts": 4}
 told: dict[str, dict[str, Any]] = {}
-
-
-def fork(count: int, job: Callable[[int], object]) -> Iterator[tuple[int, object]]:
-    """Exit code of each rank, and what `job` returned to it as JSON."""
-    where = {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    children = []
-    for rank in range(count):
-        receiver, sender = os.pipe()
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                os.environ.update(where, RANK=str(rank))
-                os.write(sender, json.dumps(job(rank)).encode())
-                code = 0
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        os.close(sender)
-        children.append((child, receiver))
-    for child, receiver in children:
-        with os.fdopen(receiver, "rb") as said:
-            answer = json.loads(said.read() or "null")
-        yield os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer
-
-
-def die(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
@@ -129,8 +100,7 @@ def run(
             trainer.resume(made, lambda _: None, lambda step: steps.append([step.step, step.loss, step.held_out_loss]))
         return steps
 
-    ends = list(fork(count, job))
-    told[name] = {"codes": [code for code, _ in ends], "said": [said for _, said in ends]}
+    told[name] = answers(count, job)
 
 
 def record(
@@ -154,8 +124,7 @@ def record(
         made = calibrate(asked, on_pass)
         return [made.speaks, made.signal, heard]
 
-    ends = list(fork(count, job))
-    told[name] = {"codes": [code for code, _ in ends], "said": [said for _, said in ends]}
+    told[name] = answers(count, job)
 
 
 def run_command(
@@ -187,10 +156,7 @@ def run_command(
             code = end.code
         return [code, shown.getvalue()]
 
-    begun = time.monotonic()
-    ends = list(fork(count, job))
-    codes, said = zip(*ends, strict=True)
-    told[name] = {"codes": codes, "said": said, "seconds": time.monotonic() - begun}
+    told[name] = answers(count, job)
 
 
 def fails(*_: object) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import pico
 import torch
 import torch.distributed as dist
+from forked import fork
 from in_memory import InMemory, to_megatron
-from many_ranks import fork
 from torch import Tensor
 
 from precisionctl.checkpoints.module import LiveModel

@@ -14,7 +14,7 @@ from typing import Any
 import te_on_cpu
 import torch
 import torch.distributed as dist
-from many_ranks import fork
+from forked import fork
 from shared_layers import LENGTH, ROWS, SIZES, alone, batch_of, by_ranks, source_of
 from torch import Tensor
 

@@ -2,15 +2,13 @@
 
 import filecmp
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_program
 from in_memory import to_megatron
 from torch import Tensor
 
@@ -31,9 +29,7 @@ models = pytest.mark.parametrize("model", ["source", "moe"])
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    program = Path(__file__).with_name("many_ranks.py")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, program, folder], check=True, env=environment, stdout=subprocess.DEVNULL)
+    run_program("many_ranks.py", folder)
     return folder
 
 

@@ -1,14 +1,12 @@
 """FP8-LM by two ranks (gloo), against one process. The runs are made by fp8_lm_ranks.py, once."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run_program
 from training import SMALL, contents
 
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -24,9 +22,7 @@ STEPS = SMALL["train.steps"]
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    program = Path(__file__).with_name("fp8_lm_ranks.py")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, program, folder], check=True, env=environment, stdout=subprocess.DEVNULL)
+    run_program("fp8_lm_ranks.py", folder)
     return folder
 
 

@@ -1,14 +1,11 @@
 """Layers that tensor and expert ranks share, held against one process: by 2 and 4 ranks, once."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from forked import run_program
 from shared_layers import CASES, SIZES, source_of
 
 from precisionctl.errors import RecipeError
@@ -22,9 +19,8 @@ Told = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    program, file = Path(__file__).with_name("shared_layers.py"), tmp_path_factory.mktemp("shared") / "told.json"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, program, file], check=True, env=environment, stdout=subprocess.DEVNULL)
+    file = tmp_path_factory.mktemp("shared") / "told.json"
+    run_program("shared_layers.py", file)
     found: Told = json.loads(file.read_text())
     return found
 

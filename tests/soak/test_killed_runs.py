@@ -18,7 +18,7 @@ KILLS, STEPS = 10, 40
 RUNS = """
 import random, signal, sys
 from pathlib import Path
-from many_ranks import die, fork
+from forked import die, fork
 from training import settings
 from precisionctl.trainer.saved import saving
 from precisionctl.trainer.resume import resume

@@ -1,0 +1,55 @@
+"""Ranks of a run, forked from one process that has imported torch already; and the start of that process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from test_ranks import free_port
+
+
+def run_program(name: str, out: Path) -> None:
+    """`python tests/NAME OUT`: ranks are forked from a process that has done nothing else."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    program = Path(__file__).with_name(name)
+    subprocess.run([sys.executable, program, out], check=True, env=environment, stdout=subprocess.DEVNULL)
+
+
+def fork(count: int, job: Callable[[int], object]) -> Iterator[tuple[int, object]]:
+    """Exit code of each rank, and what `job` returned to it as JSON."""
+    where = {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    children = []
+    for rank in range(count):
+        receiver, sender = os.pipe()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.environ.update(where, RANK=str(rank))
+                os.write(sender, json.dumps(job(rank)).encode())
+                code = 0
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        os.close(sender)
+        children.append((child, receiver))
+    for child, receiver in children:
+        with os.fdopen(receiver, "rb") as said:
+            answer = json.loads(said.read() or "null")
+        yield os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer
+
+
+def answers(count: int, job: Callable[[int], object]) -> dict[str, Any]:
+    """What `fork` gives, rank by rank, and how long it took."""
+    begun = time.monotonic()
+    codes, said = zip(*fork(count, job), strict=True)
+    return {"codes": codes, "said": said, "seconds": time.monotonic() - begun}
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
