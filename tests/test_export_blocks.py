@@ -51,14 +51,11 @@ def export(source: Path, out: Path, target: str = "vllm", scheme: str | None = "
 
 
 def check_with_every_engine(exported: Path) -> None:
-    """What is exported for vLLM has no findings there. Others load it; what its config.json says in vLLM's words alone
-    they are told to look for."""
+    """What is exported for vLLM has no findings there; in others, none but keys that they look for in config.json."""
     found = {engine: check(open_checkpoint(exported), engine_named(engine)) for engine in ENGINES}
     assert found["vllm"] == []
-    others = [finding for findings in found.values() for finding in findings]
-    assert not any(finding.rule.fatal for finding in others) and {finding.where for finding in others} <= {
-        "config.json"
-    }
+    others = {(finding.where, finding.what.partition(" ")[0]) for findings in found.values() for finding in findings}
+    assert others <= {("config.json", "no")}
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:
