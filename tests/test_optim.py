@@ -1,8 +1,12 @@
 """AdamW over FP32 masters, and learning rates worked out by hand."""
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from precisionctl.recipe import Optimizer, Schedule
 from precisionctl.trainer.optimizer.adamw import MasterAdamW, learning_rate
@@ -60,6 +64,60 @@ def test_the_masters_of_a_bf16_model_move_where_bf16_alone_would_stand_still() -
         optimizer.step(1e-4)  # a BF16 number next to 1 is 2**-8 = 0.0039 away
     assert optimizer.masters["weight"].item() == pytest.approx(1 - 50e-4, abs=1e-6)
     assert module.weight.item() == optimizer.masters["weight"].bfloat16().item() != 1.0
+
+
+class Calls(TorchDispatchMode):
+    """Counts what would be a kernel or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        name = function.__name__.partition(".")[0]
+        self.counted[name] += name not in ("detach", "empty_like", "view", "alias", "unbind")
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("skip", [None, torch.tensor(False), torch.tensor(True)], ids=str)
+def test_an_update_of_many_parameters_is_as_many_calls_as_one_of_few(skip: torch.Tensor | None) -> None:
+    """But that gradients of the first pass are widened one by one, which takes less memory."""
+    counted = []
+    for layers in (2, 20):
+        module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))).to(torch.bfloat16)
+        optimizer = MasterAdamW(module, Optimizer(clip_norm=0.1))
+        with Calls() as calls:
+            for _ in range(2):
+                for parameter in module.parameters():
+                    parameter.grad = parameter.detach()
+                optimizer.collect()
+            optimizer.clip()
+            optimizer.step(0.01, skip)
+        assert calls.counted.pop("_to_copy") == 2 * layers + (skip is not None)
+        counted.append(calls.counted)
+    assert counted[0] == counted[1]
+    assert counted[0]["_fused_adamw_"] == 2  # matrices, and vectors, which are not decayed
+
+
+def test_an_update_that_is_skipped_changes_nothing_and_is_not_counted() -> None:
+    plain, skipping = model(torch.bfloat16), model(torch.bfloat16)
+    optimizers = MasterAdamW(plain, SETTINGS), MasterAdamW(skipping, SETTINGS)
+    for seed in range(4):
+        for module, optimizer in zip((plain, skipping), optimizers, strict=True):
+            backward(module, seed)
+            optimizer.collect()
+            optimizer.step(0.01, torch.tensor(False))
+        backward(skipping, 99)
+        for parameter in skipping.parameters():
+            assert parameter.grad is not None
+            parameter.grad.fill_(torch.nan)
+        optimizers[1].collect()
+        optimizers[1].step(0.01, torch.tensor(True))
+        assert not optimizers[1].gradients
+    assert optimizers[0].steps == optimizers[1].steps == 4
+    for kind, tensors in optimizers[0].tensors.items():
+        assert all(torch.equal(tensor, optimizers[1].tensors[kind][name]) for name, tensor in tensors.items())
+    assert all(map(torch.equal, plain.parameters(), skipping.parameters()))
 
 
 def test_gradients_of_micro_batches_are_summed_in_fp32() -> None:

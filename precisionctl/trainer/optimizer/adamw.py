@@ -150,7 +150,8 @@ class MasterAdamW:
                 torch._foreach_copy_([*rounded.values()], [self.masters[name] for name in rounded])
 
     def collect(self) -> None:
-        """Take over the model's gradients: add them to the masters', in FP32."""
+        """Take over the model's gradients: add them to the masters', in FP32. Of an update's first pass each is let go
+        of before the next is widened, so that no more than one is there twice."""
         sums, new = [], []
         for name, parameter in self.parameters.items():
             master = self.masters[name]
