@@ -30,8 +30,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "truth": 60,
-    "speed": 250,
-    "profile": 60,
+    "speed": 290,
+    "profile": 80,
     "curves": 200,
     "tests": 240,
     "peers": 200,

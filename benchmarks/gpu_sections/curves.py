@@ -25,7 +25,7 @@ from precisionctl.trainer.optimizer.adamw import MasterAdamW, learning_rate
 
 SHAPE = Shape("400M", 1024, 4096, 16, 4, 24, 256, False, (24, 24), 16, 1024)
 SMALL = Shape("tiny", 64, 128, 4, 2, 2, 256, False, (2, 2), 4, 64)
-START, STEPS, CALIBRATION = 100, 80, 8
+START, STEPS, CALIBRATION = 100, 64, 8
 EARLY = 20
 LR = 6e-4
 PRECISION = "fp8-delayed"

@@ -61,13 +61,13 @@ def measure(place: Place, report: Report) -> None:
 
 
 def profiled(shape: Shape, variant: str, place: Place) -> Row:
-    """ms of a step by kind of kernel, and `idle`: how much longer one of four steps running takes, unprofiled, than
+    """ms of a step by kind of kernel, and `idle`: how much longer one of three steps running takes, unprofiled, than
     kernels run in it. `waited_for` is a step alone, which the GPU begins with nothing to do."""
     with alone(place):
         model = gpt(shape.model(shape.measured[1]), place, variant)
         step = partial(update, model, MasterAdamW(model, SETTINGS), batch(shape, place))
-        seconds = timed(step, place, repeats=4, warm=2, each=4)["seconds"]
-        alone_seconds = timed(step, place, repeats=4, warm=0)["seconds"]
+        seconds = timed(step, place, repeats=3, warm=2, each=3)["seconds"]
+        alone_seconds = timed(step, place, repeats=3, warm=0)["seconds"]
         on = torch.profiler.ProfilerActivity
         with torch.profiler.profile(activities=[on.CPU] if place.small else [on.CPU, on.CUDA]) as profile:
             step()
