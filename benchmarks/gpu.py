@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "truth": 60,
     "speed": 290,
-    "profile": 80,
+    "profile": 100,
     "curves": 200,
     "tests": 240,
     "peers": 200,

@@ -21,6 +21,7 @@ from gpu_sections.common import (
     attempt,
     batch,
     gpt,
+    peak_gb,
     shapes,
     timed,
     train_loss,
@@ -58,6 +59,10 @@ def measure(place: Place, report: Report) -> None:
     for variant in ("fp8-delayed", "fp8-block"):
         row = {"shape": shape.name, "layers": shape.measured[1], "variant": variant, "passes": PASSES}
         attempt(report, row, partial(accumulated, shape, variant, place))
+    shape = min(shapes(place), key=lambda one: one.hidden)
+    for variant in ("bf16", "fp8-delayed") if place.backend == "te" else ():  # nothing is launched in emulation
+        row = {"shape": shape.name, "layers": shape.measured[1], "variant": variant, "graphs": True}
+        attempt(report, row, partial(captured, shape, variant, place))
 
 
 def profiled(shape: Shape, variant: str, place: Place) -> Row:
@@ -147,3 +152,18 @@ def _accumulate(
             optimizer.collect()
     optimizer.clip()
     optimizer.step(SETTINGS.lr)
+
+
+def captured(shape: Shape, variant: str, place: Place) -> Row:
+    """Seconds of a step whose layers are launched kernel by kernel, and as CUDA graphs, and memory of both."""
+    found: Row = {}
+    with alone(place):
+        model = gpt(shape.model(shape.measured[1]), place, variant)
+        step = partial(update, model, MasterAdamW(model, SETTINGS), batch(shape, place))
+        for name in ("kernels", "replayed"):
+            if name == "replayed":
+                model.capture(shape.rows, shape.length)
+            found[name] = timed(step, place, repeats=4, warm=2, each=2)["seconds"]
+            found[f"{name}_gb"] = peak_gb(place)
+        del model, step
+    return found

@@ -117,6 +117,12 @@ def _profile(rows: list[Row]) -> str:
         for row in rows
         if "passes" in row
     ]
+    told += [
+        f"- {row['shape']}, {row['layers']} layers, {row['variant']}: as CUDA graphs a step is "
+        f"{row['kernels'] / row['replayed']:.3f} times as fast"
+        for row in rows
+        if "graphs" in row
+    ]
     where = next(iter(found.values()))
     title = f"Milliseconds of a step, {where['shape']}, {where['layers']} layers:\n\n"
     return title + _table(("", *found), lines) + "\n\n" + "\n".join(filter(None, told))
