@@ -589,6 +589,19 @@ def test_a_torn_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
         assert kept.done == {"a", "b", "c"}
 
 
+def test_a_source_that_changes_while_it_is_read_is_no_result(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron"))
+    with pytest.raises(OutputError, match="changed while it was read"):
+        execute(work, on_bytes=lambda count: os.utime(tmp_path / "hf" / "model.safetensors"))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(OutputError, match="source that has changed"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+    work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron"))
+    execute(work, restart=True)
+    assert (tmp_path / "out").is_dir()
+
+
 def test_whatever_a_crash_leaves_in_the_journal_is_gone_on_from_or_refused(tmp_path: Path) -> None:
     output = Output(tmp_path / "out")
     with open_journal(output, "plan", []) as kept:

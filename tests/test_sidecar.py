@@ -1,6 +1,7 @@
 """The sidecar gives back what it was given, always in the same bytes, and refuses what it cannot trust."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -175,6 +176,13 @@ def test_a_safetensors_file_of_somebody_else_is_one_error(path):
     path.parent.mkdir()
     save_file({"weight": torch.ones(3)}, path)
     with pytest.raises(CheckpointError):
+        sidecar.read(path)
+
+
+def test_a_hole_is_not_read(path):
+    sidecar.write(path, STATES)
+    os.truncate(path, 3 << 30)
+    with pytest.raises(DamagedCheckpoint, match="more than 2 GB"):
         sidecar.read(path)
 
 

@@ -18,7 +18,7 @@ from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, WeightEncoding
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, Spelling, index_of, read_stored, spelling_of
 from precisionctl.checkpoints.safetensors_file import Stored, split_shards
-from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
@@ -86,7 +86,7 @@ class HuggingFaceReader:
         stored = Within({name: self.stored.places[name] for name in sorted(names)})
         weights = {name: self.specs[name] for name in self._scales}
         beside = self.path / QUANT_CONFIG
-        files = {QUANT_CONFIG: beside.read_bytes()} if beside.is_file() else {}
+        files = {QUANT_CONFIG: _read_text(beside)} if beside.is_file() else {}
         return WeightEncodings(weights, self._scales, stored, self.config["quantization_config"], files, self.path)
 
     @cached_property
@@ -228,6 +228,14 @@ def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     if not isinstance(quantization, dict):
         raise DamagedCheckpoint("no `quantization`", where=beside)
     return config | {"quantization_config": {"quant_method": "modelopt"} | quantization}
+
+
+def _read_text(path: Path) -> bytes:
+    """A file that travels along as text."""
+    data = read_file(path, path.parent)
+    with damage("no UTF-8", path):
+        data.decode()
+    return data
 
 
 def _load_json(path: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def open_journal(
 
     Raises OutputError where journal or directory belong to something else, or another run is writing.
     """
-    header = {"plan": digest, "ranks": ranks, "source": [_fingerprint(file) for file in files]}
+    header = {"plan": digest, "ranks": ranks, "source": fingerprints(files)}
     output.check_free()
     output.path.parent.mkdir(parents=True, exist_ok=True)
     with open(output.journal, "a+", encoding=_ANY) as file:
@@ -123,9 +123,9 @@ def _begin(output: Output, journal: Journal, header: Mapping[str, object]) -> No
     output.token.write_text(identity)
 
 
-def _fingerprint(file: Path) -> list[object]:
-    status = file.stat()
-    return [file.name, status.st_size, status.st_mtime_ns]
+def fingerprints(files: Iterable[Path]) -> list[list[object]]:
+    """Name, size and time of each file: what tells that a source has changed."""
+    return [[file.name, (status := file.stat()).st_size, status.st_mtime_ns] for file in files]
 
 
 def _whole_lines(text: str) -> tuple[list[Any], int]:

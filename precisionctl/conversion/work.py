@@ -18,7 +18,7 @@ from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.convert import OnBytes, check, run
-from precisionctl.conversion.journal import Journal, open_journal, open_share_journal
+from precisionctl.conversion.journal import Journal, fingerprints, open_journal, open_share_journal
 from precisionctl.conversion.manifest import write_manifest
 from precisionctl.conversion.ranks import ALONE, Ranks
 from precisionctl.conversion.worker import Source
@@ -108,6 +108,7 @@ def execute(
     `verify` reads everything back first. `on_bytes` is told of bytes written, and of bytes read back.
     """
     with disk_problems(work.output), _journal(work, restart, ranks) as journal:
+        before = fingerprints(work.reader.files)
         if ranks.first and isinstance(work.trained, TorchDistReader) and work.trained.in_buckets:
             work.notes.extend(filter(None, [prove_masters(work.trained)]))
         found = run(
@@ -123,6 +124,12 @@ def execute(
         )
         found |= ranks.gather("found", found)
         checksums = _read_back(work, workers, ranks, on_bytes) if verify else {}
+        if fingerprints(work.reader.files) != before:
+            raise OutputError(
+                "the source changed while it was read",
+                where=work.reader.path or "",
+                do="Wait until nobody writes it, and run the same command with --restart.",
+            )
         if ranks.first:
             _finish(work, found, checksums)
 

@@ -32,6 +32,9 @@ LIVE = Path("precisionctl/te_state.safetensors")
 FORMAT_VERSION = 2
 """1 had no roles of attention and no statistics, and is read as it is."""
 
+_LARGEST = 2 << 30
+"""Bytes of a sidecar, which is read whole: DeepSeek-V3's has 0.6 GB, at 1024 rows of history."""
+
 _KEY = "precisionctl"
 _STATISTICS = ".statistics"
 _LEAVES = tuple(f"{role}.{part}" for role in ROLES + ATTENTION for part in ("scale", "amax_history"))
@@ -80,6 +83,8 @@ def read(path: Path) -> Fp8States:
     Raises UnknownFormat for the version of another release, DamagedCheckpoint for a file that is truncated or
     contradicts itself.
     """
+    if path.is_file() and path.stat().st_size > _LARGEST:  # holes cost nothing on a disk
+        raise DamagedCheckpoint(f"an FP8 sidecar of more than {_LARGEST >> 30} GB", where=path, do="Is the copy whole?")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

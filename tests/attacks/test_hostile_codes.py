@@ -1,6 +1,7 @@
 """FP8 weights in a rank's pickle that say of their codes and scales what cannot be."""
 
 import math
+import os
 import struct
 import zipfile
 from collections.abc import Callable
@@ -8,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fp8_directories import make
 
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnsafePickle
 from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
@@ -91,3 +94,24 @@ def test_a_weight_that_lies_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises((DamagedCheckpoint, UnsafePickle)) as error:
         read(tmp_path, float8(), LIES[name]())
     assert isinstance(error.value, PrecisionctlError) and len(str(error.value)) < 5000
+
+
+def a_link(path: Path) -> None:
+    (path.parents[1] / "secret").write_text("{}")
+    path.symlink_to("../secret")
+
+
+def holes(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+@pytest.mark.parametrize("put", [a_link, holes, lambda path: path.write_bytes(b"\xff\xfe{\0}\0")])
+def test_what_says_of_codes_how_they_are_read_is_a_small_file_of_its_directory(
+    tmp_path: Path, put: Callable[[Path], object]
+) -> None:
+    """It travels along with the codes: what it leads to would, too."""
+    make(tmp_path / "hf", "modelopt-tensor")
+    put(tmp_path / "hf" / "hf_quant_config.json")
+    with pytest.raises(DamagedCheckpoint):
+        _ = HuggingFaceReader(tmp_path / "hf").weight_encodings
