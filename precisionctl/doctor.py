@@ -56,8 +56,8 @@ class Recipe:
 @dataclass(frozen=True)
 class Machine:
     """What is here. `packages`: versions, None for one that is not installed. `devices`: CUDA devices and their
-    capability.
-    `transformer_engine`: why it cannot run FP8 here, None where it can. `variables`: those that are set."""
+    capability. `transformer_engine`: why it cannot run FP8 here, None where it can. `variables`: those of
+    Transformer Engine's environment variables that are set."""
 
     python: str
     packages: Mapping[str, str | None]

@@ -1,6 +1,6 @@
 """What `convert` is asked for, and how that is planned."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -140,26 +140,20 @@ def _plan_values(conversion: Conversion, reader: Reader, encodings: WeightEncodi
         parallelism=conversion.parallelism,
         optimizer=trained is not None,
     )
-    state = _known_state(conversion, reader, plan)
-    seeds = state_of_input_scales(reader, encodings, plan) if state is None else None
-    unasked = seeds is not None and conversion.precision != "fp8"  # what nobody has trained with waits in the sidecar
-    if not unasked:
-        state = state or seeds
+    recorded = _known_state(conversion, reader, plan)
+    calibrated = None if recorded else state_of_input_scales(reader, encodings, plan)
+    waits = calibrated is not None and conversion.precision != "fp8"  # in the sidecar: nobody has trained with it
+    state = None if waits else recorded or calibrated
     _check_fp8(conversion, plan, state)
     run = _carried(conversion, trained)
     output = open_output(conversion.destination, conversion.source, conversion.reference, conversion.fp8_state)
-    writer = _writer(conversion, reader, plan, output, run, live=conversion.fills_extra_state and not unasked)
+    writer = _writer(conversion, reader, plan, output, run, live=conversion.fills_extra_state and not waits)
     makes = conversion.fills_extra_state and (conversion.precision == "fp8" or state is not None)
     notes = _notes(conversion, reader, plan, run if trained else None)
-    notes += state.notes if state else ()
-    if conversion.fp8_state:
-        notes.append(f"FP8 state that the checkpoint has not recorded is that of {conversion.fp8_state}.")
-    if makes:
-        cut = plan.model.moe is not None and conversion.container != "torch"
-        notes += payload_notes(conversion.te_version, conversion.parallelism.expert if cut else None)
+    notes += _fp8_notes(conversion, plan, state, payloads=makes)
     if reader.encodings and encodings:
         notes += code_notes(encodings)
-    finish = _make_state(state, conversion, plan, notes) if makes else lambda found: state or seeds
+    finish = _make_state(state, conversion, plan, notes) if makes else lambda found: recorded or calibrated
     digest = digest_of(plan, conversion, conversion.fp8_state, encodings)
     return Work(reader, plan, writer, output, finish, makes, digest, notes, trained, encodings)
 
@@ -213,6 +207,16 @@ def _notes(conversion: Conversion, reader: Reader, plan: Plan, run: Carried | No
     if run and conversion.container == "torch":
         notes.append("Go on from it with --no-load-rng: the states of random generators are not in this format here.")
     return notes
+
+
+def _fp8_notes(conversion: Conversion, plan: Plan, state: Fp8States | None, *, payloads: bool) -> Iterator[str]:
+    """Notes on FP8 state: those of its reader, where some of it is from, and what TE asks for its `payloads`."""
+    yield from state.notes if state else ()
+    if conversion.fp8_state:
+        yield f"FP8 state that the checkpoint has not recorded is that of {conversion.fp8_state}."
+    if payloads:
+        cut = plan.model.moe is not None and conversion.container != "torch"
+        yield from payload_notes(conversion.te_version, conversion.parallelism.expert if cut else None)
 
 
 def _plan_reencoding(conversion: Conversion, reader: Reader, encodings: WeightEncodings) -> Work:

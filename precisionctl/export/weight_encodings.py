@@ -89,12 +89,12 @@ class _Moved:
         self._last: tuple[Job, dict[str, Tensor]] | None = None
 
     def add(self, name: str, scale_inv: Tensor, job: Job, weight: str) -> None:
-        """The scales of a weight that a job writes, seen once to know their shape."""
+        """Take note of a weight's scales, which a job writes; of `scale_inv` only shape and dtype are kept."""
         self.specs[name] = TensorSpec(tuple(scale_inv.shape), scale_inv.dtype)
         self._jobs[name] = job, weight
 
     def add_fixed(self, name: str, value: float) -> None:
-        """The fixed scale of a weight's input."""
+        """Take the one fixed scale of a weight's input."""
         self._fixed[name] = torch.tensor(value)
         self.specs[name] = TensorSpec((), torch.float32)
 
