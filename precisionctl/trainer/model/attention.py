@@ -1,6 +1,6 @@
 """Attention with Megatron-Core's parameter names: over grouped queries, and over latents (MLA).
 
-Shape letters as in `model.py`.
+Shape letters as in `gpt.py`.
 """
 
 import math

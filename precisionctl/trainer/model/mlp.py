@@ -1,6 +1,6 @@
 """The MLP of a layer with Megatron-Core's parameter names: one for all tokens, or a mixture of experts.
 
-Shape letters as in `model.py`.
+Shape letters as in `gpt.py`.
 """
 
 from collections.abc import Callable, Mapping
