@@ -127,13 +127,13 @@ class Engine:
         ]
 
     def check_shape(self, name: str, spec: TensorSpec, scheme: str, served: Served) -> Finding | None:
-        """What is wrong with the shape of a weight that is to be codes, or is."""
+        """The rule that a weight of this shape breaks as FP8 codes; None where it breaks none."""
         rule = self.blocks if scheme in ("block", "mxfp8") else self.aligned
         what = self.refusal(name, spec, scheme, served)
         return Finding(name, what, self.quantisation if self._unread(name) else rule) if what else None
 
     def refusal(self, name: str, spec: TensorSpec, scheme: str, served: Served) -> str | None:
-        """The same without the rule."""
+        """What is wrong with a weight of this shape as FP8 codes, in words; None for nothing."""
         if self._unread(name):
             return "codes of a class that is no linear are taken for weights"
         return served.refusal(name, spec, scheme, self.ragged)
@@ -142,7 +142,7 @@ class Engine:
         return not self.reads_conv1d and bool(_CONV1D.fullmatch(name))
 
     def check_experts(self, names: Iterable[str], method: str, scheme: str) -> list[Finding]:
-        """What of these weights, which are codes, it does not load because they are experts'."""
+        """The first of these weights that the engine does not load as codes because it is an expert's, as a finding."""
         experts = [] if (method, scheme) in self.reads_experts else [name for name in names if _EXPERT.fullmatch(name)]
         what = f"experts of {method} with {scheme} activations"
         return [Finding(name, what, self.quantisation) for name in experts[:1]]

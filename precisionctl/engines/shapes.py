@@ -29,7 +29,7 @@ _EXPERTS = re.compile(r"(.+\.experts)\.\d+\..+")
 
 
 def in_step(weight: str) -> str:
-    """A name for all the weights that engines want as FP8 together, or not at all."""
+    """The name of the group that a weight is in: engines want all weights of a group in FP8, or none."""
     if match := _EXPERTS.fullmatch(weight):
         return match[1]
     module = weight.removesuffix(".weight")
@@ -40,7 +40,8 @@ def in_step(weight: str) -> str:
 
 @dataclass(frozen=True)
 class Served:
-    """A model with so many heads, for queries and for keys and values, on so many GPUs (tensor parallelism)."""
+    """A model that is served on `ranks` GPUs with tensor parallelism: its `heads` of queries, and its `groups` of keys
+    and values."""
 
     heads: int
     groups: int
@@ -48,7 +49,7 @@ class Served:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], ranks: int = 1) -> "Served":
-        """The model of a config.json."""
+        """The model that a config.json describes."""
         heads = config.get("num_attention_heads")
         groups = config.get("num_key_value_heads") or heads
         found = [count if type(count) is int and count > 0 else 1 for count in (heads, groups)]
@@ -88,7 +89,7 @@ class Served:
         return len(group) == len(parts) == 1
 
     def _parts(self, linear: str, rows: int) -> list[int]:
-        """Rows of each linear that is in one stored."""
+        """The rows of each of the linears that a stored one consists of."""
         if linear == "gate_up_proj":
             return [rows // 2, rows - rows // 2]
         if linear == "qkv_proj":
@@ -97,7 +98,8 @@ class Served:
         return [rows]
 
     def _share(self, linear: str, rows: int) -> int:
-        """Rows of each GPU, 0 where they cannot be cut; key and value heads are copied where there are more GPUs."""
+        """The rows that each GPU gets, 0 where they cannot be cut. Heads of keys and values are copied where there are
+        more GPUs than heads."""
         if linear == "q_proj" and self.heads % self.ranks:
             return 0
         if linear in ("k_proj", "v_proj") and self.ranks > self.groups:

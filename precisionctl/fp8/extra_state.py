@@ -70,7 +70,7 @@ class Payload:
     cut: Cut | None
 
     def state(self, where: object) -> Fp8State:
-        """That of one GEMM, or of attention. Raises NotUnderstood for anything else."""
+        """The state of one GEMM, or of attention. Raises NotUnderstood for anything else."""
         if self.gemms not in (1, 3):
             raise NotUnderstood(f"FP8 state of {self.gemms} GEMMs", where=where)
         state = Fp8State(_attention(self.directions, where) if self.gemms == 3 else _gemm(self.directions, where))
@@ -78,7 +78,7 @@ class Payload:
         return state
 
     def group(self, order: Order, where: object) -> Fp8State:
-        """That of a grouped linear, `[gemms]`."""
+        """The state of a grouped linear, `[gemms]`, whose columns stand in this order."""
         _check_columns(self.directions, 3 * self.gemms, 2 * self.gemms, where)
         state = grouped.by_gemm(self.directions, self.gemms, order)
         state.check(self.recipe, where)
@@ -137,7 +137,7 @@ def read_payload(data: bytes, where: object) -> Payload | None:
 
 
 def _parts(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A payload and, for TE's fused operations, what it has of each mode."""
+    """The parts of a payload: itself, and of TE's fused operations the part for each mode."""
     modes = [found.get(mode) for names in _MODES.values() for mode in names]
     return [part for part in (found, *modes) if isinstance(part, dict)]
 
@@ -148,7 +148,7 @@ def _extra(found: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _columns(found: Mapping[str, Any], direction: str, where: object) -> Columns:
-    """All columns of one direction; of fused operations, those of each mode side by side."""
+    """All columns of one direction. Fused operations keep them by mode; they are put side by side."""
     modes = [found.get(mode) for mode in _MODES[direction]]
     keys = (f"scale_{direction}", f"amax_history_{direction}")
     parts = [found, *modes] if any(key in found for key in keys) else modes
@@ -168,7 +168,7 @@ def _columns(found: Mapping[str, Any], direction: str, where: object) -> Columns
 
 
 def _gemms(found: Mapping[str, Any], directions: Directions, where: object) -> int:
-    """As many as the payload says; where it does not say it, as follow from its columns: two forward for each."""
+    """How many GEMMs there are: as the payload says, else half of its forward columns, of which each has two."""
     extra = _extra(found)
     gemms = extra.get("num_gemms", len(directions[0].scale) // 2 if not extra else None)
     if type(gemms) is not int or not 1 <= gemms <= _MOST_GEMMS:
@@ -177,7 +177,7 @@ def _gemms(found: Mapping[str, Any], directions: Directions, where: object) -> i
 
 
 def _with_unused(directions: Directions, gemms: int) -> Directions:
-    """With the columns of output and grad_input, which TE up to 0.5 did not keep, nor fused operations."""
+    """Add the columns of output and grad_input, which TE up to 0.5 did not keep, and fused operations do not."""
     forward, backward = directions
     if (len(forward.scale), len(backward.scale)) != (2 * gemms, gemms):
         return directions
@@ -185,7 +185,7 @@ def _with_unused(directions: Directions, gemms: int) -> Directions:
 
 
 def _padded(columns: Columns, gemms: int) -> Columns:
-    """With one column more for each GEMM, as TE starts it."""
+    """Add a column for each GEMM, as TE starts it."""
     scale = columns.scale.view(gemms, -1)
     history = columns.history.view(len(columns.history), gemms, -1)
     scale = torch.cat([scale, scale.new_ones(gemms, 1)], 1)
@@ -216,7 +216,8 @@ def _checked_recipe(fields: Mapping[str, Any], where: object) -> DelayedScaling:
 
 
 def _order(fields: Mapping[str, Any]) -> Order | None:
-    """By what DelayedScaling had: `interval` up to TE 2.1, `backward_override` since 2.15; the order changed in 2.3."""
+    """The order of columns in the TE that wrote this, where the recipe tells its version: DelayedScaling had `interval`
+    up to TE 2.1 and has `backward_override` since 2.15; the order changed in 2.3."""
     if "interval" in fields:
         return "role"
     return "gemm" if "backward_override" in fields else None

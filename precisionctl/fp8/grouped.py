@@ -29,7 +29,7 @@ Directions = tuple[Columns, Columns]
 
 
 def by_gemm(directions: Directions, gemms: int, order: Order) -> Fp8State:
-    """A grouped linear's state, `[gemms]`."""
+    """The state of a grouped linear, `[gemms]`, from TE's columns of both directions in this order."""
     forward, backward = directions
     return Fp8State({**_by_role(forward, FORWARD, gemms, order), **_by_role(backward, BACKWARD, gemms, order)})
 
@@ -43,7 +43,7 @@ def _by_role(columns: Columns, roles: tuple[Role, ...], gemms: int, order: Order
 
 
 def _places(roles: int, gemms: int, order: Order) -> Tensor:
-    """The column of each role and GEMM, `[roles, gemms]`."""
+    """In which column each role of each GEMM is, `[roles, gemms]`."""
     columns = torch.arange(roles * gemms)
     return columns.view(roles, gemms) if order == "role" else columns.view(gemms, roles).t()
 
@@ -80,7 +80,7 @@ def _unused_are_fresh(state: Fp8State) -> bool:
 
 
 def cut(directions: Directions, experts: int) -> list[Directions]:
-    """The columns of each expert's payload, as Megatron cuts a linear's."""
+    """The columns of each expert's payload, as Megatron cuts them out of a grouped linear's."""
     return [tuple(Columns(c.scale[i::experts], c.history[:, i::experts]) for c in directions) for i in range(experts)]  # type: ignore[misc]
 
 

@@ -97,7 +97,7 @@ def _measure_tiles(tiles: Tensor, dtype: torch.dtype, fixed: Mapping[Scaling, Te
 
 
 def _lost(tiles: Tensor, magnitudes: Tensor, nonzero: Tensor, scale: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """How many elements underflow, how many saturate, and the sum of the squared errors, each `[]`."""
+    """How many elements a scaling makes zero, how many it clamps, and the sum of the squared errors; each `[]`."""
     largest, scale_inv = numerics.FP8_MAX[dtype], scale.reciprocal()
     decoded = (tiles * scale).clamp_(-largest, largest).to(dtype).float()
     left = torch.count_nonzero(decoded)

@@ -66,7 +66,7 @@ def write(path: Path, states: Fp8States) -> None:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A copy: fresh states share tensors, and safetensors refuses to store two that do."""
+    """A tensor with memory of its own: fresh states share tensors, which safetensors refuses to store."""
     return tensor.detach().cpu().contiguous().clone()
 
 
@@ -131,7 +131,7 @@ def _read_recipe(fields: Mapping[str, Any], path: Path) -> DelayedScaling:
 
 
 def _modules(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
-    """Names of the modules; raises DamagedCheckpoint for a tensor that is nobody's."""
+    """The names of all modules. Raises DamagedCheckpoint for a tensor that belongs to none."""
     modules = set()
     for name in tensors:
         module, _, leaf = name.rpartition("/")

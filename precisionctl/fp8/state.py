@@ -108,11 +108,11 @@ class RoleState:
 
     @property
     def recorded_each(self) -> Tensor:
-        """The same of each expert: bool, of the scale's shape."""
+        """Whether each expert was ever recorded: bool, of the scale's shape."""
         return (self.scale != 1) | (self.amax_history != 0).any(-1)
 
     def replaced(self, where: Tensor, other: "RoleState") -> "RoleState":
-        """The same state with `other`'s at the experts `where` says, bool of the scale's shape."""
+        """The state with that of `other` where `where` is True: a bool for each expert, of the scale's shape."""
         history = torch.where(where.unsqueeze(-1), other.amax_history, self.amax_history)
         return RoleState(torch.where(where, other.scale, self.scale), history)
 
@@ -155,7 +155,7 @@ class Fp8State:
 
     @staticmethod
     def of_experts(states: "Sequence[Fp8State]") -> "Fp8State":
-        """One state of `[experts]` for the states of a module's experts."""
+        """The states of a module's experts as one state of `[experts]`."""
         return Fp8State({role: _stacked([state.roles[role] for state in states]) for role in states[0].roles})
 
     def of_expert(self, index: int) -> "Fp8State":
@@ -164,7 +164,7 @@ class Fp8State:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its scales: `[]`, or `[experts]`."""
+        """The shape of its scales: `[]`, or `[experts]`."""
         return tuple(next(iter(self.roles.values())).scale.shape)
 
     @staticmethod
@@ -194,7 +194,7 @@ def _stacked(parts: "list[RoleState]") -> RoleState:
 
 
 def _merge_roles(parts: list[RoleState]) -> RoleState:
-    """Expert by expert where there are several."""
+    """One state for several of a role; each expert by itself where there are experts."""
     scales, histories = (torch.stack([getattr(part, name) for part in parts]) for name in ("scale", "amax_history"))
     unrecorded = (scales == 1) & (histories == 0).all(-1)
     scale = scales.masked_fill(unrecorded, torch.inf).amin(0)
@@ -220,7 +220,7 @@ class Fp8States:
     notes: tuple[str, ...] = ()
 
     def without(self, modules: Container[str]) -> "Fp8States":
-        """What is kept of the other modules."""
+        """The same without these modules."""
         return replace(
             self,
             modules={name: state for name, state in self.modules.items() if name not in modules},

@@ -49,15 +49,18 @@ BLOCKS: Mapping[Scheme, Block] = {"static": TENSOR, "dynamic": CHANNEL, "block":
 
 @dataclass(frozen=True)
 class Said:
-    """What a `quantization_config` says of its tensors: the blocks that weights may have, of which a scale's shape
-    decides, and whether inputs have fixed scales; None where some have."""
+    """What a `quantization_config` says of its tensors.
+
+    `blocks` are those that weights may have; where there are several, the shape of a weight's scales decides. `static`:
+    whether inputs have fixed scales; None where some have and some have not.
+    """
 
     blocks: tuple[Block, ...]
     static: bool | None
 
     @property
     def scheme(self) -> str:
-        """A Scheme, or in words what is none."""
+        """The Scheme that this is, or a description of what is none of them."""
         for scheme, block in BLOCKS.items():
             if (self.blocks, self.static) == ((block,), scheme == "static"):
                 return scheme
@@ -65,7 +68,7 @@ class Said:
         return f"{weights} weights and {'static' if self.static else 'dynamic'}"
 
     def narrowed(self, scales: "Mapping[str, Scales]", specs: Mapping[str, TensorSpec]) -> "Said":
-        """Of several blocks the one that all weights have, if one is."""
+        """The same with the one of several `blocks` that all weights have; unchanged where they have not one."""
         for block in self.blocks:
             if all(found.block == sized(block, specs[name]) for name, found in scales.items()):
                 return Said((block,), self.static)
@@ -73,7 +76,7 @@ class Said:
 
 
 def together(parts: Iterable[Said]) -> Said:
-    """What a config says whose groups or layers say these."""
+    """What a config says whose groups of modules, or layers, say this each."""
     listed = list(parts)
     static = {said.static for said in listed}
     blocks = dict.fromkeys(block for said in listed for block in said.blocks)
@@ -145,7 +148,7 @@ class QuantMethod:
     spelling: Spelling | None = None
 
     def scales(self, weight: str, spec: TensorSpec, scheme: Scheme) -> Scales:
-        """The scales of a weight in an export."""
+        """The names of a weight's scale tensors in an export, and the size of its blocks."""
         name, given = sibling(weight, self.weight_scales[0]), sibling(weight, self.input_scales[0])
         return Scales(name, given if scheme == "static" else None, sized(BLOCKS[scheme], spec))
 
@@ -230,7 +233,7 @@ def _present(weight: str, kinds: Sequence[str], specs: Mapping[str, TensorSpec],
 
 
 def sized(block: Block, spec: TensorSpec) -> tuple[int, int]:
-    """A block in numbers, of a tensor."""
+    """The size of a block in rows and columns of one tensor, where `None` stands for all of them."""
     return max(1, spec.rows if block[0] is None else block[0]), max(1, spec.columns if block[1] is None else block[1])
 
 
@@ -238,7 +241,7 @@ _CACHE = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale")
 
 
 def cache_scales(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The scales that an engine casts its KV cache (and attention) with: scale_inv, of no weight."""
+    """The tensors that hold scales for a KV cache (or for attention), which belong to no weight: scale_inv."""
     named = {name: spec for name, spec in specs.items() if name.endswith(_CACHE)}
     return named if config.get("quantization_config") else {}
 
@@ -264,7 +267,7 @@ def encoding(scale: Tensor, scales: Scales, weight: TensorSpec, where: object = 
 
 
 def block_of(value: object) -> tuple[int, int]:
-    """A pair of sizes out of a config. Raises PrecisionError."""
+    """The size of a block as a config gives it. Raises PrecisionError for what is no pair of sizes."""
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and 0 < n < 1 << 31 for n in value):
         return value[0], value[1]
     raise PrecisionError(f"{shown(value)} as the size of a block", where="config.json")
