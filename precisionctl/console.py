@@ -50,11 +50,14 @@ def show_lines(lines: Sequence[str]) -> None:
 
 
 def _draw(table: Table) -> RichTable:
+    title = Text(printable(table.title))  # a path, which may have what Rich takes for markup
     drawn = RichTable(
-        title=table.title, title_justify="left", title_style="bold", show_header=any(table.columns), box=SIMPLE_HEAD
+        title=title, title_justify="left", title_style="bold", show_header=any(table.columns), box=SIMPLE_HEAD
     )
     for number, column in enumerate(table.columns):
-        drawn.add_column(column, justify="right" if table.is_numeric(number) else "left", overflow="fold")
+        drawn.add_column(
+            Text(printable(column)), justify="right" if table.is_numeric(number) else "left", overflow="fold"
+        )
     for row in table.rows:
         drawn.add_row(*(Text(printable(cell)) for cell in row))
     return drawn
@@ -136,7 +139,8 @@ class RunView:
         """A step was made."""
         self._seen.append(step)
         if self._live.is_started:
-            panel = Panel(_run_so_far(self._seen, self._steps), title=self._title, title_align="left")
+            title = Text(printable(self._title))
+            panel = Panel(_run_so_far(self._seen, self._steps), title=title, title_align="left")
             self._live.update(panel, refresh=True)
         else:
             _log_line(step, self._steps)

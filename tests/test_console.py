@@ -114,3 +114,12 @@ def test_what_a_file_says_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPa
     for text in (out.buffer.getvalue().decode(), shown.getvalue()):
         assert "\x1b[2J" not in text and "\x1b]" not in text and "\u202e" not in text
         assert text.count("\\ud800") == 2
+
+
+def test_what_rich_takes_for_markup_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path may have brackets, in a title or over a column; `[/x]` would be an error."""
+    stdout = io.StringIO()
+    monkeypatch.setattr(console, "_out", Console(file=stdout, width=200, highlight=False))
+    console.show_tables([Table("runs/[/x]", ("model[v2]", "[red]"), [("[bold]a", "[/]")])])
+    for text in ("runs/[/x]", "model[v2]", "[red]", "[bold]a", "[/]"):
+        assert text in stdout.getvalue()
