@@ -49,6 +49,15 @@ def forgotten_modules() -> Iterator[None]:
         FP8GlobalStateManager.reset()
 
 
+@pytest.fixture
+def same_order() -> Iterator[None]:
+    """Sums of attention's backward in the same order each time, which costs time."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
 def exact_fp32_products() -> Iterator[None]:
     """The emulation multiplies code values in FP32; TF32 would round E5M2 sums."""

@@ -17,9 +17,14 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 
+pytestmark = pytest.mark.usefixtures("same_order")
+
 UPDATES, PASSES, ROWS, LENGTH = 3, 2, 2, 128
 DELAYED = Precision(fp8=True, delayed=RECIPES["max"])
-PRECISIONS = {name: PRESETS[name] for name in ("bf16", "fp8-current", "fp8-block")} | {"fp8-delayed": DELAYED}
+PRECISIONS = {name: PRESETS[name] for name in ("bf16", "fp8-current", "fp8-block")} | {
+    "fp8-delayed": DELAYED,
+    "first layer in BF16": replace(DELAYED, num_layers_at_start_in_bf16=1).of_layers(SHAPE.num_layers),
+}
 
 
 def model_of(shape: ModelShape, precision: Precision) -> tuple[GPT, MasterAdamW]:

@@ -12,6 +12,8 @@ from precisionctl.trainer import loop, telling
 from precisionctl.trainer.loop import Run
 from precisionctl.trainer.resume import resume
 
+pytestmark = pytest.mark.usefixtures("same_order")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -32,6 +32,7 @@ CALLED = {
     "LayerNorm": ("pytorch/ops/basic/layer_norm.py", "LayerNorm.__init__"),
     "PackedAttention": (ATTENTION, "DotProductAttention.__init__"),
     "PackedAttention super().forward": (ATTENTION, "DotProductAttention.forward"),
+    "GroupedLinear super().forward": ("pytorch/module/grouped_linear.py", "GroupedLinear.forward"),
     "DelayedScaling": ("common/recipe/__init__.py", "DelayedScaling"),
     "Float8CurrentScaling": ("common/recipe/__init__.py", "Float8CurrentScaling"),
     "Float8BlockScaling": ("common/recipe/__init__.py", "Float8BlockScaling"),
@@ -41,6 +42,9 @@ CALLED = {
     "super().forward": ("pytorch/module/layernorm_linear.py", "LayerNormLinear.forward"),
 }
 """What these call of TE, and where TE defines it."""
+
+OTHERS = ("PackedAttention", "GroupedLinear")
+"""Whose forward is not that of a linear."""
 
 Source = Callable[[str], ast.Module]
 
@@ -67,12 +71,12 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
         "LayerNorm",
         "PackedAttention",
     }
-    attention = {id(node) for node in ast.walk(definition(OURS, "PackedAttention"))}
+    within = {id(node): name for name in OTHERS for node in ast.walk(definition(OURS, name))}
     for node in ast.walk(OURS):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if name == "super().forward" and id(node) in attention:
-                name = f"PackedAttention {name}"
+            if name == "super().forward" and id(node) in within:
+                name = f"{within[id(node)]} {name}"
             if name.startswith("te.") or name in taken or name in CALLED:
                 yield name, node
 
@@ -137,7 +141,7 @@ def test_both_linears_are_called_alike(te: Source) -> None:
         signature(definition(tree, f"{name}.forward"))
         for tree, name in zip(forwards, ("Linear", "LayerNormLinear"), strict=True)
     )
-    assert list(first.parameters)[:1] == list(second.parameters)[:1] == ["inp"]
+    assert list(first.parameters)[:2] == list(second.parameters)[:2] == ["inp", "is_first_microbatch"]
 
 
 def test_a_grouped_linear_takes_tokens_and_how_many_are_whose(te: Source) -> None:
