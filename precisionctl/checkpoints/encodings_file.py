@@ -62,7 +62,7 @@ class EncodingsOnDemand(Mapping[str, Encoding]):
 def stored_encodings(
     stored: Chunked, weights: Mapping[str, TensorSpec], scales: Mapping[str, Scales], where: object
 ) -> EncodingsOnDemand:
-    """Those of weights by the tensors in `stored` that hold their scales."""
+    """The encodings of weights, read from the tensors in `stored` that hold their scales when they are asked for."""
 
     def read(name: str) -> Encoding:
         scale = read_tensor(stored, scales[name].weight)

@@ -130,7 +130,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class RowsOf:
-    """Of a Writer's files, which are laid out, the parts of tensors that are live here."""
+    """The part of a target that this rank writes: the rows that are `live` here, in the files of a Writer that the
+    first rank has laid out."""
 
     writer: Writer
     live: Chunked

@@ -34,11 +34,11 @@ class Output:
 
     @property
     def token(self) -> Path:
-        """In the partial directory, the identity of the journal that says what is done there."""
+        """A file in the partial directory with the identity of the journal that says what is done there."""
         return self.partial / ".unfinished"
 
     def share_journal(self, rank: int) -> Path:
-        """In the partial directory, what another rank than the first has done."""
+        """The journal of a rank that is not the first, in the partial directory."""
         return self.partial / f".unfinished.{rank}"
 
     def begin(self) -> None:

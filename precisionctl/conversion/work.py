@@ -65,7 +65,7 @@ class Work:
 
     @property
     def iteration(self) -> int | None:
-        """Of the result: weights alone belong to no run."""
+        """The iteration of the result; None for weights alone, which belong to no run."""
         return self.trained.iteration if self.trained else None
 
 

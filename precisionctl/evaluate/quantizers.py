@@ -109,7 +109,7 @@ class GroupInputs:
 
     @classmethod
     def like(cls, weight: Encoding) -> "GroupInputs":
-        """For the inputs of a weight that is encoded so."""
+        """The groups that an engine quantizes inputs in, for a weight of this encoding."""
         return cls(weight.block[1], weight.scale_inv.dtype.itemsize == 1)
 
     @property

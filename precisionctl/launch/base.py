@@ -37,7 +37,7 @@ class Launch:
     notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """For a shell, or the file; what is not for those is a comment of both."""
+        """The lines of a shell script, or of a config file; what belongs in neither is a comment."""
         comment = "# " if self.config else ""
         lines = [f"{comment}export {name}={value}" for name, value in self.environment.items()]
         words = [shlex.join(self.command), *map(shlex.join, self.options)]
@@ -72,7 +72,7 @@ class Subject:
 
     @property
     def directory(self) -> Path:
-        """Of the iteration, or of the Hugging Face model."""
+        """The directory of the iteration, or of the Hugging Face model."""
         return (self.reader.path or self.path).absolute()
 
     @property
@@ -102,7 +102,7 @@ class Subject:
 
     @cached_property
     def recipe(self) -> Recipe | None:
-        """Of the run of `resume` that wrote it, what it computes in and its optimizer."""
+        """The recipe of the run of `resume` that wrote the checkpoint; None where none did."""
         return recipe_of_run(self.reader)
 
     @property
@@ -124,7 +124,8 @@ class Subject:
         return told | ({FP32_SCALES: "1"} if precision and precision.block.use_f32_scales else {})
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        """Of the arguments of a Megatron checkpoint, those that say how it is cut. Raises DamagedCheckpoint."""
+        """The values of these arguments, which say how a Megatron checkpoint is cut; without those that it does not
+        have. Raises DamagedCheckpoint for what is no size."""
         args = self.reader.args if of_megatron(self.reader) else {}
         found = {name: args[name] for name in names if args.get(name) is not None}
         for name, size in found.items():

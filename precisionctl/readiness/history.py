@@ -65,7 +65,7 @@ def read_history(state: RoleState, role: Role, recipe: DelayedScaling) -> Histor
 
 
 def _of_one(amaxes: Tensor, scale: Tensor) -> History | None:
-    """Of one tensor's recorded rows, oldest first; `used` is without fp8_max yet."""
+    """The history of one tensor, from its recorded rows, oldest first. `used` is not divided by fp8_max yet."""
     finite = amaxes[amaxes.isfinite()]
     if not len(finite):
         return None

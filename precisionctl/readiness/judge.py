@@ -127,7 +127,7 @@ def _others(gemms: Sequence[str], states: Fp8States | None) -> list[str]:
 
 
 def _roles_of(module: str, is_gemm: bool, states: Fp8States | None) -> list[Role]:
-    """Those in use, and whatever else was recorded or measured."""
+    """The roles of a module to judge: those that a GEMM uses, and others that were recorded or measured."""
     state = states.modules.get(module) if states else None
     known: set[Role] = {role for role, part in state.roles.items() if part.recorded} if state else set()
     known |= states.statistics.get(module, {}).keys() if states else set()

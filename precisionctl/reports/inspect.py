@@ -43,7 +43,7 @@ def describe(reader: Reader) -> Description:
 
 
 def _precision(nbytes: Counter[str], reader: Reader) -> str:
-    """In a few words: what the values are stored in, and what is kept of FP8 beside them."""
+    """What the values are stored in, and what FP8 state is beside them, in a few words."""
     codes = sorted({str(reader.specs[name].dtype).removeprefix("torch.") for name in reader.encodings})
     stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
     return f"{stored} with delayed-scaling state" if reader.fp8 else stored
@@ -84,7 +84,7 @@ def _fp8(states: Fp8States, iteration: int | None) -> dict[str, Any]:
 
 
 def _roles(states: Fp8States) -> list[Role]:
-    """Those of GEMMs, and of attention what is there."""
+    """The roles to show: all of a GEMM's, and those of attention that are there."""
     return [*ROLES, *(role for role in ATTENTION if any(role in state.roles for state in states.modules.values()))]
 
 

@@ -62,7 +62,7 @@ def _modules_json(roles: Iterable[RoleHealth]) -> dict[str, dict[str, Any]]:
 
 
 def tables(readiness: Readiness) -> list[Table]:
-    """For people: a verdict for each scaling, a row for each role, and what stands out."""
+    """The tables for a terminal: a verdict for each scaling, a row for each role, and what stands out."""
     found = [_verdicts(readiness), _by_role(readiness)]
     everything = findings(readiness)
     left = len(everything.rows) - SHOWN
@@ -151,7 +151,7 @@ def advice(readiness: Readiness, checkpoint: str) -> list[str]:
 
 
 def keep_bf16(readiness: Readiness) -> list[tuple[str, str]]:
-    """For each list that some scalings want: their names, and the list as a recipe has it."""
+    """The lists of modules to keep in BF16, as a recipe has them, each after the names of the scalings that want it."""
     wanted: dict[tuple[str, ...], list[str]] = {}
     for scaling, verdict in readiness.verdicts.items():
         wanted.setdefault(verdict.keep_bf16, []).append(NAMES[scaling])

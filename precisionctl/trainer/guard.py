@@ -25,9 +25,10 @@ from precisionctl.trainer.shadow import Decision, Shadow, liken
 
 
 class Guard:
-    """Of a run whose modules can compute in FP8. `gaps` are those of the last looks, the newest last; up to and with
-    step `bf16_until` the run is held in BF16. `recent` are the losses before it went over to FP8 after step `switched`,
-    and later the last ones. A `jump` that took the run back holds it in BF16 for good."""
+    """Watches a run whose modules can compute in FP8, and holds it in BF16 where FP8 does harm. `gaps` are those of the
+    last looks, the newest last; up to and with step `bf16_until` the run is held in BF16. `recent` are the losses
+    before it went over to FP8 after step `switched`, and later the last ones. A `jump` that took the run back holds it
+    in BF16 for good."""
 
     def __init__(
         self,

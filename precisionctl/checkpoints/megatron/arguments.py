@@ -68,7 +68,7 @@ def fp8_args(states: Fp8States) -> dict[str, Any]:
 
 
 def recipe_words(recipe: DelayedScaling) -> Mapping[str, object]:
-    """Of delayed scaling, under the names that Megatron, Bridge and NeMo share."""
+    """A recipe of delayed scaling as arguments, under the names that Megatron, Bridge and NeMo share."""
     return {
         "fp8": recipe.fp8_format.lower(),
         "fp8_recipe": "delayed",

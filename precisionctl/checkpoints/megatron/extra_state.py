@@ -193,7 +193,7 @@ class _Decoding:
 
 
 def _of_run(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a recipe, what Megatron's arguments tell; nothing where they tell of no FP8."""
+    """The fields of a recipe that Megatron's arguments tell; none where they tell of no FP8."""
     if args.get("fp8") not in ("hybrid", "e4m3"):
         return {}
     fields = {
@@ -249,7 +249,7 @@ def as_states(
 
 
 def _with_aside(states: Fp8States, aside: Fp8States) -> Fp8States:
-    """With what payloads have no place for: the keys and values of a cache, and statistics."""
+    """Add what payloads have no place for and the sidecar (`aside`) has: keys and values of a cache, and statistics."""
     modules = dict(states.modules)
     for name, state in aside.modules.items():
         cache = Fp8State({role: part for role, part in state.roles.items() if role in CACHE})

@@ -200,7 +200,7 @@ class _Unpacking:
         )
 
     def _groups(self, names: list[str], optimizer: int) -> list[list[str]]:
-        """Of these, what an optimizer has, a list for each buffer: one for each dtype."""
+        """The names among these that one of the optimizers has, a list for each of its buffers: one for each dtype."""
         groups: dict[torch.dtype, list[str]] = {}
         for name in names:
             if not self._apart or (expert_of(name) is not None) == (optimizer == 1):

@@ -132,7 +132,7 @@ def layers_differ(specs: Mapping[str, TensorSpec]) -> bool:
 
 
 def stored_tensors(specs: Mapping[str, TensorSpec], placed: Iterable[Placed]) -> dict[str, dcp.StoredTensor]:
-    """By key, the whole (stacked) shape and all pieces."""
+    """The whole (stacked) shape and all pieces of each stored tensor, by key."""
     pieces: dict[str, list[Placed]] = {}
     for each in placed:
         pieces.setdefault(each.key, []).append(each)

@@ -48,7 +48,7 @@ def encodings_of(tensors: Mapping[str, Logical], found: Found) -> EncodingsOnDem
 
 
 def _of_replicas(name: str, replicas: tuple[Shard, ...], found: Found) -> Encoding:
-    """Of a shard. Raises DamagedCheckpoint where its replicas have other scales."""
+    """The encoding of a shard. Raises DamagedCheckpoint where its replicas have different scales."""
     first, *others = (_of_shard(name, shard, found) for shard in replicas)
     for shard, other in zip(replicas[1:], others, strict=True):
         if first.block != other.block or not torch.equal(first.scale_inv.float(), other.scale_inv.float()):

@@ -203,7 +203,8 @@ class LegacyWriter:
         return torch_zip_writer.lay_out(content | dict(zip(names, stages, strict=True)))
 
     def _extra_states(self, fp8: Fp8States | None) -> dict[Path, dict[tuple[int, str], Object]]:
-        """By rank, stage and name there, the payload of each module that a run asks for one: empty without state."""
+        """The payload of each module of which a run asks for one, by rank, and by stage and name there. Payloads are
+        empty where there is no state."""
         model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
         of_rank = self._experts // self._sizes.expert
         states = [

@@ -46,7 +46,7 @@ class Operand(NamedTuple):
         return self.scale_inv.dim() == 2 and self.scale_inv.shape[1] != 1
 
     def transposed(self) -> "Operand":
-        """Of codes with one multiplier."""
+        """The transposed operand; its codes have one multiplier."""
         return Operand(self.codes.t(), self.scale_inv)
 
     def inside(self) -> Tensor:
@@ -178,7 +178,7 @@ Quantizers = Mapping[Role, Quantizer]
 
 
 def stateless_quantizers(precision: Precision, dtype: torch.dtype) -> Quantizers:
-    """Those of a recipe whose scales come from the tensors themselves, which have `dtype`."""
+    """The quantizers of a recipe whose scales come from the tensors themselves, for tensors of `dtype`."""
     return {role: _stateless(precision, role, dtype) for role in IN_USE}
 
 
@@ -256,7 +256,7 @@ def fp8_gemm(
 
 
 def delayed(quantizers: Quantizers) -> dict[Role, DelayedQuantizer]:
-    """Those that keep state."""
+    """The quantizers that keep state."""
     return {role: q for role, q in quantizers.items() if isinstance(q, DelayedQuantizer)}
 
 

@@ -18,7 +18,7 @@ def _finite(value: Any) -> Any:
 
 
 def numbers(value: Any) -> Any:
-    """Of JSON that has been read, in which `null` stands for nothing but a number."""
+    """JSON that has been read, with NaN for each `null`; for JSON in which `null` only stands for what is no number."""
     if isinstance(value, dict):
         return {key: numbers(each) for key, each in value.items()}
     if isinstance(value, list):

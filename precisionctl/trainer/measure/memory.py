@@ -77,7 +77,7 @@ class Parameters:
 
 
 def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: int = 1, gpu: bool = False) -> Memory:
-    """Of a run of this recipe on so many ranks."""
+    """Estimate the memory that each rank of a run of this recipe needs."""
     parameters, alone = Parameters.of(model), ranks == 1
     mine = parameters.all // (ranks // recipe.parallel.replicate)
     fp8_lm = recipe.optimizer.preset == "fp8-lm"
@@ -119,8 +119,9 @@ what the allocator cannot use."""
 
 
 def _gathered(parameters: Parameters, parallel: Parallel) -> int:
-    """Of a model that FSDP2 cuts: the layer that computes and the one after it in BF16, the gradients of one in BF16
-    and in FP32 as they are reduced; embedding, output layer and their gradients from the forward to the backward."""
+    """Bytes of what FSDP2 has whole at a time: the layer that computes and the one after it in BF16, the gradients of
+    one in BF16 and in FP32 as they are reduced; embedding, output layer and their gradients from the forward to the
+    backward."""
     layer = max(parameters.layers(parallel))
     outside = parameters.outside // parallel.tensor
     return (2 + 2) * layer + 2 * layer + 4 * max(layer, outside) + (2 + 2) * outside
@@ -201,7 +202,7 @@ def _attention(model: ModelShape, kept: _Kept, length: int) -> float:
 
 
 def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
-    """Of the MLP, its input included."""
+    """Bytes that the MLP of a layer keeps for the backward for each token, its input included."""
     hidden, moe = model.hidden_size, model.moe
     channel: float = (6 if model.gated_linear_unit else 2) + kept.input + (4 if model.activation == "quick_gelu" else 0)
     if model.activation == "squared_relu":

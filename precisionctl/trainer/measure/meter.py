@@ -62,7 +62,7 @@ class Metered:
 
 
 class Meter:
-    """Of one rank's model. All ranks call the same methods at the same time."""
+    """Measures a rank's part of the updates. All ranks call the same methods at the same time."""
 
     def __init__(self, model: GPT) -> None:
         self._model, self._world, self._device = model, model.backend.world, model.backend.device
@@ -111,8 +111,9 @@ def host_bytes() -> int:
 
 @dataclass(frozen=True)
 class _Limits:
-    """For each scale that is watched, `[scales]`: the number of its module, int64; in codes' units the largest one, the
-    least that is clipped with a larger error than rounding has, and the smallest normal number, FP32."""
+    """What the watched scales are held against, each `[scales]`: the number of the scale's module, int64; and FP32, in
+    units of codes, the largest code, the smallest value whose clipping errs more than rounding does, and the smallest
+    normal number."""
 
     module: Tensor
     largest: Tensor

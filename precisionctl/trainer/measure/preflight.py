@@ -39,7 +39,7 @@ class Preflight:
 
 
 def look_ahead(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:
-    """Of a run on this machine, or on as many like it as ranks need."""
+    """Estimate what a run takes on this machine, or on as many of its kind as the ranks need."""
     gpu = torch.cuda.is_available()
     memory, free = estimate(model, recipe, backend, ranks=ranks, gpu=gpu), free_memory()
     rows, length = recipe.train.batch_size, recipe.data.sequence_length
@@ -64,7 +64,7 @@ def require_memory(model: ModelShape, recipe: Recipe, backend: BackendName, worl
 
 
 def would_fit(ahead: Preflight) -> str:
-    """In a sentence."""
+    """The alternatives that fit, in a sentence."""
     if not ahead.alternatives:
         return "No change of the recipe fits."
     return f"What would fit: {'; or '.join(ahead.alternatives)}."
@@ -79,7 +79,7 @@ def free_memory() -> int:
 
 
 def _available() -> int:
-    """As Linux estimates it; elsewhere all that there is."""
+    """Bytes of memory that are available, as Linux estimates it; elsewhere all that there is."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -122,7 +122,7 @@ Change = tuple[str, Recipe, int]
 
 
 def _changes(recipe: Recipe, ranks: int) -> Iterator[Iterator[Change]]:
-    """By kind, from small to large: in words, the recipe and the ranks."""
+    """Changes that need less memory, by kind, each kind from small to large: in words, the recipe and the ranks."""
     again = replace(recipe, train=replace(recipe.train, recompute="layer"))
     if recipe.train.recompute == "none":
         yield iter([("train.recompute=layer", again, ranks)])

@@ -28,7 +28,8 @@ def require(settings: Tracking) -> None:
 def trackers(
     folder: Path, step: int, settings: Tracking, config: Mapping[str, Any]
 ) -> tuple[list[Tracker], tuple[str, ...]]:
-    """Those of the run in `folder`, which goes on after `step` and is described by `config`; and notes on others."""
+    """The trackers of the run in `folder`, which goes on after `step` and is described by `config`; and notes on those
+    that are missing."""
     found: list[Tracker] = []
     notes: tuple[str, ...] = ()
     try:
@@ -82,7 +83,7 @@ class WeightsAndBiases:
 
 
 def _identity(file: Path) -> str:
-    """Of a run at W&B: made once, and kept."""
+    """The identity of a run at W&B: made once, and kept in a file."""
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
         file.write_text(secrets.token_hex(4))

@@ -60,11 +60,11 @@ class RunOptimizer(Protocol):
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Those that are collected, FP32, by parameter name."""
+        """The gradients that have been collected, FP32, by parameter name."""
         ...
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """Those that are collected, and let go of them."""
+        """The collected gradients, which the optimizer then forgets."""
         ...
 
     def clip(self) -> Tensor:
@@ -85,7 +85,7 @@ def _is_decayed(parameter: Tensor) -> bool:
 
 
 def weight_decay(parameter: Tensor, settings: Optimizer) -> float:
-    """That of one parameter."""
+    """The weight decay of one parameter."""
     return settings.weight_decay if _is_decayed(parameter) else 0.0
 
 

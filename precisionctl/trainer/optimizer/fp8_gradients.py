@@ -27,8 +27,8 @@ DOUBLED_IN = 1000
 
 
 class Fp8Gradients:
-    """Of an update, by parameter. What ranks exchange are codes of `mu` times their gradients: the paper's auto-scaling
-    factor."""
+    """The gradients of an update, by parameter, as FP8 codes. What ranks exchange are codes of `mu` times their
+    gradients: the paper's auto-scaling factor."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         """`parameters` may have one; they have the same names and shapes in all ranks."""
@@ -78,7 +78,7 @@ class Fp8Gradients:
         self.held, self._saturated = {}, None
 
     def norm(self) -> Tensor:
-        """Of all of them together, FP32 `[]`."""
+        """The norm of all gradients together, FP32 `[]`."""
         norms = [held.read().norm() for held in self.held.values()]
         return torch.stack(norms).norm() if norms else next(iter(self._parameters.values())).new_zeros(()).float()
 

@@ -132,11 +132,11 @@ class Fp8LmAdamW:
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Those that are collected, decoded, by parameter name."""
+        """The gradients that have been collected, decoded, by parameter name."""
         return {name: held.read() for name, held in self._gradients.held.items()}
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """Those that are collected, and let go of them."""
+        """The collected gradients, which the optimizer then forgets."""
         taken = self.gradients
         self._gradients.clear()
         return taken

@@ -53,7 +53,7 @@ class MegatronSchedule:
         return self.num_steps + (step - self.step) * batch_size
 
     def rate(self, step: int, batch_size: int) -> float:
-        """Of update `step`, which begins after as many samples as all before it had."""
+        """The learning rate of update `step`, which begins after the samples of all updates before it."""
         samples = self.samples(step - 1, batch_size)
         if self.lr_warmup_steps > 0 and samples <= self.lr_warmup_steps:
             return self.init_lr + (self.max_lr - self.init_lr) * samples / self.lr_warmup_steps

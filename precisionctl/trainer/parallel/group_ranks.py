@@ -82,7 +82,7 @@ class TensorRanks(_GroupRanks):
 
     @classmethod
     def of(cls, mesh: DeviceMesh, sequence: bool) -> "TensorRanks":
-        """Those of the mesh's dimension `tensor`."""
+        """The ranks of the mesh's dimension `tensor`."""
         ranks = mesh["tensor"]
         return cls(ranks.size(), ranks.get_local_rank(), ranks.get_group(), sequence and ranks.size() > 1)
 
@@ -132,7 +132,7 @@ class ExpertRanks(_GroupRanks):
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> "ExpertRanks":
-        """Those of the mesh's dimension `expert`, the last but one."""
+        """The ranks of the mesh's dimension `expert`, the last but one."""
         ranks = mesh["expert"]
         here, parts = ranks.get_local_rank(), mesh.mesh.movedim(-2, 0).flatten(1)  # `[expert, ranks]`
         alike = [dist.new_group(those) for those in parts.tolist()]  # every rank makes all of them

@@ -47,7 +47,7 @@ class Shares:
 
     @classmethod
     def of(cls, model: ModelShape, dtype: torch.dtype, world: World) -> "Shares":
-        """Of parameters of `dtype`."""
+        """What this rank has of a model whose parameters are of `dtype`."""
         mine = world.experts.mine(model.moe.num_experts) if model.moe else range(0)
         parts = {}
         for row in architecture_of(model.architecture).spelled({}, model):
@@ -67,7 +67,7 @@ class Shares:
         return tensor.rank == 0 or role in self._cut_roles(module) or (scattered and role == "grad_output")
 
     def _cut_roles(self, module: str) -> tuple[Role, ...]:
-        """Of the tensors of a module, those of which tensor ranks have other parts."""
+        """The roles of a module whose tensors are cut for tensor ranks, so that each rank sees another part."""
         if module.endswith("core_attention"):
             latent = module.replace("core_attention", "linear_kv_down_proj.weight") in self.parts
             return () if latent else ("k", "v")

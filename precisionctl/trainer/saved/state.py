@@ -117,7 +117,7 @@ def updates(source: MegatronReader) -> int:
 
 
 def _settings(source: MegatronReader) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Of the optimizer, or the first of several, what is no tensor; and a group of parameters that decay."""
+    """What an optimizer (the first of several) says beside its tensors, and its group of parameters that decay."""
     found = next(iter(optimizer_settings(source)), {})
     inner = found.get("optimizer", found)
     groups = inner.get("param_groups") or [{}]
@@ -125,7 +125,7 @@ def _settings(source: MegatronReader) -> tuple[Mapping[str, Any], Mapping[str, A
 
 
 def other_settings(source: MegatronReader, settings: Optimizer) -> str:
-    """In words, where the optimizer of a checkpoint has other numbers than the recipe's; empty where it has none."""
+    """Where the optimizer of a checkpoint has other numbers than the recipe, in words; empty where they agree."""
     with damage("an optimizer that is not Megatron's", source.path, _WITHOUT):
         group = _settings(source)[1]
         beta1, beta2 = group.get("betas", (None, None))
