@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +47,12 @@ def test_whoever_may_read_the_other_files_may_read_it(tmp_path):
     beside.touch()
     sidecar.write(tmp_path / "state", STATES)
     assert (tmp_path / "state").stat().st_mode == beside.stat().st_mode
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a disk that is always full")
+def test_a_full_disk_is_the_error_that_a_full_disk_is_elsewhere():
+    with pytest.raises(OSError, match="No space left"):
+        sidecar.write(Path("/dev/full"), STATES)
 
 
 def test_infinities_subnormals_and_experts_are_kept_to_the_bit(path):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat
@@ -56,12 +56,11 @@ def write(path: Path, states: Fp8States) -> None:
         "producer": states.producer,
         "iteration": states.iteration,
     }
+    content = save(tensors, {_KEY: json.dumps(metadata, sort_keys=True)})
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"")
-    mode = path.stat().st_mode
-    save_file(tensors, path, metadata={_KEY: json.dumps(metadata, sort_keys=True)})
-    path.chmod(mode)  # the library's files are their owner's alone
-    with open(path, "rb") as file:
+    with open(path, "wb") as file:  # by ourselves: for the library a full disk is no OSError
+        file.write(content)
+        file.flush()
         os.fsync(file.fileno())
 
 
