@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from precisionctl.cli import main
 from precisionctl.cli.options import Size
+from precisionctl.conversion import worker
 
 
 def run(*arguments):
@@ -24,6 +25,19 @@ def test_every_command_has_help_for_itself_and_each_option(name):
     assert command.help
     silent = [p.name for p in command.params if p.param_type_name == "option" and not p.help]
     assert not silent
+
+
+def test_the_list_of_commands_cuts_none_of_them_short():
+    shown = CliRunner().invoke(main, ["--help"], terminal_width=80).output
+    assert "..." not in shown.partition("Commands:")[2] and all(f"\n  {name} " in shown for name in main.commands)
+
+
+def test_a_name_on_the_hub_is_told_from_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = run("inspect", "meta-llama/Llama-3.2-1B")
+    assert asked.exit_code == 2 and "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B" in asked.stderr
+    (tmp_path / "models").mkdir()
+    assert "hf download" not in run("inspect", "models/llama").stderr
 
 
 def test_help_imports_neither_torch_nor_transformers_nor_rich():
@@ -105,6 +119,20 @@ def test_convert_there_and_back_and_verify_agree(tmp_path):
     different = run("verify", source, tmp_path / "other", "--json")
     assert different.exit_code == 1
     assert json.loads(different.stdout)["equal"] is False
+
+
+def test_ctrl_c_while_converting_says_that_the_same_command_goes_on(tmp_path, monkeypatch):
+    pico.save(tmp_path / "hf")
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "write_rows", interrupted)
+        stopped = run("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron", "--workers", 1)
+    assert stopped.exit_code == 75 and "the same command goes on" in stopped.stderr
+    assert not (tmp_path / "out").exists()
+    assert run("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron").exit_code == 0
 
 
 def test_json_holds_nothing_that_json_does_not_know(tmp_path):

@@ -1,9 +1,11 @@
 """What each engine accepts, on the specs and configs of a small Llama in each spelling."""
 
+import shlex
+
 import pytest
 import torch
 
-from precisionctl.engines.base import engines
+from precisionctl.engines.base import Engine, engines
 from precisionctl.engines.shapes import Served
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES, quant_methods
@@ -223,3 +225,8 @@ def test_latent_projections_are_one_linear_to_engines():
     specs[f"{module}.kv_a_proj_with_mqa.weight_scale_inv"] = TensorSpec((5, 2), torch.float32)
     (line,) = findings(ENGINES["vllm"], config, specs)
     assert "not all that it is fused with" in line
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_the_command_that_serves_a_directory_can_be_pasted_whatever_its_name(engine: Engine) -> None:
+    assert "my models/it's" in shlex.split(engine.serve("my models/it's", 2, fp8_cache=True))

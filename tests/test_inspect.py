@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from pathlib import Path
 
 import fp8_directories
@@ -8,9 +9,11 @@ import torch
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute
+from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
+from precisionctl.param import TensorSpec
 from precisionctl.reports.inspect import describe, tables
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -70,3 +73,26 @@ def test_the_spelling_of_fp8_weights_is_told_and_still_known_of_values_made_of_t
     assert dict(tables(describe(open_checkpoint(tmp_path / "fp8")))[0].rows)["FP8 weights"] == words
     execute(plan_conversion(Conversion(tmp_path / "fp8", tmp_path / "megatron", "megatron")), workers=1)
     assert dict(tables(describe(open_checkpoint(tmp_path / "megatron")))[0].rows)["were FP8 weights"] == words
+
+
+def test_an_optimizer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pico.save(tmp_path / "hf")
+    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "megatron", "megatron")), workers=1)
+    reader = open_checkpoint(tmp_path / "megatron")
+    assert dict(tables(describe(reader))[0].rows)["optimizer"] == "none"
+    monkeypatch.setattr(reader, "optimizer_specs", {"optimizer.state.exp_avg.x": TensorSpec((4,), torch.float32)})
+    assert dict(tables(describe(reader))[0].rows)["optimizer"] == "1 tensors, 16 B"
+
+
+def test_an_optimizer_that_cannot_be_read_keeps_nothing_else_from_being_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> Mapping[str, TensorSpec]:
+        raise DamagedCheckpoint("moments of another model")
+
+    pico.save(tmp_path / "hf")
+    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "old", "megatron", container="torch")), workers=1)
+    reader = open_checkpoint(tmp_path / "old")
+    monkeypatch.setattr(type(reader), "optimizer_specs", property(broken))
+    summary = dict(tables(describe(reader))[0].rows)
+    assert summary["optimizer"] == "cannot be read: moments of another model." and summary["architecture"] == "llama"

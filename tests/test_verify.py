@@ -17,6 +17,7 @@ from precisionctl.engines.base import engines
 from precisionctl.errors import MissingTensor, UnknownFormat
 from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.param import Parallelism
+from precisionctl.reports.verify import tables, verdict
 from precisionctl.verify import engine_rules, hf_tensors
 from precisionctl.verify.compare import compare
 
@@ -144,6 +145,28 @@ def test_a_setting_that_no_tensor_shows_is_a_difference(source):
     found = compare(source, other)
     assert all(tensor.equal for tensor in found.tensors) and not found.equal
     assert [line.split()[0] for line in found.settings] == ["norm_epsilon", "rotary_base"]
+
+
+def test_settings_of_experts_differ_one_by_one(tmp_path):
+    pico.save(tmp_path, "mixtral")
+    one = HuggingFaceReader(tmp_path)
+    other = replace(source_in_memory(one), model=replace(one.model, moe=replace(one.model.moe, topk=1)))
+    assert list(compare(one, other).settings) == [f"moe.topk is {one.model.moe.topk} in A, 1 in B"]
+
+
+def test_the_answer_is_a_line(source):
+    other = source_in_memory(source)
+    assert verdict(compare(source, other)) == f"The same: all {len(source.specs)} tensors."
+    other.tensors[Q][0, 0] += 1
+    found = compare(source, replace(other, model=replace(source.model, rotary_base=7.0)))
+    assert verdict(found) == f"Not the same: 1 of {len(source.specs)} tensors, 1 settings."
+
+
+def test_shapes_that_differ_are_shown(source, tmp_path):
+    pico.save(tmp_path / "other", "llama-3", dtype=torch.bfloat16, vocab_size=source.model.vocab_size + 1)
+    shown = [row for table in tables(compare(source, HuggingFaceReader(tmp_path / "other"))) for row in table.rows]
+    rows, columns = source.model.vocab_size, source.model.hidden_size
+    assert any(f"shape [{rows}, {columns}] / [{rows + 1}, {columns}]" in row for row in shown)
 
 
 def source_in_memory(source):

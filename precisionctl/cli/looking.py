@@ -10,6 +10,7 @@ from precisionctl.cli.group import print_json
 from precisionctl.cli.options import (
     CHECKPOINT,
     DATA,
+    FILE,
     NEW_PATH,
     POSITIVE,
     Percent,
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
     from precisionctl.fp8.grouped import Order
 
 
-@click.command()
+@click.command(short_help="Say what a checkpoint is, and whether FP8 is safe.")
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--fp8", is_flag=True, help="Judge whether FP8 is safe from here: by layer, role and scaling.")
-@click.option("--fp8-state", type=CHECKPOINT, help="With --fp8: go by this state, as calibrate wrote it.")
+@click.option("--fp8-state", type=FILE, help="With --fp8: go by this state, as calibrate wrote it.")
 @click.option("--html", type=NEW_PATH, help="With --fp8: write a page with everything, whole in itself.")
 @click.option("--workers", type=POSITIVE, default=2, show_default=True, help="With --fp8: processes that measure.")
 @grouped_columns_option
@@ -78,7 +79,7 @@ def inspect(
         console.show_tables(report.tables(description))
 
 
-@click.command()
+@click.command(short_help="Compare two checkpoints, or one with an engine's rules.")
 @click.argument("a", metavar="A", type=CHECKPOINT)
 @click.argument("b", metavar="[B]", type=CHECKPOINT, required=False)
 @click.option("--fp8", is_flag=True, help="FP8 weights code by code; and a difference where one side has no FP8 state.")
@@ -118,6 +119,7 @@ def compare_checkpoints(a: Path, b: Path, fp8: bool, json_wanted: bool) -> bool:
         print_json(comparison.as_json())
     else:
         console.show_tables(report.tables(comparison))
+        console.show_lines([report.verdict(comparison)])
     return comparison.equal
 
 
@@ -161,7 +163,7 @@ def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
     return not any(finding.rule.fatal for finding in findings)
 
 
-@click.command()
+@click.command(short_help="Set the loss curves of runs side by side, as a gate.")
 @click.argument("runs", metavar="RUN RUN...", type=CHECKPOINT, nargs=-1, required=True)
 @click.option("--max-gap", type=Percent(), help="Fail when a mean gap over the last 100 steps is larger, e.g. 1%.")
 @click.option("--png", type=NEW_PATH, help="Draw the curves into this file.")
@@ -191,7 +193,7 @@ def compare(
         raise click.exceptions.Exit(1)
 
 
-@click.command("eval")
+@click.command("eval", short_help="Measure perplexity, or lm-eval's tasks.")
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--data", type=DATA, help="Text, JSONL, parquet, a folder, as resume takes it.")
 @click.option("--against", type=CHECKPOINT, help="The BF16 source: its perplexity too, KL divergence, top-1 agreement.")
@@ -241,7 +243,7 @@ def evaluate(
         console.show_lines(lines)
 
 
-@click.command()
+@click.command(short_help="Say what this machine can run of FP8.")
 @click.argument("checkpoint", type=CHECKPOINT, required=False)
 @iteration_option
 @json_option
@@ -261,7 +263,7 @@ def doctor(checkpoint: Path | None, iteration: int | None, json_wanted: bool) ->
         console.show_tables(report.machine_tables(machine) + (report.payload_tables(found) if found else []))
 
 
-@click.command("launch-args")
+@click.command("launch-args", short_help="Print the flags to go on with in another framework.")
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option(
     "--framework",

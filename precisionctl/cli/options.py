@@ -12,11 +12,31 @@ import click
 
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 
-CHECKPOINT = click.Path(exists=True, path_type=Path)
+GO_ON = 75
+"""The exit code of what was stopped, is saved, and goes on with the same command: sysexits.h's EX_TEMPFAIL."""
+
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_PATH = click.Path(path_type=Path)
 DATA = click.Path(path_type=Path)  # Megatron's data has a name that no file has
 POSITIVE = click.IntRange(min=1)
 Command = Callable[..., Any]
+
+
+class CheckpointPath(click.Path):
+    """Something that exists. The name of a model on the Hub is told from a path that was mistyped."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        text = str(value)
+        if re.fullmatch(r"\w[\w.-]*/[\w.-]+", text) and not Path(text).parent.exists():
+            name = text.partition("/")[2]
+            download = f"`hf download {text} --local-dir {name}`, and give {name}"
+            self.fail(f"Path '{text}' does not exist. If it is a model's name on the Hub: {download}.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+CHECKPOINT = CheckpointPath(exists=True, path_type=Path)
 
 
 class Percent(click.ParamType[float]):
@@ -64,7 +84,7 @@ grouped_columns_option = click.option(
     help="Who wrote the FP8 state of experts that does not tell it: TE 2.3 and newer (gemm), 1.9 to 2.2 (role).",
 )
 fp8_state_option = click.option(
-    "--fp8-state", type=CHECKPOINT, help="A file that calibrate wrote, for what CHECKPOINT has not recorded."
+    "--fp8-state", type=FILE, help="A file that calibrate wrote, for what the checkpoint has not recorded."
 )
 iteration_option = click.option("--iteration", type=int, help="Which one of a Megatron directory; else the newest.")
 

@@ -8,6 +8,7 @@ import click
 from precisionctl.cli.options import (
     CHECKPOINT,
     DATA,
+    GO_ON,
     NEW_PATH,
     POSITIVE,
     Duration,
@@ -15,9 +16,6 @@ from precisionctl.cli.options import (
     iteration_option,
     megatron_fp8_options,
 )
-
-GO_ON = 75
-"""The exit code of what was stopped, is saved, and goes on with the same command: sysexits.h's EX_TEMPFAIL."""
 
 backend_option = click.option(
     "--backend",
@@ -28,7 +26,7 @@ backend_option = click.option(
 )
 
 
-@click.command()
+@click.command(short_help="Go on training, in BF16 or FP8, pretraining or SFT.")
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--precision", type=click.Choice(["bf16", "fp8"]), required=True, help="What the GEMMs compute in.")
 @click.option(
@@ -87,7 +85,7 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     raise click.exceptions.Exit(GO_ON if finished.stopped else 0)
 
 
-@click.command()
+@click.command(short_help="Record the FP8 state that a checkpoint lacks.")
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--data", type=DATA, help="Text, JSONL, parquet, a folder, as resume takes it; else the recipe's.")
 @click.option("--out", type=NEW_PATH, required=True, help="A new file, for --fp8-state of resume and others.")
@@ -125,7 +123,7 @@ def calibrate(
     raise click.exceptions.Exit(GO_ON if made.signal else 0)
 
 
-@click.command()
+@click.command(short_help="Show the whole story on one CPU, in a few minutes.")
 @click.option("--out", type=NEW_PATH, default="demo-run", show_default=True, help="A new folder for all it makes.")
 def demo(out: Path) -> None:
     """The whole story on one CPU, on real text, in a few minutes; ends with a table and a page."""

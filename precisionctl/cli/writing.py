@@ -9,6 +9,7 @@ import click
 from precisionctl.cli.group import print_json
 from precisionctl.cli.options import (
     CHECKPOINT,
+    GO_ON,
     NEW_PATH,
     POSITIVE,
     Size,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from precisionctl.precision import Precision
 
 
-@click.command()
+@click.command(short_help="Convert between Hugging Face and Megatron, BF16 and FP8.")
 @click.argument("source", type=CHECKPOINT)
 @click.argument("destination", type=NEW_PATH)
 @click.option("--to", type=click.Choice(["hf", "megatron"]), required=True, help="Layout of the result.")
@@ -77,7 +78,7 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     do_work(lambda: plan_conversion(conversion), how)
 
 
-@click.command("export-inference")
+@click.command("export-inference", short_help="Write FP8 weights and scales for an inference engine.")
 @click.argument("source", metavar="CHECKPOINT", type=CHECKPOINT)
 @click.argument("destination", type=NEW_PATH)
 @click.option("--target", required=True, metavar="ENGINE", help="vllm, sglang, tensorrt-llm, transformers or te.")
@@ -127,7 +128,11 @@ def do_work(plan: Callable[[], "Work"], how: Writing) -> None:
     from precisionctl.reports import plan as report
 
     if not how.dry_run:
-        work = carry_out(plan, how)
+        try:
+            work = carry_out(plan, how)
+        except KeyboardInterrupt:
+            click.echo("Stopped. What is done is kept, and the same command goes on from there.", err=True)
+            raise click.exceptions.Exit(GO_ON) from None
         if work and how.json_wanted:
             print_json(work.plan.describe() | {"notes": work.notes})
         elif work:

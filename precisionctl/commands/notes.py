@@ -37,7 +37,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
         return
     if not carried and (optimizer := reader.optimizer_specs):
         size = sum(spec.nbytes for spec in optimizer.values()) / 1e9
-        yield f"The optimizer stays behind: {len(optimizer)} tensors, {size:.2f} GB. The result is weights only."
+        yield f"The optimizer stays behind: {len(optimizer)} tensors, {size:.3g} GB. The result is weights only."
     if isinstance(reader, TorchDistReader) and reader.unread_optimizer:
         yield "The optimizer stays behind: it is stored by rank, in a form that newer Megatrons do not write."
     older = sidecar.find(reader.path)
@@ -95,7 +95,7 @@ def payload_notes(te: TeVersion, expert_ranks: int | None) -> Iterator[str]:
         )
     else:
         yield (
-            f"Transformer Engine 2.16.1, 2.17.1 and from 2.18 on loads FP8 payloads with {GATE}=1 alone; "
+            f"Transformer Engine 2.16.1, 2.17.1, 2.18 and later load FP8 payloads only where {GATE}=1 is set; "
             "`resume` does not need it."
         )
     if te == 2 and expert_ranks:

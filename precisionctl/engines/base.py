@@ -5,6 +5,7 @@ dtypes, and the values of the scales alone; no weight is read.
 """
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,7 @@ class Engine:
     def serve(self, path: object, ranks: int, *, fp8_cache: bool = False) -> str:
         """The command that serves a directory."""
         options = (self.on_ranks if ranks > 1 else "") + (self.on_cache if fp8_cache else "")
-        return (self.command + options).format(path=path, ranks=ranks)
+        return (self.command + options).format(path=shlex.quote(str(path)), ranks=ranks)
 
     def lacks(self, config: Mapping[str, Any]) -> list[str]:
         """The keys that it looks for in a config.json in vain."""

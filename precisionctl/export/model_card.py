@@ -72,7 +72,7 @@ class Card:
         yield f"A `{_plain(reader.model.architecture)}` in FP8, for {self.title}. In the directory above this one:"
         yield from ("", "```", self.command, "```", "", "| | |", "|---|---|")
         yield from (f"| {name} | {_plain(value)} |" for name, value in self.facts.items())
-        yield f"| source | {reader.container}{when}, {size:.2f} GB in files: {len(reader.files)} |"
+        yield f"| source | {reader.container}{when}, {size:.3g} GB in {len(reader.files)} file(s) |"
         yield f"| its fingerprint (SHA-256 of names, sizes and config.json) | `{fingerprint(reader)}` |"
         yield f"| made by | precisionctl {__version__}, torch {torch_version}; see `precisionctl/manifest.json` |"
         yield ""

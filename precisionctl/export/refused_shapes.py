@@ -32,7 +32,7 @@ def without_refused(jobs: Sequence[Job], refused: Mapping[str, str]) -> list[Job
 def refused_error(refused: Mapping[str, str], scheme: Scheme) -> PrecisionError:
     """The error for them, and what the user can choose."""
     name, what = next(iter(refused.items()))
-    others = "--scheme dynamic, whose channels have no blocks; or " if scheme == "block" else ""
+    others = "--scheme static or dynamic, which have no blocks; or " if scheme == "block" else ""
     return PrecisionError(
         f"{len(refused)} weights have shapes that are refused, the first is `{name}`: {what}",
         do=f"Choose {others}--keep-misfits, which leaves them in BF16 with what is computed with them; or name modules "

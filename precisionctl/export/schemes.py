@@ -43,7 +43,9 @@ def best_scheme(
     for scheme in schemes:
         if scheme != "static":
             return scheme, why
-    raise PrecisionError(f"{engine.title} needs fixed input scales for this model: {why}")
+    raise PrecisionError(
+        f"{engine.title} needs fixed input scales for this model: {why}", do="Then give its file with --fp8-state."
+    )
 
 
 def _is_coded(encodings: WeightEncodings, scheme: Scheme) -> bool:

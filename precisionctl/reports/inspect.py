@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.megatron.run import of_megatron
+from precisionctl.errors import CheckpointError
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
@@ -38,8 +40,20 @@ def describe(reader: Reader) -> Description:
         "precision": _precision(nbytes, reader),
         "coded": _coded(reader),
         "model": asdict(reader.model),
+        "optimizer": _optimizer(reader),
         "fp8": _fp8(reader.fp8, reader.iteration) if reader.fp8 else None,
     }
+
+
+def _optimizer(reader: Reader) -> dict[str, Any] | None:
+    """What a Megatron checkpoint has of one."""
+    if not of_megatron(reader):
+        return None
+    try:
+        specs = reader.optimizer_specs
+    except CheckpointError as error:  # of the rest there is something to say all the same
+        return {"unreadable": str(error)}
+    return {"tensors": len(specs), "bytes": sum(spec.nbytes for spec in specs.values())} if specs else None
 
 
 def _precision(nbytes: Counter[str], reader: Reader) -> str:
@@ -132,11 +146,21 @@ def summary(description: Description) -> Table:
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
     ]
+    if description["layout"] == "megatron":
+        rows.append(("optimizer", _optimizer_words(description["optimizer"])))
     if description["coded"]:
         rows.append(_coded_row(description))
     if description["fp8"]:
         rows += _fp8_rows(description["fp8"])
     return Table(description["path"], ("", ""), rows)
+
+
+def _optimizer_words(optimizer: Description | None) -> str:
+    if optimizer is None:
+        return "none"
+    if "unreadable" in optimizer:
+        return f"cannot be read: {optimizer['unreadable']}"
+    return f"{optimizer['tensors']} tensors, {size(optimizer['bytes'])}"
 
 
 def _coded_row(description: Description) -> tuple[str, str]:

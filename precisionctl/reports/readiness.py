@@ -76,31 +76,32 @@ def _verdicts(readiness: Readiness) -> Table:
 
 
 def _by_role(readiness: Readiness) -> Table:
-    columns = (
-        "role",
+    words = (
         "measured",
         "recorded",
-        "amax",
+        "smallest amax",
+        "largest amax",
         *(f"zero, {NAMES[each]}" for each in SCALINGS),
         "kurtosis",
         "growth",
     )
-    rows = []
-    for role in dict.fromkeys((*IN_USE, *(health.role for health in readiness.roles))):
-        each = [health for health in readiness.roles if health.role == role]
-        if each:
-            rows.append(_role_row(role, each))
-    return Table("Worst of each role", columns, rows)
+    roles = {
+        role: [health for health in readiness.roles if health.role == role]
+        for role in dict.fromkeys((*IN_USE, *(health.role for health in readiness.roles)))
+    }
+    columns = {role: _of_role(each) for role, each in roles.items() if each}
+    rows = list(zip(words, *columns.values(), strict=True))
+    return Table("Worst of each role", ("", *columns), rows)
 
 
-def _role_row(role: str, each: Sequence[RoleHealth]) -> tuple[str, ...]:
+def _of_role(each: Sequence[RoleHealth]) -> tuple[str, ...]:
     amaxes = [health.amax for health in each if health.amax is not None]
     growths = [health.history.growth for health in each if health.history and health.history.growth is not None]
     return (
-        role,
         str(sum(bool(health.measured) for health in each)),
         str(sum(health.history is not None for health in each)),
-        f"{min(amaxes):.3g} to {max(amaxes):.3g}" if amaxes else "-",
+        f"{min(amaxes):.3g}" if amaxes else "-",
+        f"{max(amaxes):.3g}" if amaxes else "-",
         *(_worst((health.underflow(scaling) for health in each), share) for scaling in SCALINGS),
         _worst((health.kurtosis for health in each), lambda value: f"{value:,.1f}"),
         f"{max(growths):.3g} x" if growths else "-",

@@ -28,6 +28,17 @@ def tables(comparison: Comparison) -> list[Table]:
     return found
 
 
+def verdict(comparison: Comparison) -> str:
+    """The answer in a line."""
+    count, settings, states = len(comparison.tensors), len(comparison.settings), len(comparison.fp8 or ())
+    different = sum(not tensor.equal for tensor in comparison.tensors)
+    if comparison.equal:
+        encoded = sum(tensor.status == "encoded" for tensor in comparison.tensors)
+        return f"The same: all {count} tensors" + (f", {encoded} of them by their FP8 codes." if encoded else ".")
+    found = {f"{different} of {count} tensors": different, f"{settings} settings": settings, "FP8 state": states}
+    return f"Not the same: {', '.join(what for what, number in found.items() if number)}."
+
+
 def codes(weights: Sequence[CodesComparison]) -> Table:
     """FP8 weights: those with the most codes changed, and all together."""
     worst = sorted(weights, key=lambda weight: (weight.idempotent, -weight.changed / weight.codes))[:SHOWN]
@@ -62,9 +73,13 @@ def _together(status: str, tensors: Sequence[TensorComparison]) -> tuple[str, ..
 
 def _worst(different: Sequence[TensorComparison]) -> Table:
     worst = sorted(different, key=lambda tensor: -1.0 if tensor.sqnr_db is None else tensor.sqnr_db)[:SHOWN]
-    rows = [(t.name, t.status, t.dtypes, _number(t.sqnr_db, ".1f"), _number(t.max_abs_error, ".3g")) for t in worst]
+    rows = [(t.name, _status(t), t.dtypes, _number(t.sqnr_db, ".1f"), _number(t.max_abs_error, ".3g")) for t in worst]
     title = f"{len(different)} tensors differ" + (f", the worst {SHOWN}" if len(different) > SHOWN else "")
     return Table(title, ("tensor", "status", "dtypes", "SQNR, dB", "largest error"), rows)
+
+
+def _status(tensor: TensorComparison) -> str:
+    return f"{tensor.status} {tensor.shapes}" if tensor.shapes else tensor.status
 
 
 def _number(value: float | None, form: str) -> str:
@@ -73,7 +88,7 @@ def _number(value: float | None, form: str) -> str:
 
 def _state(comparison: Comparison) -> Sequence[str]:
     if comparison.fp8 is None:
-        return ["not compared: neither side has any, or only one (a difference with --fp8)"]
+        return ["not compared: no more than one side has any"]
     return comparison.fp8[:SHOWN] or ["equal to the last bit"]
 
 

@@ -14,7 +14,7 @@ import torch
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY
 from precisionctl.checkpoints.base import Reader
 from precisionctl.fp8.state import Fp8State, Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model_shape import MLA, ModelShape, MoE
 from precisionctl.verify.codes import CodesComparison, compare_codes
 from precisionctl.verify.engine_rules import Directory
 from precisionctl.verify.hf_tensors import HfTensors, Rows, pieces
@@ -35,6 +35,8 @@ class TensorComparison:
     dtypes: str
     sqnr_db: float | None = None
     max_abs_error: float | None = None
+    shapes: str = ""
+    """Where they are not the same."""
 
     @property
     def equal(self) -> bool:
@@ -92,13 +94,24 @@ _SETTINGS = tuple(field.name for field in fields(ModelShape) if field.name not i
 
 def _setting_differences(a: Reader, b: Reader) -> Iterator[str]:
     for field in _SETTINGS:
-        left, right = getattr(a.model, field), getattr(b.model, field)
-        if left != right:
-            yield f"{field} is {left} and {right}"
+        yield from _differing(field, getattr(a.model, field), getattr(b.model, field))
     if isinstance(a, Directory) and isinstance(b, Directory):
         for name in sorted(a.input_scales.keys() & b.input_scales.keys()):
             if a.input_scales[name] != b.input_scales[name]:
-                yield f"{name}: input scale is {a.input_scales[name]} and {b.input_scales[name]}"
+                yield from _differing(f"{name}: input scale", a.input_scales[name], b.input_scales[name])
+
+
+def _differing(name: str, left: object, right: object) -> Iterator[str]:
+    """What differs, of settings that are made of several (experts, latent attention) each."""
+    if isinstance(left, MoE | MLA) and type(left) is type(right):
+        for field in fields(left):
+            yield from _differing(f"{name}.{field.name}", getattr(left, field.name), getattr(right, field.name))
+    elif left != right:
+        yield f"{name} is {_in_words(left)} in A, {_in_words(right)} in B"
+
+
+def _in_words(setting: object) -> str:
+    return "none" if setting is None else "some" if isinstance(setting, MoE | MLA) else str(setting)
 
 
 def _compare_tensor(name: str, a: HfTensors, b: HfTensors) -> TensorComparison:
@@ -108,7 +121,8 @@ def _compare_tensor(name: str, a: HfTensors, b: HfTensors) -> TensorComparison:
         return TensorComparison(name, "only in B", b.dtype(name))
     dtypes = " / ".join(dict.fromkeys((a.dtype(name), b.dtype(name))))
     if a.specs[name].shape != b.specs[name].shape:
-        return TensorComparison(name, "shape", dtypes)
+        shapes = f"{list(a.specs[name].shape)} / {list(b.specs[name].shape)}"
+        return TensorComparison(name, "shape", dtypes, shapes=shapes)
     verdicts = {_verdict(left, right) for left, right in _pieces(name, a, b)}
     sqnr_db, max_abs_error = (math.inf, 0.0) if verdicts == {"exact"} else _error(_pieces(name, a, b))
     worst = next(status for status in _WORST_FIRST if status in verdicts)
