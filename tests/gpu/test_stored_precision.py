@@ -12,6 +12,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.evaluate import evaluate, load
+from precisionctl.evaluate.quantizers import has_block_gemms
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> list[torch.Size]:
@@ -33,6 +34,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> list[torc
 @pytest.mark.parametrize("scheme", ["static", "dynamic", "block"])
 def test_a_gpu_evaluates_as_a_cpu_does(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By products of FP8 codes: PyTorch's with one scale, applied to sums here by tensor and channel, and by blocks."""
+    real = torch.cuda.get_device_name() != "a CPU that stands in"
+    if real and scheme == "block" and not has_block_gemms(torch.device("cuda")):
+        pytest.skip("PyTorch multiplies by blocks on Hopper alone, with CUDA 12.9 and later")
     whole = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 128}
     save(tmp_path / "source", dtype=torch.bfloat16, **whole)
     source = in_memory.with_state(HuggingFaceReader(tmp_path / "source"))
@@ -45,7 +49,7 @@ def test_a_gpu_evaluates_as_a_cpu_does(tmp_path: Path, scheme: str, monkeypatch:
         monkeypatch, F if scheme == "block" else torch, "scaled_mm" if scheme == "block" else "_scaled_mm"
     )
     cpu, gpu = (evaluate(reader, text, against=against, sequence_length=64, device=on) for on in ("cpu", "cuda"))
-    assert len(products) >= 8 or torch.cuda.get_device_name() == "a CPU that stands in"
+    assert len(products) >= 8 or not real
     assert gpu.precision == cpu.precision and gpu.tokens == cpu.tokens
     assert gpu.loss == pytest.approx(cpu.loss, abs=2e-3)
     assert gpu.against is not None and cpu.against is not None
