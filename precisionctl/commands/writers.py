@@ -1,6 +1,7 @@
 """The Writer of each container, for a plan."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -62,22 +63,11 @@ def megatron_writer(
     te: TeVersion = 2,
 ) -> Writer:
     """The Writer of a plan's Megatron directory: an iteration, where a `run` goes along, else a release."""
-    directory = output.partial / directory_name(run.iteration)
-    if container == "torch":
-        return LegacyWriter(
-            directory,
-            plan.model,
-            plan.targets,
-            parallelism=plan.parallelism,
-            iteration=run.iteration,
-            companions=companions,
-            fp8_in=fp8_in,
-            te=te,
-            common=run.common,
-            args=run.args,
-        )
-    return TorchDistWriter(
-        directory,
+    make: Callable[..., Writer] = LegacyWriter
+    if container != "torch":
+        make = partial(TorchDistWriter, objects=run.objects, distributed_optimizer=run.distributed_optimizer)
+    return make(
+        output.partial / directory_name(run.iteration),
         plan.model,
         plan.targets,
         parallelism=plan.parallelism,
@@ -86,7 +76,5 @@ def megatron_writer(
         fp8_in=fp8_in,
         te=te,
         common=run.common,
-        objects=run.objects,
         args=run.args,
-        distributed_optimizer=run.distributed_optimizer,
     )
