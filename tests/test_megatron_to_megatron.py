@@ -144,6 +144,7 @@ def test_optimizer_states_of_another_shape_than_their_parameter_are_refused(tmp_
     source, _ = trained(tmp_path)
     name = f"optimizer.state.exp_avg.{VOCABULARY[0]}"
     wrong = SimpleNamespace(
+        path=source.path,
         layout="megatron",
         model=source.model,
         specs=source.specs,
