@@ -28,6 +28,7 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import Precision
+from precisionctl.reports.evaluation import lines
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT
 
@@ -70,7 +71,23 @@ def test_perplexity_is_that_of_transformers_own_model(tmp_path, text, family):
 
 def test_rows_are_never_longer_than_the_models_own(tmp_path, text):
     save(tmp_path / "model", max_position_embeddings=40)
-    assert evaluate(HuggingFaceReader(tmp_path / "model"), text).tokens == 200 // 40 * 40
+    found = evaluate(HuggingFaceReader(tmp_path / "model"), text)
+    assert (found.tokens, found.sequence_length) == (200 // 40 * 40, 40)
+    assert "200 tokens in rows of 40," in lines(found)[0]
+
+
+@pytest.mark.parametrize(("broken", "perplexity"), [(1e30, math.inf), (math.nan, math.nan)])
+def test_a_model_that_is_broken_has_no_finite_perplexity_and_the_way_to_the_fault_is_told(
+    tmp_path, text, broken, perplexity
+):
+    save(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = broken
+    save_file(tensors, file, metadata={"format": "pt"})
+    found = evaluate(HuggingFaceReader(tmp_path / "model"), text)
+    assert found.perplexity == pytest.approx(perplexity, nan_ok=True)
+    assert any("inspect" in line for line in lines(found))
 
 
 def test_the_last_learned_position_is_used_though_batches_are_padded_beyond_it(tmp_path, text):

@@ -5,6 +5,7 @@ they fit: memory grows neither with the text nor with what the vocabulary has to
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,11 +46,13 @@ class Against:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`loss` is the mean cross entropy in nats over `tokens` targets; perplexity is its exponential."""
+    """`loss` is the mean cross entropy in nats over `tokens` targets, in rows of `sequence_length`; perplexity is its
+    exponential."""
 
     perplexity: float
     loss: float
     tokens: int
+    sequence_length: int
     precision: str
     against: Against | None = None
 
@@ -98,8 +101,16 @@ def evaluate(
         tokens += batch.targets
         on_rows(end, len(rows))
     loss, other, kl, agreed = (total / tokens).tolist()
-    compared = Against(math.exp(other), other, of_reference, kl, agreed) if reference else None
-    return Evaluation(math.exp(loss), loss, tokens, precision, compared)
+    compared = Against(_perplexity(other), other, of_reference, kl, agreed) if reference else None
+    return Evaluation(_perplexity(loss), loss, tokens, length, precision, compared)
+
+
+def _perplexity(loss: float) -> float:
+    return math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
+
+
+_LARGEST_EXPONENT = math.log(sys.float_info.max)
+"""Of a model that is broken, a loss may be beyond it; Python's `exp` raises there."""
 
 
 def _require_one_vocabulary(reader: Reader, against: Reader) -> None:

@@ -90,7 +90,17 @@ def _override(table: Table, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)+", key.strip()):
         raise RecipeError(f"--set wants section.key=value, not {override!r}")
-    _set(table, key.strip(), _toml_value(text), f"--set {override}")
+    where, value = f"--set {override}", _toml_value(text)
+    _set(table, key.strip(), value, where)
+    _value(_hint(key.strip()), value, key.strip(), where)  # so that an error names the option, and not the file
+
+
+def _hint(key: str) -> Any:
+    """The type of a known key."""
+    hint: Any = Recipe
+    for name in key.split("."):
+        hint = get_type_hints(_item(hint) or hint)[name]
+    return hint
 
 
 def _set(table: Table, key: str, value: Any, where: str) -> None:
@@ -113,7 +123,7 @@ def _toml_value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def _make(kind: type[Made], table: Table, prefix: str, where: Path) -> Made:
+def _make(kind: type[Made], table: Table, prefix: str, where: object) -> Made:
     """A frozen dataclass from a TOML table, strictly."""
     hints = get_type_hints(kind)
     for key in table:
@@ -126,7 +136,7 @@ def _make(kind: type[Made], table: Table, prefix: str, where: Path) -> Made:
         raise RecipeError(f"[{prefix.rstrip('.')}] lacks a key it needs", where=where) from None
 
 
-def _value(hint: Any, value: Any, key: str, where: Path) -> Any:
+def _value(hint: Any, value: Any, key: str, where: object) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
         return _make(hint, value, f"{key}.", where)
     if hint == tuple[str, ...] and isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -158,7 +168,7 @@ def _words(hint: Any) -> str:
     return words.get(hint, "a section")
 
 
-def _unknown_key(key: str, where: Path | str) -> RecipeError:
+def _unknown_key(key: str, where: object) -> RecipeError:
     known = {name.rpartition(".")[2]: name for name in reversed([*_known_keys(Recipe)])}
     near = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
     hint = f"Did you mean {known[near[0]]}?" if near else f"Known keys: {', '.join(known.values())}."

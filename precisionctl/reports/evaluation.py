@@ -1,5 +1,6 @@
 """What `eval` found, in lines."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,10 @@ from precisionctl.evaluate import Evaluation
 
 def lines(found: Evaluation) -> list[str]:
     """Perplexity, and what it is held against."""
-    said = [f"perplexity {found.perplexity:.4f} over {found.tokens:,} tokens, {found.precision}"]
+    text = f"{found.tokens:,} tokens in rows of {found.sequence_length:,}"
+    said = [f"perplexity {found.perplexity:.4f} over {text}, {found.precision}"]
+    if not math.isfinite(found.perplexity):
+        said.append("A weight may be broken: `precisionctl inspect CHECKPOINT --fp8` names those that are.")
     if other := found.against:
         said += [
             f"perplexity {other.perplexity:.4f} of the source, {other.precision}",
