@@ -31,12 +31,15 @@ TASKS = (
     "hf to torch_dist, TP 8 PP 4",
     "hf to torch, TP 8 PP 4",
     "torch to hf, TP 8 PP 4",
-    "export static",
-    "export dynamic",
+    "hf to export static",
+    "hf to export dynamic",
+    "hf to export block",
+    "export block to torch_dist",
+    "export block to export block",
 )
-"""From what to what; and at the largest size what is cut for 8 x 4 ranks."""
+"""From what to what; and at the largest size what is cut for 8 x 4 ranks, and codes that are decoded and passed on."""
 
-IN_PLOT = ("hf to torch_dist", "torch_dist to hf", "hf to torch", "export static")
+IN_PLOT = ("hf to torch_dist", "torch_dist to hf", "hf to torch", "hf to export static")
 
 
 def make_model(directory: Path, gigabytes: float) -> None:
@@ -154,14 +157,14 @@ def plan(task: str, source: Path, target: Path) -> Any:
     from precisionctl.commands.plan_export import plan_export
     from precisionctl.param import Parallelism
 
-    if task.startswith("export"):
-        scheme: Any = task.removeprefix("export ")
+    made, _, cut = task.partition(" to ")[2].partition(", ")
+    if made.startswith("export"):
+        scheme: Any = made.removeprefix("export ")
         return plan_export(InferenceExport(source, target, "vllm", scheme))
-    if " to hf" in task:
+    if made == "hf":
         return plan_conversion(Conversion(source, target, "hf"))
-    container = task.removeprefix("hf to ").partition(",")[0]
-    sizes = Parallelism(8, 4) if task.endswith("TP 8 PP 4") else Parallelism()
-    conversion = Conversion(source, target, "megatron", container=container, parallelism=sizes)
+    sizes = Parallelism(8, 4) if cut else Parallelism()
+    conversion = Conversion(source, target, "megatron", container=made, parallelism=sizes)
     return plan_conversion(conversion)
 
 

@@ -55,7 +55,7 @@ def measure(python: Path, gigabytes: float, pairs: int, workers: int, scratch: P
     for _ in range(pairs):
         load.append(os.getloadavg()[0])
         theirs.append(run_theirs(python, source, scratch / "theirs", workers))
-        ours.append(convert.run_child("export dynamic", source, scratch / "ours", workers))
+        ours.append(convert.run_child("hf to export dynamic", source, scratch / "ours", workers))
         print(f"theirs {theirs[-1]}\nours   {ours[-1]}\nload   {load[-1]:.1f}", flush=True)
     pairwise = [their["seconds"] / our["seconds"] for their, our in zip(theirs, ours, strict=True)]
     return {
