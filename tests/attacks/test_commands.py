@@ -259,6 +259,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "YAML that calls": ("dist", described(f"model: {YAML}"), "no `model`"),
     "YAML that calls for a size": ("dist", described(MODEL % YAML), "num_layers is None"),
     "YAML without end": ("dist", described(LAUGHS + MODEL % "*a60"), "num_layers is .* not a size"),
+    "YAML with a number to the base of 60": ("dist", described(MODEL % ("1:" * 500_000 + "1")), "100 letters"),
     "YAML that is a pipe": (
         "dist",
         lambda d: (without_args(d), pipe("run_config.yaml")(d)),

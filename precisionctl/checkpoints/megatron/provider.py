@@ -18,8 +18,8 @@ BRIDGE = "run_config.yaml"
 NEMO = Path("context/model.yaml")
 
 _PROVIDERS = "megatron.bridge.models."
-_LARGEST = 16 << 20
-"""Bytes of a file: beyond every real one, and safe to parse."""
+_LARGEST = 4 << 20
+"""Bytes of a file: beyond every real one, and parsed in seconds."""
 
 _SAME = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -121,7 +121,14 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
             raise yaml.YAMLError("mappings are not merged")
 
+    def construct_yaml_int(self, node: Any) -> Any:
+        """Numbers to the base of 60, as YAML 1.1 has them, take time with the square of their length."""
+        if len(node.value) > 100:
+            raise yaml.YAMLError("a number of more than 100 letters")
+        return super().construct_yaml_int(node)
 
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_multi_constructor("", lambda loader, suffix, node: None)
 
 
