@@ -94,9 +94,10 @@ class SelfAttention(nn.Module):
     def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
         """`[T, E]` to the same."""
         qkv = self.linear_qkv(hidden).view(*positions.shape, self.groups, -1, self.head)
-        query = rotate(self.q_layernorm(qkv[..., :-2, :].flatten(2, 3)), positions)
-        key = rotate(self.k_layernorm(qkv[..., -2, :]), positions)
-        value = qkv[..., -1, :]
+        # split, and not sliced: their gradients are then put together once, instead of added to zeros one by one
+        query, key, value = (part.flatten(2, 3) for part in torch.split(qkv, [qkv.shape[3] - 2, 1, 1], 3))
+        query = rotate(self.q_layernorm(query), positions)
+        key = rotate(self.k_layernorm(key), positions)
         if recorder := self.backend.recorder:
             recorder.cached(self.name, "k", key)
             recorder.cached(self.name, "v", value)

@@ -40,8 +40,28 @@ def rotate(heads: Tensor, positions: Positions) -> Tensor:
     if positions.cos is None or positions.sin is None:
         return heads
     cos, sin = positions.cos[..., None, :], positions.sin[..., None, :]
+    turned: Tensor = _Turned.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
+    return turned
+
+
+class _Turned(torch.autograd.Function):
+    """A gradient is turned back by the same angles: what autograd would make of the forward's operations, to the last
+    bit, by half as many of them."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.angles = cos, sin
+        return _turn(heads, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.angles
+        return _turn(gradient, cos, -sin), None, None
+
+
+def _turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pairs = cos.shape[-1]
-    first, second = heads[..., :pairs].float(), heads[..., pairs : 2 * pairs].float()
+    first, second = heads[..., : 2 * pairs].float().chunk(2, -1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(heads.dtype)
     return turned if 2 * pairs == heads.shape[-1] else torch.cat([turned, heads[..., 2 * pairs :]], -1)
 
