@@ -1,7 +1,9 @@
 """What the documents show must exist: commands, their options, links; and every command must be shown."""
 
+import dataclasses
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from precisionctl.cli import main
 from precisionctl.commands.plan_te_export import TE
 from precisionctl.discover import discover
 from precisionctl.engines.base import engines
-from precisionctl.recipe import bundled_recipes
+from precisionctl.recipe import Recipe, bundled_recipes
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,6 +36,25 @@ def check(words):
     known = {option for parameter in main.commands[command].params for option in parameter.opts}
     used = {word.partition("=")[0] for word in rest if word.startswith("--")} - {"--help"}
     assert used <= known, f"`{' '.join(words)}` uses {used - known}"
+
+
+def leaves(kind, prefix=""):
+    """Every key of a recipe, and its value where a file does not name it."""
+    for field in dataclasses.fields(kind):
+        value = getattr(kind, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+def test_every_key_of_a_recipe_is_documented_with_its_default():
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w.]+)` \| `(.*?)` \|", text, re.MULTILINE)
+    shown = {key: tomllib.loads(f"value = {value}")["value"] for key, value in rows if "." in key}
+    fixed = {f"precision.delayed.{name}" for name in ("reduce_amax", "fp8_dpa", "fp8_mha")}  # no other value is taken
+    known = {key: value for key, value in leaves(Recipe()) if key not in fixed}
+    assert shown == {key: list(value) if isinstance(value, tuple) else value for key, value in known.items()}
 
 
 @names
