@@ -589,6 +589,16 @@ def test_a_torn_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
         assert kept.done == {"a", "b", "c"}
 
 
+def test_whatever_transformers_makes_a_tokenizer_of_travels_there_and_back(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    beside = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model", "vocab.json")
+    for name in beside:
+        (tmp_path / "hf" / name).write_text(name)
+    run(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "hf")
+    assert [(tmp_path / "back" / name).read_text() for name in beside] == list(beside)
+
+
 def test_a_source_that_changes_while_it_is_read_is_no_result(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron"))

@@ -19,6 +19,8 @@ _COMPANIONS = (
     "vocab.*",
     "merges.txt",
     "spiece.model",
+    "tiktoken.model",
+    "tekken.json",  # all that some of Mistral's have
     "chat_template*",
     "preprocessor_config.json",
     "processor_config.json",

@@ -79,7 +79,7 @@ def stage_notes(sizes: Parallelism, layers: int) -> Iterator[str]:
     yield f"Pipeline ranks have {', '.join(map(str, counts))} layers: start Megatron with {words}."
 
 
-_TOKENIZERS = ("tokenizer", "vocab.", "spiece.model")
+_TOKENIZERS = ("tokenizer", "vocab.", "spiece.model", "tiktoken.model", "tekken.json")
 
 GATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 """Without it set to 1, Transformer Engine 2.16.1, 2.17.1 and from 2.18 on refuses delayed-scaling state."""
