@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import fp8_directories
 import in_memory
 import pytest
 import torch
@@ -18,8 +19,11 @@ from precisionctl.cli import main
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.commands.plan_export import InferenceExport, plan_export
 from precisionctl.conversion.work import execute
+from precisionctl.engines.base import engines
 from precisionctl.errors import RecipeError
 from precisionctl.fp8 import sidecar
+from precisionctl.quant_methods.base import CODES
+from precisionctl.verify.engine_rules import check
 
 TEMPLATE = "{% for message in messages %}w{{ message.content }} {% endfor %}"
 
@@ -79,6 +83,28 @@ def test_the_hub_reads_the_card_and_it_says_everything(megatron: Path, tmp_path:
     assert "Input scales are those of the checkpoint's FP8 state (" in card.text
     assert "None was measured." in card.text
     assert json.loads((out / "precisionctl/manifest.json").read_text())["source"]["fingerprint"] in card.text
+
+
+@pytest.mark.parametrize("spelling", ["fp8-block", "compressed-tensor", "modelopt-mxfp8"])
+def test_codes_that_come_back_have_a_card_of_where_they_are_from(tmp_path: Path, spelling: str) -> None:
+    fp8_directories.make(tmp_path / "fp8", spelling)
+    (tmp_path / "fp8" / "README.md").write_text("of somebody else's model")
+    for source, out, to, precision in (("fp8", "megatron", "megatron", "keep"), ("megatron", "again", "hf", "fp8")):
+        execute(plan_conversion(Conversion(tmp_path / source, tmp_path / out, to, precision=precision)))  # type: ignore[arg-type]
+    card = ModelCard.load(tmp_path / "again" / "README.md")
+    method = {"fp8": "fp8", "compressed": "compressed-tensors", "modelopt": "modelopt"}[spelling.partition("-")[0]]
+    assert set(card.data.tags) == {"fp8", method, "precisionctl"}
+    assert "| source | torch_dist" in card.text and "serve ./again" in card.text and "somebody else" not in card.text
+    codes = [name for name, t in load_file(tmp_path / "again/model.safetensors").items() if t.dtype == CODES]
+    said = [line for line in card.text.splitlines() if line.startswith("- `") and line.endswith(")")]
+    assert sum(int(line.rpartition("(")[2][:-1]) for line in said) == len(codes) == 14
+    assert "- `lm_head`" in card.text and "- `model.embed_tokens`" in card.text
+    manifest = json.loads((tmp_path / "again/precisionctl/manifest.json").read_text())
+    assert manifest["source"]["fingerprint"] in card.text
+    served = [engine for engine in engines().values() if engine.title in card.text.partition("```")[0]]
+    reader = HuggingFaceReader(tmp_path / "again")
+    of_config = [found for engine in served for found in check(reader, engine) if found.where == "config.json"]
+    assert served and not any("activations" in found.what for found in of_config)  # a method that it does not read
 
 
 def test_equal_exports_have_equal_cards_that_name_no_path(source: Path, tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ from precisionctl.conversion.work import Finish, Work, digest_of, open_output
 from precisionctl.errors import RecipeError
 from precisionctl.export.export import plan_in_bf16
 from precisionctl.export.input_scales import state_of_input_scales
-from precisionctl.export.reencode import make_reencoding
+from precisionctl.export.model_card import NAME
+from precisionctl.export.reencode import make_reencoding, reencoding_card
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.carry import amax_by_module, carry_state, check_modules, fill_unrecorded, read_state
 from precisionctl.fp8.extra_state_writer import TeVersion
@@ -231,6 +232,7 @@ def _plan_reencoding(conversion: Conversion, reader: Reader, encodings: WeightEn
         container=conversion.container,
         export=made,
         max_shard_size=conversion.max_shard_size,
+        files={NAME: reencoding_card(made, encodings, conversion.destination.name).text(reader)},
     )
     notes = [*left_behind_notes(reader)]
 

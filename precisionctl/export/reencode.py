@@ -8,9 +8,11 @@ import torch
 
 from precisionctl.checkpoints.base import Reader, read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.engines.base import engines
 from precisionctl.errors import PrecisionError
 from precisionctl.export.export import Export
 from precisionctl.export.input_scales import amax_of
+from precisionctl.export.model_card import Card, beside
 from precisionctl.export.weight_encodings import check_model
 from precisionctl.fp8.encoding import grid_shape
 from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
@@ -49,6 +51,28 @@ def make_reencoding(source: Reader, encodings: WeightEncodings, states: Fp8State
         targets |= {name: encodings.stored.specs[name] for name in (job.encode.input_scales if job.encode else ())}
     made = replace(plan, jobs=tuple(jobs), targets=targets, quantization=encodings.quantization)
     return Export(made, encodings.quantization, encodings.files)
+
+
+def reencoding_card(made: Export, encodings: WeightEncodings, name: str) -> Card:
+    """What the model card says of codes that are what they were, for whichever engine reads them."""
+    method = recognise({"quantization_config": made.quantization})
+    assert method is not None, "codes of a Hugging Face directory have a method"
+    scheme = method.says(made.quantization).scheme
+    serving = [engine for engine in engines().values() if (method.name, scheme) in engine.reads]
+    dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in encodings.weights.values()})
+    fixed = any(scales.input is not None for scales in encodings.scales.values())
+    facts = {
+        "weights": ", ".join(dtypes),
+        "format": method.name,
+        "scheme": scheme,
+        "codes and scales": "those that the weights had before; where values have changed since, made anew",
+        "input scales": "as they were, or of what was recorded since" if fixed else "made by the engine",
+    }
+    matrices = [name for name, spec in made.plan.targets.items() if len(spec.shape) == 2 and name.endswith(".weight")]
+    kept = [name.removesuffix(".weight") for name in matrices if name not in encodings.weights]
+    title = " or ".join(engine.title for engine in serving) or f"readers of {method.name}"
+    command = "\n".join(engine.serve(beside(name), 1) for engine in serving) or f"precisionctl inspect {beside(name)}"
+    return Card(name, title, method.name, command, facts, list(encodings.weights), kept)
 
 
 def _encode(job: Job, encodings: WeightEncodings, said: Said, states: Fp8States | None) -> Encode | None:
