@@ -74,7 +74,8 @@ def profiled(shape: Shape, variant: str, place: Place) -> Row:
         seconds = timed(step, place, repeats=3, warm=2, each=3)["seconds"]
         alone_seconds = timed(step, place, repeats=3, warm=0)["seconds"]
         on = torch.profiler.ProfilerActivity
-        with torch.profiler.profile(activities=[on.CPU] if place.small else [on.CPU, on.CUDA]) as profile:
+        activities = [on.CPU] if place.small else [on.CPU, on.CUDA]
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:  # else 2.11 warns
             step()
             wait(place)
         spans = kernels(profile.events(), place)
