@@ -33,7 +33,7 @@ BUDGETS = {
     "speed": 290,
     "profile": 100,
     "curves": 200,
-    "tests": 240,
+    "tests": 360,
     "peers": 200,
     "products": 60,
     "serving": 200,
