@@ -52,7 +52,7 @@ def test_every_key_of_a_recipe_is_documented_with_its_default():
     text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.]+)` \| `(.*?)` \|", text, re.MULTILINE)
     shown = {key: tomllib.loads(f"value = {value}")["value"] for key, value in rows if "." in key}
-    fixed = {f"precision.delayed.{name}" for name in ("reduce_amax", "fp8_dpa", "fp8_mha")}  # no other value is taken
+    fixed = {f"precision.delayed.{name}" for name in ("reduce_amax", "fp8_dpa", "fp8_mha")}  # not for a run to change
     known = {key: value for key, value in leaves(Recipe()) if key not in fixed}
     assert shown == {key: list(value) if isinstance(value, tuple) else value for key, value in known.items()}
 

@@ -381,6 +381,12 @@ def test_a_source_is_never_written_to(fp8_run: Path, place: Path) -> None:
             run(settings(source, place / "text.txt", fp8_run))
 
 
+@pytest.mark.parametrize("key", ["precision__delayed__fp8_dpa", "precision__delayed__fp8_mha"])
+def test_attention_in_fp8_is_refused_and_not_passed_over(place: Path, tmp_path: Path, key: str) -> None:
+    with pytest.raises(RecipeError, match="attention into FP8, which no run here computes"):
+        run(settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", **{key: "true"}))
+
+
 def test_rows_longer_than_the_model_s_positions_are_refused(place: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="beyond the model's 128"):
         run(settings(place / "source", place / "text.txt", tmp_path / "run", data__sequence_length=129))

@@ -77,6 +77,11 @@ def read_recipe(settings: Settings) -> Recipe:
         )
     if settings.cold_start and settings.fp8_state:
         raise RecipeError("--cold-start takes no state, and --fp8-state gives one", do="Leave one of them out.")
+    if recipe.precision.delayed.fp8_dpa or recipe.precision.delayed.fp8_mha:
+        raise RecipeError(
+            "precision.delayed.fp8_dpa and fp8_mha put attention into FP8, which no run here computes",
+            do="Leave them out.",
+        )
     require(recipe.tracking)
     if settings.collect_amax and recipe.precision.fp8:
         raise RecipeError("an FP8 run records amaxes by itself", do="Leave --collect-amax out.")
