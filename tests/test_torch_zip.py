@@ -156,3 +156,11 @@ def test_where_a_hole_is_follows_from_the_tensors_alone():
     assert short.holes == long.holes
     assert short.length > 2 << 36
     assert long == torch_zip_writer.lay_out({"before": "x" * 1000, "model": blanks, "payload": torch.ones(1000)})
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_arrays_of_numpy_are_not_taken_for_a_bomb(protocol: int) -> None:
+    """Before protocol 3 their bytes pickle as text, which is copied twice."""
+    file = io.BytesIO()
+    torch.save({"sizes": numpy.zeros(50_000, numpy.int64)}, file, pickle_protocol=protocol)
+    assert isinstance(torch_zip.load(file.getvalue(), "here")["sizes"], Inert)
