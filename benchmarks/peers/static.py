@@ -6,13 +6,15 @@
 The demo trains a Llama of 2.4 million parameters in FP8; its checkpoints have recorded every input, where ours gets
 its scales. llm-compressor quantises the same weights in BF16 with its preset FP8, calibrated on rows of the text that
 the model was trained on. Both are evaluated as an engine would compute, against the BF16 weights, on text that neither
-has seen: by `precisionctl eval`, and by transformers, which simulates compressed-tensors by itself.
+has seen: by `precisionctl eval`, and by transformers, which simulates compressed-tensors by itself. Ours again under
+input scales that only move the grid says how much of a difference is the luck of rounding.
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -94,6 +96,23 @@ def simulated(export: Path, source: Path, text: Path, batch: int = 16) -> dict[s
     return {"perplexity": float(torch.tensor(loss / count).exp()), "kl": kl / count}
 
 
+FACTORS = [2 ** (1 + quarter / 4) for quarter in range(4)]
+"""Input scales times a power of two leave every rounding where it was, short of the smallest and largest values; times
+another number they only move the grid. What they change is the luck of rounding, beside which a difference between two
+exports has to be seen."""
+
+
+def shifted(export: Path, factor: float, target: Path) -> Path:
+    """A copy of an export whose input scales are so many times larger."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(export, target)
+    stored = load_file(target / "model.safetensors")
+    larger = {name: scale * factor for name, scale in stored.items() if name.endswith(".input_scale")}
+    save_file(stored | larger, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
 def measure(run: Path, text: Path, python: Path, count: int, scratch: Path) -> dict[str, Any]:
     """Both exports of a run's newest checkpoint."""
     ours, source, theirs, rows = (scratch / name for name in ("ours", "bf16", "theirs", "rows.json"))
@@ -106,7 +125,9 @@ def measure(run: Path, text: Path, python: Path, count: int, scratch: Path) -> d
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [python, __file__, "--child", source, theirs, rows]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-    return {name: judged(scratch / name, source, text / "held-out") for name in ("ours", "theirs")}
+    exports = {"ours": ours, "theirs": theirs}
+    exports |= {f"ours times {factor:.2f}": shifted(ours, factor, scratch / str(factor)) for factor in FACTORS}
+    return {name: judged(export, source, text / "held-out") for name, export in exports.items()}
 
 
 def main() -> None:
