@@ -27,6 +27,9 @@ CONVERSATION = {"messages": [{"role": role, "content": WORDS[3]} for role in ("u
 class Cut(World):
     cuts = True
 
+    def __repr__(self) -> str:  # in the names of tests, which every process must call the same
+        return "a cut world"
+
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows | Blend]:
