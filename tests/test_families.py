@@ -96,7 +96,7 @@ def test_transformers_computes_the_same_with_a_config_that_is_written(family: st
     """The judge of what config.json says is transformers: the same weights, the same logits, to the last bit."""
     theirs = pico.make(family)
     config = to_hf_config(from_hf_config(theirs.config.to_dict()), "float32") | pico.NO_TOKENS
-    ours = type(theirs)(type(theirs.config)(**config)).eval()
+    ours = pico.as_its_config_says(type(theirs)(type(theirs.config)(**config)).eval())
     ours.load_state_dict(theirs.state_dict())
     tokens = torch.randint(0, 250, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -356,7 +356,7 @@ def test_norms_that_only_megatron_stores_less_one_become_whole(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("family", "parallelism", "message"),
     [
-        ("llama-2", Parallelism(tensor=3), "cannot be cut into 3 tensor-parallel"),
+        ("llama-2", Parallelism(tensor=3), "cannot be dealt out to 3 tensor-parallel"),
         ("llama-2", Parallelism(pipeline=3), "2 layers cannot be cut into 3 pipeline stages"),
         ("llama-2", Parallelism(pipeline=2, virtual=2), "2 layers cannot be cut into 4 pipeline stages"),
         ("llama-2", Parallelism(expert=2), "without experts"),
@@ -414,3 +414,4 @@ class _Specs:
     model: ModelShape
     specs: Mapping[str, TensorSpec] = dataclasses.field(default_factory=dict)
     layout: Any = "hf"
+    path: Path | None = None

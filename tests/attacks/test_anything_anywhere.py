@@ -115,7 +115,7 @@ def test_encodings(tmp_path: Path) -> None:
         found = encodings_file.find(tmp_path / "bf16")
         assert found is not None
         for name in found.weights:
-            _ = found.encodings[name], found.input_scale(name)
+            _ = found.by_name[name], found.input_scale(name)
 
     check(metadata, IN_JSON, write, read)
 
