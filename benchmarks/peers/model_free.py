@@ -3,8 +3,9 @@
     python benchmarks/peers/model_free.py --python .peers/llmcompressor/bin/python [--gigabytes 2.4] [--pairs 3]
 
 Both make a scale for each output channel and leave inputs to the engine (its preset FP8_DYNAMIC), of the same BF16
-Llama in the page cache, with as many workers, each in a fresh process whose imports are not counted; ours syncs what it
-wrote, the other one does not. `--python` is that of an environment with llm-compressor (`make peers` makes one).
+Llama in the page cache, with as many workers, each in a fresh process whose imports are not counted, until the result is
+on the disk: ours syncs what it writes, the other one is followed by a sync, whose seconds are told apart too.
+`--python` is that of an environment with llm-compressor (`make peers` makes one).
 """
 
 import argparse
@@ -31,8 +32,11 @@ def child(source: str, target: str, workers: int) -> None:
     before = convert.memory_mb("VmRSS")
     start = time.perf_counter()
     model_free_ptq(source, target, scheme="FP8_DYNAMIC", ignore=["lm_head"], max_workers=workers, device="cpu")
+    written = time.perf_counter() - start
+    os.sync()
     seconds = time.perf_counter() - start
-    print("\n" + json.dumps({"seconds": seconds, "memory_mb": convert.memory_mb("VmHWM") - before}))
+    memory = convert.memory_mb("VmHWM") - before
+    print("\n" + json.dumps({"seconds": seconds, "before_sync": written, "memory_mb": memory}))
 
 
 def run_theirs(python: Path, source: Path, target: Path, workers: int) -> dict[str, float]:
@@ -64,6 +68,7 @@ def measure(python: Path, gigabytes: float, pairs: int, workers: int, scratch: P
         "workers": workers,
         "cpus": os.cpu_count(),
         "theirs_s": [run["seconds"] for run in theirs],
+        "theirs_before_sync_s": [run["before_sync"] for run in theirs],
         "ours_s": [run["seconds"] for run in ours],
         "speed_over_theirs": statistics.median(pairwise),
         "each_pair": pairwise,
