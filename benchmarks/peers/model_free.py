@@ -3,8 +3,8 @@
     python benchmarks/peers/model_free.py --python .peers/llmcompressor/bin/python [--gigabytes 2.4] [--pairs 3]
 
 Both make a scale for each output channel and leave inputs to the engine (its preset FP8_DYNAMIC), of the same BF16
-Llama in the page cache, with as many workers, each in a fresh process whose imports are not counted, until the result is
-on the disk: ours syncs what it writes, the other one is followed by a sync, whose seconds are told apart too.
+Llama in the page cache, with as many workers, each in a fresh process whose imports are not counted, until the result
+is on the disk: ours syncs what it writes, the other one is followed by a sync, whose seconds are told apart too.
 `--python` is that of an environment with llm-compressor (`make peers` makes one).
 """
 
