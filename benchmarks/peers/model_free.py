@@ -28,6 +28,7 @@ def child(source: str, target: str, workers: int) -> None:
     import convert
     from llmcompressor import model_free_ptq
 
+    convert.take_memory(convert.total_bytes(Path(source)))
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak that importing left
     before = convert.memory_mb("VmRSS")
     start = time.perf_counter()

@@ -7,7 +7,8 @@ Everything here works on one tensor's numbers (`[]`, history `[H]`) and on sever
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -221,18 +222,27 @@ def _encode_pieces(
     values: Tensor, apply: Callable[[Tensor, Tensor], Tensor], factor: Tensor, codes: Tensor, scratch: Tensor
 ) -> None:
     largest = FP8_MAX[codes.dtype]
-    columns = max(1, min(values.shape[1], scratch.numel()))
-    rows = scratch.numel() // columns
-    tiles = [_tiles(tensor, rows, columns) for tensor in (values, factor.expand(values.shape), codes)]
-    for tile, by, into in zip(*tiles, strict=True):
+    saturates = codes.is_cpu and _cast_saturates(codes.dtype)
+    for tile, by, into in _tiles(scratch.numel(), values, factor.expand(values.shape), codes):
         work = scratch[: tile.numel()].view(tile.shape).copy_(tile)
         apply(work, by)
-        # PyTorch's casts do not saturate: E5M2 overflows to infinity, E4M3 to NaN before some version after 2.11.
-        into.copy_(work.clamp_(-largest, largest))
+        into.copy_(work if saturates else work.clamp_(-largest, largest))
 
 
-def _tiles(tensor: Tensor, rows: int, columns: int) -> list[Tensor]:
-    return [tile for band in torch.split(tensor, rows) for tile in torch.split(band, columns, 1)]
+@functools.cache
+def _cast_saturates(dtype: torch.dtype) -> bool:
+    """Whether PyTorch's cast on a CPU does: that to E4M3 since some version after 2.11, that to E5M2 not yet."""
+    beyond = torch.tensor([math.inf, _FP32_MAX, 1.1 * FP8_MAX[dtype]]).repeat(64)  # enough for the vector code too
+    return bool((beyond.to(dtype).float() == FP8_MAX[dtype]).all())
+
+
+def _tiles(room: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Tensors of one shape `[rows, columns]`, cut alike into tiles of `room` elements at most."""
+    columns = tensors[0].shape[1]
+    bands = zip(*(torch.split(tensor, max(1, room // max(1, columns))) for tensor in tensors), strict=True)
+    if columns <= room:
+        return bands
+    return chain.from_iterable(zip(*(torch.split(row, room, 1) for row in band), strict=True) for band in bands)
 
 
 def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -249,10 +259,7 @@ def decode_by_scale_inv(codes: Tensor, scale_inv: Tensor, values: Tensor, scratc
     """`decode` into FP32 `values`, of `codes`' shape `[rows, columns]` and both contiguous, on a CPU; `scale_inv` and
     `scratch` as `encode_by_scale_inv` takes them."""
     table, indices = _table(codes.dtype, codes.device), scratch.view(torch.int32)
-    columns = max(1, min(codes.shape[1], scratch.numel()))
-    rows = scratch.numel() // columns
-    tiles = [_tiles(tensor, rows, columns) for tensor in (codes, scale_inv.expand(codes.shape), values)]
-    for tile, by, into in zip(*tiles, strict=True):
+    for tile, by, into in _tiles(scratch.numel(), codes, scale_inv.expand(codes.shape), values):
         index = indices[: tile.numel()].copy_(tile.view(-1).view(torch.uint8))
         torch.index_select(table, 0, index, out=into.view(-1))
         into.mul_(by)
