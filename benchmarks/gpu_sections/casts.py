@@ -139,7 +139,6 @@ def by_device(scheme: str, source: Path, target: Path, threads: int, place: Plac
     warm = hands.get()
     warm.cast(min((one for one in tensors if one.is_cast), key=lambda one: one.size), block)
     hands.put(warm)
-    convert.take_memory(convert.total_bytes(source))
     wait(place)
     start = time.perf_counter()
     files = {file: os.open(file, os.O_RDONLY) for file in {one.file for one in tensors}}
