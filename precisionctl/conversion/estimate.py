@@ -68,7 +68,7 @@ def _encode_rate() -> float:
     torch.set_num_threads(1)
     start = time.perf_counter()
     numerics.amax(values)
-    numerics.encode_by_scale_inv(values, torch.ones(()), codes, torch.empty(numerics.PIECE))
+    numerics.encode_by_scale_inv(values, torch.ones(()), codes, numerics.scratch_for(values))
     seconds = time.perf_counter() - start
     torch.set_num_threads(threads)
     return values.numel() / seconds

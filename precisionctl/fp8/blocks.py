@@ -30,7 +30,7 @@ class Fit:
     def see(self, values: Tensor, row: int, scratch: Tensor | None = None) -> None:
         """`values` `[n, columns]` are rows `[row, row + n)`, in the dtype that they are stored in; `scratch` as
         `numerics.row_amax` takes it."""
-        work = torch.empty(numerics.PIECE) if scratch is None else scratch
+        work = numerics.scratch_for(values) if scratch is None else scratch
         high = self.block[0]
         here = slice(row // high, -(-(row + len(values)) // high))  # of the grid, which may be large
         row -= here.start * high

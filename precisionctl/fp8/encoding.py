@@ -40,7 +40,7 @@ class Encoding:
         """FP32 values of `codes` `[n, columns]`, which are rows `[row, row + n)` of the tensor; `into` is contiguous,
         `scratch` as `numerics.decode_by_scale_inv` takes it."""
         values = torch.empty(codes.shape) if into is None else into
-        work = torch.empty(numerics.PIECE) if scratch is None else scratch
+        work = numerics.scratch_for(codes) if scratch is None else scratch
         shape, scales = self._scaled(row, *codes.shape)
         numerics.decode_by_scale_inv(codes.reshape(shape), scales, values.view(shape), work)
         return values
@@ -51,7 +51,7 @@ class Encoding:
         """Codes of `values` `[n, columns]`, which are rows `[row, row + n)` of the tensor; `into` is contiguous,
         `scratch` as `numerics.encode_by_scale_inv` takes it."""
         codes = torch.empty(values.shape, dtype=self.dtype) if into is None else into
-        work = torch.empty(numerics.PIECE) if scratch is None else scratch
+        work = numerics.scratch_for(values) if scratch is None else scratch
         shape, scales = self._scaled(row, *values.shape)
         numerics.encode_by_scale_inv(values.reshape(shape), scales, codes.view(shape), work)
         return codes

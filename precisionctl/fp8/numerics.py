@@ -62,7 +62,8 @@ def row_amax(values: Tensor, scratch: Tensor) -> Tensor:
     columns = bits.shape[1]
     room = scratch.view(bits.dtype) if 4 * scratch.numel() >= values[:1].nbytes else torch.empty_like(bits[0])
     largest = bits.new_empty(len(bits), 1)
-    for row in range(0, len(bits), step := room.numel() // columns):
+    step = room.numel() // columns
+    for row in range(0, len(bits), step):
         piece = bits[row : row + step]
         magnitudes = room[: piece.numel()].view(piece.shape)
         torch.bitwise_and(piece, torch.iinfo(bits.dtype).max, out=magnitudes)
@@ -191,7 +192,7 @@ def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scratch_for(values: Tensor) -> Tensor:
-    """FP32 scratch to encode values with: a PIECE, or all of them on a GPU, which waits for each call."""
+    """FP32 scratch to encode or decode with: a PIECE, or room for all values on a GPU, which waits for each call."""
     return torch.empty(PIECE if values.device.type == "cpu" else max(PIECE, values.numel()), device=values.device)
 
 

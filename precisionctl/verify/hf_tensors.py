@@ -33,7 +33,7 @@ class Rows:
         """The codes that `values` would have in place of these rows, under the scales of these."""
         assert self.scale_inv is not None
         codes = torch.empty(values.shape, dtype=self.stored.dtype)
-        numerics.encode_by_scale_inv(values, self.scale_inv, codes, torch.empty(numerics.PIECE))
+        numerics.encode_by_scale_inv(values, self.scale_inv, codes, numerics.scratch_for(values))
         return codes
 
     def encodes(self, values: Tensor) -> bool:
