@@ -186,6 +186,14 @@ def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | Non
     return out
 
 
+def in_pieces(row: int, rows: int, width: int, room: int) -> Iterator[tuple[int, int]]:
+    """Cut rows `[row, row + rows)` of `width` each into runs that fit `room`, of one row at least: the first row of
+    each run, and how many rows it has. Width and room are both in elements, or both in bytes."""
+    step = max(1, room // max(1, width))
+    for first in range(row, row + rows, step):
+        yield first, min(step, row + rows - first)
+
+
 def rows_held(place: Chunked, name: str) -> list[range]:
     """The runs of rows of which some chunk holds something: one of all rows, but where other ranks have the rest."""
     runs: list[range] = []

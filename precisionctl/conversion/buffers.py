@@ -1,6 +1,5 @@
 """A worker's memory: buffers for one piece of a tensor, so that it does not grow with the model."""
 
-from collections.abc import Iterator
 from math import prod
 
 import torch
@@ -47,14 +46,6 @@ def _view(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int) -> Tensor
     if size > buffer.numel():
         buffer = torch.empty(size, dtype=torch.uint8)
     return buffer[:size].view(dtype).view(rows, columns)
-
-
-def in_pieces(row: int, rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut rows `[row, row + rows)` into runs that fit a buffer, of one row at least: the first row of each, and how
-    many rows it has."""
-    step = max(1, BUFFER // row_bytes)
-    for first in range(row, row + rows, step):
-        yield first, min(step, row + rows - first)
 
 
 _FIT = 17

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.export.weight_encodings import weight_encodings
-from precisionctl.verify.hf_tensors import HfTensors, Rows, pieces
+from precisionctl.verify.hf_tensors import HfTensors, Rows
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _compare(name: str, a: _Coded, b: _Coded | None) -> CodesComparison:
     spec = a.tensors.specs[name]
     changed, low, high, idempotent = 0, math.inf, 0.0, True
     signal = noise = 0.0
-    for row, rows in pieces(name, a.tensors):
+    for row, rows in a.tensors.pieces(name):
         left, how_left = a.read(name, row, rows)
         right, how_right = b.read(name, row, rows) if b else (Rows(left.values.bfloat16(), None), None)
         one, other = how_left or how_right, how_right or how_left

@@ -17,7 +17,7 @@ from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.model_shape import MLA, ModelShape, MoE
 from precisionctl.verify.codes import CodesComparison, compare_codes
 from precisionctl.verify.engine_rules import Directory
-from precisionctl.verify.hf_tensors import HfTensors, Rows, pieces
+from precisionctl.verify.hf_tensors import HfTensors, Rows
 
 Status = Literal["exact", "encoded", "differs", "shape", "only in A", "only in B"]
 
@@ -133,7 +133,7 @@ _WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "exact")
 
 
 def _pieces(name: str, a: HfTensors, b: HfTensors) -> Iterator[tuple[Rows, Rows]]:
-    for row, rows in pieces(name, a):
+    for row, rows in a.pieces(name):
         yield a.read(name, row, rows), b.read(name, row, rows)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader, read_rows, read_tensor
+from precisionctl.checkpoints.base import Reader, in_pieces, read_rows, read_tensor
 from precisionctl.fp8 import numerics
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job
@@ -89,6 +89,11 @@ class HfTensors:
         specs = self._reader.specs
         return sum(rows * specs[read].columns * specs[read].dtype.itemsize for rows, read in stored)
 
+    def pieces(self, name: str) -> Iterator[tuple[int, int]]:
+        """The first row of each piece of a tensor, and how many rows it has, to be read one after the other."""
+        spec = self.specs[name]
+        return in_pieces(0, spec.rows, spec.columns, PIECE)
+
     def read(self, name: str, row: int, rows: int) -> Rows:
         if name in self._computed:
             values = self._compute(name).reshape(self.specs[name].rows, self.specs[name].columns)
@@ -135,11 +140,3 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def _joined_scales(parts: list[Tensor]) -> Tensor:
     widest = max(part.shape[1] for part in parts)
     return torch.cat([part.expand(-1, widest) for part in parts])
-
-
-def pieces(name: str, tensors: HfTensors) -> Iterator[tuple[int, int]]:
-    """First row and number of rows of each piece of a tensor."""
-    spec = tensors.specs[name]
-    step = max(1, PIECE // spec.columns)
-    for row in range(0, spec.rows, step):
-        yield row, min(step, spec.rows - row)

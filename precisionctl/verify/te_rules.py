@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from precisionctl.checkpoints.base import Reader, read_rows
+from precisionctl.checkpoints.base import Reader, in_pieces, read_rows
 from precisionctl.engines.rule import Finding, Rule
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8 import numerics, sidecar
@@ -71,11 +71,12 @@ def check_te(reader: Reader) -> list[Finding]:
         return [Finding(str(sidecar.LIVE), damage.what, _FILE)]
     if states is None:
         return [Finding(str(sidecar.LIVE), "not there", _FILE)]
-    return [*_of_state(states, reader), *_of_modules(states, make_plan(reader, "megatron"), reader)]
+    plan = make_plan(reader, "megatron")
+    return [*_of_state(states, plan.gemms), *_of_modules(states, plan, reader)]
 
 
-def _of_state(states: Fp8States, reader: Reader) -> Iterator[Finding]:
-    gemms = make_plan(reader, "megatron").gemms
+def _of_state(states: Fp8States, gemms: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
+    """Of state that no GEMM has, or whose scales are not those of its GEMM; `gemms` has the shape of those by name."""
     for name, state in states.modules.items():
         if name not in gemms:
             yield Finding(name, "state of no GEMM of the model", _MODULES)
@@ -104,7 +105,6 @@ def _beyond(name: str, job: Job, state: Fp8State, states: Fp8States, reader: Rea
     scale = state.roles["weight"].scale
     one = scale if job.expert is None else scale[job.expert]
     spec, amax = reader.specs[name], torch.zeros(())
-    step = max(1, PIECE // spec.columns)
-    for row in range(0, spec.rows, step):
-        amax = torch.maximum(amax, numerics.amax(read_rows(reader, name, row, min(step, spec.rows - row))))
+    for row, rows in in_pieces(0, spec.rows, spec.columns, PIECE):
+        amax = torch.maximum(amax, numerics.amax(read_rows(reader, name, row, rows)))
     return float(amax * one / numerics.FP8_MAX[states.recipe.dtype("weight")])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from precisionctl.checkpoints.base import Chunk, read_rows
+from precisionctl.checkpoints.base import Chunk, in_pieces, read_rows
 from precisionctl.checkpoints.megatron.logical import MASTER
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint
@@ -61,9 +61,7 @@ def _agree(reader: TorchDistReader, name: str) -> bool:
     weight, master = reader.specs.get(name), reader.optimizer_specs[MASTER + name]
     if weight is None or weight.shape != master.shape:
         return False
-    step = max(1, _ELEMENTS // max(1, weight.columns))
-    for row in range(0, weight.rows, step):
-        rows = min(step, weight.rows - row)
+    for row, rows in in_pieces(0, weight.rows, weight.columns, _ELEMENTS):
         rounded = read_rows(_Optimizer(reader), MASTER + name, row, rows).to(weight.dtype)
         if not torch.equal(rounded.view(torch.uint8), read_rows(reader, name, row, rows).view(torch.uint8)):
             return False
