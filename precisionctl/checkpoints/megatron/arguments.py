@@ -1,17 +1,32 @@
-"""Megatron's arguments that do not follow from the model, for what is written in any of its containers."""
+"""Megatron's arguments as they are written in any of its containers."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints.megatron.logical import OPTIMIZER
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 
 
-def run_args(
+def saved_args(
+    args: Mapping[str, object],
+    model: ModelShape,
+    specs: Mapping[str, TensorSpec],
+    sizes: Parallelism,
+    iteration: int | None,
+    container: str,
+) -> dict[str, Any]:
+    """The arguments that are saved beside a model: `args`, and over them what the model, its tensors, the sizes and
+    the container say. Unless `args` say otherwise, neither an optimizer nor generators are saved."""
+    weights_only = {"no_save_optim": True, "no_save_rng": True}
+    return weights_only | dict(args) | to_megatron_args(model) | _run_args(model, specs, sizes, iteration, container)
+
+
+def _run_args(
     model: ModelShape, specs: Mapping[str, TensorSpec], sizes: Parallelism, iteration: int | None, container: str
 ) -> dict[str, Any]:
     """What the tensors, the sizes and the container (`--ckpt-format`) say."""

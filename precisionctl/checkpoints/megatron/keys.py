@@ -106,8 +106,10 @@ def directory_name(iteration: int | None) -> str:
     return "release" if iteration is None else f"iter_{iteration:07d}"
 
 
-def iteration_in(common: Mapping[str, Any]) -> int | None:
-    """The iteration that a checkpoint's common data names."""
+def iteration_of(directory: Path, common: Mapping[str, Any]) -> int | None:
+    """The iteration that a checkpoint's common data names; None for a `release`: weights that belong to no run."""
+    if directory.name == directory_name(None):
+        return None
     iteration = common.get("iteration")
     return iteration if type(iteration) is int and 0 <= iteration < 1 << 63 else None
 

@@ -22,7 +22,7 @@ from precisionctl.checkpoints.megatron.keys import (
     MARKER,
     find_iteration,
     has_marker,
-    iteration_in,
+    iteration_of,
     object_name,
 )
 from precisionctl.checkpoints.megatron.logical import Logical, Part, logical_tensors, model_prefix, of_optimizer
@@ -178,7 +178,7 @@ class TorchDistReader:
     @property
     def iteration(self) -> int | None:
         """None for a `release`: weights that belong to no run."""
-        return None if self.path.name == "release" else iteration_in(self.common)
+        return iteration_of(self.path, self.common)
 
     @cached_property
     def companions(self) -> Companions:

@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 import torch
 
-from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions
 from precisionctl.checkpoints.companions import write_companions
-from precisionctl.checkpoints.megatron.arguments import fp8_args, run_args
+from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.extra_state_writer import beside_payloads, demanded, payloads_of
 from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
 from precisionctl.checkpoints.megatron.logical import MASTER, OPTIMIZER, STATE
@@ -66,9 +65,7 @@ class TorchDistWriter:
         self._parallelism, self._iteration, self._fp8_in, self._te = parallelism, iteration, fp8_in, te
         self._companions, self._common, self._objects = companions or Companions(), common or {}, objects or {}
         self._distributed = distributed_optimizer
-        weights_only = {"no_save_optim": True, "no_save_rng": True}
-        of_run = run_args(model, specs, parallelism, iteration, "torch_dist")
-        self._args = weights_only | dict(args or {}) | to_megatron_args(model) | of_run
+        self._args = saved_args(args or {}, model, specs, parallelism, iteration, "torch_dist")
         self._by_layer = _keys_by_layer(self._args) or layers_differ(specs)
         keys = {name: stack(self._stored_name(name), self._by_layer) for name in specs}
         _check_stacks(specs, keys)

@@ -16,7 +16,7 @@ import torch
 
 from precisionctl.checkpoints.base import Box, Chunk, Companions, Container, shard_boxes
 from precisionctl.checkpoints.megatron.extra_state import Experts, as_states, decode
-from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, find_iteration, iteration_in
+from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, find_iteration, iteration_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, STATE
 from precisionctl.checkpoints.megatron.model import companions_of, model_of
 from precisionctl.checkpoints.megatron.payloads import Saved, bytes_of
@@ -99,7 +99,7 @@ class LegacyReader:
     @property
     def iteration(self) -> int | None:
         """None for a `release`: weights that belong to no run."""
-        return None if self.path.name == "release" else iteration_in(self._first)
+        return iteration_of(self.path, self._first)
 
     @cached_property
     def companions(self) -> Companions:

@@ -15,11 +15,10 @@ from typing import Literal
 
 import torch
 
-from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.base import Box, Chunk, Companions, shard_boxes, whole
 from precisionctl.checkpoints.companions import write_companions
-from precisionctl.checkpoints.megatron.arguments import fp8_args, run_args
+from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
 from precisionctl.checkpoints.megatron.extra_state_writer import (
     Object,
     beside_payloads,
@@ -88,9 +87,8 @@ class LegacyWriter:
         self.directory, self.model, self.specs = directory, model, specs
         self._sizes, self._iteration, self._fp8_in, self._te = parallelism, iteration, fp8_in, te
         self._companions, self._common = companions or Companions(), common or {}
-        weights_only = {"no_save_optim": True, "no_save_rng": True}
-        of_run = run_args(model, specs, parallelism, iteration, "torch") | {"use_distributed_optimizer": False}
-        self._args = weights_only | dict(args or {}) | to_megatron_args(model) | of_run
+        self._args = saved_args(args or {}, model, specs, parallelism, iteration, "torch")
+        self._args["use_distributed_optimizer"] = False
         self._starts = [0, *accumulate(parallelism.layers_of_stages(model.num_layers))][:-1]
         self._experts = 1 + max((e for name in specs if (e := expert_of(name)) is not None), default=-1)
         _check_expert_tensor(parallelism)
