@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,6 +141,12 @@ def update(model: GPT, optimizer: MasterAdamW, tokens: Tensor, lr: float = SETTI
     return value.detach()
 
 
+def stepper(shape: ModelShape, place: Place, preset: str) -> Callable[[Tensor], Tensor]:
+    """`update` of a new model and its optimizer."""
+    model = gpt(shape, place, preset)
+    return partial(update, model, MasterAdamW(model, SETTINGS))
+
+
 def wait(place: Place) -> None:
     """Until the GPU has done what it was given."""
     if not place.small:
@@ -175,6 +182,17 @@ def timed(function: Callable[[], object], place: Place, repeats: int, warm: int,
                 function()
         taken.append(seconds() / each)
     return {"seconds": statistics.median(taken), "least": min(taken), "most": max(taken), "repeats": repeats}
+
+
+def speed_of(step: Callable[[], object], shape: Shape, layers: int, place: Place) -> Row:
+    """Seconds of a training step, two of which are made running, as a run makes them; what that is in tokens and
+    TFLOP a second, and the memory it takes."""
+    found = timed(step, place, repeats=4, warm=2, each=2)
+    return found | {
+        "tokens_per_second": shape.rows * shape.length / found["seconds"],
+        "tflops": shape.flops(layers) / found["seconds"] / 1e12,
+        "memory_gb": peak_gb(place),
+    }
 
 
 @contextlib.contextmanager

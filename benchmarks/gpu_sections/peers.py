@@ -14,23 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from gpu_sections import plain
-from gpu_sections.common import (
-    SETTINGS,
-    Place,
-    Report,
-    Row,
-    Shape,
-    alone,
-    attempt,
-    batch,
-    gpt,
-    peak_gb,
-    shapes,
-    timed,
-    update,
-    wait,
-)
-from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from gpu_sections.common import Place, Report, Row, Shape, alone, attempt, batch, shapes, speed_of, stepper, wait
 
 OURS = ("bf16", "fp8-delayed")
 PLAIN = {"PyTorch BF16": False, "PyTorch BF16, compiled": True}
@@ -59,22 +43,14 @@ def of_peer(shape: Shape, name: str, place: Place) -> Row:
         step()
         wait(place)
         first = time.perf_counter() - start
-        found = timed(step, place, repeats=4, warm=2, each=2)
-        memory = peak_gb(place)
+        found = {"first_step": first} | speed_of(step, shape, layers, place)
         del step
-    count = shape.rows * shape.length
-    return found | {
-        "first_step": first,
-        "tokens_per_second": count / found["seconds"],
-        "tflops": shape.flops(layers) / found["seconds"] / 1e12,
-        "memory_gb": memory,
-    }
+    return found
 
 
 def _step(shape: Shape, layers: int, name: str, place: Place) -> Callable[[Tensor], object]:
     if name in OURS:
-        model = gpt(shape.model(layers), place, name)
-        return partial(update, model, MasterAdamW(model, SETTINGS))
+        return stepper(shape.model(layers), place, name)
     if name in PLAIN:
         return plain.stepper(shape, layers, place, change=partial(compiled, place=place) if PLAIN[name] else None)
     recipe, is_compiled = TORCHAO[name]

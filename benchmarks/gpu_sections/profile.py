@@ -23,6 +23,7 @@ from gpu_sections.common import (
     gpt,
     peak_gb,
     shapes,
+    stepper,
     timed,
     train_loss,
     update,
@@ -69,8 +70,7 @@ def profiled(shape: Shape, variant: str, place: Place) -> Row:
     """ms of a step by kind of kernel, and `idle`: how much longer one of three steps running takes, unprofiled, than
     kernels run in it. `waited_for` is a step alone, which the GPU begins with nothing to do."""
     with alone(place):
-        model = gpt(shape.model(shape.measured[1]), place, variant)
-        step = partial(update, model, MasterAdamW(model, SETTINGS), batch(shape, place))
+        step = partial(stepper(shape.model(shape.measured[1]), place, variant), batch(shape, place))
         seconds = timed(step, place, repeats=3, warm=2, each=3)["seconds"]
         alone_seconds = timed(step, place, repeats=3, warm=0)["seconds"]
         on = torch.profiler.ProfilerActivity
@@ -79,7 +79,7 @@ def profiled(shape: Shape, variant: str, place: Place) -> Row:
             step()
             wait(place)
         spans = kernels(profile.events(), place)
-        del model, step
+        del step
     spent = by_kind(spans)
     busy = union(spans) / 1000
     longest = sorted(_by_name(spans).items(), key=lambda one: -one[1])[:25]

@@ -11,23 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from gpu_sections import plain
-from gpu_sections.common import (
-    RECIPES,
-    SETTINGS,
-    Place,
-    Report,
-    Row,
-    Shape,
-    alone,
-    attempt,
-    batch,
-    gpt,
-    peak_gb,
-    shapes,
-    timed,
-    update,
-)
-from precisionctl.trainer.optimizer.adamw import MasterAdamW
+from gpu_sections.common import RECIPES, Place, Report, Row, Shape, alone, attempt, batch, shapes, speed_of, stepper
 
 PLAIN = {"PyTorch BF16": False, "PyTorch _scaled_mm": True}
 VARIANTS = ("bf16", *RECIPES, *PLAIN)
@@ -44,19 +28,12 @@ def measure(place: Place, report: Report) -> None:
 def of_variant(shape: Shape, layers: int, variant: str, place: Place) -> Row:
     with alone(place):
         step = partial(_step(shape, layers, variant, place), batch(shape, place))
-        found = timed(step, place, repeats=4, warm=2, each=2)
-        memory = peak_gb(place)
+        found = speed_of(step, shape, layers, place)
         del step
-    count = shape.rows * shape.length
-    return found | {
-        "tokens_per_second": count / found["seconds"],
-        "tflops": shape.flops(layers) / found["seconds"] / 1e12,
-        "memory_gb": memory,
-    }
+    return found
 
 
 def _step(shape: Shape, layers: int, variant: str, place: Place) -> Callable[[Tensor], object]:
     if variant in PLAIN:
         return plain.stepper(shape, layers, place, PLAIN[variant])
-    model = gpt(shape.model(layers), place, variant)
-    return partial(update, model, MasterAdamW(model, SETTINGS))
+    return stepper(shape.model(layers), place, variant)
