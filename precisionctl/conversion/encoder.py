@@ -19,7 +19,6 @@ Piece = tuple[str, int, Tensor]
 Put = Callable[[str, int, Tensor], None]
 """Takes rows of a tensor, of its dtype: its name, the first row's number, and the rows."""
 
-
 Read = Callable[[str, int, int], Iterable[tuple[int, Tensor]]]
 """Reads rows of a source's tensor, so many from one on, piece by piece; each with the number of rows before it."""
 

@@ -30,9 +30,8 @@ class Train:
     """How long, in what batches, and what is kept. Steps are optimizer steps; sizes are sequences. `recompute` of a
     layer keeps its input alone for the backward, and makes the rest once more then. `weight_casts` says how often a
     weight is cast to FP8: in every pass, or once for all passes of an update. `graphs` launches layers as CUDA graphs.
-    With `async_save` training goes on
-    while a copy is written. A step whose loss or gradients are no numbers is skipped, `max_skipped` running at most.
-    `memory_check` is what becomes of a run that will not fit."""
+    With `async_save` training goes on while a copy is written. A step whose loss or gradients are no numbers is
+    skipped, `max_skipped` running at most. `memory_check` is what becomes of a run that will not fit."""
 
     steps: int = 1000
     batch_size: int = 32

@@ -39,14 +39,14 @@ def _te_problem() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device"
     try:
-        from precisionctl.trainer.backends import te as te
+        from precisionctl.trainer.backends import te
     except (ImportError, RuntimeError, OSError) as problem:  # TE's empty metapackage raises RuntimeError
         return str(problem)
     return te.fp8_problem()
 
 
 def _te_recipe_problem(precision: Precision) -> str | None:
-    from precisionctl.trainer.backends import te as te
+    from precisionctl.trainer.backends import te
 
     return te.recipe_problem(precision)
 

@@ -1,8 +1,7 @@
 """The GPT's linears, norms and attention on Transformer Engine 2.x; unproved until `tests/gpu` has passed.
 
-Only `te`, which makes them, and `fused_adam_te` import Transformer Engine too. Parameters, FP8 state and
-numerics are those of `emulated`. State goes straight into the modules' tensors, never through TE's pickles, and
-TE's `_extra_state` keys stay out of state dicts.
+`te.py` makes them. Parameters, FP8 state and numerics are those of `emulated.py`. State goes straight into the
+modules' tensors, never through TE's pickles, and TE's `_extra_state` keys stay out of state dicts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,9 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch  # before Transformer Engine, which needs torch's libraries to be loaded
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
-from transformer_engine.common.recipe import (
-    Recipe,
-)
+from transformer_engine.common.recipe import Recipe
 
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.state import BACKWARD, FORWARD, IN_USE, ROLES, Fp8State, Role, RoleState
