@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
-from precisionctl.checkpoints.base import Chunk, Companions, Container
-from precisionctl.checkpoints.megatron.extra_state import Experts, as_states, decode
+from precisionctl.checkpoints.base import Chunk, Container
+from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import (
     COMMON,
     COMMON_OBJECT,
@@ -26,18 +26,13 @@ from precisionctl.checkpoints.megatron.keys import (
     object_name,
 )
 from precisionctl.checkpoints.megatron.logical import Logical, Part, logical_tensors, model_prefix, of_optimizer
-from precisionctl.checkpoints.megatron.model import companions_of, model_of
 from precisionctl.checkpoints.megatron.order import EVERY_KIND, Modules
 from precisionctl.checkpoints.megatron.payloads import Saved, bytes_of
 from precisionctl.checkpoints.megatron.provider import described_args
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.grouped import Order
-from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
-from precisionctl.param import Layout, TensorSpec
+from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import read_file
 
 WEIGHTS = "weights"
@@ -63,7 +58,7 @@ def _is_torch_dist(marker: Path) -> bool:
     return isinstance(content, dict) and content.get("sharded_backend") == "torch_dist"
 
 
-class TorchDistReader:
+class TorchDistReader(MegatronDirectory):
     """An iteration, or the newest of a directory; the `weights` of NeMo 2's directories.
 
     `specs` are the model's tensors and `optimizer_specs` the optimizer's (`optimizer.state.exp_avg.<parameter>`
@@ -72,12 +67,7 @@ class TorchDistReader:
     Raises DamagedCheckpoint where files, boxes or sizes contradict each other, and UnsafePickle.
     """
 
-    layout: Layout = "megatron"
     encodings: Mapping[str, Encoding] = {}
-    family: str | None = None
-    """Which family to take the model for, where no config.json says it."""
-    grouped_columns: Order | None = None
-    """In which order a grouped linear's FP8 state stands, where the payloads do not tell."""
 
     def __init__(
         self,
@@ -177,25 +167,13 @@ class TorchDistReader:
 
     @property
     def iteration(self) -> int | None:
-        """None for a `release`: weights that belong to no run."""
         return iteration_of(self.path, self.common)
 
-    @cached_property
-    def companions(self) -> Companions:
-        return companions_of(self.path)
-
-    @cached_property
-    def model(self) -> ModelShape:
-        return model_of(self.path, self.args, self.companions, self.specs, self.family)
-
-    @cached_property
-    def fp8(self) -> Fp8States | None:
-        """The delayed-scaling state in `_extra_state`, else the one in the sidecar. Raises what `decode` raises."""
+    @property
+    def expert_ranks(self) -> int | None:
         grouped = self.args.get("moe_grouped_gemm") is True
         ranks = self.args.get("expert_model_parallel_size")
-        known = ranks if grouped and type(ranks) is int and ranks > 0 else None
-        found = decode(self.payloads(), self.path, Experts(known, self.grouped_columns), self.args)
-        return as_states(found, self.common, self.iteration, sidecar.find(self.path))
+        return ranks if grouped and type(ranks) is int and ranks > 0 else None
 
     def payloads(self) -> Iterator[Saved]:
         """Each `_extra_state` that is not empty."""

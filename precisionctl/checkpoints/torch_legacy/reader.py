@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from precisionctl.checkpoints.base import Box, Chunk, Companions, Container, shard_boxes
-from precisionctl.checkpoints.megatron.extra_state import Experts, as_states, decode
+from precisionctl.checkpoints.base import Box, Chunk, Container, shard_boxes
+from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, find_iteration, iteration_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, STATE
-from precisionctl.checkpoints.megatron.model import companions_of, model_of
 from precisionctl.checkpoints.megatron.payloads import Saved, bytes_of
 from precisionctl.checkpoints.te_tensors import Fp8Located
 from precisionctl.checkpoints.torch_legacy.buckets import FILE as BUCKETS
@@ -44,12 +43,8 @@ from precisionctl.checkpoints.torch_legacy.ranks import Rank, arguments, is_lega
 from precisionctl.checkpoints.torch_legacy.shards import SMALL, Logical, Shard, assembled, check_replicas, gathered
 from precisionctl.checkpoints.torch_zip import Inert, Located, read_located
 from precisionctl.errors import DamagedCheckpoint, damage, shown
-from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.grouped import Order
-from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
-from precisionctl.param import REPLICATED, ROWS, Layout, Parallel, TensorSpec
+from precisionctl.param import REPLICATED, ROWS, Parallel, TensorSpec
 
 _GROUPED = (".mlp.experts.linear_fc1._extra_state", ".mlp.experts.linear_fc2._extra_state")
 _QKV = (".linear_qkv.weight", ".linear_qkv.bias")
@@ -61,18 +56,13 @@ def recognise(path: Path) -> bool:
     return is_legacy(path) or (path.is_dir() and any(is_legacy(entry) for entry in path.iterdir() if entry.is_dir()))
 
 
-class LegacyReader:
+class LegacyReader(MegatronDirectory):
     """An iteration, or the newest of a directory. Opening reads every rank's pickle, and no tensors.
 
     Raises DamagedCheckpoint where ranks are missing, or what they hold does not fit together, and UnsafePickle.
     """
 
     container = "torch"
-    layout: Layout = "megatron"
-    family: str | None = None
-    """Which family to take the model for, where no config.json says it."""
-    grouped_columns: Order | None = None
-    """In which order a grouped linear's FP8 state stands, where the payloads do not tell."""
 
     def __init__(self, path: Path, iteration: int | None = None) -> None:
         self.path: Path = find_iteration(path, iteration, complete=is_legacy)
@@ -98,16 +88,7 @@ class LegacyReader:
 
     @property
     def iteration(self) -> int | None:
-        """None for a `release`: weights that belong to no run."""
         return iteration_of(self.path, self._first)
-
-    @cached_property
-    def companions(self) -> Companions:
-        return companions_of(self.path)
-
-    @cached_property
-    def model(self) -> ModelShape:
-        return model_of(self.path, self.args, self.companions, self.specs, self.family)
 
     def _numbered(self) -> Iterator[tuple[Rank, dict[str, Any]]]:
         """Each stage of each rank, and its entries with layers and experts numbered through the model.
@@ -258,12 +239,6 @@ class LegacyReader:
         raise DamagedCheckpoint(f"no object {key}", where=self.path)
 
     checked_object = read_object
-
-    @cached_property
-    def fp8(self) -> Fp8States | None:
-        """The delayed-scaling state in `_extra_state`, else the one in the sidecar. Raises what `decode` raises."""
-        found = decode(self.payloads(), self.path, Experts(order=self.grouped_columns), self.args)
-        return as_states(found, self.common, self.iteration, sidecar.find(self.path))
 
     def payloads(self) -> Iterator[Saved]:
         """Each `_extra_state` that is not empty, of every rank: each has its own where amaxes are not reduced."""
