@@ -130,7 +130,7 @@ def test_ctrl_c_while_converting_says_that_the_same_command_goes_on(tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(worker, "write_rows", interrupted)
         stopped = run("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron", "--workers", 1)
-    assert stopped.exit_code == 75 and "the same command goes on" in stopped.stderr
+    assert stopped.exit_code == 75 and "the same command continues" in stopped.stderr
     assert not (tmp_path / "out").exists()
     assert run("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron").exit_code == 0
 

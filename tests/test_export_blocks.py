@@ -274,7 +274,7 @@ def test_blocks_pass_through_to_the_byte(tmp_path: Path, spelling: str, scheme: 
     before = stored(tmp_path / "fp8")
     notes = export(tmp_path / "fp8", tmp_path / "out", scheme=None)
     assert notes[0] == "Scheme block: the weights are FP8 codes of that kind already."
-    assert "14 of 14 weights are the codes that they were, scale by scale." in notes
+    assert "14 of 14 weights have the same codes and scales as before." in notes
     after = stored(tmp_path / "out")
     for name, values in before.items():
         if name.endswith("_scale_inv"):
@@ -297,7 +297,7 @@ def test_fixed_input_scales_go_along_with_codes_per_tensor(tmp_path: Path, spell
     fp8_directories.make(tmp_path / "fp8", spelling, **WHOLE)
     before = stored(tmp_path / "fp8")
     notes = export(tmp_path / "fp8", tmp_path / "out", scheme="static")
-    assert "Input scales are those that the source's weights came with." in notes
+    assert "Input scales are the fixed ones of the source's FP8 weights." in notes
     after = stored(tmp_path / "out")
     for alone in ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"):
         assert torch.equal(before[f"{alone}.weight"].view(torch.uint8), after[f"{alone}.weight"].view(torch.uint8))
@@ -306,7 +306,7 @@ def test_fixed_input_scales_go_along_with_codes_per_tensor(tmp_path: Path, spell
     fused = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
     largest = max(before[f"{name}.input_scale"].item() for name in fused)
     assert [after[f"{name}.input_scale"].item() for name in fused] == [pytest.approx(largest, rel=1e-7)] * 3
-    assert any(note.startswith("4 of 14 weights are the codes") for note in notes)
+    assert any(note.startswith("4 of 14 weights have the same codes") for note in notes)
     assert any(note.startswith("10 have blocks with new scales") for note in notes)
 
 
@@ -332,7 +332,7 @@ def test_the_target_alone_gets_the_best_scheme_that_the_state_allows(tmp_path: P
     states = in_memory.recorded(HuggingFaceReader(source))
     sidecar.write(source / sidecar.RELATIVE, states)
     for target in ENGINES:
-        assert best(source, target).startswith("Scheme static: every input has been recorded")
+        assert best(source, target).startswith("Scheme static: the FP8 state has an amax for every input")
     without = {name: state for name, state in states.modules.items() if "layers.1.mlp.linear_fc1" not in name}
     sidecar.write(source / sidecar.RELATIVE, replace(states, modules=without))
     assert "`decoder.layers.1.mlp.linear_fc1` was never recorded" in best(source)
@@ -368,7 +368,7 @@ def test_scales_that_bytes_cannot_hold_are_not_kept_for_mx(tmp_path: Path) -> No
     """A channel's scale is one for every 32 of it, but no power of two."""
     made = fp8_directories.make(tmp_path / "fp8", "modelopt-channel")
     notes = export(tmp_path / "fp8", tmp_path / "out", scheme="mxfp8")
-    assert any(note.startswith("0 of 14 weights are the codes") for note in notes)
+    assert any(note.startswith("0 of 14 weights have the same codes") for note in notes)
     reader = HuggingFaceReader(tmp_path / "out")
     for name, weight in made.items():
         decoded = reader.encodings[name].decode_rows(stored(tmp_path / "out")[name], 0)

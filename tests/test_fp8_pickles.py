@@ -247,7 +247,7 @@ def test_values_are_in_bf16_and_the_codes_come_back_in_an_export(
     by_columns = ("o_proj.weight", "down_proj.weight")
     whole = {name for name in reader.encodings if not name.endswith(by_columns)}
     assert len(whole) == 10 and kept == (whole if form.kind == "Float8Tensor" else set())
-    assert any(f"{len(kept)} of 14 weights are the codes" in note for note in work.notes)
+    assert any(f"{len(kept)} of 14 weights have the same codes" in note for note in work.notes)
 
 
 def test_blocks_that_end_within_a_rank_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def test_a_megatron_checkpoint_keeps_them_and_codes_take_them_along(source: Path
             scale = again[f"{stem}.{kind}_proj.{kind}_scale"]
             assert scale.item() == pytest.approx(expected[f"{stem}.{kind}_scale"].item(), rel=2**-7)
     work = plan_export(InferenceExport(tmp_path / "first", tmp_path / "without", "vllm"))
-    assert any("stay behind; --kv-cache fp8" in note for note in work.notes)
+    assert any("left out; --kv-cache fp8" in note for note in work.notes)
     assert not any("k_scale" in name for name in work.plan.targets)
 
 

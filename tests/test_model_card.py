@@ -156,7 +156,10 @@ def test_a_plain_megatron_checkpoint_takes_its_tokenizer_from_a_reference(
     for companions in plain.rglob("precisionctl/hf"):
         shutil.rmtree(companions)
     work = plan_export(InferenceExport(plain, tmp_path / "out", "vllm"))
-    assert any(note.startswith("The source has no tokenizer and no generation_config.json") for note in work.notes)
+    assert any(
+        note.startswith("Missing in the source, and so in the result: tokenizer, generation_config.json")
+        for note in work.notes
+    )
     out = export(plain, tmp_path / "told", reference=source)
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert (out / "generation_config.json").is_file()

@@ -63,7 +63,7 @@ def test_by_way_of_megatron_every_code_and_scale_comes_back(tmp_path: Path, spel
     work = run(tmp_path / "megatron", tmp_path / "back", "hf", precision="fp8")
     assert same(stored(tmp_path / "back"), stored(tmp_path / "fp8"))
     assert quantization(tmp_path / "back") == quantization(tmp_path / "fp8")
-    assert any("14 of 14 weights are the codes that they were" in note for note in work.notes)
+    assert any("14 of 14 weights have the same codes" in note for note in work.notes)
 
 
 @pytest.mark.parametrize("spelling", ["fp8-block", "compressed-tensor", "modelopt-channel"])
@@ -121,7 +121,7 @@ def test_pieces_of_fewer_rows_than_a_block_make_the_same_codes(
         monkeypatch.setattr(buffers, "BUFFER", 4 * 192 * rows)
         notes.append(run(tmp_path / "bf16", tmp_path / f"{rows}", "hf", precision="fp8").notes)
     assert same(stored(tmp_path / "7"), stored(tmp_path / "192")) and notes[0] == notes[1]
-    assert any("13 of 14 weights are the codes that they were" in note for note in notes[0])
+    assert any("13 of 14 weights have the same codes" in note for note in notes[0])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_block_that_was_trained_gets_a_new_scale_and_the_others_keep_theirs(tm
     found = after[UP].view(torch.uint8)[place[0] * high :][:high, place[1] * wide :][:, :wide]
     assert torch.equal(found, codes.view(torch.uint8))
     changed = int((after[UP].view(torch.uint8) != before[UP].view(torch.uint8)).sum())
-    (note,) = [note for note in work.notes if "codes are others" in note]
+    (note,) = [note for note in work.notes if "codes differ" in note]
     # The changed value itself had no code under the old scale but the largest.
     assert abs(int(note.partition(": ")[2].split(" of ")[0].replace(",", "")) - changed) <= 1
     assert same({k: v for k, v in before.items() if UP not in k}, {k: v for k, v in after.items() if UP not in k})
@@ -178,7 +178,7 @@ def test_fused_experts_come_back_under_the_names_of_their_class(tmp_path: Path) 
     save_file(tensors, file, metadata={"format": "pt"})
     run(tmp_path / "fp8", tmp_path / "megatron", "megatron")
     work = run(tmp_path / "megatron", tmp_path / "back", "hf", precision="fp8")
-    assert not any("codes are others" in note for note in work.notes)
+    assert not any("codes differ" in note for note in work.notes)
     back = stored(tmp_path / "back")
     for expert in range(8):
         for number, part in enumerate(("gate", "up")):
@@ -283,7 +283,7 @@ def test_weights_that_an_export_leaves_in_bf16_are_no_codes_again(tmp_path: Path
     execute(work)
     codes = [name for name, values in stored(tmp_path / "out").items() if values.dtype == torch.float8_e4m3fn]
     assert len(codes) == 7
-    assert "7 of 7 weights are the codes that they were, scale by scale." in work.notes
+    assert "7 of 7 weights have the same codes and scales as before." in work.notes
 
 
 def test_encodings_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_one_code_that_was_changed_on_the_way_is_counted(tmp_path: Path) -> None
     values[3, 3] *= 1.03125
     write_rows(reader, UP, 0, values)
     work = run(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
-    assert any("13 of 14 weights are the codes that they were" in note for note in work.notes)
+    assert any("13 of 14 weights have the same codes" in note for note in work.notes)
 
 
 @pytest.fixture
@@ -396,7 +396,7 @@ def test_training_on_from_codes_is_training_on_from_what_they_decode_to(trainabl
     assert len(losses[0]) == 6 and losses[0] == losses[1]
     work = run(tmp_path / "run-fp8", tmp_path / "back", "hf", precision="fp8")
     assert quantization(tmp_path / "back") == quantization(trainable)
-    assert any("0 of 14 weights are the codes that they were" in note for note in work.notes)
+    assert any("0 of 14 weights have the same codes" in note for note in work.notes)
     assert any("14 have blocks with new scales" in note for note in work.notes)
 
 

@@ -141,7 +141,7 @@ def test_a_job_script_is_told_by_the_exit_code_and_a_line(place: Path, tmp_path:
     words = ["resume", made.checkpoint, "--precision=bf16", f"--data={made.data}", f"--out={made.out}", *options]
     stopped = CliRunner().invoke(main, [*map(str, words), "--time-limit=0:00:00"])
     assert stopped.exit_code == 75
-    assert "Stopped by the time limit at step 1" in stopped.output and "The same command goes on" in stopped.output
+    assert "Stopped by the time limit at step 1" in stopped.output and "The same command continues" in stopped.output
     assert CliRunner().invoke(main, [*map(str, words), "--time-limit=1:00:00"]).exit_code == 0
     refused = CliRunner().invoke(main, [*map(str, words), "--time-limit=55"])
     assert refused.exit_code == 2 and "is not hours, minutes and seconds" in refused.output

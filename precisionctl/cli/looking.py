@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from precisionctl.fp8.grouped import Order
 
 
-@click.command(short_help="Say what a checkpoint is, and whether FP8 is safe.")
+@click.command(short_help="Show what a checkpoint is, and whether FP8 is safe.")
 @click.argument("checkpoint", type=CHECKPOINT)
-@click.option("--fp8", is_flag=True, help="Judge whether FP8 is safe from here: by layer, role and scaling.")
-@click.option("--fp8-state", type=FILE, help="With --fp8: go by this state, as calibrate wrote it.")
-@click.option("--html", type=NEW_PATH, help="With --fp8: write a page with everything, whole in itself.")
+@click.option("--fp8", is_flag=True, help="Judge whether FP8 training is safe from here, by layer, role and scaling.")
+@click.option("--fp8-state", type=FILE, help="With --fp8: take activations and gradients from this file of calibrate.")
+@click.option("--html", type=NEW_PATH, help="With --fp8: write everything to one self-contained page.")
 @click.option("--workers", type=POSITIVE, default=2, show_default=True, help="With --fp8: processes that measure.")
 @grouped_columns_option
 @iteration_option
@@ -42,10 +42,10 @@ def inspect(
     iteration: int | None,
     json_wanted: bool,
 ) -> None:
-    """Say what a checkpoint is, and how healthy its FP8 state is.
+    """Show what a checkpoint is, and how healthy its FP8 state is.
 
-    With --fp8 every weight is measured, and with what was recorded of activations and gradients held against
-    published limits: what would underflow or saturate, what to keep in BF16 (docs/switching.md).
+    --fp8 measures every weight, takes what was recorded of activations and gradients, and compares both with published
+    limits: what would underflow or saturate, what to keep in BF16 (docs/switching.md).
     """
     if not fp8 and (fp8_state or html):
         raise click.UsageError("--fp8-state and --html are for --fp8.")
@@ -79,21 +79,25 @@ def inspect(
         console.show_tables(report.tables(description))
 
 
-@click.command(short_help="Compare two checkpoints, or one with an engine's rules.")
+@click.command(short_help="Compare two checkpoints, or check one against an engine.")
 @click.argument("a", metavar="A", type=CHECKPOINT)
 @click.argument("b", metavar="[B]", type=CHECKPOINT, required=False)
-@click.option("--fp8", is_flag=True, help="FP8 weights code by code; and a difference where one side has no FP8 state.")
 @click.option(
-    "--target", metavar="ENGINE", help="Hold A against the rules of vllm, sglang, tensorrt-llm, transformers or te."
+    "--fp8", is_flag=True, help="Compare FP8 weights code by code; FP8 state on one side only is a difference."
 )
-@click.option("--tp", "ranks", type=POSITIVE, default=1, help="With --target: GPUs that the engine cuts A for.")
+@click.option(
+    "--target", metavar="ENGINE", help="Check A against the rules of vllm, sglang, tensorrt-llm, transformers or te."
+)
+@click.option(
+    "--tp", "ranks", type=POSITIVE, default=1, help="With --target: GPUs that the engine will split the model over."
+)
 @json_option
 def verify(a: Path, b: Path | None, fp8: bool, target: str | None, ranks: int, json_wanted: bool) -> None:
-    """Compare checkpoint A with B, tensor by tensor, whatever their formats; or A with an engine's rules.
+    """Compare checkpoint A with B, tensor by tensor, whatever their formats; or check A against an engine's rules.
 
-    FP8 codes are equal to BF16 values when they are their encoding under the scale stored with them.
-    `verify A --fp8`, of A alone, says whether its FP8 weights are the same codes after BF16.
-    Exits with 1 where the two differ, or a rule that an engine insists on is broken.
+    FP8 codes equal BF16 values if they are exactly their encoding under the stored scale. `verify A --fp8` alone says
+    whether A's FP8 weights survive BF16 with the same codes. Exits with 1 if the two differ, or if the engine would
+    refuse or misread A.
     """
     if (b is not None) + (target is not None) != 1 and not (fp8 and b is None and target is None):
         raise click.UsageError("verify needs either a second checkpoint or --target ENGINE; or --fp8, for A alone.")
@@ -163,16 +167,16 @@ def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
     return not any(finding.rule.fatal for finding in findings)
 
 
-@click.command(short_help="Set the loss curves of runs side by side, as a gate.")
+@click.command(short_help="Compare the loss curves of runs; with --max-gap, as a gate.")
 @click.argument("runs", metavar="RUN RUN...", type=CHECKPOINT, nargs=-1, required=True)
-@click.option("--max-gap", type=Percent(), help="Fail when a mean gap over the last 100 steps is larger, e.g. 1%.")
+@click.option("--max-gap", type=Percent(), help="Exit with 1 if a mean gap over the last 100 steps is larger, e.g. 1%.")
 @click.option("--png", type=NEW_PATH, help="Draw the curves into this file.")
-@click.option("--html", type=NEW_PATH, help="Write a page with table and curves, whole in itself.")
+@click.option("--html", type=NEW_PATH, help="Write table and curves to one self-contained page.")
 @json_option
 def compare(
     runs: tuple[Path, ...], max_gap: float | None, png: Path | None, html: Path | None, json_wanted: bool
 ) -> None:
-    """Set the loss curves of runs against the first of them.
+    """Compare the loss curves of runs with the first RUN.
 
     A RUN is a folder that resume wrote, or its metrics.jsonl.
     """
@@ -196,10 +200,18 @@ def compare(
 @click.command("eval", short_help="Measure perplexity, or lm-eval's tasks.")
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--data", type=DATA, help="Text, JSONL, parquet, a folder, as resume takes it.")
-@click.option("--against", type=CHECKPOINT, help="The BF16 source: its perplexity too, KL divergence, top-1 agreement.")
-@click.option("--sequence-length", type=POSITIVE, default=1024, show_default=True, help="At most the model's own.")
-@click.option("--tasks", help="Instead of --data, tasks of lm-eval: names or files of YAML, with commas between.")
-@click.option("--limit", type=POSITIVE, help="With --tasks: so many examples of each.")
+@click.option(
+    "--against", type=CHECKPOINT, help="The BF16 source: adds its perplexity, KL divergence and top-1 agreement."
+)
+@click.option(
+    "--sequence-length",
+    type=POSITIVE,
+    default=1024,
+    show_default=True,
+    help="Tokens of a row; at most what the model can take.",
+)
+@click.option("--tasks", help="Instead of --data: lm-eval tasks (names or YAML files), comma-separated.")
+@click.option("--limit", type=POSITIVE, help="With --tasks: at most this many examples of each.")
 @click.option("--card", is_flag=True, help="Write the result into the model card of an exported CHECKPOINT.")
 @iteration_option
 @json_option
@@ -243,12 +255,12 @@ def evaluate(
         console.show_lines(lines)
 
 
-@click.command(short_help="Say what this machine can run of FP8.")
+@click.command(short_help="Say which FP8 recipes this machine can run.")
 @click.argument("checkpoint", type=CHECKPOINT, required=False)
 @iteration_option
 @json_option
 def doctor(checkpoint: Path | None, iteration: int | None, json_wanted: bool) -> None:
-    """Say what this machine can run of FP8, and what Transformer Engine makes of CHECKPOINT's FP8 payloads."""
+    """Say which FP8 recipes this machine can run, and whether Transformer Engine will load CHECKPOINT's FP8 state."""
     from precisionctl import console
     from precisionctl import doctor as look
     from precisionctl.checkpoints.open import open_checkpoint
@@ -263,21 +275,21 @@ def doctor(checkpoint: Path | None, iteration: int | None, json_wanted: bool) ->
         console.show_tables(report.machine_tables(machine) + (report.payload_tables(found) if found else []))
 
 
-@click.command("launch-args", short_help="Print the flags to go on with in another framework.")
+@click.command("launch-args", short_help="Print the flags to continue in another framework.")
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option(
     "--framework",
     type=click.Choice(["megatron-lm", "megatron-bridge", "nemo", "accelerate"]),
     required=True,
-    help="What is to go on from CHECKPOINT.",
+    help="The framework that will continue from CHECKPOINT.",
 )
 @iteration_option
 @json_option
 def launch_args(checkpoint: Path, framework: str, iteration: int | None, json_wanted: bool) -> None:
-    """Print what another framework is started with to go on from CHECKPOINT.
+    """Print how to start another framework from CHECKPOINT.
 
-    The model's sizes, where the weights and the tokenizer are, how they were cut, the FP8 recipe, and what to leave
-    behind. What it cannot know (data, batch sizes, rates) is listed.
+    Prints the model's sizes, where weights and tokenizer are, parallel sizes, the FP8 recipe, and what not to load.
+    What it cannot know (data, batch sizes, learning rates) is listed for you to add.
     """
     from precisionctl import console
     from precisionctl.launch.find import launch

@@ -81,12 +81,12 @@ json_option = click.option("--json", "json_wanted", is_flag=True, help="Print JS
 grouped_columns_option = click.option(
     "--grouped-columns",
     type=click.Choice(["gemm", "role"]),
-    help="Who wrote the FP8 state of experts that does not tell it: TE 2.3 and newer (gemm), 1.9 to 2.2 (role).",
+    help="Order of experts' FP8 state, if it does not say: written by TE 2.3 and newer (gemm), 1.9 to 2.2 (role).",
 )
 fp8_state_option = click.option(
-    "--fp8-state", type=FILE, help="A file that calibrate wrote, for what the checkpoint has not recorded."
+    "--fp8-state", type=FILE, help="A file written by calibrate, for what the checkpoint itself has not recorded."
 )
-iteration_option = click.option("--iteration", type=int, help="Which one of a Megatron directory; else the newest.")
+iteration_option = click.option("--iteration", type=int, help="Iteration of a Megatron directory. Default: the newest.")
 
 
 def megatron_fp8_options(command: Command) -> Command:
@@ -129,9 +129,9 @@ def writing_options(command: Command) -> Command:
     """Options of every command that writes a checkpoint, handed to it as one `how`."""
     options = (
         click.option("--workers", type=POSITIVE, default=2, show_default=True, help="Processes that copy and cast."),
-        click.option("--verify", is_flag=True, help="Read everything back and compare, before it appears."),
+        click.option("--verify", is_flag=True, help="Read the result back and compare it, before it appears."),
         click.option("--dry-run", is_flag=True, help="Show the plan and write nothing."),
-        click.option("--restart", is_flag=True, help="Discard what an unfinished run of this command left."),
+        click.option("--restart", is_flag=True, help="Discard what an unfinished run of this command left behind."),
         json_option,
     )
 
@@ -150,11 +150,15 @@ def parallelism_options(command: Command) -> Command:
     sizes = {
         "--tp": ("tensor", 1, "Tensor-parallel size to write for."),
         "--pp": ("pipeline", 1, "Pipeline-parallel size to write for."),
-        "--vpp": ("virtual", 1, "Stages of each pipeline rank to write for."),
-        "--first-stage-layers": ("first_layers", None, "Layers of the first pipeline rank, else as the others."),
-        "--last-stage-layers": ("last_layers", None, "Layers of the last pipeline rank, else as the others, or fewer."),
+        "--vpp": ("virtual", 1, "Virtual stages of each pipeline rank to write for."),
+        "--first-stage-layers": ("first_layers", None, "Layers of the first pipeline rank. Default: as the others."),
+        "--last-stage-layers": (
+            "last_layers",
+            None,
+            "Layers of the last pipeline rank. Default: as the others, or what is left.",
+        ),
         "--ep": ("expert", 1, "Expert-parallel size to write for."),
-        "--etp": ("expert_tensor", None, "Tensor-parallel size of experts to write for, else as --tp."),
+        "--etp": ("expert_tensor", None, "Tensor-parallel size of experts to write for. Default: --tp."),
     }
 
     @wraps(command)

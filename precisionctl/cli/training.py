@@ -26,16 +26,20 @@ backend_option = click.option(
 )
 
 
-@click.command(short_help="Go on training, in BF16 or FP8, pretraining or SFT.")
+@click.command(short_help="Continue training, in BF16 or FP8, pretraining or SFT.")
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--precision", type=click.Choice(["bf16", "fp8"]), required=True, help="What the GEMMs compute in.")
 @click.option(
     "--data", type=DATA, help="Text, JSONL, JSON, parquet, a folder, or Megatron's .bin; `messages` mean SFT."
 )
-@click.option("--out", type=NEW_PATH, help="Folder of the run; a run that is there already goes on.")
-@click.option("--recipe", help="A bundled name or a TOML file; else the plain recipe of the precision.")
+@click.option("--out", type=NEW_PATH, help="Folder of the run. A run that is already there is continued.")
+@click.option("--recipe", help="A bundled name or a TOML file. Default: bf16 or fp8-delayed.")
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key of the recipe.")
-@click.option("--load", type=click.Choice(["full", "weights"]), help="Else full where there is an optimizer.")
+@click.option(
+    "--load",
+    type=click.Choice(["full", "weights"]),
+    help="What to load. Default: full, if CHECKPOINT has an optimizer.",
+)
 @click.option(
     "--skip",
     type=click.Choice(["optimizer", "schedule", "data", "rng", "fp8"]),
@@ -43,18 +47,20 @@ backend_option = click.option(
     help="Leave this part of CHECKPOINT behind; may be repeated.",
 )
 @backend_option
-@click.option("--cold-start", is_flag=True, help="Begin FP8 at scale 1 with empty histories, whatever is carried.")
+@click.option(
+    "--cold-start", is_flag=True, help="Start FP8 at scale 1 with empty histories, even if CHECKPOINT has FP8 state."
+)
 @fp8_state_option
-@click.option("--collect-amax", is_flag=True, help="In BF16, record what an FP8 run to come starts from.")
-@click.option("--time-limit", type=Duration(), help="Save and stop after so long; exit code 75, as for SIGTERM.")
-@click.option("--shadow-every", type=POSITIVE, help="Make every so many steps in BF16 too, and compare (guard).")
-@click.option("--dry-run", is_flag=True, help="Say what the run will do and take, memory too, and begin nothing.")
+@click.option("--collect-amax", is_flag=True, help="BF16 only: record the FP8 state for a later FP8 run.")
+@click.option("--time-limit", type=Duration(), help="Save and stop after this time; exit code 75, as for SIGTERM.")
+@click.option("--shadow-every", type=POSITIVE, help="Guard: compute every Nth step in BF16 too, and compare.")
+@click.option("--dry-run", is_flag=True, help="Say what the run would do and how much memory it needs; start nothing.")
 @megatron_fp8_options
 def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool, **what: Any) -> None:
-    """Go on training CHECKPOINT, in BF16 or FP8, pretraining or SFT.
+    """Continue training CHECKPOINT, in BF16 or FP8, pretraining or SFT.
 
-    A run that was stopped goes on with the same command. FP8 starts from the state in CHECKPOINT, else from that of
-    --fp8-state, else from warm-up passes. Megatron's flags of FP8 are taken as well, such as --fp8-recipe blockwise.
+    The same command continues a run that was stopped. FP8 starts from the state in CHECKPOINT, else from --fp8-state,
+    else from warm-up passes. Megatron's own FP8 flags, such as --fp8-recipe blockwise, are accepted too.
     """
     from precisionctl import console
     from precisionctl.reports import run as report
@@ -88,12 +94,16 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
 @click.command(short_help="Record the FP8 state that a checkpoint lacks.")
 @click.argument("checkpoint", type=CHECKPOINT)
 @click.option("--data", type=DATA, help="Text, JSONL, parquet, a folder, as resume takes it; else the recipe's.")
-@click.option("--out", type=NEW_PATH, required=True, help="A new file, for --fp8-state of resume and others.")
-@click.option("--recipe", help="A bundled name or a TOML file: the one of the run to come; else fp8-delayed.")
+@click.option(
+    "--out", type=NEW_PATH, required=True, help="A new file, for --fp8-state of resume, convert and export-inference."
+)
+@click.option("--recipe", help="The recipe of the coming run: a bundled name or a TOML file. Default: fp8-delayed.")
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key of the recipe.")
-@click.option("--passes", type=POSITIVE, default=64, show_default=True, help="Each is a row of the histories.")
-@click.option("--sequence-length", type=POSITIVE, help="Tokens of a row: the recipe's data.sequence_length.")
-@click.option("--batch-size", type=POSITIVE, help="Rows of a pass: the recipe's train.micro_batch_size.")
+@click.option(
+    "--passes", type=POSITIVE, default=64, show_default=True, help="Passes; each fills one row of the histories."
+)
+@click.option("--sequence-length", type=POSITIVE, help="Tokens of a row. Default: the recipe's data.sequence_length.")
+@click.option("--batch-size", type=POSITIVE, help="Rows of a pass. Default: the recipe's train.micro_batch_size.")
 @backend_option
 @iteration_option
 @megatron_fp8_options
@@ -104,10 +114,10 @@ def calibrate(
     batch_size: int | None,
     **what: Any,
 ) -> None:
-    """Record the FP8 state that CHECKPOINT lacks, in BF16 passes over data, into a file.
+    """Record the FP8 state that CHECKPOINT lacks, by BF16 passes over data, into a file.
 
-    Nothing is trained, and CHECKPOINT stays as it is. Killed, the same command goes on. Megatron's flags of FP8 are
-    taken as well, such as --fp8-amax-history-len.
+    Nothing is trained, and CHECKPOINT is not changed. If killed, the same command continues. Megatron's own FP8 flags,
+    such as --fp8-amax-history-len, are accepted too.
     """
     from precisionctl import console
     from precisionctl.calibration.calibrate import Calibration
@@ -123,10 +133,10 @@ def calibrate(
     raise click.exceptions.Exit(GO_ON if made.signal else 0)
 
 
-@click.command(short_help="Show the whole story on one CPU, in a few minutes.")
+@click.command(short_help="Run the whole story on one CPU, in a few minutes.")
 @click.option("--out", type=NEW_PATH, default="demo-run", show_default=True, help="A new folder for all it makes.")
 def demo(out: Path) -> None:
-    """The whole story on one CPU, on real text, in a few minutes; ends with a table and a page."""
+    """Run the whole story on one CPU, on real text, in a few minutes; ends with a table and a page."""
     from precisionctl import console
     from precisionctl.demo import report, story
 

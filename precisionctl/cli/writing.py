@@ -38,10 +38,12 @@ if TYPE_CHECKING:
     type=click.Choice(["keep", "bf16", "fp32", "fp8"]),
     default="keep",
     show_default=True,
-    help="What the result is made of; FP8 state is carried by all.",
+    help="Precision of the result. FP8 state is carried in every case.",
 )
-@click.option("--container", help="safetensors or bin; torch_dist or torch. Else the first of its layout.")
-@click.option("--recipe", help="Recipe of the FP8 state: a bundled name or a TOML file; else the carried one, or TE's.")
+@click.option("--container", help="hf: safetensors (default) or bin; megatron: torch_dist (default) or torch.")
+@click.option(
+    "--recipe", help="Recipe of the FP8 state: a bundled name or a TOML file. Default: the checkpoint's, or TE's."
+)
 @parallelism_options
 @click.option(
     "--te-version",
@@ -49,14 +51,16 @@ if TYPE_CHECKING:
     default="2",
     show_default=True,
     callback=lambda _context, _option, value: int(value),
-    help="Transformer Engine that will load the FP8 payloads: 2.x, or 1.x (and 0.6 on).",
+    help="Transformer Engine that will load the FP8 state: 2 for 2.x, 1 for 0.6 to 1.14.",
 )
 @grouped_columns_option
 @click.option("--drop-fp8-state", is_flag=True, help="Leave the FP8 state behind.")
 @fp8_state_option
 @click.option("--drop-optimizer", is_flag=True, help="Leave a Megatron checkpoint's optimizer and schedule behind.")
-@click.option("--architecture", metavar="MODEL_TYPE", help="Family of a Megatron checkpoint that does not say it.")
-@click.option("--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for what Megatron lacks.")
+@click.option("--architecture", metavar="MODEL_TYPE", help="model_type of a Megatron checkpoint that does not say it.")
+@click.option(
+    "--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for config and tokenizer."
+)
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
 @iteration_option
 @megatron_fp8_options
@@ -64,10 +68,10 @@ if TYPE_CHECKING:
 def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what: Any) -> None:
     """Convert SOURCE between Hugging Face and Megatron, any container to any, FP8 state included.
 
-    DESTINATION appears only when it is complete; the same command run again goes on where one was stopped.
-    `--to hf --precision fp8` gives weights that were FP8 before the codes that they had; others it rounds, as
-    `export-inference --target vllm` does, under the scheme that is most like the --recipe. Beside --recipe, Megatron's
-    flags of FP8 say how FP8 is made, such as --fp8-amax-history-len.
+    DESTINATION appears only when it is complete; if the command was stopped, the same command continues.
+    `--to hf --precision fp8` gives weights that were FP8 before their old codes again; others are rounded, as by
+    `export-inference --target vllm`, under the scheme that fits --recipe. Megatron's own FP8 flags, such as
+    --fp8-amax-history-len, are accepted beside --recipe.
     """
     from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 
@@ -85,14 +89,18 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @click.option(
     "--scheme",
     type=click.Choice(["static", "dynamic", "block", "mxfp8"]),
-    help="Input scales from the FP8 state; by token, weights by channel; all by 128 or (mxfp8) 32. Else the best.",
+    help="static: recorded input scales; dynamic: per token; block: per 128 values; mxfp8: per 32. Default: the best.",
 )
-@click.option("--tp", "ranks", type=POSITIVE, default=1, show_default=True, help="GPUs that the engine cuts it for.")
-@click.option("--kv-cache", type=click.Choice(["fp8"]), help="Store scales of keys and values, for a cache in FP8.")
-@click.option("--keep-misfits", is_flag=True, help="Leave weights in BF16 whose shapes the engine refuses.")
+@click.option(
+    "--tp", "ranks", type=POSITIVE, default=1, show_default=True, help="GPUs that the engine will split the model over."
+)
+@click.option("--kv-cache", type=click.Choice(["fp8"]), help="Store scales of keys and values for an FP8 KV cache.")
+@click.option("--keep-misfits", is_flag=True, help="Leave weights whose shapes the engine refuses in BF16.")
 @fp8_state_option
-@click.option("--architecture", metavar="MODEL_TYPE", help="Family of a Megatron checkpoint that does not say it.")
-@click.option("--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for what Megatron lacks.")
+@click.option("--architecture", metavar="MODEL_TYPE", help="model_type of a Megatron checkpoint that does not say it.")
+@click.option(
+    "--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for config and tokenizer."
+)
 @click.option("--base-model", metavar="ORG/NAME", help="The source's name on the Hub, for the model card.")
 @click.option("--recipe", help="Recipe whose keep_bf16 names modules to leave in BF16: a bundled name or a TOML file.")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
@@ -101,8 +109,8 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
     """Write CHECKPOINT as FP8 for an inference engine, with the scales that training recorded.
 
-    No calibration data is needed. The weights of FP8 GEMMs are rounded to E4M3; the rest is BF16. Weights that are FP8
-    codes already stay those where they fit the scheme.
+    No calibration data is needed. Linears of attention and MLP become E4M3 codes; the rest stays BF16. Weights that are
+    FP8 codes already keep them where they fit the scheme.
     """
     from precisionctl.commands.inference_export import InferenceExport
     from precisionctl.commands.plan_export import plan_export
@@ -131,7 +139,7 @@ def do_work(plan: Callable[[], "Work"], how: Writing) -> None:
         try:
             work = carry_out(plan, how)
         except KeyboardInterrupt:
-            click.echo("Stopped. What is done is kept, and the same command goes on from there.", err=True)
+            click.echo("Stopped. What is done is kept; the same command continues.", err=True)
             raise click.exceptions.Exit(GO_ON) from None
         if work and how.json_wanted:
             print_json(work.plan.describe() | {"notes": work.notes})

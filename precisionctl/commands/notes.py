@@ -26,8 +26,8 @@ def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
         fitting = models_of_megatron_args(reader.args, model.padded_vocab_size, reader.path)
         if others := [other.architecture for other in fitting if other.architecture != model.architecture]:
             yield (
-                f"Megatron's arguments name no family: taken for {model.architecture}, and as well "
-                f"{', '.join(others)} (--architecture, or --reference for its tokenizer too)."
+                f"Megatron's arguments name no family: taken for {model.architecture}, but {', '.join(others)} would "
+                "fit too. Choose with --architecture, or with --reference, which gives the tokenizer as well."
             )
 
 
@@ -52,7 +52,7 @@ def companion_notes(reader: Reader) -> Iterator[str]:
     missing += [] if "generation_config.json" in files else ["generation_config.json"]
     if missing:
         hint = "" if files or not of_megatron(reader) else "; --reference names a directory that has them"
-        yield f"The source has no {' and no '.join(missing)}, and so the result has not{hint}."
+        yield f"Missing in the source, and so in the result: {', '.join(missing)}{hint}."
 
 
 def padding_notes(before: ModelShape, after: ModelShape) -> Iterator[str]:
@@ -108,7 +108,7 @@ def payload_notes(te: TeVersion, expert_ranks: int | None) -> Iterator[str]:
 def state_notes(change: StateChange) -> Iterator[str]:
     """Which scales of weights were not carried but made from the weights, and why."""
     if change.stale:
-        yield f"Weight amax of {len(change.stale)} modules was stale and is made from the weights anew."
+        yield f"The recorded weight amax of {len(change.stale)} modules was stale and is computed from the weights."
     if change.from_weights:
         yield (
             f"Weight scales of {len(change.from_weights)} modules come from the weights; their activations and "
@@ -119,8 +119,8 @@ def state_notes(change: StateChange) -> Iterator[str]:
 def code_notes(encodings: WeightEncodings) -> Iterator[str]:
     """That weights which were codes are values now, and how they become codes again."""
     yield (
-        f"{len(encodings.weights)} weights were FP8 codes, and are what they decode to. How they were coded is kept "
-        "beside them: `convert --to hf --precision fp8` gives the same codes again."
+        f"{len(encodings.weights)} weights were FP8 codes; the result has their decoded values. The scales are kept "
+        "beside them: `convert --to hf --precision fp8` writes the same codes again."
     )
 
 
@@ -128,25 +128,24 @@ def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator
     """Where the fixed input scales of an export are from: `recorded`, the FP8 state, or, where that is None, the scales
     that the source's codes came with. `file` is what --fp8-state names."""
     if file:
-        yield f"Input scales that the checkpoint has not recorded are those of {file}."
+        yield f"Input scales that the checkpoint has not recorded come from {file}."
     elif recorded:
         when = "" if recorded.iteration is None else f", iteration {recorded.iteration}"
         yield f"Input scales are those of the checkpoint's FP8 state ({recorded.producer}{when})."
     else:
-        yield "Input scales are those that the source's weights came with."
+        yield "Input scales are the fixed ones of the source's FP8 weights."
 
 
 def reencoding_notes(encodings: WeightEncodings, encoded: Iterable[str], changed: Mapping[str, float]) -> Iterator[str]:
     """What became of those weights that are `encoded` and were codes before; `changed` has, for each that could not
     keep its scales, how many of its codes are others."""
     again = encodings.weights.keys() & set(encoded)
-    yield f"{len(again) - len(changed)} of {len(again)} weights are the codes that they were, scale by scale."
+    yield f"{len(again) - len(changed)} of {len(again)} weights have the same codes and scales as before."
     if changed:
         total = sum(encodings.weights[name].rows * encodings.weights[name].columns for name in changed)
         number = sum(changed.values())
         worst = max(changed, key=lambda name: changed[name])
         yield (
-            f"{len(changed)} have blocks with new scales, as their values have changed since, their rows were put "
-            f"apart or other blocks were asked for: {number:,.0f} of {total:,} codes are others than under the old "
-            f"scales, most of them in {worst}."
+            f"{len(changed)} have blocks with new scales (their values have changed, their rows were split, or other "
+            f"blocks were asked for): {number:,.0f} of {total:,} codes differ, most of them in {worst}."
         )

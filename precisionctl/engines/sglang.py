@@ -173,10 +173,10 @@ ENGINE = Engine(
         ),
     ),
     cache={
-        "compressed-tensors": "takes keys and values by them",
-        "modelopt": "takes keys and values by them",
-        "fp8": "takes keys and values by them",
-        "mxfp8": "takes keys and values by them",
+        "compressed-tensors": "casts keys and values with them",
+        "modelopt": "casts keys and values with them",
+        "fp8": "casts keys and values with them",
+        "mxfp8": "casts keys and values with them",
     },
     latents=Rule(
         "it casts latents under a scale of 1, and multiplies what it reads of them by a scale that is stored",

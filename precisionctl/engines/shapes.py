@@ -73,9 +73,9 @@ class Served:
             return None
         high, wide = SQUARE if scheme == "block" else (1, 32)
         if columns % wide:
-            return f"shape {shape}, whose inputs are no multiple of {wide}"
+            return f"shape {shape}, whose inputs are not a multiple of {wide}"
         if any(rows % high for rows in parts) and (cut or not self._may_be_ragged(linear, parts, ragged)):
-            return f"shape {shape}, whose outputs are no multiple of {high}"
+            return f"shape {shape}, whose outputs are not a multiple of {high}"
         return None
 
     def _may_be_ragged(self, linear: str, parts: list[int], ragged: Ragged) -> bool:

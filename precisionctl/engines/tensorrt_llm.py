@@ -10,7 +10,7 @@ from precisionctl.engines.demands import classes_in_several_groups, said_twice_d
 from precisionctl.engines.ignoring import Ignoring, by_glob, by_name_or_regex
 from precisionctl.engines.rule import Demand, Rule
 
-_TOLD = "makes its cache FP8 when it is told, under a scale of 1: it reads the scales for an NVFP4 cache alone"
+_TOLD = "switches its cache to FP8 if told to, with scale 1: it reads the scales only for an NVFP4 cache"
 
 ENGINE = Engine(
     name="tensorrt-llm",
@@ -106,7 +106,7 @@ ENGINE = Engine(
         ),
     ),
     cache={
-        "modelopt": "makes its cache FP8 by itself, under a scale of 1: it reads the scales for an NVFP4 cache alone",
+        "modelopt": "switches its cache to FP8 by itself, with scale 1: it reads the scales only for an NVFP4 cache",
         "mxfp8": _TOLD,
         "fp8": _TOLD,
     },

@@ -180,9 +180,9 @@ ENGINE = Engine(
         ),
     ),
     cache={
-        "compressed-tensors": "takes keys and values by them, and makes its cache FP8 by itself",
-        "modelopt": "takes keys and values by them, and makes its cache FP8 by itself",
-        "fp8": "takes keys and values by them once it is told that its cache is FP8",
+        "compressed-tensors": "casts keys and values with them, and switches its cache to FP8 by itself",
+        "modelopt": "casts keys and values with them, and switches its cache to FP8 by itself",
+        "fp8": "casts keys and values with them if it is started with an FP8 cache",
     },
     latents=Rule(
         "it casts latents under a scale of 1: its loader brings the scale to `self_attn.attn`, which is not there",

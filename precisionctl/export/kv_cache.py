@@ -94,7 +94,7 @@ def with_cache(made: Export, method: QuantMethod, scales: Mapping[str, CacheScal
 def notes(engine: Engine, method: QuantMethod, states: Fp8States | None) -> Iterator[str]:
     """Tell where the scales are from, and what the engine does with them."""
     known = states and any(role in state.roles for state in states.modules.values() for role in CACHE)
-    yield f"KV cache: {'recorded' if known else 'the source came with'} scales of keys after rotary, and of values."
+    yield f"KV cache: scales of keys (after rotary) and values, {'as recorded' if known else 'from the source'}."
     yield f"{engine.title} {engine.cache[method.name]}."
 
 
@@ -102,7 +102,7 @@ def left_out(encodings: WeightEncodings | None, plan: Plan) -> Iterator[str]:
     """Tell that the source has such scales and the result will not."""
     places = _places(encodings)
     if any(_stored(encodings, places.get(stem, [])) for stem in _attentions(plan)):
-        yield "The scales of a KV cache that the source has stay behind; --kv-cache fp8 takes them along."
+        yield "The source's scales of a KV cache are left out; --kv-cache fp8 takes them along."
 
 
 def stored_scales(encodings: WeightEncodings | None, plan: Plan) -> dict[str, CacheScale]:

@@ -34,7 +34,7 @@ def refused_error(refused: Mapping[str, str], scheme: Scheme) -> PrecisionError:
     name, what = next(iter(refused.items()))
     others = "--scheme static or dynamic, which have no blocks; or " if scheme == "block" else ""
     return PrecisionError(
-        f"{len(refused)} weights have shapes that are refused, the first is `{name}`: {what}",
+        f"{len(refused)} weights have shapes that the engine refuses, the first is `{name}`: {what}",
         do=f"Choose {others}--keep-misfits, which leaves them in BF16 with what is computed with them; or name modules "
         "in keep_bf16 of a --recipe.",
     )

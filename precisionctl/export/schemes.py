@@ -37,7 +37,7 @@ def best_scheme(
     if "static" in schemes:
         try:
             input_scales(states, jobs)
-            return "static", "every input has been recorded, so the engine need not look at them first"
+            return "static", "the FP8 state has an amax for every input, so input scales are fixed"
         except MissingFp8State as missing:
             why = f"{missing.what}; for static input scales, record them with `precisionctl calibrate`"
     for scheme in schemes:

@@ -45,7 +45,7 @@ def planned(plan: Planned) -> list[str]:
     ]
     if not ahead.fits:
         lines.append(f"It does not fit. {would_fit(ahead)}")
-    return [*lines, "Nothing was begun."]
+    return [*lines, "Nothing was started."]
 
 
 def precision(started: Started | Planned) -> str:
@@ -92,14 +92,14 @@ def ending(finished: Finished) -> list[str]:
     why = "the time limit" if finished.stopped == "time limit" else finished.stopped.name
     return [
         f"Stopped by {why} at step {finished.step}; {finished.checkpoint} holds it.",
-        "The same command goes on from there.",
+        "The same command continues from there.",
     ]
 
 
 def calibrated(made: Calibrated) -> list[str]:
     """What was recorded, by role, and what to do with it."""
     if made.signal:
-        return [f"Stopped by {made.signal.name}.", "The same command goes on from there."]
+        return [f"Stopped by {made.signal.name}.", "The same command continues from there."]
     recorded = Counter(
         role for state in made.states.modules.values() for role, part in state.roles.items() if part.recorded
     )

@@ -168,7 +168,7 @@ def together() -> Iterator[Ranks]:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise EnvironmentProblem(
                 f"another rank has ended without a word: {str(error).splitlines()[0]}",
-                do="Was it killed? The same command goes on from the newest checkpoint.",
+                do="Was it killed? The same command continues from the newest checkpoint.",
             ) from error
         raise
 
