@@ -12,8 +12,8 @@ from many_ranks import FOLDER, MOE, at_step
 from training import make_source, make_text, settings
 
 from precisionctl.trainer import resume as trainer
-from precisionctl.trainer.loop import Run
 from precisionctl.trainer.parallel.world import local
+from precisionctl.trainer.run import Run
 
 HANDED = {"all_reduce": 0, "all_to_all_single": 1, "all_gather": 1, "all_gather_into_tensor": 1}
 """Collectives, and which of their arguments this rank hands over."""

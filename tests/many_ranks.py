@@ -23,7 +23,7 @@ from precisionctl.cli import main
 from precisionctl.errors import DiskProblem
 from precisionctl.trainer import resume as trainer
 from precisionctl.trainer.backends.base import fp8_linears
-from precisionctl.trainer.loop import Run
+from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved import saving
 from precisionctl.trainer.saved.saving import Saver
 

@@ -24,11 +24,11 @@ from precisionctl.errors import CheckpointError, DamagedCheckpoint, MissingTenso
 from precisionctl.recipe import load_recipe
 from precisionctl.reports.run import beginning
 from precisionctl.trainer.data.rows import EvenCut, Rows
-from precisionctl.trainer.loop import Run
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.optimizer.megatron_schedule import read_schedule
+from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved import state
 
 ROWS = Rows(np.zeros(2, np.int32), None, EvenCut(1, 1), padding=0, largest=0, digest="")

@@ -19,8 +19,8 @@ from precisionctl.fp8 import sidecar
 from precisionctl.reports.compare import compare
 from precisionctl.reports.run import warnings
 from precisionctl.trainer import resume as trainer
-from precisionctl.trainer.loop import Run
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
+from precisionctl.trainer.run import Run
 
 
 @pytest.fixture(scope="module")

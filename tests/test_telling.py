@@ -24,11 +24,11 @@ from precisionctl.trainer import resume as trainer
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import batch as batches
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
-from precisionctl.trainer.loop import Run
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.resume import resume
+from precisionctl.trainer.run import Run
 
 broken = broken_steps  # a fixture
 make_tensor = torch.tensor

@@ -20,7 +20,8 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import Batch
 from precisionctl.trainer.jump import Jump
-from precisionctl.trainer.loop import Run, held_out_loss, passes
+from precisionctl.trainer.loop import held_out_loss, passes
+from precisionctl.trainer.run import Run
 from precisionctl.trainer.shadow import Decision, Shadow, liken
 
 

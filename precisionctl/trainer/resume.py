@@ -29,7 +29,7 @@ from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.jump import Jump, read_jump, write_jump
-from precisionctl.trainer.loop import Run, train
+from precisionctl.trainer.loop import train
 from precisionctl.trainer.measure.metrics import MetricsLog
 from precisionctl.trainer.measure.preflight import require_memory
 from precisionctl.trainer.model.gpt import GPT
@@ -38,6 +38,7 @@ from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.parallel import shares
 from precisionctl.trainer.parallel.world import World, together, world
+from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved import parts, run_folder, state
 from precisionctl.trainer.saved.parts import Load, Part
 from precisionctl.trainer.saved.saving import Saver

@@ -30,8 +30,9 @@ from precisionctl.fp8.numerics import amax, change_recipe
 from precisionctl.fp8.state import IN_USE, DelayedScaling, Fp8State, Fp8States, Role
 from precisionctl.trainer.backends.base import Fp8Linear, fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
-from precisionctl.trainer.loop import Run, backward
+from precisionctl.trainer.loop import backward
 from precisionctl.trainer.parallel.world import local
+from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.state import COLLECTED
 
 Source = Literal[

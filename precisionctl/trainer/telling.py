@@ -3,15 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from precisionctl.trainer.measure.meter import Metered
 from precisionctl.trainer.measure.metrics import MetricsLog, StepMetrics
+from precisionctl.trainer.run import Run
 from precisionctl.trainer.shadow import Shadow
 from precisionctl.trainer.transfers import Coming, Moment
-
-if TYPE_CHECKING:
-    from precisionctl.trainer.loop import Run
 
 OnStep = Callable[[StepMetrics], None]
 
@@ -37,7 +34,7 @@ class Told:
     it: so it never waits for its host to have read what it did. Nobody else knows less for that: where a step is to be
     saved or judged, its numbers are waited for."""
 
-    def __init__(self, run: "Run", log: MetricsLog | None, on_step: OnStep) -> None:
+    def __init__(self, run: Run, log: MetricsLog | None, on_step: OnStep) -> None:
         self._run, self._log, self._on_step = run, log, on_step
         self._waiting: Update | None = None
 
@@ -77,6 +74,6 @@ class Told:
         return loss
 
 
-def is_told_late(run: "Run") -> bool:
+def is_told_late(run: Run) -> bool:
     """Whether a step is told of when the next one is under way. A guard judges each before the next."""
     return run.device.type == "cuda" and run.guard is None

@@ -9,8 +9,8 @@ import torch
 from training import contents, losses, make_place, settings
 
 from precisionctl.trainer import loop, telling
-from precisionctl.trainer.loop import Run
 from precisionctl.trainer.resume import resume
+from precisionctl.trainer.run import Run
 
 pytestmark = pytest.mark.usefixtures("same_order")
 

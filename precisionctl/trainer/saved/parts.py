@@ -10,8 +10,8 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, RecipeError
-from precisionctl.trainer.loop import Run
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule
+from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved import state
 from precisionctl.trainer.saved.run_folder import Saved, read_saved
 

@@ -30,8 +30,8 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.trainer.backends.base import fp8_linears
-from precisionctl.trainer.loop import Run
 from precisionctl.trainer.optimizer.adamw import KINDS
+from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.run_folder import Saved, prune, sign
 from precisionctl.trainer.saved.state import COLLECTED, OPTIMIZER, RNG
 

@@ -23,8 +23,8 @@ from precisionctl.planning import checks
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.loop import Run
 from precisionctl.trainer.optimizer.adamw import KINDS
+from precisionctl.trainer.run import Run
 
 COLLECTED = "collected in BF16 training"
 """The producer of a state that a BF16 run recorded."""
