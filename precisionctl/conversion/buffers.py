@@ -48,8 +48,8 @@ def _view(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int) -> Tensor
     return buffer[:size].view(dtype).view(rows, columns)
 
 
-_FIT = 17
-"""Bytes that a Fit holds for each block of a tensor: amax, candidate, misfit and scale in FP32, and whether it fits."""
+_BLOCK = 17
+"""Bytes that BlockScales hold for each block: amax, candidate, misfit and scale in FP32, and whether it fits."""
 
 
 def worker_memory(plan: Plan) -> int:
@@ -58,7 +58,7 @@ def worker_memory(plan: Plan) -> int:
     and where it encodes, what a piece becomes on the way there and back, and the grids of scales."""
     rows = [spec.columns * max(WIDEST, spec.dtype.itemsize) for spec in plan.targets.values()]
     computed = [2 * WIDEST * _elements(job, plan) for job in plan.jobs if plan.computes(job)]
-    encoded = [6 * BUFFER + _FIT * _blocks(job, plan) for job in plan.jobs if job.encode]
+    encoded = [6 * BUFFER + _BLOCK * _blocks(job, plan) for job in plan.jobs if job.encode]
     return 3 * max(BUFFER, *rows) + WIDEST * numerics.PIECE + max(computed, default=0) + max(encoded, default=0)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from precisionctl.conversion.buffers import Buffers
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
-from precisionctl.fp8.blocks import Fit, share
+from precisionctl.fp8.blocks import BlockScales, share
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.planning.encode import Encode
@@ -42,9 +42,9 @@ class Encoder:
         Returns, by name of each tensor that could not keep all the scales it had, how many of its codes are others
         now. Raises PrecisionError for an infinite weight.
         """
-        fits = self._seen(encode, pieces)
-        made = {name: self._made(fit, encode.weight_scales[name], encode.power_of_2) for name, fit in fits.items()}
-        changed = dict.fromkeys((name for name, fit in fits.items() if fit.carried and not fit.fits.all()), 0.0)
+        seen = self._seen(encode, pieces)
+        made = {name: self._made(found, encode.weight_scales[name], encode.power_of_2) for name, found in seen.items()}
+        changed = dict.fromkeys((name for name, found in seen.items() if found.carried and not found.fits.all()), 0.0)
         for name, row, values in pieces():
             if name not in encode.blocks:
                 self.put_values(name, row, values)
@@ -53,35 +53,35 @@ class Encoder:
             codes = self._buffers.to_write(encoding.dtype, *values.shape)
             encoding.encode_rows(values, row if name in made else 0, codes, self._buffers.scratch)
             if name in changed:
-                changed[name] += fits[name].changed(values, codes, row)
+                changed[name] += seen[name].changed(values, codes, row)
             self._put(name, row, codes)
         self.put_input_scales(encode)
         return changed
 
-    def _seen(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> dict[str, Fit]:
+    def _seen(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> dict[str, BlockScales]:
         """The first pass: what the scales of each tensor must be, but of those whose rows have one each."""
-        fits = {
-            name: Fit(spec.rows, spec.columns, block, spec.dtype, self._carried.get(name))
+        seen = {
+            name: BlockScales(spec.rows, spec.columns, block, spec.dtype, self._carried.get(name))
             for name, block in encode.blocks.items()
             if (spec := self._specs[name]) and not self._is_by_row(name, encode)
         }
-        for name, row, values in pieces() if fits else ():
-            if name in fits:
-                fits[name].see(values, row, self._buffers.scratch)
-        for name, fit in fits.items():
-            _check_finite(name, fit.amax)
+        for name, row, values in pieces() if seen else ():
+            if name in seen:
+                seen[name].see(values, row, self._buffers.scratch)
+        for name, found in seen.items():
+            _check_finite(name, found.amax)
         if encode.shared:
-            share([*fits.values(), *self._alongside(encode)])
-        return fits
+            share([*seen.values(), *self._alongside(encode)])
+        return seen
 
-    def _alongside(self, encode: Encode) -> Iterator[Fit]:
+    def _alongside(self, encode: Encode) -> Iterator[BlockScales]:
         """What the weights that share the scale, and that other jobs encode, say of it."""
         for name, source in encode.alongside.items():
             spec = self._specs[name]
-            fit = Fit(spec.rows, spec.columns, (spec.rows, spec.columns), spec.dtype, self._carried.get(name))
+            found = BlockScales(spec.rows, spec.columns, (spec.rows, spec.columns), spec.dtype, self._carried.get(name))
             for row, values in self._read(source, 0, spec.rows):
-                fit.see(values, row, self._buffers.scratch)
-            yield fit
+                found.see(values, row, self._buffers.scratch)
+            yield found
 
     def _is_by_row(self, name: str, encode: Encode) -> bool:
         """Whether each row has a scale of its own, FP32 and none that is carried."""
@@ -89,11 +89,11 @@ class Encoder:
         fp32 = self._specs[encode.weight_scales[name]].dtype == torch.float32
         return of_a_row and fp32 and name not in self._carried
 
-    def _made(self, fit: Fit, scales: str, power_of_2: bool) -> Encoding:
+    def _made(self, found: BlockScales, scales: str, power_of_2: bool) -> Encoding:
         """How to encode, after one pass; the scales are written."""
         spec = self._specs[scales]
         exponents = spec.dtype == torch.uint8
-        encoding = fit.encoding(torch.float8_e8m0fnu if exponents else spec.dtype, power_of_2=power_of_2)
+        encoding = found.encoding(torch.float8_e8m0fnu if exponents else spec.dtype, power_of_2=power_of_2)
         self.put_scales(scales, encoding.scale_inv)
         return encoding
 

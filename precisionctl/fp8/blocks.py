@@ -1,4 +1,4 @@
-"""Fit: what one pass over a tensor tells of the scales of its blocks, so that a second one can encode it.
+"""BlockScales: one pass over a tensor finds the scales of its blocks, so that a second one can encode it.
 
 A carried scale is kept where it gives back every value of its block: then the values are codes of old, and are the
 same codes again. Elsewhere they have changed since, and the block gets the scale that its amax asks for.
@@ -13,10 +13,13 @@ from precisionctl.fp8 import numerics
 from precisionctl.fp8.encoding import Encoding, grid_shape
 
 
-class Fit:
-    """Of a tensor `[rows, columns]` in blocks of a size, for codes of a dtype.
+class BlockScales:
+    """The scales of a tensor `[rows, columns]` in blocks of a size, for codes of a dtype: show it all rows (`see`),
+    then take its `encoding`.
 
-    `carried` is how its values were coded before, in blocks of any size; None where that is not known.
+    `carried` is how its values were coded before, in blocks of any size; None where that is not known. By block, all
+    FP32 but the last: `amax`, the largest magnitude seen; `candidate`, the carried scale_inv, NaN or 0 where there is
+    none; and `fits`, whether every value seen is a code's under it.
     """
 
     def __init__(
@@ -85,10 +88,10 @@ class Fit:
         return Encoding(self.dtype, grid.to(dtype), self.block)
 
 
-def share(fits: Sequence[Fit]) -> None:
+def share(tensors: Sequence[BlockScales]) -> None:
     """Make one scale of those of several tensors, each a block of its own: the carried one where it fits all."""
-    amax = torch.stack([fit.amax for fit in fits]).amax(0)
-    same = all(torch.equal(fit.candidate, fits[0].candidate) for fit in fits)
-    all_fit = torch.stack([fit.fits for fit in fits]).all(0) & same
-    for fit in fits:
-        fit.amax, fit.fits = amax, all_fit
+    amax = torch.stack([tensor.amax for tensor in tensors]).amax(0)
+    same = all(torch.equal(tensor.candidate, tensors[0].candidate) for tensor in tensors)
+    fits = torch.stack([tensor.fits for tensor in tensors]).all(0) & same
+    for tensor in tensors:
+        tensor.amax, tensor.fits = amax, fits
