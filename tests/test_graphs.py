@@ -1,6 +1,7 @@
 """Runs that cannot have their layers captured as CUDA graphs are told why, before anything is loaded."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,13 @@ from precisionctl.errors import EnvironmentProblem, RecipeError
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Data, Recipe, Train
 from precisionctl.trainer.data import Blend, Rows, load_data
-from precisionctl.trainer.graphs import check
+from precisionctl.trainer.graphs import check, check_rows
 from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.parallel.world import ALONE, World
 from precisionctl.trainer.resume import resume
 
 GRAPHED = Recipe(PRESETS["fp8-delayed"], Train(graphs=True))
 CONVERSATION = {"messages": [{"role": role, "content": WORDS[3]} for role in ("user", "assistant")]}
-
-
-class Cut(World):
-    cuts = True
-
-    def __repr__(self) -> str:  # in the names of tests, which every process must call the same
-        return "a cut world"
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +44,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows | Blend]:
     ("changes", "reason"),
     [
         ({"backend": "emulated"}, "this run is emulated"),
-        ({"world": Cut()}, "ranks put parameters together"),
+        ({"ranks": 2}, "ranks put parameters together"),
         ({"family": "mixtral"}, "how large an expert's GEMM is"),
         ({"train": {"recompute": "layer"}}, "train.recompute computes"),
         ({"rows": "conversations"}, "another shape in each pass"),
         ({"rows": "both"}, "another shape in each pass"),
         ({}, None),
         ({"rows": "texts"}, None),
-        ({"train": {"graphs": False, "recompute": "layer"}, "world": Cut(), "backend": "emulated"}, None),
+        ({"train": {"graphs": False, "recompute": "layer"}, "ranks": 2, "backend": "emulated"}, None),
     ],
     ids=str,
 )
@@ -67,12 +60,9 @@ def test_a_run_is_refused_with_the_reason(
 ) -> None:
     recipe = replace(GRAPHED, train=replace(GRAPHED.train, **changes.get("train", {})))
     model, data = shape(changes.get("family", "llama-3")), rows[changes.get("rows", "text")]
-    asked = recipe, model, changes.get("backend", "te"), changes.get("world", ALONE), data
-    if reason is None:
-        check(*asked)
-        return
-    with pytest.raises(RecipeError, match=reason):
-        check(*asked)
+    with pytest.raises(RecipeError, match=reason) if reason else nullcontext():
+        check(recipe, model, changes.get("backend", "te"), changes.get("ranks", 1))
+        check_rows(recipe, data)
 
 
 def test_resume_says_so_and_the_emulation_captures_none(tmp_path: Path) -> None:

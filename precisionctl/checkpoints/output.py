@@ -60,6 +60,11 @@ class Output:
         self.journal.unlink(missing_ok=True)
 
 
+def directory_above(path: Path) -> Path:
+    """The nearest directory that is there, above where something is to be."""
+    return next(parent for parent in path.absolute().parents if parent.is_dir())
+
+
 def sync(path: Path) -> None:
     """Wait until a file or directory is on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -65,14 +65,14 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     from precisionctl import console
     from precisionctl.reports import run as report
     from precisionctl.trainer import resume as trainer
-    from precisionctl.trainer.dry_run import plan_run
+    from precisionctl.trainer.dry_run import dry_run as look
     from precisionctl.trainer.measure.metrics import StepMetrics
     from precisionctl.trainer.settings import Settings
 
     settings = Settings(overrides=(*megatron, *overrides), **what)
     if dry_run:
-        plan = plan_run(settings)
-        console.show_lines(report.planned(plan) if plan.speaks else [])
+        dry = look(settings)
+        console.show_lines(report.dry_run(dry) if dry.speaks else [])
         return
     with console.RunView() as view:
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.output import directory_above
 from precisionctl.conversion.buffers import BUFFER, worker_memory
 from precisionctl.fp8 import numerics
 from precisionctl.planning.plan import Plan
@@ -32,15 +33,11 @@ def estimate(plan: Plan, reader: Reader, destination: Path, workers: int) -> Est
     """Estimate memory from the plan, and time from a probe: a little is copied from the source to where the result will
     be, and a little encoded."""
     memory = workers * worker_memory(plan)
-    rate = _copy_rate(reader, _existing(destination))
+    rate = _copy_rate(reader, directory_above(destination))
     if rate is None:
         return Estimate(memory, None)
     codes = sum(plan.job_bytes(job) for job in plan.jobs if job.encode)
     return Estimate(memory, plan.nbytes / rate + (codes / (_encode_rate() * workers) if codes else 0.0))
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in path.absolute().parents if parent.is_dir())
 
 
 def _copy_rate(reader: Reader, directory: Path) -> float | None:

@@ -7,10 +7,12 @@ from precisionctl.calibration.calibrate import Calibrated
 from precisionctl.fp8.state import Role
 from precisionctl.fp8.statistics import NAMES
 from precisionctl.reports.table import percent, size
-from precisionctl.trainer.dry_run import Planned
+from precisionctl.trainer.dry_run import DryRun
 from precisionctl.trainer.measure.metrics import StepMetrics
 from precisionctl.trainer.measure.preflight import would_fit
 from precisionctl.trainer.resume import Finished, Started
+from precisionctl.trainer.run_plan import RunPlan
+from precisionctl.trainer.saved.room import Room
 from precisionctl.trainer.shadow import Shadow
 from precisionctl.trainer.start import Source
 
@@ -25,18 +27,18 @@ def beginning(started: Started) -> list[str]:
     ]
     if started.fp8:
         lines.append(f"FP8 state: {fp8_sources(started.fp8)}")
-    return [*lines, *started.notes]
+    return [*lines, *_disk(started.room), *started.notes]
 
 
-def planned(plan: Planned) -> list[str]:
+def dry_run(dry: DryRun) -> list[str]:
     """What a run would do and take."""
-    ahead, train = plan.ahead, plan.recipe.train
-    how = "goes on" if plan.going_on else "full" if plan.load == "full" else "weights only"
+    plan, ahead, train = dry.plan, dry.ahead, dry.plan.recipe.train
+    how = "goes on" if dry.going_on else "full" if plan.load == "full" else "weights only"
     several = f", {ahead.ranks} ranks" if ahead.ranks > 1 else ""
     memory = {key: size(value) for key, value in vars(ahead.memory).items()}
     rows = f"{train.batch_size} rows of {plan.recipe.data.sequence_length}, {train.micro_batch_size} in a pass"
     lines = [
-        f"{precision(plan)} in {plan.out}: from step {plan.step} to {train.steps}, {how}, "
+        f"{precision(plan)} in {plan.out}: from step {dry.step} to {train.steps}, {how}, "
         f"{plan.backend} backend{several}",
         f"Model: {ahead.parameters:,} parameters",
         f"An update: {rows}; {ahead.tokens:,} tokens, {ahead.flops / 1e12:,.4g} TFLOP",
@@ -45,10 +47,22 @@ def planned(plan: Planned) -> list[str]:
     ]
     if not ahead.fits:
         lines.append(f"It does not fit. {would_fit(ahead)}")
-    return [*lines, "Nothing was started."]
+    return [*lines, *_disk(dry.room), "Nothing was started."]
 
 
-def precision(started: Started | Planned) -> str:
+def _disk(room: Room) -> list[str]:
+    """What checkpoints take, of a run that will write some."""
+    if not room.more:
+        return []
+    lines = [f"Disk: a checkpoint takes {size(room.each)}, and {size(room.free)} are free"]
+    if room.each > room.free:
+        lines.append("It does not fit. Make room, or choose another --out.")
+    elif not room.holds_all:
+        lines.append(f"  {room.more} more at a time (train.keep and the one that is written) do not fit: make room")
+    return lines
+
+
+def precision(started: Started | RunPlan) -> str:
     """In a few words, as a panel's title."""
     chosen = started.recipe.precision
     return f"FP8, {NAMES[chosen.scaling]} scaling" if chosen.fp8 else "BF16"

@@ -3,46 +3,55 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.planning.make_plan import make_plan
-from precisionctl.recipe import Recipe
-from precisionctl.trainer.backends.choose import BackendName, choose_backend
+from precisionctl.trainer.data.rows import check_there
+from precisionctl.trainer.data.tokenizer import load_tokenizer
 from precisionctl.trainer.measure.preflight import Preflight, look_ahead
-from precisionctl.trainer.parallel import shares
-from precisionctl.trainer.parallel.world import check, together
+from precisionctl.trainer.parallel.world import together
+from precisionctl.trainer.run_plan import RunPlan, plan_run
 from precisionctl.trainer.saved import parts, run_folder
-from precisionctl.trainer.saved.parts import Load
-from precisionctl.trainer.settings import Settings, check_length, read_recipe
+from precisionctl.trainer.saved.room import Room, room_of
+from precisionctl.trainer.settings import Settings, read_recipe
 
 
 @dataclass(frozen=True)
-class Planned:
+class DryRun:
     """What a run would be. `going_on` where its folder has an iteration already, at `step`. Of several ranks the first
     one `speaks`."""
 
-    recipe: Recipe
-    out: Path
+    plan: RunPlan
     step: int
     going_on: bool
-    load: Load
-    backend: BackendName
     ahead: Preflight
+    room: Room
     speaks: bool
 
 
-def plan_run(settings: Settings) -> Planned:
-    """Raises what `resume` would before its first step, but for what data and tensors are to blame."""
+def dry_run(settings: Settings) -> DryRun:
+    """Raises what `resume` would before its first step, but for what is in the data and in tensors."""
     with together() as ranks:
-        recipe = read_recipe(settings)
-        check(ranks.count, recipe)
-        source = open_checkpoint(settings.checkpoint)
-        load, skipped = parts.left(source, settings.load, settings.skip)
-        model = make_plan(source, "megatron").model
-        check_length(recipe, model)
-        backend = choose_backend(settings.backend, recipe.precision)
-        shares.check(model, recipe.parallel)
-        here = run_folder.newest(settings.folder) if settings.folder.is_dir() else None
-        begins_at = 0 if "schedule" in skipped else source.iteration or 0
-        step = begins_at if here is None else here.iteration or 0
-        ahead = look_ahead(model, recipe, backend, ranks.count)
-        return Planned(recipe, settings.folder, step, here is not None, load, backend, ahead, ranks.first)
+        plan = plan_run(settings, read_recipe(settings), ranks.count)
+        _check_data(plan)
+        saved = _going_on(plan)
+        steps = plan.recipe.train.steps
+        step = saved.step if saved else parts.first_step(plan.source, plan.skipped, steps)
+        ahead = look_ahead(plan.model, plan.recipe, plan.backend, ranks.count)
+        room = room_of(plan.source, plan.recipe.train, plan.out)
+        return DryRun(plan, step, saved is not None, ahead, room, ranks.first)
+
+
+def _check_data(plan: RunPlan) -> None:
+    """Raise DataError for a checkpoint without a tokenizer, and for data that is not there."""
+    tokenizer = load_tokenizer(plan.source.companions)
+    for data in filter(None, (plan.recipe.data, plan.held_out)):
+        for path in [share.path for share in data.blend] or [data.path]:
+            check_there(Path(path), tokenizer)
+
+
+def _going_on(plan: RunPlan) -> run_folder.Saved | None:
+    """The run that is in the folder. Raises OutputError where that is another one, as far as can be told without its
+    data."""
+    newest = run_folder.newest(plan.out)
+    saved = run_folder.read_saved(newest) if newest else None
+    if saved:
+        run_folder.check_same(saved, plan.identity_with(saved.identity["data"]), plan.out)
+    return saved

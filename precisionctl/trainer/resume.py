@@ -11,21 +11,16 @@ from typing import Any
 
 import torch
 
-from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.lock import lock
 from precisionctl.checkpoints.megatron.keys import directory_name
-from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import OutputError
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.carry import read_state
-from precisionctl.fp8.state import Fp8States, Role
-from precisionctl.planning.make_plan import make_plan
-from precisionctl.planning.plan import Plan, check_fp8_gemms
-from precisionctl.recipe import Recipe
+from precisionctl.fp8.state import Role
+from precisionctl.recipe import Data, Recipe
 from precisionctl.trainer import graphs
-from precisionctl.trainer.backends.choose import BackendName, choose_backend
+from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.data import Blend, OnTokens, Rows
 from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.jump import Jump, read_jump, write_jump
@@ -35,14 +30,14 @@ from precisionctl.trainer.measure.preflight import require_memory
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW, RunOptimizer
 from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
-from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
-from precisionctl.trainer.parallel import shares
 from precisionctl.trainer.parallel.world import World, together, world
 from precisionctl.trainer.run import Run
+from precisionctl.trainer.run_plan import RunPlan, plan_run
 from precisionctl.trainer.saved import parts, run_folder, state
 from precisionctl.trainer.saved.parts import Load, Part
+from precisionctl.trainer.saved.room import Room, require_room
 from precisionctl.trainer.saved.saving import Saver
-from precisionctl.trainer.settings import Settings, check_length, is_guarded, read_recipe, read_rows
+from precisionctl.trainer.settings import Settings, is_guarded, read_recipe, read_rows
 from precisionctl.trainer.skips import Skips
 from precisionctl.trainer.start import Fp8Start, Source, go_on_fp8, start_collecting, start_fp8
 from precisionctl.trainer.stopping import Stop
@@ -60,6 +55,7 @@ class Started:
     load: Load
     left: frozenset[Part]
     backend: BackendName
+    room: Room
     fp8: Mapping[Source, Mapping[Role, int]]
     notes: tuple[str, ...]
 
@@ -92,79 +88,47 @@ def resume(
     until = time.monotonic() + limit
     with together() as ranks:
         recipe = read_recipe(settings)
-        out = settings.folder
-        with world(ranks, recipe) as here, _locked(out, settings.checkpoint, here):
-            setup = _prepare(settings, recipe, here, out, on_tokens)
-            while isinstance(ended := _attempt(setup, on_start, on_step, until), Jump):
-                gc.collect()  # the model before it builds another one
-                if here.first:
-                    write_jump(out, ended)
-                here.meet()
-            return ended
+        with world(ranks, recipe) as here:
+            plan = plan_run(settings, recipe, ranks.count)
+            with _locked(plan.out, here):
+                setup = _prepare(plan, here, on_tokens)
+                while isinstance(ended := _attempt(setup, on_start, on_step, until), Jump):
+                    gc.collect()  # the model before it builds another one
+                    if here.first:
+                        write_jump(plan.out, ended)
+                    here.meet()
+                return ended
 
 
 @dataclass(frozen=True)
-class _Setup:
-    """All of a run but how far it has come. `load` and `skipped` say what is taken from the `source`, `plan` how its
-    tensors become the model's. `identity` tells this run from others; `given` is the FP8 state of the file that the
-    command names, `memory` what there is to tell of the memory it will take."""
+class _Setup(RunPlan):
+    """All of a run but how far it has come. `identity` tells it from others; `memory` is what there is to tell of the
+    memory that it will take."""
 
-    settings: Settings
-    recipe: Recipe
     world: World
-    out: Path
-    source: Reader
-    plan: Plan
-    load: Load
-    skipped: frozenset[Part]
-    schedule: MegatronSchedule | None
     rows: Rows | Blend
-    held_out: Rows | Blend | None
+    held: Rows | Blend | None
     identity: Mapping[str, Any]
-    backend: BackendName
-    given: Fp8States | None
     memory: tuple[str, ...]
+    room: Room
 
 
-def _prepare(settings: Settings, recipe: Recipe, world: World, out: Path, on_tokens: OnTokens) -> _Setup:
-    """Read and check all that can be without building the model. Raises what reading raises, RecipeError for a recipe
-    that does not fit the model, and EnvironmentProblem where the run does not fit into memory."""
-    source = open_checkpoint(settings.checkpoint)
-    load, skipped = parts.left(source, settings.load, settings.skip)
-    schedule = parts.schedule_of(source, skipped, settings.overrides)
-    plan = make_plan(source, "megatron")
-    backend = choose_backend(settings.backend, recipe.precision)
-    check_length(recipe, plan.model)
-    shares.check(plan.model, recipe.parallel)
-    memory = require_memory(plan.model, recipe, backend, world)
-    rows = read_rows(source, recipe.data, out / "tokens", on_tokens)
-    beside = replace(recipe.data, path=recipe.data.held_out, blend=(), packing=False)
-    held_out = read_rows(source, beside, out / "tokens", on_tokens) if beside.path else None
-    rows = rows.shared_by(recipe.parallel.token_ranks)
-    held_out = held_out and held_out.shared_by(recipe.parallel.token_ranks)
-    graphs.check(recipe, plan.model, backend, world, rows)
-    start = dict(settings.start) | ({"schedule": "the checkpoint's"} if schedule else {})
-    identity = run_folder.identity(source, rows.fingerprint, recipe, load=load, **start)
-    if settings.collect_amax:
-        check_fp8_gemms(plan, replace(recipe.precision, fp8=True).of_layers(plan.model.num_layers))
-    given = read_state(settings.fp8_state, plan.gemms) if settings.fp8_state else None
-    return _Setup(
-        settings,
-        recipe,
-        world,
-        out,
-        source,
-        plan,
-        load,
-        skipped,
-        schedule,
-        rows,
-        held_out,
-        identity,
-        backend,
-        given,
-        tuple(memory),
-    )
+def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
+    """Read the data. Raises what that raises, and EnvironmentProblem and DiskProblem where the run has no room in
+    memory and its checkpoints none on the disk."""
+    recipe, source = plan.recipe, plan.source
+    memory = require_memory(plan.model, recipe, plan.backend, world)
+    require_room(source, recipe.train, plan.out)  # before tokens are made, which may take long
+
+    def read(data: Data) -> Rows | Blend:
+        return read_rows(source, data, plan.out / "tokens", on_tokens).shared_by(recipe.parallel.token_ranks)
+
+    rows = read(recipe.data)
+    graphs.check_rows(recipe, rows)
+    held_out = read(plan.held_out) if plan.held_out else None
+    room = require_room(source, recipe.train, plan.out)  # beside them
+    identity = plan.identity_with(rows.fingerprint)
+    return _Setup(**vars(plan), world=world, rows=rows, held=held_out, identity=identity, memory=memory, room=room)
 
 
 def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep, until: float) -> Finished | Jump:
@@ -178,7 +142,19 @@ def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep
         if log:
             told = (jump.words,) if jump else ()
             notes = (*told, *setup.memory, *_notes(setup, run), *setup.rows.notes, *log.notes, *fp8.notes)
-            on_start(Started(setup.recipe, out, run.step, setup.load, setup.skipped, setup.backend, fp8.counts, notes))
+            on_start(
+                Started(
+                    setup.recipe,
+                    out,
+                    run.step,
+                    setup.load,
+                    setup.skipped,
+                    setup.backend,
+                    setup.room,
+                    fp8.counts,
+                    notes,
+                )
+            )
         saver = Saver(run, out, setup.identity, source.companions, fp8.carried, weight_encodings(source))
         ended = train(run, log, saver, on_step, until)
     if isinstance(ended, Jump):
@@ -197,14 +173,8 @@ def _log(out: Path, run: Run) -> Iterator[MetricsLog | None]:
 
 
 @contextmanager
-def _locked(out: Path, checkpoint: Path, world: World) -> Iterator[None]:
+def _locked(out: Path, world: World) -> Iterator[None]:
     """The run's folder, made and locked by the first rank: two runs must not write into one folder."""
-    if out.resolve() in (checkpoint.resolve(), *checkpoint.resolve().parents):
-        raise OutputError(
-            "--out is where the checkpoint itself is, and a source is never written to",
-            where=out,
-            do="Choose another --out. To go on with a run, give the checkpoint that it was started from.",
-        )
     if not world.first:
         world.meet()
         yield
@@ -217,7 +187,7 @@ def _locked(out: Path, checkpoint: Path, world: World) -> Iterator[None]:
 
 
 def _build(setup: _Setup, jump: Jump | None) -> Run:
-    model, recipe = setup.plan.model, setup.recipe
+    model, recipe = setup.model, setup.recipe
     recipe = replace(recipe, precision=recipe.precision.of_layers(model.num_layers))
     torch.manual_seed(recipe.train.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -229,9 +199,7 @@ def _build(setup: _Setup, jump: Jump | None) -> Run:
         optimizer = Fp8LmAdamW(gpt, recipe.optimizer, fused=setup.backend == "te")
     else:
         optimizer = MasterAdamW(gpt, recipe.optimizer, gpt.shares)
-    return Run(
-        recipe, gpt, optimizer, setup.rows, setup.held_out, guard=guard, world=setup.world, schedule=setup.schedule
-    )
+    return Run(recipe, gpt, optimizer, setup.rows, setup.held, guard=guard, world=setup.world, schedule=setup.schedule)
 
 
 def _go_on(run: Run, here: TorchDistReader, setup: _Setup, jump: Jump | None) -> Fp8Start:

@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from precisionctl.errors import DataError
 from precisionctl.trainer.data import megatron
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
+from precisionctl.trainer.data.formats.find import files_of
 from precisionctl.trainer.data.order import Order
 from precisionctl.trainer.data.packing import pack
-from precisionctl.trainer.data.store import OnTokens, Samples, Tokens, tokenized
+from precisionctl.trainer.data.store import OnTokens, Samples, Tokens, key_of, tokenized
 
 
 class Cut(Protocol):
@@ -162,6 +163,12 @@ def load_rows(
         tokens.about.digest,
         tuple(tokens.about.notes),
     )
+
+
+def check_there(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError where `load_rows` would find nothing; no file is read."""
+    if megatron.prefix_of(path) is None:
+        key_of(files_of(path), tokenizer)
 
 
 def _sample_rows(tokens: Tokens, samples: Samples, length: int, padding: int, packing: bool, path: Path) -> Rows:

@@ -199,7 +199,7 @@ def world(ranks: Ranks, recipe: Recipe) -> Iterator[World]:
         world_size=ranks.count,
     )
     try:
-        sizes, whole = recipe.parallel, recipe.optimizer.preset == "fp8-lm"
+        sizes, whole = recipe.parallel, not are_cut(ranks.count, recipe)
         yield World(ranks, *_meshes(device, ranks.count, sizes), sequence=sizes.sequence, whole=whole)
     finally:
         with suppress(Exception):  # others may be gone
@@ -216,6 +216,11 @@ def _meshes(device: str, count: int, sizes: Parallel) -> tuple[DeviceMesh, Devic
         return mesh, None
     dealt = (sizes.replicate, shard // sizes.expert, sizes.expert, sizes.tensor)
     return mesh, init_device_mesh(device, dealt, mesh_dim_names=("replicate", "shard", "expert", "tensor"))
+
+
+def are_cut(count: int, recipe: Recipe) -> bool:
+    """Whether a run of so many ranks has parameters whole only while their layer computes."""
+    return count > 1 and recipe.optimizer.preset != "fp8-lm"
 
 
 def _local_rank() -> int:

@@ -46,28 +46,34 @@ def sets_rates(overrides: Sequence[str]) -> bool:
     return any(override.strip().startswith(("optimizer.lr", "schedule.")) for override in overrides)
 
 
+def first_step(source: Reader, skipped: Collection[Part], steps: int) -> int:
+    """How many of its `steps` a new run has behind it. Raises CheckpointError where there is no optimizer to take, and
+    RecipeError where no step is left."""
+    if "optimizer" not in skipped and not state.has_optimizer(source):
+        raise CheckpointError(
+            "no optimizer state that can be read", where=source.path, do="Use --skip optimizer, or --load weights."
+        )
+    first = 0 if "schedule" in skipped else source.iteration or 0
+    if first >= steps:
+        raise RecipeError(
+            f"the checkpoint is at step {first}, and train.steps is {steps}",
+            do="Steps count on from the checkpoint's: raise train.steps, or use --skip schedule or --load weights.",
+        )
+    return first
+
+
 def take(run: Run, source: Reader, skipped: Collection[Part]) -> None:
     """Load into a new run what is not left behind. Everything is checked before anything is loaded.
 
     Raises CheckpointError where there is no such part, MissingTensor and UnmappedTensor where an optimizer is not the
     model's, and RecipeError where no step is left.
     """
-    if "optimizer" not in skipped:
-        if not state.has_optimizer(source):
-            raise CheckpointError(
-                "no optimizer state that can be read", where=source.path, do="Use --skip optimizer, or --load weights."
-            )
+    run.step = first_step(source, skipped, run.recipe.train.steps)
+    if "optimizer" not in skipped and state.has_optimizer(source):
         state.plan_optimizer(source, run)
     saved = _saved(source)
-    if "schedule" not in skipped:
-        run.step = source.iteration or 0
     if "data" not in skipped and saved and saved.identity["data"] == run.rows.fingerprint:
         run.position = saved.position
-    if run.step >= run.recipe.train.steps:
-        raise RecipeError(
-            f"the checkpoint is at step {run.step}, and train.steps is {run.recipe.train.steps}",
-            do="Steps count on from the checkpoint's: raise train.steps, or use --skip schedule or --load weights.",
-        )
     state.load_weights(source, run)
     if "optimizer" not in skipped and state.has_optimizer(source):
         state.load_optimizer(source, run)

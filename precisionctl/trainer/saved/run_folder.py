@@ -84,6 +84,16 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def check_apart(out: Path, checkpoint: Path) -> None:
+    """Raise OutputError for a run's folder that its checkpoint is in."""
+    if out.resolve() in (checkpoint.resolve(), *checkpoint.resolve().parents):
+        raise OutputError(
+            "--out is where the checkpoint itself is, and a source is never written to",
+            where=out,
+            do="Choose another --out. To go on with a run, give the checkpoint that it was started from.",
+        )
+
+
 def newest(out: Path) -> TorchDistReader | None:
     """The newest iteration of a run's folder. A kill may have come before the tracker was written.
 
@@ -99,9 +109,15 @@ def newest(out: Path) -> TorchDistReader | None:
     return TorchDistReader(out, max(steps)) if steps else None
 
 
+def steps_of(out: Path) -> list[int]:
+    """The steps of the iterations in a folder; none where there is no folder."""
+    return [*_iterations(out, "")]
+
+
 def _iterations(out: Path, suffix: str) -> dict[int, Path]:
     """What is in a run's folder under the names of iterations, with a suffix, by step."""
-    matches = ((re.fullmatch(rf"iter_(\d{{7,}}){re.escape(suffix)}", path.name), path) for path in out.iterdir())
+    paths = out.iterdir() if out.is_dir() else ()
+    matches = ((re.fullmatch(rf"iter_(\d{{7,}}){re.escape(suffix)}", path.name), path) for path in paths)
     return {int(match[1]): path for match, path in matches if match}
 
 

@@ -5,7 +5,7 @@ A save begins, writes and ends. Beginning and ending are few small files, and al
 writes. With `train.async_save` it writes what it has copied, and the run goes on meanwhile.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -212,10 +212,10 @@ def _live_tensors(run: Run) -> Mapping[str, Tensor]:
     return Made({prefix + name: partial(sets[prefix].__getitem__, name) for prefix, name in names})
 
 
-def _optimizer_plan(plan: Plan, kinds: Iterable[str]) -> Plan:
-    """The plan of a model, for the optimizer's tensors of each kind instead."""
-    jobs, targets = [], {}
-    for kind in kinds:
+def with_optimizer(plan: Plan) -> Plan:
+    """The plan of a model, and of the optimizer's tensors of each kind behind it."""
+    jobs, targets = [*plan.jobs], dict(plan.targets)
+    for kind in KINDS:
         for job in plan.jobs:
             write = f"{STATE}{kind}.{job.name}"
             jobs.append(replace(job, name=write, reads=(write,), writes=(write,)))
@@ -226,9 +226,7 @@ def _optimizer_plan(plan: Plan, kinds: Iterable[str]) -> Plan:
 def _plan(run: Run) -> Plan:
     """From the live model and its optimizer to a checkpoint of both."""
     stored = {name: _as_stored(run, name) for name in run.model.shares.parts}
-    model = make_plan(LiveModel(run.model.model, {}, parts=stored), "megatron")
-    optimizer = _optimizer_plan(model, KINDS)
-    return replace(model, jobs=model.jobs + optimizer.jobs, targets={**model.targets, **optimizer.targets})
+    return with_optimizer(make_plan(LiveModel(run.model.model, {}, parts=stored), "megatron"))
 
 
 def _as_stored(run: Run, name: str) -> Part:

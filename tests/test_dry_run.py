@@ -1,0 +1,120 @@
+"""`resume --dry-run` refuses what `resume` refuses before it reads data and weights, and says if checkpoints fit."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pico import save as save_pico
+from training import contents, make_place, make_source, run, settings
+
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.errors import DiskProblem, PrecisionctlError
+from precisionctl.reports import run as report
+from precisionctl.trainer import dry_run as dry_run_module
+from precisionctl.trainer.dry_run import dry_run
+from precisionctl.trainer.saved.room import room_of
+from precisionctl.trainer.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a run of two steps in it, and a checkpoint without a tokenizer."""
+    folder = make_place(tmp_path_factory.mktemp("dry"))
+    save_pico(folder / "bare", vocab_size=80)
+    make_source(folder / "beside", family="gpt-neox")
+    make_source(folder / "odd", intermediate_size=72)
+    run(settings(folder / "source", folder / "text.txt", folder / "run", train__steps=2))
+    return folder
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "graphs": ({"train__graphs": True}, "this run is emulated"),
+    "steps": ({"source": "run", "out": "on", "train__steps": 2}, "is at step 2, and train.steps is 2"),
+    "optimizer": ({"load": "full"}, "no optimizer state"),
+    "folder": ({"out": "."}, "where the checkpoint itself is"),
+    "another run": ({"out": "run", "train__steps": 2, "optimizer__lr": 0.5}, r"differs in optimizer\.lr"),
+    "no data": ({"data": "nowhere.txt"}, "No such file"),
+    "no held-out data": ({"data__held_out": "nowhere.txt"}, "No such file"),
+    "no tokenizer": ({"source": "bare"}, "tokenizer does not load"),
+    "model": ({"source": "beside"}, "parallel residual"),
+    "sizes": ({"source": "odd", "precision": "fp8"}, "divisible by 16"),
+    "sizes of amaxes": ({"source": "odd", "collect_amax": True}, "multiples of 16"),
+    "rows": ({"data__sequence_length": 1000}, "beyond the model's"),
+    "layers": ({"precision__num_layers_at_start_in_bf16": 2}, "leave none of 2"),
+    "ranks": ({"parallel__tensor": 2}, "cannot hold"),
+}
+
+
+def asked(place: Path, changes: dict[str, Any]) -> Settings:
+    fields = {"source": "source", "data": "text.txt", "out": "new", **changes}
+    source, data, out = (place / fields.pop(name) for name in ("source", "data", "out"))
+    return settings(source, data, out, **fields)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_run_refuses_before_it_reads_data_and_weights_a_dry_run_refuses_alike(place: Path, name: str) -> None:
+    changes, words = REFUSED[name]
+    before = contents(place)
+    with pytest.raises(PrecisionctlError, match=words) as dry:
+        dry_run(asked(place, changes))
+    assert contents(place) == before
+    with pytest.raises(type(dry.value), match=words) as real:
+        run(asked(place, changes))
+    assert (real.value.what, real.value.where) == (dry.value.what, dry.value.where)
+
+
+def test_a_dry_run_of_a_run_that_goes_on_says_where(place: Path) -> None:
+    dry = dry_run(asked(place, {"out": "run", "train__steps": 2, "train__save_every": 1}))
+    assert (dry.going_on, dry.step, dry.room.more) == (True, 2, 0)
+
+
+def test_a_checkpoint_takes_what_its_tensors_take(place: Path) -> None:
+    """Held to the files that a run has written, where each tensor is an archive of its own."""
+    plan = dry_run(asked(place, {})).plan
+    each = room_of(plan.source, plan.recipe.train, place / "run").each
+    specs = TorchDistReader(place / "run", 2).specs.values()
+    parameters = sum(spec.rows * spec.columns for spec in specs)
+    assert each == (2 + 3 * 4) * parameters
+    stored = sum(file.stat().st_size for file in (place / "run/iter_0000002").glob("*.distcp"))
+    assert each < stored < each + 200_000
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free)))
+
+
+def test_a_run_without_room_for_one_checkpoint_is_refused_before_its_data_is_read(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = dry_run(asked(place, {})).room.each
+    with_free(monkeypatch, each - 1)
+    with pytest.raises(DiskProblem, match=f"takes {each:,} bytes, and {each - 1:,} are free"):
+        run(asked(place, {"out": tmp_path / "run", "data": "nowhere.txt"}))
+    dry = dry_run(asked(place, {"out": tmp_path / "run"}))
+    assert "It does not fit. Make room, or choose another --out." in report.dry_run(dry)
+    started, *_ = run(asked(place, {"out": "run", "train__steps": 2}))  # it has ended, and writes none
+    assert started.step == 2
+
+
+@pytest.mark.parametrize(
+    ("out", "keep", "free", "warned"),
+    [("new", 2, 3, None), ("new", 2, 2.9, 3), ("new", 1, 1.9, 2), ("run", 2, 2, None), ("run", 2, 1.9, 2)],
+)
+def test_room_for_fewer_than_are_kept_and_one_is_a_warning(
+    place: Path, monkeypatch: pytest.MonkeyPatch, out: str, keep: int, free: float, warned: int | None
+) -> None:
+    """In `run` there is one already, and it stays among those that are kept."""
+    changes = {"out": out, "train__keep": keep, "train__steps": 9, "schedule__kind": "constant"}
+    monkeypatch.setattr(dry_run_module, "_going_on", lambda plan: None)
+    each = dry_run(asked(place, changes)).room.each
+    with_free(monkeypatch, free * each)
+    dry = dry_run(asked(place, changes))
+    lines = [line for line in report.dry_run(dry) if "at a time" in line]
+    assert [line.split()[0] for line in lines] == ([str(warned)] if warned else [])
+
+
+def test_a_run_says_at_its_start_what_its_checkpoints_take(place: Path, tmp_path: Path) -> None:
+    started, *_ = run(asked(place, {"out": tmp_path / "run", "train__steps": 1}))
+    assert any(line.startswith("Disk: a checkpoint takes ") for line in report.beginning(started))
