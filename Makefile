@@ -34,8 +34,9 @@ peers: $(READY)  ## other programs, each in an environment of its own
 soak: $(READY)  ## many kills, big files and fuzzing (FUZZ_SECONDS for each target): 45 minutes and 10 GB of disk
 	$(BIN)/pytest -q -s tests/soak
 
-clean:
-	rm -rf .venv .peers .fuzz .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+clean:  ## everything that git ignores
+	rm -rf .venv .peers .fuzz .gpu .mypy_cache .pytest_cache .ruff_cache .hypothesis dist demo-run
+	find . -name __pycache__ -prune -exec rm -r {} +
 
 # Made again whenever what has to be installed changes. `ready` is written last, so a failed install is retried.
 $(READY): pyproject.toml constraints.txt
