@@ -3,9 +3,9 @@
     python benchmarks/inference.py [--out benchmarks/results/inference.json] [--small]
 
 The largest batch by arithmetic is printed anywhere (`largest_batch.py`). On a GPU the rest is measured, on a Llama with
-random weights: prefill and decode with transformers' own model in BF16, and with Transformer Engine's modules in it;
-and the largest batch whose cache can be allocated beside the weights, and read. `--small` runs the same code on a CPU,
-emulated: its numbers say nothing.
+random weights: what is held, prefill and decode with transformers' own model in BF16, and with Transformer Engine's
+modules in it, whose weights are FP8 codes, or BF16 and cast in each pass; and the largest batch whose cache can be
+allocated beside the weights, and read. `--small` runs the same code on a CPU, emulated: its numbers say nothing.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from largest_batch import TOKENS, by_arithmetic, table
 
@@ -64,15 +64,20 @@ def make_directories(scratch: Path, place: Place) -> dict[str, Path]:
     return {"BF16": scratch / "bf16", "FP8": scratch / "fp8"}
 
 
-def load(name: str, directory: Path, place: Place) -> Any:
+MODELS: dict[str, Literal["bf16", "fp8"] | None] = {"BF16": None, "FP8, cast in each pass": "bf16", "FP8": "fp8"}
+"""What is measured, and how Transformer Engine's modules keep its weights, where it has such."""
+
+
+def load(name: str, directories: dict[str, Path], place: Place) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     from precisionctl.te import load_te
 
-    if name == "FP8":
-        return load_te(directory, device=place.device, backend="emulated" if place.small else "te")
-    built: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    if weights := MODELS[name]:
+        backend = "emulated" if place.small else "te"
+        return load_te(directories["FP8"], weights=weights, device=place.device, backend=backend)
+    built: Any = AutoModelForCausalLM.from_pretrained(directories["BF16"], dtype=torch.bfloat16)
     return built.to(place.device).eval().requires_grad_(False)
 
 
@@ -120,6 +125,14 @@ def _forget_peak(place: Place) -> None:
         import torch
 
         torch.cuda.reset_peak_memory_stats()
+
+
+def _held(place: Place) -> float:
+    if place.small:
+        return float("nan")
+    import torch
+
+    return torch.cuda.memory_allocated() / 1e9
 
 
 def _peak(place: Place) -> float:
@@ -173,8 +186,9 @@ def measured(place: Place, scratch: Path) -> Iterator[dict[str, Any]]:
     import torch
 
     directories = make_directories(scratch, place)
-    for name, directory in directories.items():
-        model = load(name, directory, place)
+    for name in MODELS:
+        model = load(name, directories, place)
+        yield {"precision": name, "held, GB": _held(place)}
         for batch in place.batches:
             try:
                 yield {"precision": name, "batch": batch, **speed(model, batch, place)}
@@ -218,7 +232,7 @@ def main() -> None:
             for row in measured(place, Path(scratch)):
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-        for kind in ("batch", "cache"):
+        for kind in ("held, GB", "batch", "cache"):
             print("\n" + table([row for row in rows if kind in row]))
     else:
         print("Nothing is measured: there is no GPU here.")

@@ -7,8 +7,9 @@ what they are: nothing is recorded by inference.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,13 +35,16 @@ _LAYER = re.compile(r".*\.layers\.(\d+)\.(.+)")
 def load_te(
     directory: Path | str,
     *,
+    weights: Literal["fp8", "bf16"] = "fp8",
     backend: Literal["te", "emulated", "auto"] = "auto",
     device: torch.device | str | None = None,
 ) -> PreTrainedModel:
     """The model of an export for Transformer Engine, ready to compute logits and to `generate`, without gradients.
 
-    Without a `device` on the GPU, where there is one. Raises MissingFp8State for a directory of another kind,
-    EnvironmentProblem where Transformer Engine is asked for and cannot run, and what reading a directory raises.
+    Its FP8 GEMMs keep their weights as codes alone, a byte each; with "bf16" they keep the stored values, which each
+    pass casts to the same codes. Without a `device` on the GPU, where there is one. Raises MissingFp8State for a
+    directory of another kind, EnvironmentProblem where Transformer Engine is asked for and cannot run, and what reading
+    a directory raises.
     """
     reader = HuggingFaceReader(Path(directory))
     states = reader.live_fp8
@@ -55,16 +59,24 @@ def load_te(
     built: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype="auto", trust_remote_code=False, use_safetensors=True
     )
+    made = make_backend(choose_backend(backend), precision, built.dtype, on, fp8_weights=weights == "fp8")
+    linears, experts = _linears(built, plan, states, made, precision.alignment), _experts(built, plan, states, made)
+    replaced = dict(chain(linears, experts))
+    for name in replaced:
+        built.set_submodule(name, nn.Identity())  # so that no value whose code is there goes to the device
     model: PreTrainedModel = built.to(on).eval()
-    made = make_backend(choose_backend(backend), precision, model.dtype, on)
-    _replace_linears(model, plan, states, made, precision.alignment)
-    _replace_experts(model, plan, states, made)
+    for name, module in replaced.items():
+        model.set_submodule(name, module)
     model.forward = _in_fp8(model.forward, made)
     return model.requires_grad_(False)
 
 
-def _replace_linears(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Backend, alignment: int) -> None:
-    """Replace each linear that has state. Those of a fused group each get the group's: they have one input, and weights
+Replaced = Iterator[tuple[str, nn.Module]]
+"""Names of modules, and what each is replaced by."""
+
+
+def _linears(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Backend, alignment: int) -> Replaced:
+    """For each linear that has state. Those of a fused group each get the group's: they have one input, and weights
     under one scale."""
     modules = dict(model.named_modules())
     for job in plan.jobs:
@@ -73,9 +85,9 @@ def _replace_linears(model: PreTrainedModel, plan: Plan, states: Fp8States, back
             if values:
                 rows, columns = values["weight"].shape
                 new = backend.linear(job.module, columns, rows, "bias" in values)
-                new.load_state_dict(values)
                 _set_state(new, states, job.module)
-                model.set_submodule(name.removesuffix(".weight"), _Padded(new, alignment))
+                new.load_state_dict(values)
+                yield name.removesuffix(".weight"), _Padded(new, alignment, backend.dtype)
 
 
 def _of_linear(module: nn.Module | None) -> dict[str, Tensor]:
@@ -86,10 +98,10 @@ def _of_linear(module: nn.Module | None) -> dict[str, Tensor]:
     return values | {"weight": values["weight"].t()} if isinstance(module, Conv1D) else values
 
 
-def _replace_experts(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Backend) -> None:
-    """Replace the experts of each layer, which transformers has in two tensors, by the trainer's."""
+def _experts(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Backend) -> Replaced:
+    """For the experts of each layer, which transformers has in two tensors, the trainer's."""
     moe = plan.model.moe
-    for name, old in list(model.named_modules()):
+    for name, old in model.named_modules():
         match = _LAYER.fullmatch(name)
         module = f"decoder.layers.{match[1]}.mlp.experts" if match and match[2].endswith(".experts") else ""
         if moe is not None and f"{module}.linear_fc1" in states.modules:
@@ -97,10 +109,10 @@ def _replace_experts(model: PreTrainedModel, plan: Plan, states: Fp8States, back
             gate_up, down = old.get_parameter("gate_up_proj"), old.get_parameter("down_proj")
             weights = {f"linear_fc1.weight{expert}": gate_up[expert] for expert in range(moe.num_experts)}
             weights |= {f"linear_fc2.weight{expert}": down[expert] for expert in range(moe.num_experts)}
-            new.load_state_dict(weights)
             for part, linear in (("linear_fc1", new.linear_fc1), ("linear_fc2", new.linear_fc2)):
                 _set_state(linear, states, f"{module}.{part}")
-            model.set_submodule(name, _Routed(new))
+            new.load_state_dict(weights)
+            yield name, _Routed(new)
 
 
 def _set_state(linear: nn.Module, states: Fp8States, module: str) -> None:
@@ -123,14 +135,11 @@ class _Padded(nn.Module):
     """A linear that takes any number of tokens: zeros fill it up to a number that an FP8 GEMM takes, and change
     nothing."""
 
-    def __init__(self, linear: nn.Module, alignment: int) -> None:
+    def __init__(self, linear: nn.Module, alignment: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.linear, self.alignment = linear, alignment
-
-    @property
-    def weight(self) -> Tensor:
-        """For models that ask a linear for its dtype."""
-        return self.linear.get_parameter("weight")
+        self.weight = torch.empty(0, dtype=dtype)
+        """For models that ask a linear for its dtype: it has no numbers."""
 
     def forward(self, values: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`."""

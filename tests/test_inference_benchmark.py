@@ -46,8 +46,9 @@ def test_the_measurements_run_emulated(tmp_path):
     place = inference.Place(small=True)
     rows = list(inference.measured(place, tmp_path))
     speeds = [row for row in rows if "batch" in row]
-    assert [(row["precision"], row["batch"]) for row in speeds] == [("BF16", 1), ("BF16", 2), ("FP8", 1), ("FP8", 2)]
+    assert [(row["precision"], row["batch"]) for row in speeds] == [(n, b) for n in inference.MODELS for b in (1, 2)]
     assert all(row[f"{kind}, tokens/s"] > 0 for row in speeds for kind in ("prefill", "decode"))
     batches = {(row["precision"], row["cache"]): row["largest batch"] for row in rows if "cache" in row}
-    assert batches == {(name, cache): 2 for name in ("BF16", "FP8") for cache in ("BF16", "FP8")}
+    assert batches == {(name, cache): 2 for name in inference.MODELS for cache in ("BF16", "FP8")}
+    assert [row["precision"] for row in rows if "held, GB" in row] == list(inference.MODELS)
     assert "| BF16 | 1 |" in largest_batch.table(speeds) and math.isnan(speeds[0]["peak, GB"])

@@ -9,6 +9,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from te_weights import cast as as_bytes
+from te_weights import fp8_weights, taken
 from test_evaluate import TOKENS, in_fp32, save
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -96,6 +98,23 @@ def test_logits_are_those_of_a_slow_spelling_and_of_eval(exported: Path) -> None
     evaluated, precision = load(HuggingFaceReader(exported))
     assert precision == "FP8 with delayed scaling, float32 weights"
     assert (evaluated(TOKENS)[..., :250] - expected).norm() < 0.01 * rounding
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama-3", "mixtral", "gpt2"])
+def test_weights_are_codes_alone_and_compute_every_bit_that_bf16_weights_do(tmp_path: Path, family: str) -> None:
+    out, before = export(make_source(tmp_path / "hf", family), tmp_path / "out"), taken()
+    model = load_te(out, backend="emulated")
+    memory = taken() - before
+    plain = load_te(out, weights="bf16", backend="emulated")
+    assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
+    codes, values = fp8_weights(model), fp8_weights(plain)
+    assert codes.keys() == values.keys() and codes
+    for name, (code, scale) in codes.items():
+        assert torch.equal(code.view(torch.uint8), as_bytes(values[name][0], scale)), name
+    in_fp8 = sum(value.numel() for value, _ in values.values())
+    in_bf16 = sum(parameter.nbytes for parameter in plain.parameters()) - 2 * in_fp8
+    assert in_fp8 + in_bf16 <= memory < in_fp8 + in_bf16 + 0.1 * in_fp8
 
 
 def test_it_generates_one_token_after_another_with_a_cache_and_leaves_its_scales_alone(exported: Path) -> None:

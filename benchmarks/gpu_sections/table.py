@@ -207,8 +207,10 @@ def _serving(rows: list[Row]) -> str:
             cells.append(f"{row[kind]:,.0f}{ratio}")
         made.append((str(number), precision, *cells, f"{row['peak, GB']:.1f}"))
     heads = ("batch", "precision", "prefill, tokens/s (over BF16)", "decode, tokens/s (over BF16)", "peak, GB")
+    held = [(row["precision"], f"{row['held, GB']:.2f}") for row in rows if "held, GB" in row]
     largest = [(row["precision"], row["cache"], str(row["largest batch"])) for row in rows if "largest batch" in row]
-    return _table(heads, made) + "\n\n" + _table(("weights", "cache", "largest batch"), largest)
+    tables = ((("model", "held, GB"), held), (heads, made), (("model", "cache", "largest batch"), largest))
+    return "\n\n".join(_table(*each) for each in tables)
 
 
 def _casts(rows: list[Row]) -> str:

@@ -65,7 +65,7 @@ def _card(plan: Plan, states: Fp8States, recorded: Fp8States | None, export: Inf
     """What the model card says of it."""
     file = Path(export.fp8_state.name) if export.fp8_state else None
     facts = {
-        "weights": "bfloat16, cast to float8_e4m3fn in each pass",
+        "weights": "bfloat16, cast to float8_e4m3fn when it is loaded",
         "scheme": "delayed scaling, with its state",
         "input scales": " ".join(input_scale_notes(recorded, file)),
     }

@@ -6,6 +6,7 @@ import in_memory
 import pico
 import pytest
 import torch
+from te_weights import cast, fp8_weights, taken
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.plan_export import InferenceExport, plan_export
@@ -13,17 +14,48 @@ from precisionctl.conversion.work import execute
 from precisionctl.fp8 import sidecar
 from precisionctl.te import load_te
 
+FAMILIES = ["llama-3", "mixtral", "gpt2"]
+TOKENS = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(0))
 
-@pytest.mark.parametrize("family", ["llama-3", "mixtral"])
+
+def export(root: Path, family: str) -> Path:
+    pico.save(root / "hf", family, dtype=torch.bfloat16)
+    sidecar.write(root / "hf" / sidecar.RELATIVE, in_memory.recorded(HuggingFaceReader(root / "hf")))
+    execute(plan_export(InferenceExport(root / "hf", root / "out", "te")))
+    return root / "out"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_of_an_export_computes_and_generates_as_the_emulated_one(tmp_path: Path, family: str) -> None:
     """Logits within what BF16 rounds; a prompt of 5 tokens, and one token after another, are padded for FP8 GEMMs."""
-    pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
-    sidecar.write(tmp_path / "hf" / sidecar.RELATIVE, in_memory.recorded(HuggingFaceReader(tmp_path / "hf")))
-    execute(plan_export(InferenceExport(tmp_path / "hf", tmp_path / "out", "te")))
-    ours, emulated = load_te(tmp_path / "out", backend="te"), load_te(tmp_path / "out", backend="emulated")
-    tokens = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(0)).to(ours.device)
+    out = export(tmp_path, family)
+    ours, emulated = load_te(out, backend="te"), load_te(out, backend="emulated")
+    tokens = TOKENS.to(ours.device)
     first, other = ours(tokens).logits.float(), emulated(tokens).logits.float()
     assert (first - other).norm() < 0.02 * other.norm()
     made = ours.generate(tokens[:1, :5], max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert made.shape == (1, 9)
     assert torch.equal(ours(tokens).logits.float(), first), "inference leaves its scales alone"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_codes_alone_and_compute_every_bit_that_bf16_weights_do(tmp_path: Path, family: str) -> None:
+    """Each is a byte for a value, cast once, under the scale of its state; after passes, too."""
+    out = export(tmp_path, family)
+    load_te(out, backend="te")  # what TE allocates once
+    memory = [taken()]
+    plain = load_te(out, weights="bf16", backend="te")
+    memory.append(taken())
+    model = load_te(out, backend="te")
+    memory.append(taken())
+    tokens = TOKENS.to(model.device)
+    assert torch.equal(model(tokens).logits, plain(tokens).logits)
+    values, codes = fp8_weights(plain), fp8_weights(model)
+    assert codes.keys() == values.keys() and codes
+    for name, (code, scale) in codes.items():
+        assert torch.equal(code._data.cpu(), cast(values[name][0], scale)), name  # type: ignore[attr-defined]
+        assert code._scale_inv.item() == scale.reciprocal().item()  # type: ignore[attr-defined]
+        assert code._transpose is None and not hasattr(code, "_high_precision_init_val")  # type: ignore[attr-defined]
+    assert not any(getattr(module, "_fp8_workspaces", None) for module in model.modules())
+    saved = (memory[1] - memory[0]) - (memory[2] - memory[1])
+    assert saved > sum(code.numel() for code, _ in codes.values()) - 1024 * len(codes), "a GPU's blocks have 512 bytes"

@@ -22,6 +22,7 @@ CALLED = {
     "te.is_fp8_block_scaling_available": ("pytorch/quantization.py", "is_fp8_block_scaling_available"),
     "te.make_graphed_callables": ("pytorch/graph.py", "make_graphed_callables"),
     "te.checkpoint": ("pytorch/distributed.py", "checkpoint"),
+    "te.quantized_model_init": ("pytorch/quantization.py", "quantized_model_init"),
     "te.autocast": ("pytorch/quantization.py", "autocast.__init__"),
     "Linear": ("pytorch/module/linear.py", "Linear.__init__"),
     "LayerNormLinear": ("pytorch/module/layernorm_linear.py", "LayerNormLinear.__init__"),

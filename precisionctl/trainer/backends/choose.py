@@ -52,13 +52,22 @@ def _te_recipe_problem(precision: Precision) -> str | None:
 
 
 def make_backend(
-    name: BackendName, precision: Precision, dtype: torch.dtype, device: torch.device, world: World = ALONE
+    name: BackendName,
+    precision: Precision,
+    dtype: torch.dtype,
+    device: torch.device,
+    world: World = ALONE,
+    *,
+    fp8_weights: bool = False,
 ) -> Backend:
-    """Parameters of its modules have `dtype`; FP8 state lives on `device`, and is one for all ranks of `world`."""
+    """Parameters of its modules have `dtype`; FP8 state lives on `device`, and is one for all ranks of `world`.
+
+    With `fp8_weights`, under delayed scaling and for inference, weights of FP8 GEMMs are codes and nothing else. Values
+    that are loaded are cast under the scale that stands there by then, so a linear takes its state first."""
     if name == "te":
         from precisionctl.trainer.backends.te import TransformerEngineBackend
 
-        return TransformerEngineBackend(precision, dtype, device, world)
+        return TransformerEngineBackend(precision, dtype, device, world, fp8_weights=fp8_weights)
     from precisionctl.trainer.backends.emulated import EmulatedBackend
 
-    return EmulatedBackend(precision, dtype, device, world)
+    return EmulatedBackend(precision, dtype, device, world, fp8_weights=fp8_weights)

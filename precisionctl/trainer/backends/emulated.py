@@ -35,6 +35,8 @@ class Linear(nn.Module):
     rank's part of it. Tokens are put together before they are cast: one cast under one scale, whoever had them. The
     sum of all ranks' products gets the bias, each product having been rounded, as TE's does."""
 
+    weight: nn.Parameter
+
     def __init__(
         self,
         backend: "EmulatedBackend",
@@ -49,7 +51,7 @@ class Linear(nn.Module):
         self.ranks = backend.world.tensor
         in_features, out_features = cut_sizes(mode, self.ranks.size, in_features, out_features)
         self.quantizers = backend.quantizers(name, in_features, out_features)
-        self.weight = nn.Parameter(backend.empty(out_features, in_features).normal_(std=0.02))
+        backend.add_weight(self, "weight", self.quantizers, out_features, in_features)
         self.bias = nn.Parameter(backend.full(0.0, out_features)) if bias else None
 
     def forward(self, values: Tensor) -> Tensor:
@@ -154,8 +156,7 @@ class GroupedLinear(nn.Module):
         self.experts = backend.world.experts.mine(experts)
         self.quantizers = [backend.quantizers(name, in_features, out_features) for _ in range(experts)]
         for expert in self.experts:
-            weight = backend.empty(out_features, in_features).normal_(std=0.02)
-            self.register_parameter(f"weight{expert}", nn.Parameter(weight))
+            backend.add_weight(self, f"weight{expert}", self.quantizers[expert], out_features, in_features)
             if bias:
                 self.register_parameter(f"bias{expert}", nn.Parameter(backend.full(0.0, out_features)))
 
@@ -190,8 +191,17 @@ class GroupedLinear(nn.Module):
 class EmulatedBackend:
     """Makes emulated modules and keeps their delayed-scaling state."""
 
-    def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device, world: World = ALONE) -> None:
+    def __init__(
+        self,
+        precision: Precision,
+        dtype: torch.dtype,
+        device: torch.device,
+        world: World = ALONE,
+        *,
+        fp8_weights: bool = False,
+    ) -> None:
         self.precision, self.dtype, self.device, self.world = precision, dtype, device, world
+        self.fp8_weights = fp8_weights
         self.recorder: Recorder | None = None
         self.casts: Casts | None = None
         """While there are some, weights are cast once."""
@@ -232,6 +242,24 @@ class EmulatedBackend:
             return stateless_quantizers(self.precision, self.dtype)
         forward: dict[Role, Quantizer] = {role: DelayedQuantizer(self._forward.add_slot()) for role in FORWARD}
         return forward | {role: DelayedQuantizer(self._backward.add_slot()) for role in BACKWARD}
+
+    def add_weight(
+        self, module: nn.Module, name: str, quantizers: Quantizers, out_features: int, in_features: int
+    ) -> None:
+        """Give a linear a weight of random values; or one of codes, into which values are cast when they are loaded."""
+        if self.fp8_weights and quantizers:
+            codes = torch.zeros(out_features, in_features, dtype=self.precision.dtype("weight"), device=self.device)
+            weight = nn.Parameter(codes, requires_grad=False)
+
+            def cast(_: nn.Module, state_dict: dict[str, Tensor], prefix: str, *others: Any) -> None:
+                if prefix + name in state_dict:
+                    values = state_dict[prefix + name].to(self.device)
+                    state_dict[prefix + name] = quantizers["weight"].quantize(values).rows.codes
+
+            module.register_load_state_dict_pre_hook(cast)  # type: ignore[no-untyped-call]
+        else:
+            weight = nn.Parameter(self.empty(out_features, in_features).normal_(std=0.02))
+        module.register_parameter(name, weight)
 
     @contextmanager
     def same_weights(self) -> Iterator[None]:

@@ -118,13 +118,16 @@ class Quantizer(Protocol):
 
 @dataclass(frozen=True)
 class DelayedQuantizer:
-    """Casts with the scale in its slot, and records the amax for the next one."""
+    """Casts with the scale in its slot, and records the amax for the next one. Codes are taken for what such a cast has
+    given before."""
 
     slot: Slot
 
     def quantize(self, values: Tensor) -> Quantized:
+        if values.dtype == self.slot.buffers.dtype:
+            return _under(values, self.slot.scale)
         self.slot.record(numerics.amax(values))
-        return _under(values, self.slot.scale, self.slot.buffers.dtype)
+        return _under(numerics.encode(values, self.slot.scale, self.slot.buffers.dtype), self.slot.scale)
 
 
 @dataclass(frozen=True)
@@ -134,11 +137,12 @@ class CurrentQuantizer:
     dtype: torch.dtype
 
     def quantize(self, values: Tensor) -> Quantized:
-        return _under(values, numerics.current_scale(numerics.amax(values), self.dtype), self.dtype)
+        scale = numerics.current_scale(numerics.amax(values), self.dtype)
+        return _under(numerics.encode(values, scale, self.dtype), scale)
 
 
-def _under(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Quantized:
-    rows = Operand(numerics.encode(values, scale, dtype), scale.reciprocal())
+def _under(codes: Tensor, scale: Tensor) -> Quantized:
+    rows = Operand(codes, scale.reciprocal())
     return Quantized(rows, rows.transposed())
 
 
@@ -243,15 +247,16 @@ Casts = dict[Tensor, Quantized]
 def fp8_gemm(
     values: Tensor, weight: Tensor, bias: Tensor | None, quantizers: Quantizers, casts: Casts | None = None
 ) -> Tensor:
-    """`Fp8Matmul` of values `[..., in]`, in the weight's dtype. The weight is cast unless it is among the `casts`, and
-    joins them."""
+    """`Fp8Matmul` of values `[..., in]`, in the weight's dtype, or their own where the weight is codes. The weight is
+    cast unless it is among the `casts`, and joins them."""
+    dtype = values.dtype if weight.dtype in numerics.FP8_MAX else weight.dtype
     rows, w = values.flatten(0, -2), casts.get(weight) if casts else None
     if w is None:
         with torch.no_grad():
             w = quantizers["weight"].quantize(weight)
     if casts is not None:
         casts[weight] = w
-    out: Tensor = Fp8Matmul.apply(rows, weight, bias, w, quantizers, weight.dtype)  # type: ignore[no-untyped-call]
+    out: Tensor = Fp8Matmul.apply(rows, weight, bias, w, quantizers, dtype)  # type: ignore[no-untyped-call]
     return out.view(*values.shape[:-1], len(weight))
 
 

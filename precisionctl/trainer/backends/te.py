@@ -62,8 +62,17 @@ class TransformerEngineBackend:
     """Makes TE's modules. TE itself updates their state after FP8 passes, from the amaxes of all ranks (its group for
     that, where none is given, is all of them)."""
 
-    def __init__(self, precision: Precision, dtype: torch.dtype, device: torch.device, world: World = ALONE) -> None:
+    def __init__(
+        self,
+        precision: Precision,
+        dtype: torch.dtype,
+        device: torch.device,
+        world: World = ALONE,
+        *,
+        fp8_weights: bool = False,
+    ) -> None:
         self.precision, self.dtype, self.device, self.world = precision, dtype, device, world
+        self.fp8_weights = fp8_weights
         self.recorder: Recorder | None = None
         self.recipe = _recipe(precision)
         self.is_first_microbatch: bool | None = None
@@ -74,32 +83,34 @@ class TransformerEngineBackend:
         """Whether graphs have been told where the casts of weights lie."""
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool, mode: Mode | None = None) -> nn.Module:
-        module = Linear(
-            in_features,
-            out_features,
-            bias=bias,
-            params_dtype=self.dtype,
-            device=self.device,
-            name=name,
-            **self._cut(mode),
-        )
+        with self._weights(name):
+            module = Linear(
+                in_features,
+                out_features,
+                bias=bias,
+                params_dtype=self.dtype,
+                device=self.device,
+                name=name,
+                **self._cut(mode),
+            )
         return self._adopt(module, name, mode, in_features, out_features)
 
     def layer_norm_linear(
         self, name: str, in_features: int, out_features: int, bias: bool, norm: Norm, mode: Mode | None = None
     ) -> nn.Module:
-        module = LayerNormLinear(
-            in_features,
-            out_features,
-            eps=norm.epsilon,
-            bias=bias,
-            normalization=norm.kind,
-            zero_centered_gamma=norm.zero_centered,
-            params_dtype=self.dtype,
-            device=self.device,
-            name=name,
-            **self._cut(mode),
-        )
+        with self._weights(name):
+            module = LayerNormLinear(
+                in_features,
+                out_features,
+                eps=norm.epsilon,
+                bias=bias,
+                normalization=norm.kind,
+                zero_centered_gamma=norm.zero_centered,
+                params_dtype=self.dtype,
+                device=self.device,
+                name=name,
+                **self._cut(mode),
+            )
         module.norm = norm
         return self._adopt(module, name, mode, in_features, out_features)
 
@@ -118,15 +129,16 @@ class TransformerEngineBackend:
         in_features, out_features = cut_sizes(mode, self.world.tensor.size, in_features, out_features)
         apart = bias and mode == "row" and self.world.tensor.size > 1
         here = self.world.experts.mine(experts)
-        module = GroupedLinear(
-            len(here),
-            in_features,
-            out_features,
-            bias=bias,
-            return_bias=apart,
-            params_dtype=self.dtype,
-            device=self.device,
-        )
+        with self._weights(name):
+            module = GroupedLinear(
+                len(here),
+                in_features,
+                out_features,
+                bias=bias,
+                return_bias=apart,
+                params_dtype=self.dtype,
+                device=self.device,
+            )
         module.adds_bias = apart and self.world.tensor.rank == 0
         module.number_from(here.start, len(here))
         module.shape = (len(here),)
@@ -142,6 +154,17 @@ class TransformerEngineBackend:
             num_gqa_groups=model.num_query_groups // ranks,
             softmax_scale=scale,
         )
+
+    @contextmanager
+    def _weights(self, name: str) -> Iterator[None]:
+        """Around the making of a linear. TE's weights of codes cast what is copied into them, under the scale that the
+        state has by then (quantized_tensor.py, copy_)."""
+        if self.fp8_weights and self.precision.in_fp8(name):
+            # without gradients: for the backward there would be a transposed copy, too (base.py, reset_parameters)
+            with torch.no_grad(), te.quantized_model_init(recipe=self.recipe):
+                yield
+        else:
+            yield
 
     def _cut(self, mode: Mode | None) -> dict[str, Any]:
         """How TE is told of it. An `inner column` is given all tokens, of which a `column` has this rank's."""
