@@ -84,8 +84,10 @@ def test_the_readme_names_all_that_is_supported_and_nothing_else():
     families = {name for each in discover(precisionctl.architectures, "ARCHITECTURE") for name in each.model_types}
     assert named["families (`model_type`)"] == families
     of_models = {
-        f"{name}{kind}" for name in named["recipes for a model, as `-cpt` and `-sft`"] for kind in ("-cpt", "-sft")
+        f"{name}{kind}"
+        for name in named["bundled recipes for a model, as `-cpt` and `-sft`"]
+        for kind in ("-cpt", "-sft")
     }
-    assert named["recipes that come along"] | of_models == set(bundled_recipes())
+    assert named["bundled recipes"] | of_models == set(bundled_recipes())
     schemes = {scheme for engine in engines().values() for scheme in engine.spells}
     assert named["`--target` of an export"] == set(engines()) | schemes | {TE}
