@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precisionctl.fp8 import numerics
-from precisionctl.fp8.blocks import Fit, share
+from precisionctl.fp8.blocks import BlockScales, share
 from precisionctl.fp8.encoding import Encoding, by_rows, grid_shape, of_rows
 
 FORMATS = pytest.mark.parametrize("dtype", fp8_directories.LAYOUTS)
@@ -62,7 +62,7 @@ def test_a_carried_grid_gives_the_same_codes_and_is_kept(
     values = carried.decode_rows(codes, 0).bfloat16()
     expected = fp8_directories.slowly_decoded(codes, grid.numpy(), block)
     assert torch.equal(values, torch.from_numpy(expected).bfloat16())
-    fit = Fit(rows, columns, block, codes.dtype, carried)
+    fit = BlockScales(rows, columns, block, codes.dtype, carried)
     for row in range(0, rows, 7):
         fit.see(values[row : row + 7], row)
     kept = fit.encoding(torch.float32)
@@ -82,7 +82,7 @@ def test_a_block_that_has_changed_and_no_other_gets_a_new_scale(sample: Sample, 
     row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
     place = (row // block[0], column // block[1])
     values[row, column] = grid[place] * 1000  # beyond the largest code
-    fit = Fit(rows, columns, block, codes.dtype, carried)
+    fit = BlockScales(rows, columns, block, codes.dtype, carried)
     fit.see(values, 0)
     expected = torch.ones_like(fit.fits)
     expected[place] = False
@@ -95,7 +95,7 @@ def test_a_block_that_has_changed_and_no_other_gets_a_new_scale(sample: Sample, 
 
 def test_a_value_between_two_codes_is_a_change_too() -> None:
     carried = Encoding(torch.float8_e4m3fn, torch.tensor([[0.5]]), (2, 2))
-    fit = Fit(2, 2, (2, 2), torch.float8_e4m3fn, carried)
+    fit = BlockScales(2, 2, (2, 2), torch.float8_e4m3fn, carried)
     fit.see(torch.tensor([[8.0, 0.5], [8.25, 0.0]], dtype=torch.bfloat16), 0)  # 16.5 is between 16 and 18
     assert not fit.fits.any()
 
@@ -104,14 +104,14 @@ def test_infinity_tells_nothing_of_its_code() -> None:
     carried = Encoding(torch.float8_e4m3fn, torch.tensor([[2.0**127]]), (1, 2))
     values = carried.decode_rows(torch.tensor([[2.0, 4.0]]).to(torch.float8_e4m3fn), 0)
     assert values.isinf().all()
-    fit = Fit(1, 2, (1, 2), torch.float8_e4m3fn, carried)
+    fit = BlockScales(1, 2, (1, 2), torch.float8_e4m3fn, carried)
     fit.see(values, 0)
     assert not fit.fits.any()
 
 
 @pytest.mark.parametrize("amax, expected", [(448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (0.0, 1.0), (1e-30, None)])
 def test_new_powers_of_two_are_the_smallest_under_which_nothing_saturates(amax: float, expected: float | None) -> None:
-    fit = Fit(1, 2, (1, 2), torch.float8_e4m3fn, None)
+    fit = BlockScales(1, 2, (1, 2), torch.float8_e4m3fn, None)
     fit.see(torch.tensor([[amax, -amax / 2]]), 0)
     for made in (fit.encoding(torch.float8_e8m0fnu), fit.encoding(torch.float32, power_of_2=True)):
         scale = float(made.scale_inv.float())
@@ -120,9 +120,9 @@ def test_new_powers_of_two_are_the_smallest_under_which_nothing_saturates(amax: 
 
 
 def test_tensors_that_share_a_scale_keep_the_carried_one_only_together() -> None:
-    def fits(*scales: float) -> list[Fit]:
+    def fits(*scales: float) -> list[BlockScales]:
         found = [
-            Fit(1, 1, (1, 1), torch.float8_e4m3fn, Encoding(torch.float8_e4m3fn, torch.tensor([[s]]), (1, 1)))
+            BlockScales(1, 1, (1, 1), torch.float8_e4m3fn, Encoding(torch.float8_e4m3fn, torch.tensor([[s]]), (1, 1)))
             for s in scales
         ]
         for fit, scale in zip(found, scales, strict=True):
