@@ -6,7 +6,6 @@ along the columns is the transpose's along the rows. A square block is the same 
 (quantize_transpose_square_blockwise.cu).
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -23,13 +22,9 @@ def quantize(values: Tensor, block: tuple[int, int], scale_of: ScaleOf, dtype: t
     """Codes of `values` `[rows, columns]`, and the FP32 multipliers that decode blocks of so many rows and columns,
     `[down, across]`. Codes are `[down * block[0], across * block[1]]`: blocks at the edges are filled with zeros."""
     high, wide = block
-    filled = F.pad(values.detach(), (0, -values.shape[1] % wide, 0, -values.shape[0] % high))
-    tiles = filled.view(filled.shape[0] // high, high, filled.shape[1] // wide, wide)
-    scale = scale_of(_amax(tiles))
-    by_element = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)
-    return numerics.encode(filled, by_element, dtype), scale.reciprocal()
-
-
-def _amax(tiles: Tensor) -> Tensor:
-    """Largest magnitude of each tile of `[down, high, across, wide]`, FP32 `[down, across]`. NaN is passed over."""
-    return tiles.abs().float().nan_to_num(nan=0.0, posinf=math.inf).amax((1, 3))
+    filled = F.pad(values.detach(), (0, -values.shape[1] % wide, 0, -values.shape[0] % high)).contiguous()
+    lines = filled.view(-1, wide)  # of blocks, from left to right
+    largest = numerics.row_amax(lines, numerics.scratch_for(lines))
+    scale = scale_of(largest.view(filled.shape[0] // high, high, filled.shape[1] // wide).amax(1))
+    codes = numerics.encode(lines, scale.repeat_interleave(high, 0).view(-1, 1), dtype)
+    return codes.view(filled.shape), scale.reciprocal()

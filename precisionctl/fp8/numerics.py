@@ -259,17 +259,29 @@ def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32)
 def decode_by_scale_inv(codes: Tensor, scale_inv: Tensor, values: Tensor, scratch: Tensor) -> None:
     """`decode` into FP32 `values`, of `codes`' shape `[rows, columns]` and both contiguous, on a CPU; `scale_inv` and
     `scratch` as `encode_by_scale_inv` takes them."""
-    table, indices = _table(codes.dtype, codes.device), scratch.view(torch.int32)
     for tile, by, into in _tiles(scratch.numel(), codes, scale_inv.expand(codes.shape), values):
-        index = indices[: tile.numel()].copy_(tile.view(-1).view(torch.uint8))
-        torch.index_select(table, 0, index, out=into.view(-1))
+        _look_up(tile, into, scratch)
         into.mul_(by)
 
 
 def worths(codes: Tensor) -> Tensor:
-    """What codes are by themselves, FP32, from a table: five times as fast as PyTorch's own cast."""
-    table = _table(codes.dtype, codes.device)
-    return table.index_select(0, codes.reshape(-1).view(torch.uint8).int()).view(codes.shape)
+    """What codes are by themselves, FP32, laid out as they are; on a CPU from a table, piece by piece: five times as
+    fast as PyTorch's own cast from E4M3."""
+    if not codes.is_cpu or codes.dtype == torch.float8_e5m2:
+        return codes.float()
+    if codes.dim() == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
+        return worths(codes.t()).t()
+    values, scratch = torch.empty(codes.shape), scratch_for(codes)
+    flat = codes.reshape(1, -1)
+    for tile, into in _tiles(scratch.numel(), flat, values.view(1, -1)):
+        _look_up(tile, into, scratch)
+    return values
+
+
+def _look_up(codes: Tensor, values: Tensor, scratch: Tensor) -> None:
+    """What a tile of codes is, into FP32 values; both contiguous."""
+    index = scratch.view(torch.int32)[: codes.numel()].copy_(codes.view(-1).view(torch.uint8))
+    torch.index_select(_table(codes.dtype, codes.device), 0, index, out=values.view(-1))
 
 
 @functools.cache
