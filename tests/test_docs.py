@@ -91,3 +91,8 @@ def test_the_readme_names_all_that_is_supported_and_nothing_else():
     assert named["bundled recipes"] | of_models == set(bundled_recipes())
     schemes = {scheme for engine in engines().values() for scheme in engine.spells}
     assert named["`--target` of an export"] == set(engines()) | schemes | {TE}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+def test_no_document_has_markers_of_a_merge_in_it(document):
+    assert not re.search("^(<<<<<<<|>>>>>>>) ", document.read_text(encoding="utf-8"), re.MULTILINE)
