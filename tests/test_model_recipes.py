@@ -26,7 +26,7 @@ from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.parallel import shares
 from precisionctl.trainer.parallel.world import check
-from precisionctl.trainer.resume import check_length
+from precisionctl.trainer.settings import check_length
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
