@@ -54,8 +54,7 @@ def run(
     were coded before, by the target's names. More than one of `workers` need files on both sides. `on_bytes` is told of
     bytes written, first of those that were written before.
 
-    Returns what jobs found out: those magnitudes by the weight's name; and by name of each tensor that could not keep
-    the scales it had, how many of its codes have changed.
+    Returns what jobs found out (`Worker.do`), by name.
     """
     done = journal.done if journal and all(file.is_file() for file in _files(plan.targets, writer)) else set()
     ranks.gather("checked", {})  # before the first rank makes anew what another one has lost

@@ -23,6 +23,10 @@ Read = Callable[[str, int, int], Iterable[tuple[int, Tensor]]]
 """Reads rows of a source's tensor, so many from one on, piece by piece; each with the number of rows before it."""
 
 
+NAN = "NaN in "
+"""How the name begins, among what jobs find out, that tells of a NaN in a tensor."""
+
+
 class Encoder:
     """Encodes jobs of a plan into tensors of these `specs`, handing what it makes to `put`.
 
@@ -34,6 +38,8 @@ class Encoder:
         self, specs: Mapping[str, TensorSpec], carried: Mapping[str, Encoding], buffers: Buffers, put: Put, read: Read
     ) -> None:
         self._specs, self._carried, self._buffers, self._put, self._read = specs, carried, buffers, put, read
+        self.with_nan: set[str] = set()
+        """The tensors that were seen to hold a NaN. Where values are neither cast nor encoded, nobody looks."""
 
     def encode(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> dict[str, float]:
         """Write codes and scales of what `pieces` gives at each call. One pass is enough where each row has a scale of
@@ -70,6 +76,8 @@ class Encoder:
                 seen[name].see(values, row, self._buffers.scratch)
         for name, found in seen.items():
             _check_finite(name, found.amax)
+            if found.has_nan:
+                self.with_nan.add(name)
         if encode.shared:
             share([*seen.values(), *self._alongside(encode)])
         return seen
@@ -100,8 +108,10 @@ class Encoder:
     def _by_row(self, name: str, row: int, values: Tensor, encode: Encode) -> Encoding:
         """How to encode rows that each have the scale of their own amax, which is written."""
         dtype = self._specs[name].dtype
-        amax = numerics.row_amax(values, self._buffers.scratch)
+        amax, has_nan = numerics.row_amax_and_nan(values, self._buffers.scratch)
         _check_finite(name, amax)
+        if has_nan:
+            self.with_nan.add(name)
         scale_inv = numerics.scale_inv(amax, dtype)
         self._put(encode.weight_scales[name], row, scale_inv)
         return Encoding(dtype, scale_inv, (1, values.shape[1]))
@@ -110,6 +120,8 @@ class Encoder:
         """Write rows as values, rounded to the target's dtype."""
         dtype = self._specs[name].dtype
         if values.dtype != dtype:
+            if numerics.has_nan(values):
+                self.with_nan.add(name)
             values = self._buffers.to_write(dtype, *values.shape).copy_(values)
         self._put(name, row, values)
 

@@ -3,7 +3,7 @@ that is asked for, and renamed when it is whole."""
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.convert import OnBytes, check, run
+from precisionctl.conversion.encoder import NAN
 from precisionctl.conversion.journal import Journal, fingerprints, open_journal, open_share_journal
 from precisionctl.conversion.manifest import write_manifest
 from precisionctl.conversion.ranks import ALONE, Ranks
@@ -176,13 +177,26 @@ def _journal(work: Work, restart: bool, ranks: Ranks) -> Iterator[Journal]:
 
 
 def _finish(work: Work, found: Mapping[str, float], checksums: Mapping[str, str]) -> None:
-    work.writer.finish(work.finish(found))
+    with_nan = [name.removeprefix(NAN) for name in found if name.startswith(NAN)]
+    work.notes.extend(_nan_note(with_nan))
+    work.writer.finish(work.finish({name: value for name, value in found.items() if not name.startswith(NAN)}))
     if work.encodings and not any(job.encode for job in work.plan.jobs):
         encodings_file.write(work.writer.directory, work.encodings)
     write_manifest(work.writer.directory, work.reader, work.plan.digest, checksums)
     if work.plan.target == "megatron":
         write_tracker(work.output.partial, work.iteration)
     work.output.commit()
+
+
+def _nan_note(names: Sequence[str]) -> Iterator[str]:
+    """That there are NaN, which the result has as its source has them. They have codes of their own in FP8, so unlike
+    infinite weights they are not refused."""
+    if names:
+        first = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+        yield (
+            f"WARNING: the source has NaN in {len(names)} of its tensors, and so has the result ({first}): "
+            "what is computed with them is NaN."
+        )
 
 
 def _check_room(work: Work) -> None:

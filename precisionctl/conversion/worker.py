@@ -15,7 +15,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunked, check_rows, in_pieces, read_rows, rows_held, write_rows
 from precisionctl.conversion.buffers import BUFFER, WIDEST, Buffers
-from precisionctl.conversion.encoder import Encoder, Piece
+from precisionctl.conversion.encoder import NAN, Encoder, Piece
 from precisionctl.conversion.unchanged_codes import scales_if_unchanged
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.fp8 import numerics
@@ -56,8 +56,14 @@ class Worker:
         """Write what a job writes.
 
         Returns what was found out on the way: the amax of the job's weight, by the job's name, where it was asked for;
-        and by name of each tensor that could not keep all the scales it had, how many of its codes are others now.
+        by name of each tensor that could not keep all the scales it had, how many of its codes are others now; and 1 by
+        NAN and the name of each in which a NaN was seen.
         """
+        found = self._do(job)
+        seen, self._encoder.with_nan = self._encoder.with_nan, set()
+        return found | dict.fromkeys((NAN + name for name in seen), 1.0)
+
+    def _do(self, job: Job) -> dict[str, float]:
         for copy in job.copies:
             self._check_equal(job.reads[0], copy)
         if not job.writes:
@@ -98,8 +104,11 @@ class Worker:
             segments = [part for segment in segments for part in self._here(segment)]
         for segment in segments:
             for name, row, values in self._moved(segment):
-                if self._wants_amax(job):
-                    amaxes.append(numerics.amax(values))  # while it is at hand
+                if self._wants_amax(job):  # while it is at hand
+                    amax, has_nan = numerics.amax_and_nan(values)
+                    amaxes.append(amax)
+                    if has_nan:
+                        self._encoder.with_nan.add(name)
                 self._encoder.put_values(name, row, values)
         return self._found(job, amaxes)
 

@@ -29,6 +29,8 @@ class BlockScales:
         self.amax = torch.zeros(grid_shape(rows, columns, block))
         self.candidate = carried.in_blocks(rows, columns, block) if carried else torch.zeros_like(self.amax)
         self.fits = torch.isfinite(self.candidate) & (self.candidate > 0)
+        self.has_nan = False
+        """Whether there is one among the values so far."""
 
     def see(self, values: Tensor, row: int, scratch: Tensor | None = None) -> None:
         """`values` `[n, columns]` are rows `[row, row + n)`, in the dtype that they are stored in; `scratch` as
@@ -38,7 +40,9 @@ class BlockScales:
         here = slice(row // high, -(-(row + len(values)) // high))  # of the grid, which may be large
         row -= here.start * high
         if self.amax.numel() == 1:
-            self.amax = torch.maximum(self.amax, numerics.amax(values))
+            amax, has_nan = numerics.amax_and_nan(values)
+            self.amax = torch.maximum(self.amax, amax)
+            self.has_nan |= has_nan
         else:
             self._reduce(self.amax[here], values, row, work)
         if self.carried is None:
@@ -66,7 +70,9 @@ class BlockScales:
         high, wide = self.block
         ragged = -values.shape[1] % wide
         blocks = torch.nn.functional.pad(values, (0, ragged)) if ragged else values
-        by_row = numerics.row_amax(blocks.reshape(-1, wide), scratch).view(len(values), -1)
+        amax, has_nan = numerics.row_amax_and_nan(blocks.reshape(-1, wide), scratch)
+        self.has_nan |= has_nan
+        by_row = amax.view(len(values), -1)
         if high == 1:
             into[row : row + len(values)] = by_row
             return

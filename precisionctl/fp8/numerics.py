@@ -37,13 +37,25 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def amax(values: Tensor) -> Tensor:
     """Largest magnitude, FP32 `[]`. NaN is passed over, as by the `fmaxf` of TE's cast kernels; 0 when empty."""
-    if values.numel() == 0:
-        return torch.zeros((), device=values.device)
     values = values.detach()
-    if not values.is_cpu:  # to ask whether there is a NaN would wait for the GPU, at each tensor of a pass
-        return _largest_magnitude(_without_nan(values))
+    if values.is_cpu:
+        return amax_and_nan(values)[0]
+    # to ask whether there is a NaN would wait for the GPU, at each tensor of a pass
+    return _largest_magnitude(_without_nan(values)) if values.numel() else torch.zeros((), device=values.device)
+
+
+def amax_and_nan(values: Tensor) -> tuple[Tensor, bool]:
+    """`amax` of values on a CPU, and whether there is a NaN among them, which the same look tells."""
+    if values.numel() == 0:
+        return torch.zeros(()), False
     largest = _largest_magnitude(values)
-    return _largest_magnitude(_without_nan(values)) if largest.isnan() else largest
+    has_nan = bool(largest.isnan())
+    return (_largest_magnitude(_without_nan(values)) if has_nan else largest), has_nan
+
+
+def has_nan(values: Tensor) -> bool:
+    """Whether there is a NaN among values on a CPU. A sum is NaN then, and made twice as fast as they are copied."""
+    return bool(values.sum().isnan()) and bool(values.isnan().any())  # infinities of both signs make one, too
 
 
 def _largest_magnitude(values: Tensor) -> Tensor:
@@ -57,6 +69,11 @@ def _without_nan(values: Tensor) -> Tensor:
 
 def row_amax(values: Tensor, scratch: Tensor) -> Tensor:
     """`amax` of each row of `[rows, columns]`, FP32 `[rows, 1]`; `scratch` is FP32 of any size, best PIECE."""
+    return row_amax_and_nan(values, scratch)[0]
+
+
+def row_amax_and_nan(values: Tensor, scratch: Tensor) -> tuple[Tensor, bool]:
+    """`row_amax`, and whether there is a NaN among the values, which the same look tells."""
     # Magnitudes have the order of their bits, and integers the faster maximum: four times that of amin and amax.
     bits = values.view(_INTEGERS[values.dtype.itemsize])
     columns = bits.shape[1]
@@ -69,7 +86,8 @@ def row_amax(values: Tensor, scratch: Tensor) -> Tensor:
         torch.bitwise_and(piece, torch.iinfo(bits.dtype).max, out=magnitudes)
         torch.amax(magnitudes, 1, keepdim=True, out=largest[row : row + step])
     amax = largest.view(values.dtype).float()
-    return row_amax(_without_nan(values), scratch) if amax.isnan().any() else amax
+    has_nan = bool(amax.isnan().any())
+    return (row_amax(_without_nan(values), scratch) if has_nan else amax), has_nan
 
 
 def scaled_max(dtype: torch.dtype, margin: int) -> float:

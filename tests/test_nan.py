@@ -1,0 +1,93 @@
+"""NaN among weights: told by name wherever values are looked at anyway; copied, like other bytes, where they are not."""
+
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from precisionctl.cli import main
+from precisionctl.fp8 import numerics
+
+DOWN, GATE = "model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.gate_proj.weight"
+
+
+def make_source(folder: Path, value: float, **settings: Any) -> Path:
+    """A checkpoint with this value in two weights."""
+    pico.save(folder, hidden_size=128, intermediate_size=256, num_key_value_heads=4, **settings)
+    stored = load_file(folder / "model.safetensors")
+    stored[DOWN][127, 3] = stored[GATE][0, 127] = value
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def say(*words: object) -> str:
+    result = CliRunner().invoke(main, [str(word) for word in words], terminal_width=200)
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
+COMMANDS = {
+    "cast": ("float32", "convert", "--to=megatron --precision=bf16 --workers=2"),
+    "amax": ("bfloat16", "convert", "--to=megatron --precision=fp8 --workers=2"),
+    "rows": ("bfloat16", "export-inference", "--target=vllm --scheme=dynamic --workers=1"),
+    "blocks": ("bfloat16", "export-inference", "--target=vllm --scheme=block --workers=2"),
+    "tensors": ("bfloat16", "convert", "--to=hf --precision=fp8 --recipe=fp8-current --workers=2"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_nan_weight_is_told_by_name(tmp_path: Path, name: str) -> None:
+    dtype, command, options = COMMANDS[name]
+    source = make_source(tmp_path / "source", torch.nan, dtype=getattr(torch, dtype))
+    said = say(command, source, tmp_path / "out", *options.split())
+    down, gate = {
+        "megatron": ("decoder.layers.1.mlp.linear_fc2.weight", "decoder.layers.0.mlp.linear_fc1.weight"),
+        "hf": (DOWN, GATE),
+    }["megatron" if "megatron" in options else "hf"]
+    assert f"the source has NaN in 2 of its tensors, and so has the result ({', '.join(sorted((down, gate)))})" in said
+
+
+def test_what_is_decoded_is_looked_at_and_what_is_copied_is_not(tmp_path: Path) -> None:
+    """The codes of a NaN are copied as codes, and found again when they are decoded."""
+    source = make_source(tmp_path / "source", torch.nan, dtype=torch.bfloat16)
+    assert "NaN" not in say("convert", source, tmp_path / "copy", "--to=megatron")
+    say("export-inference", source, tmp_path / "fp8", "--target=vllm", "--scheme=dynamic")
+    codes = load_file(tmp_path / "fp8" / "model.safetensors")[DOWN]
+    assert codes.float().isnan().nonzero().tolist() == [[127, 3]]
+    said = say("convert", tmp_path / "fp8", tmp_path / "decoded", "--to=hf", "--precision=bf16")
+    assert f"NaN in 2 of its tensors, and so has the result ({GATE}, {DOWN})" in said
+    assert load_file(tmp_path / "decoded" / "model.safetensors")[DOWN].isnan().nonzero().tolist() == [[127, 3]]
+
+
+def test_infinities_of_both_signs_are_no_nan(tmp_path: Path) -> None:
+    """Their sum is one."""
+    values = torch.tensor([[torch.inf, -torch.inf, 1.0]])
+    assert not numerics.has_nan(values) and numerics.has_nan(
+        torch.cat([values, values.new_tensor([[0, 0, torch.nan]])])
+    )
+    source = make_source(tmp_path / "source", torch.inf)
+    assert "NaN" not in say("convert", source, tmp_path / "out", "--to=megatron", "--precision=bf16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_nan_anywhere_is_seen_and_amax_passes_it_over(dtype: torch.dtype) -> None:
+    plain = torch.linspace(-3, 2, 7 * 33).view(7, 33).to(dtype)
+    scratch = torch.empty(64)
+    assert numerics.amax_and_nan(plain) == (3, False) and not numerics.row_amax_and_nan(plain, scratch)[1]
+    for row, column in ((0, 0), (3, 32), (6, 1)):
+        for sign in (1, -1):
+            values = plain.clone()
+            values[row, column] = sign * torch.nan
+            without = values.nan_to_num(nan=0.0).abs()
+            amax, seen = numerics.row_amax_and_nan(values, scratch)
+            assert seen and torch.equal(amax, without.amax(1, keepdim=True).float()) and numerics.has_nan(values)
+            assert numerics.amax_and_nan(values) == (without.amax(), True)
+
+
+def test_inspect_finds_what_a_copy_did_not_look_at(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "source", torch.nan, dtype=torch.bfloat16)
+    assert "linear_fc1 and 1 more weight 1 elements are no finite numbers" in say("inspect", source, "--fp8")
