@@ -1,4 +1,4 @@
-"""NaN among weights: told by name wherever values are looked at anyway; copied, like other bytes, where they are not."""
+"""NaN among weights: told by name wherever values are looked at anyway; copied like other bytes where they are not."""
 
 from pathlib import Path
 from typing import Any
