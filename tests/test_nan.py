@@ -1,5 +1,6 @@
 """NaN among weights: told by name wherever values are looked at anyway; copied like other bytes where they are not."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def make_source(folder: Path, value: float, **settings: Any) -> Path:
 def say(*words: object) -> str:
     result = CliRunner().invoke(main, [str(word) for word in words], terminal_width=200)
     assert result.exit_code == 0, result.output
-    return " ".join(result.output.split())
+    return " ".join(result.stdout.split())
 
 
 COMMANDS = {
@@ -90,4 +91,6 @@ def test_a_nan_anywhere_is_seen_and_amax_passes_it_over(dtype: torch.dtype) -> N
 
 def test_inspect_finds_what_a_copy_did_not_look_at(tmp_path: Path) -> None:
     source = make_source(tmp_path / "source", torch.nan, dtype=torch.bfloat16)
-    assert "linear_fc1 and 1 more weight 1 elements are no finite numbers" in say("inspect", source, "--fp8")
+    verdicts = json.loads(say("inspect", source, "--fp8", "--json"))["readiness"]["verdicts"]
+    named = ["decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"]
+    assert all(verdict["keep_bf16"] == named for verdict in verdicts.values())
