@@ -1,8 +1,10 @@
-"""gpt-oss, with BF16 weights: biases everywhere, a learned sink for each head, a clamped gate, experts in all layers.
+"""gpt-oss: biases everywhere, a learned sink for each head, a clamped gate, experts in all layers.
 
 Traps: gate and up alternate row by row; experts are stored `[in, out]`, and down_proj is square, so that no shape
-tells; the router's bias counts for the weights of experts too. MXFP4 files (`*_blocks`, `*_scales`) are not read.
+tells; in MXFP4, as OpenAI released them, they are `[out, in]`; the router's bias counts for the weights of experts too.
 """
+
+from dataclasses import replace
 
 from precisionctl.architectures.config_keys import (
     HEADS,
@@ -26,10 +28,10 @@ from precisionctl.architectures.llama_rows import (
 )
 from precisionctl.architectures.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.architectures.moe_rows import FC1, FC1_SIZES, FC2, FC2_SIZES, MOE_NORM
-from precisionctl.architectures.moves import SAME, Alternating, Transposed
-from precisionctl.architectures.param_map import Architecture, Row
+from precisionctl.architectures.moves import SAME, Alternating, Move, Transposed
+from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rope import rope
-from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
+from precisionctl.param import COLUMNS, GATED_ROWS, ROWS, Parallel
 
 _YARN = {
     "rope_type": "yarn",
@@ -39,6 +41,14 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+
+
+def _matrix(name: str, megatron: str, sizes: tuple[str, ...], stands: Move, parallel: Parallel) -> Either:
+    """An expert's weight, `[in, out]`, or in MXFP4 `[out, in]`."""
+    stored = f"model.layers.{{layer}}.mlp.experts.{name}"
+    row = Row(f"{stored}[{{expert}}]", megatron, sizes, Transposed(stands), parallel, layers="moe", gemm=True)
+    return Either((row,), (replace(row, names=f"{stored}_blocks[{{expert}}]", move=stands),), only_read=True)
+
 
 ARCHITECTURE = Architecture(
     model_types={"gpt_oss": "GptOssForCausalLM"},
@@ -65,15 +75,7 @@ ARCHITECTURE = Architecture(
             ("moe.num_experts",),
             layers="moe",
         ),
-        Row(
-            "model.layers.{layer}.mlp.experts.gate_up_proj[{expert}]",
-            FC1,
-            FC1_SIZES,
-            Transposed(Alternating()),
-            GATED_ROWS,
-            layers="moe",
-            gemm=True,
-        ),
+        _matrix("gate_up_proj", FC1, FC1_SIZES, Alternating(), GATED_ROWS),
         Row(
             "model.layers.{layer}.mlp.experts.gate_up_proj_bias[{expert}]",
             "decoder.layers.{layer}.mlp.experts.linear_fc1.bias{expert}",
@@ -82,15 +84,7 @@ ARCHITECTURE = Architecture(
             GATED_ROWS,
             layers="moe",
         ),
-        Row(
-            "model.layers.{layer}.mlp.experts.down_proj[{expert}]",
-            FC2,
-            FC2_SIZES,
-            Transposed(SAME),
-            COLUMNS,
-            layers="moe",
-            gemm=True,
-        ),
+        _matrix("down_proj", FC2, FC2_SIZES, SAME, COLUMNS),
         Row(
             "model.layers.{layer}.mlp.experts.down_proj_bias[{expert}]",
             "decoder.layers.{layer}.mlp.experts.linear_fc2.bias{expert}",

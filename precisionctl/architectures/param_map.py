@@ -142,10 +142,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Either:
-    """Two spellings of the same rows in Hugging Face: what is read is what is there, what is written the first."""
+    """Two spellings of the same rows in Hugging Face: what is read is what is there, what is written the first; to
+    Hugging Face what is there again, unless that is `only_read`."""
 
     first: tuple[Row, ...]
     second: tuple[Row, ...]
+    only_read: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,15 +181,15 @@ class Architecture:
     note: str = ""
 
     def spelled(self, stored: Mapping[str, object], model: ModelShape, respelled: bool = False) -> tuple[Row, ...]:
-        """The rows, each in the spelling of the names in `stored`; else, or if they are to be `respelled`, in the
-        first, with the row that was `found`."""
+        """The rows, each in the spelling of the names in `stored`; else, if they are to be `respelled` or the second is
+        `only_read`, in the first, with the row that was `found`."""
         rows: list[Row] = []
         for row in self.rows:
             if isinstance(row, Row):
                 rows.append(row)
             elif not _any_stored(row.second, stored, model):
                 rows += row.first
-            elif respelled:
+            elif respelled or row.only_read:
                 found = {second.megatron: second for second in row.second}
                 rows += (replace(first, found=found[first.megatron]) for first in row.first)
             else:

@@ -7,7 +7,7 @@ place of its bytes. Everything that moves data is arithmetic on those boxes, wri
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.fp8 import e2m1
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
@@ -47,13 +48,15 @@ class Chunk:
     """A box of a logical tensor and where its row-major bytes are.
 
     `place` is a file, where they start at byte `offset`, or a live tensor of the box's shape. `only` a part of it is
-    to be looked at, where others have the rest.
+    to be looked at, where others have the rest. A `packed` one of a file, which is read whole rows at a time, has two
+    codes of E2M1 in each byte; read are the E4M3 codes of the same numbers.
     """
 
     box: Box
     place: Path | Tensor
     offset: int = 0
     only: Box | None = None
+    packed: bool = False
 
     @property
     def part(self) -> Box:
@@ -170,6 +173,17 @@ def read_tensor(source: Chunked, name: str) -> Tensor:
     return read_rows(source, name, 0, spec.rows).reshape(spec.shape)
 
 
+def stored_dtype(source: Chunked, name: str) -> torch.dtype:
+    """The dtype that a tensor has in its files, where it may be `packed`; `specs` has that which is read."""
+    packed = any(chunk.packed for chunk in source.chunks(name))
+    return e2m1.DTYPE if packed else source.specs[name].dtype
+
+
+def in_mxfp4(reader: Reader) -> list[str]:
+    """The weights that are."""
+    return [name for name in reader.encodings if stored_dtype(reader, name) == e2m1.DTYPE]
+
+
 def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | None = None) -> Tensor:
     """Rows `[row, row + rows)` as `[rows, columns]` in the stored dtype; into `out` where one is given."""
     spec = source.specs[name]
@@ -179,6 +193,8 @@ def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | Non
         into = _window(out, part, row, 0)
         if isinstance(chunk.place, Tensor):
             into.copy_(_window(chunk.place.detach(), part, chunk.box.row, chunk.box.column))
+        elif chunk.packed:
+            _read_packed(chunk, part, into)
         elif into.is_contiguous():
             _read(chunk, part, into)
         else:
@@ -216,6 +232,16 @@ def _read(chunk: Chunk, part: Box, into: Tensor) -> Tensor:
             do="Is its disk failing? What is done is kept; copy the file anew and run the same command again.",
         ) from error
     return into
+
+
+def _read_packed(chunk: Chunk, part: Box, into: Tensor) -> None:
+    pairs = torch.empty(part.rows, part.columns // 2, dtype=torch.uint8)
+    e2m1.unpack(_read(replace(chunk, box=_halved(chunk.box)), _halved(part), pairs), into)
+
+
+def _halved(box: Box) -> Box:
+    """The bytes of whole rows of codes, two in each."""
+    return replace(box, columns=box.columns // 2)
 
 
 def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:

@@ -114,7 +114,7 @@ class Within:
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         file, stored = self.places[name]
-        return [Chunk(whole(stored.spec), file, stored.offset)]
+        return [Chunk(whole(stored.spec), file, stored.offset, packed=stored.packed)]
 
 
 def write(directory: Path, encodings: WeightEncodings) -> None:

@@ -17,6 +17,7 @@ from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, WeightEncodings, Within, stored_encodings
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, Spelling, index_of, read_stored, spelling_of
+from precisionctl.checkpoints.packed_experts import unpacked
 from precisionctl.checkpoints.safetensors_file import Stored, split_shards
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage
 from precisionctl.fp8 import sidecar
@@ -38,9 +39,9 @@ def recognise(path: Path) -> bool:
 class HuggingFaceReader:
     """A Hugging Face directory as a Reader. Raises DamagedCheckpoint where files contradict one another.
 
-    Experts that are stored as one tensor are slices here, `name[expert]`. Scale tensors of FP8 codes are not among
-    `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every tensor in the files. Nor are
-    those of a KV cache, which belong to no weight.
+    Experts that are stored as one tensor are slices here, `name[expert]`, and in MXFP4 matrices of codes. Scale tensors
+    of FP8 codes are not among `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every
+    tensor in the files. Nor are those of a KV cache, which belong to no weight.
     """
 
     layout: Layout = "hf"
@@ -51,7 +52,7 @@ class HuggingFaceReader:
         self.companions = read_companions(path, links=True)
         self.config = _with_quantization(_load_json(path / "config.json"), path)
         self.model: ModelShape = from_hf_config(self.config, path / "config.json")
-        self.stored = Within(self._places())
+        self.stored = Within(unpacked(self._places()))
         self._scales: Mapping[str, Scales] = stored_scales(self.config, self.stored.specs, path / "config.json")
         hidden = {name for scales in self._scales.values() for name in scales.names}
         hidden |= cache_scales(self.config, self.stored.specs).keys()

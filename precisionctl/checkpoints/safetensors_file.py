@@ -45,10 +45,11 @@ _LARGEST_NUMBER = 1 << 63
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its shape and dtype, and the byte where it starts."""
+    """A tensor in a file: its shape and dtype, and the byte where it starts; `packed` as a Chunk is."""
 
     spec: TensorSpec
     offset: int
+    packed: bool = False
 
 
 def read_header(path: Path) -> dict[str, Stored]:

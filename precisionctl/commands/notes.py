@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from precisionctl.architectures.find import architecture_of, models_of_megatron_args
-from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.base import Reader, in_mxfp4
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -122,6 +122,12 @@ def code_notes(encodings: WeightEncodings) -> Iterator[str]:
         f"{len(encodings.weights)} weights were FP8 codes; the result has their decoded values. The scales are kept "
         "beside them: `convert --to hf --precision fp8` writes the same codes again."
     )
+
+
+def decoded_notes(reader: Reader) -> Iterator[str]:
+    """That weights which were codes are values now, and stay values."""
+    if packed := in_mxfp4(reader):
+        yield f"{len(packed)} weights were MXFP4, and are what they decode to. MXFP4 is not written here."
 
 
 def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator[str]:

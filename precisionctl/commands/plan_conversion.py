@@ -15,6 +15,7 @@ from precisionctl.checkpoints.output import Output
 from precisionctl.commands.inference_export import InferenceExport
 from precisionctl.commands.notes import (
     code_notes,
+    decoded_notes,
     family_notes,
     left_behind_notes,
     padding_notes,
@@ -152,8 +153,7 @@ def _plan_values(conversion: Conversion, reader: Reader, encodings: WeightEncodi
     makes = conversion.fills_extra_state and (conversion.precision == "fp8" or state is not None)
     notes = _notes(conversion, reader, plan, run if trained else None)
     notes += _fp8_notes(conversion, plan, state, payloads=makes)
-    if reader.encodings and encodings:
-        notes += code_notes(encodings)
+    notes += code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)
     finish = _make_state(state, conversion, plan, notes) if makes else lambda found: recorded or calibrated
     digest = digest_of(plan, conversion, conversion.fp8_state, encodings)
     return Work(reader, plan, writer, output, finish, makes, digest, notes, trained, encodings)

@@ -84,9 +84,10 @@ class Worker:
 
     def _compute(self, job: Job) -> dict[str, float]:
         """A row that does more than move: its tensors whole, in the wider dtype of the two sides."""
-        model, wanted = self._plan.model, self._writer.specs[job.writes[0]].dtype
-        parts = [self._whole(name, torch.float32 if job.encode else wanted) for name in job.reads]
-        made = (job.row.merge(parts, model),) if self._plan.target == "megatron" else job.row.split(parts[0], model)
+        wanted = self._writer.specs[job.writes[0]].dtype
+        made = self._plan.compute(
+            job, [self._whole(name, torch.float32 if job.encode else wanted) for name in job.reads]
+        )
         pieces = [
             (name, 0, tensor.reshape(self._writer.specs[name].rows, -1))
             for name, tensor in zip(job.writes, made, strict=True)
@@ -168,11 +169,13 @@ class Worker:
         return encoding.decode_rows(stored, row, into, self._buffers.scratch)
 
     def _whole(self, name: str, wanted: torch.dtype) -> Tensor:
-        """All values of a tensor, in its shape and at least as wide a dtype as is `wanted`."""
-        spec, encoding = self._reader.specs[name], self._reader.encodings.get(name)
-        stored = read_rows(self._reader, name, 0, spec.rows)
-        values = stored if encoding is None else encoding.decode_rows(stored, 0)
-        return values.to(torch.promote_types(values.dtype, wanted)).reshape(spec.shape)
+        """All values of a tensor, in its shape and at least as wide a dtype as is `wanted`; of codes in just that."""
+        spec = self._reader.specs[name]
+        dtype = wanted if name in self._reader.encodings else torch.promote_types(spec.dtype, wanted)
+        values = torch.empty(spec.rows, spec.columns, dtype=dtype)
+        for row, piece in self._pieces(name, 0, spec.rows):
+            values[row : row + len(piece)] = piece
+        return values.reshape(spec.shape)
 
     def _check_equal(self, name: str, copy: str) -> None:
         for start, values in self._pieces(name, 0, self._reader.specs[name].rows):

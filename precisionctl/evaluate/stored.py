@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader, read_tensor
+from precisionctl.checkpoints.base import Reader, in_mxfp4, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.conversion import convert
@@ -62,11 +62,16 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
     if plain:
         return model, stored
     if not precision.fp8:
-        return model, (_quantise(model, reader, plan) or stored) + _cache(model, reader, plan)
+        return model, (_quantise(model, reader, plan) or _decoded(reader, stored)) + _cache(model, reader, plan)
     if states:
         for name, linear in fp8_linears(model).items():
             linear.set_fp8_state(states.modules[name])
     return model, f"FP8 with {NAMES[precision.scaling]} scaling, {stored} weights"
+
+
+def _decoded(reader: Reader, stored: str) -> str:
+    """The precision of a model that has no FP8 codes."""
+    return f"{stored}, with weights from MXFP4" if in_mxfp4(reader) else stored
 
 
 def _cache(model: GPT, reader: Reader, plan: Plan) -> str:
@@ -125,7 +130,8 @@ def _quantise(model: GPT, reader: Reader, plan: Plan) -> str | None:
     """
     scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
     device = model.output_weight.device
-    stored = [job for job in plan.jobs if any(name in reader.encodings for name in job.reads)]
+    codes = set(reader.encodings).difference(in_mxfp4(reader))  # which meets inputs in BF16, in engines too
+    stored = [job for job in plan.jobs if codes.intersection(job.reads)]
     fixed: dict[str, float] = {}
     for job in stored:
         for name in job.reads:

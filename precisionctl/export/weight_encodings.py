@@ -24,8 +24,11 @@ from precisionctl.quant_methods.base import Scales, recognise, sibling
 
 def weight_encodings(reader: Reader) -> WeightEncodings | None:
     """How a checkpoint's weights are FP8 codes, or were, by the names that a Hugging Face directory has for them when
-    it is written. None where they never were, or nothing is known of it."""
+    it is written. None where they never were, or nothing is known of it, or that is not written here (MXFP4)."""
     encodings = stored_weight_encodings(reader)
+    method = recognise({"quantization_config": encodings.quantization}) if encodings else None
+    if method and method.spelling is None:
+        return None
     renamed = reader.layout == "megatron" or any(name.endswith("]") for name in reader.encodings)
     return _moved(reader, encodings) if reader.encodings and renamed else encodings
 

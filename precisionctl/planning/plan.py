@@ -12,6 +12,8 @@ import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from precisionctl.architectures.param_map import Row
 from precisionctl.errors import PrecisionError
 from precisionctl.model_shape import ModelShape
@@ -91,7 +93,15 @@ class Plan:
 
     def computes(self, job: Job) -> bool:
         """Whether a job's tensors must be whole in memory, because its row does more than move their rows."""
-        return bool(job.reads) and self.source != self.target and not job.row.moves(self.model)
+        if not job.reads or (self.source == self.target and job.row.source.move == job.row.move):
+            return False
+        passed = ([job.row.source] if self.source == "hf" else []) + ([job.row] if self.target == "hf" else [])
+        return not all(row.moves(self.model) for row in passed)
+
+    def compute(self, job: Job, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What such a job writes, of the values of all that it reads."""
+        whole = parts[0] if self.source == "megatron" else job.row.source.merge(parts, self.model)
+        return (whole,) if self.target == "megatron" else job.row.split(whole, self.model)
 
     def describe(self) -> dict[str, object]:
         """The plan as JSON: what `--dry-run --json` prints, and what `digest` covers."""

@@ -158,9 +158,9 @@ _SLICE = re.compile(r"(.+)(\[\d+\])")
 
 def sibling(weight: str, kind: str) -> str:
     """The name of a scale beside a weight: `<module>.weight_scale` of `<module>.weight`, and of experts that are
-    stored as one tensor `experts.gate_up_proj_scale[3]` of `experts.gate_up_proj[3]`."""
+    stored as one tensor `experts.gate_up_proj_scale[3]` of `experts.gate_up_proj[3]`, and of its `_blocks[3]`."""
     if match := _SLICE.fullmatch(weight):
-        return f"{match[1]}_{kind.removeprefix('weight_')}{match[2]}"
+        return f"{match[1].removesuffix('_blocks')}_{kind.removeprefix('weight_')}{match[2]}"
     return f"{weight.removesuffix('.weight')}.{kind}"
 
 

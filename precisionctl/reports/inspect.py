@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.base import Reader, stored_dtype
 from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.errors import CheckpointError
 from precisionctl.export.weight_encodings import stored_weight_encodings
+from precisionctl.fp8 import e2m1
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
 from precisionctl.param import TensorSpec
@@ -24,9 +25,7 @@ Description = Mapping[str, Any]
 def describe(reader: Reader) -> Description:
     """Everything that can be said without reading tensor data; FP8 state, which is small, is read."""
     specs = reader.specs.values()
-    nbytes: Counter[str] = Counter()
-    for spec in specs:
-        nbytes[str(spec.dtype).removeprefix("torch.")] += spec.nbytes
+    nbytes = _bytes_by_dtype(reader)
     return {
         "path": str(reader.path),
         "container": reader.container,
@@ -45,6 +44,19 @@ def describe(reader: Reader) -> Description:
     }
 
 
+def _bytes_by_dtype(reader: Reader) -> Counter[str]:
+    nbytes: Counter[str] = Counter()
+    for name, spec in reader.specs.items():
+        dtype = _dtype(reader, name)
+        nbytes[str(dtype).removeprefix("torch.")] += spec.nbytes // (2 if dtype == e2m1.DTYPE else 1)
+    return nbytes
+
+
+def _dtype(reader: Reader, name: str) -> torch.dtype:
+    """That of a tensor in its files. Only codes may be read as others."""
+    return stored_dtype(reader, name) if name in reader.encodings else reader.specs[name].dtype
+
+
 def _optimizer(reader: Reader) -> dict[str, Any] | None:
     """What a Megatron checkpoint has of one."""
     if not of_megatron(reader):
@@ -58,7 +70,7 @@ def _optimizer(reader: Reader) -> dict[str, Any] | None:
 
 def _precision(nbytes: Counter[str], reader: Reader) -> str:
     """What the values are stored in, and what FP8 state is beside them, in a few words."""
-    codes = sorted({str(reader.specs[name].dtype).removeprefix("torch.") for name in reader.encodings})
+    codes = sorted({str(_dtype(reader, name)).removeprefix("torch.") for name in reader.encodings})
     stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
     return f"{stored} with delayed-scaling state" if reader.fp8 else stored
 
@@ -168,7 +180,8 @@ def _coded_row(description: Description) -> tuple[str, str]:
     by_scale = ", ".join(f"{count} with a scale for each {who}" for who, count in coded["weights_by_scale"].items())
     static = coded["static_input_scales"]
     inputs = f"; static input scales for {static}" if static else ""
-    title = "FP8 weights" if "codes" in description["precision"] else "were FP8 weights"
+    kind = "MXFP4" if coded["quant_method"] == "mxfp4" else "FP8"
+    title = f"{kind} weights" if "codes" in description["precision"] else f"were {kind} weights"
     return title, f"{coded['quant_method'] or 'of no Hugging Face spelling'}: {by_scale}{inputs}"
 
 

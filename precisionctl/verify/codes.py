@@ -53,7 +53,7 @@ class _Coded:
         self._before = encodings.by_name if encodings else {}
 
     def is_codes(self, name: str) -> bool:
-        return self.tensors.dtype(name).startswith("float8")
+        return self.tensors.is_codes(name)
 
     def read(self, name: str, row: int, rows: int) -> tuple[Rows, Rows | None]:
         """Rows, and what has their scales: the rows themselves, or, of values that were codes once, rows without any

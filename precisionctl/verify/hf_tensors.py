@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader, in_pieces, read_rows, read_tensor
+from precisionctl.checkpoints.base import Reader, in_pieces, read_rows, read_tensor, stored_dtype
 from precisionctl.fp8 import numerics
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job
@@ -51,7 +51,7 @@ class HfTensors:
         self._reader = reader
         self._kept = "", torch.empty(0)
         self.specs = plan.targets
-        self._model = plan.model
+        self._plan = plan
         self._segments: dict[str, list[Segment]] = {name: [] for name in plan.targets}
         self._computed: dict[str, Job] = {}
         self._extras = [name for job in plan.jobs if not job.writes for name in job.reads]
@@ -72,21 +72,26 @@ class HfTensors:
 
     def stored_dtype(self, name: str) -> str:
         """The dtype of a tensor of the checkpoint, by its own name there."""
-        return str(self._reader.specs[name].dtype).removeprefix("torch.")
+        return str(stored_dtype(self._reader, name)).removeprefix("torch.")
+
+    def is_codes(self, name: str) -> bool:
+        """Whether rows of a tensor are read as FP8 codes with their scales."""
+        return name not in self._computed and self.dtype(name).startswith("float8")
 
     def dtype(self, name: str) -> str:
         """The dtype that a tensor is stored in; `specs` has the dtype after decoding."""
         if name in self._computed:
             return self.stored_dtype(self._computed[name].reads[0])
         reads = (segment.read for segment in self._segments[name] if segment.read is not None)
-        return str(next((self._reader.specs[read].dtype for read in reads), "zeros")).removeprefix("torch.")
+        return next((self.stored_dtype(read) for read in reads), "zeros")
 
     def nbytes(self, name: str) -> int:
         """How many bytes of a tensor the checkpoint stores; 0 where it has none."""
-        if name in self._computed:
-            return self.specs[name].nbytes
-        stored = [(segment.rows, segment.read) for segment in self._segments.get(name, ()) if segment.read is not None]
         specs = self._reader.specs
+        if name in self._computed:
+            job = self._computed[name]
+            return sum(specs[read].nbytes for read in job.reads) // len(job.writes)
+        stored = [(segment.rows, segment.read) for segment in self._segments.get(name, ()) if segment.read is not None]
         return sum(rows * specs[read].columns * specs[read].dtype.itemsize for rows, read in stored)
 
     def pieces(self, name: str) -> Iterator[tuple[int, int]]:
@@ -106,10 +111,13 @@ class HfTensors:
         """A tensor that is computed from the stored one. The last is kept, since callers read piece by piece."""
         if self._kept[0] != name:
             job = self._computed[name]
-            stored, encoding = read_tensor(self._reader, job.reads[0]), self._reader.encodings.get(job.reads[0])
-            parts = job.row.split(stored if encoding is None else encoding.decode_rows(stored, 0), self._model)
-            self._kept = name, parts[job.writes.index(name)]
+            made = self._plan.compute(job, [self._whole(read) for read in job.reads])
+            self._kept = name, made[job.writes.index(name)]
         return self._kept[1]
+
+    def _whole(self, name: str) -> Tensor:
+        stored, encoding = read_tensor(self._reader, name), self._reader.encodings.get(name)
+        return stored if encoding is None else encoding.decode_rows(stored, 0)
 
     def _part(self, segment: Segment, row: int, rows: int) -> Rows | None:
         """Those of rows `[row, row + rows)` that a segment gives; None where it gives none of them."""

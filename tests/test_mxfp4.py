@@ -1,0 +1,293 @@
+"""gpt-oss as OpenAI released it: experts in MXFP4, read by every command, never written.
+
+Judge: transformers' own dequantization, to the bit. The files are packed here, from numbers, under the config.json of
+gpt-oss-20b (openai/gpt-oss-20b on the Hub) with nothing but its sizes cut.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import in_memory
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.cli import main
+from precisionctl.commands.inference_export import InferenceExport
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_export import plan_export
+from precisionctl.conversion.work import execute
+from precisionctl.errors import PrecisionctlError
+from precisionctl.evaluate.stored import load
+from precisionctl.verify.compare import compare
+
+LAYERS, EXPERTS = 2, 4
+SIZES = {
+    "num_hidden_layers": LAYERS,
+    "num_local_experts": EXPERTS,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 250,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "eos_token_id": 242,
+    "pad_token_id": 249,
+}
+CONFIG = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "hidden_act": "silu",
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_experts_per_tok": 4,
+    "output_router_logits": False,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    **SIZES,
+}
+NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+LAYER = "model.layers.1.mlp.experts"
+
+
+def packed(values: Tensor) -> Tensor:
+    """Numbers `[experts, rows, columns]` as bytes `[experts, rows, columns / 32, 16]`: the earlier of two in the low
+    bits."""
+    codes = torch.tensor([NUMBERS.index(abs(x)) + 8 * (x < 0) for x in values.flatten().tolist()], dtype=torch.uint8)
+    early, late = codes.view(-1, 2).unbind(1)
+    return (early | late << 4).view(*values.shape[:2], -1, 16)
+
+
+def make(directory: Path, exponents: tuple[int, int] = (118, 124)) -> dict[str, Tensor]:
+    """Write a model. Returns its tensors as stored."""
+    torch.manual_seed(0)
+    plain = {key: value for key, value in CONFIG.items() if key != "quantization_config"}
+    model = GptOssForCausalLM(GptOssConfig(**plain)).bfloat16()
+    stored: dict[str, Tensor] = {}
+    for name, values in model.state_dict().items():
+        if not name.endswith("_proj"):
+            stored[name] = torch.randn_like(values) if values.dim() == 1 else values.clone()
+            continue
+        experts, columns, rows = values.shape
+        numbers = torch.tensor(NUMBERS + [-x for x in NUMBERS[1:]])
+        stored[f"{name}_blocks"] = packed(numbers[torch.randint(15, (experts, rows, columns))])
+        stored[f"{name}_scales"] = torch.randint(*exponents, (experts, rows, columns // 32), dtype=torch.uint8)
+    write(directory, stored)
+    return stored
+
+
+def write(directory: Path, stored: Mapping[str, Tensor], config: Mapping[str, Any] = CONFIG) -> None:
+    directory.mkdir(exist_ok=True)
+    save_file(dict(stored), directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def converted(source: Path, to: Path, layout: Any = "hf", workers: int = 1, **options: Any) -> list[str]:
+    """Returns what is told."""
+    work = plan_conversion(Conversion(source, to, layout, **options))
+    execute(work, workers=workers)
+    return work.notes
+
+
+def decoded(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in BF16, as transformers decodes them."""
+    found = dict(stored)
+    for name in [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]:
+        found[name] = convert_moe_packed_tensors(found.pop(f"{name}_blocks"), found.pop(f"{name}_scales"))
+    return found
+
+
+def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name].view(torch.uint8), values.contiguous().view(torch.uint8)), name
+
+
+def test_every_byte_under_every_scale_decodes_as_transformers_does_it(tmp_path: Path) -> None:
+    """Negative zeros, subnormal numbers of the scale 0 and infinities of the scale 254 among them; by way of Megatron
+    too."""
+    stored = make(tmp_path / "source", exponents=(0, 255))
+    torch.manual_seed(1)
+    for name in stored:
+        if name.endswith("_blocks"):
+            stored[name] = torch.randint(256, stored[name].shape, dtype=torch.uint8)
+    every = {int(byte) for name in stored if name.endswith("_scales") for byte in stored[name].unique()}
+    assert every == set(range(255))
+    write(tmp_path / "source", stored)
+    converted(tmp_path / "source", tmp_path / "hf")
+    assert_same_bits(load_file(tmp_path / "hf" / "model.safetensors"), decoded(stored))
+    converted(tmp_path / "source", tmp_path / "megatron", "megatron")
+    converted(tmp_path / "megatron", tmp_path / "back")
+    assert_same_bits(load_file(tmp_path / "back" / "model.safetensors"), decoded(stored))
+
+
+def test_logits_are_those_of_transformers_and_the_config_is_the_same_but_for_the_method(tmp_path: Path) -> None:
+    """Eager, in BF16. transformers decodes the source itself."""
+    make(tmp_path / "source")
+    notes = converted(tmp_path / "source", tmp_path / "hf")
+    assert notes == ["16 weights were MXFP4, and are what they decode to. MXFP4 is not written here."]
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "source", quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
+    )
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    assert theirs.dtype == ours.dtype == torch.bfloat16
+    tokens = torch.arange(32).view(1, 32) * 7 % 250
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert expected.std() > 0.1 and torch.equal(ours(tokens).logits, expected)
+        stored, words = load(HuggingFaceReader(tmp_path / "source"))
+        assert words == "bfloat16, with weights from MXFP4"
+        assert (stored(tokens)[..., :250] - expected).abs().max() < 0.05 * expected.std()
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    kept = {key: value for key, value in CONFIG.items() if key != "quantization_config"}
+    assert config == kept | {"torch_dtype": "bfloat16"}
+    assert not (tmp_path / "hf" / "precisionctl" / "encodings.safetensors").exists()
+
+
+def test_source_and_result_are_the_same_and_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
+    make(tmp_path / "source")
+    for workers in (1, 3):
+        converted(tmp_path / "source", tmp_path / f"hf{workers}", workers=workers)
+        converted(tmp_path / "source", tmp_path / f"megatron{workers}", "megatron", workers=workers)
+    assert (tmp_path / "hf1/model.safetensors").read_bytes() == (tmp_path / "hf3/model.safetensors").read_bytes()
+    for file in (tmp_path / "megatron1").rglob("*.distcp"):
+        assert (tmp_path / "megatron3" / file.relative_to(tmp_path / "megatron1")).read_bytes() == file.read_bytes()
+    source = HuggingFaceReader(tmp_path / "source")
+    found = compare(source, HuggingFaceReader(tmp_path / "hf1"))
+    assert found.equal and {each.status for each in found.tensors} == {"exact"}
+    assert {each.dtypes for each in found.tensors} == {"bfloat16", "float4_e2m1fn_x2 / bfloat16"}
+    changed = load_file(tmp_path / "hf1" / "model.safetensors")
+    changed[f"{LAYER}.down_proj"][3, 95, 63] += 1
+    write(tmp_path / "changed", changed, {key: value for key, value in CONFIG.items() if key != "quantization_config"})
+    found = compare(source, HuggingFaceReader(tmp_path / "changed"), fp8=True)
+    assert [each.name for each in found.tensors if not each.equal] == [f"{LAYER}.down_proj[3]"]
+
+
+def test_one_shard_may_have_blocks_and_another_their_scales(tmp_path: Path) -> None:
+    stored = make(tmp_path)
+    scales = {name for name in stored if name.endswith("_scales")}
+    files = {"model-00001-of-00002.safetensors": stored.keys() - scales, "model-00002-of-00002.safetensors": scales}
+    for file, names in files.items():
+        save_file({name: stored[name] for name in sorted(names)}, tmp_path / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, names in files.items() for name in names}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model.safetensors").unlink()
+    found = in_memory.to_hf(in_memory.to_megatron(HuggingFaceReader(tmp_path))).tensors
+    assert_same_bits(found, slices(decoded(stored)))
+
+
+def slices(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts one by one, as in_memory has them."""
+    found: dict[str, Tensor] = {}
+    for name, values in tensors.items():
+        found |= {f"{name}[{e}]": values[e] for e in range(EXPERTS)} if ".experts." in name else {name: values}
+    return found
+
+
+def test_inspect_tells_what_is_stored_and_an_export_leaves_experts_in_bf16(tmp_path: Path) -> None:
+    stored = make(tmp_path / "source")
+    found = CliRunner().invoke(main, ["inspect", str(tmp_path / "source"), "--json"])
+    described = json.loads(found.output)
+    blocks = sum(values.nbytes for name, values in stored.items() if name.endswith("_blocks"))
+    assert described["bytes_by_dtype"]["float4_e2m1fn_x2"] == blocks
+    assert described["coded"]["weights_by_scale"] == {"block of 1 x 32": 2 * LAYERS * EXPERTS}
+    refused = CliRunner().invoke(main, ["verify", str(tmp_path / "source"), "--target", "vllm"])
+    assert refused.exit_code == 1 and "say nothing of MXFP4" in refused.output
+    execute(plan_export(InferenceExport(tmp_path / "source", tmp_path / "out", "vllm", "dynamic")))
+    exported, expected = load_file(tmp_path / "out" / "model.safetensors"), decoded(stored)
+    for name in (f"{LAYER}.gate_up_proj", f"{LAYER}.down_proj"):
+        assert torch.equal(exported[name], expected[name])
+    assert exported["model.layers.1.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+
+
+def without(*names: str) -> Callable[[dict[str, Tensor]], None]:
+    return lambda stored: [stored.pop(f"{LAYER}.{name}") for name in names] and None
+
+
+def put(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    return lambda stored: stored.update({f"{LAYER}.{name}": change(stored[f"{LAYER}.{name}"])})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("down_proj_scales"), r"no .*down_proj_scales\[0\] for its FP8 codes"),
+        (without("down_proj_blocks"), "unexpected|missing"),
+        (without("gate_up_proj_blocks", "gate_up_proj_scales"), "missing"),
+        (put("down_proj_blocks", lambda t: t.to(torch.int8)), "down_proj_blocks.* is int8; MXFP4 is made of bytes"),
+        (put("down_proj_scales", lambda t: t.float()), "down_proj_scales.* is float32; MXFP4 is made of bytes"),
+        (put("down_proj_blocks", lambda t: t.flatten(2)), r"blocks of MXFP4 are \[rows, columns / 32, 16\]"),
+        (put("down_proj_blocks", lambda t: t[..., :8].contiguous()), r"blocks of MXFP4 are"),
+        (put("down_proj_scales", lambda t: t[:, :, :1].contiguous()), "down_proj_scales.*has shape"),
+        (put("down_proj_blocks", lambda t: t[:, :8].contiguous()), "down_proj_scales.*has shape"),
+        (put("down_proj_blocks", lambda t: t[:2].contiguous()), "unexpected|missing"),
+        (put("down_proj_blocks", lambda t: t[:0].contiguous()), "unexpected|missing"),
+        (put("down_proj_blocks", lambda t: t.new_empty(4, 10**12, 0, 16)), "down_proj_scales.*has shape"),
+        (put("gate_up_proj_scales", lambda t: t.index_fill(0, torch.tensor(1), 255)), "negative, infinite or NaN"),
+    ],
+    ids=[
+        *("no scales", "no blocks", "neither", "int8", "FP32 scales", "three dimensions", "half a block", "few scales"),
+        *("few rows", "few experts", "no experts", "a million million rows", "a scale that is NaN"),
+    ],
+)
+def test_damaged_files_are_one_error(tmp_path: Path, damage: Callable[[dict[str, Tensor]], None], message: str) -> None:
+    stored = make(tmp_path / "source")
+    damage(stored)
+    write(tmp_path / "source", stored)
+    with pytest.raises(PrecisionctlError, match=message):
+        converted(tmp_path / "source", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("quantization", [None, {"quant_method": "fp8", "weight_block_size": [128, 128]}])
+def test_blocks_under_another_method_or_none_are_refused(tmp_path: Path, quantization: dict[str, Any] | None) -> None:
+    write(tmp_path / "source", make(tmp_path / "source"), CONFIG | {"quantization_config": quantization})
+    with pytest.raises(PrecisionctlError, match="is FP8 codes but|for its FP8 codes"):
+        HuggingFaceReader(tmp_path / "source")
+
+
+def test_codes_are_read_a_few_rows_at_a_time(tmp_path: Path) -> None:
+    stored = make(tmp_path)
+    reader = HuggingFaceReader(tmp_path)
+    name = f"{LAYER}.gate_up_proj_blocks[2]"
+    codes, encoding = read_tensor(reader, name), reader.encodings[name]
+    expected = decoded(stored)[f"{LAYER}.gate_up_proj"][2].t()
+    for row in range(0, 192, 5):
+        rows = codes[row : row + 5]
+        assert torch.equal(encoding.decode_rows(rows, row).bfloat16(), expected[row : row + 5])
