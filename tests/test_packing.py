@@ -78,14 +78,21 @@ def test_packed_and_unpacked_texts_have_the_same_loss_and_gradients(case: str, t
     assert abs(leaking - expected) > 1e-5 * expected  # ten times what is allowed above
 
 
-def test_padding_is_no_longer_than_the_texts(tmp_path: Path) -> None:
-    """Else it would choose the other frequencies of LongRoPE, which are for texts beyond the original context."""
-    model = as_gpt(converted(transformers_model("phi3-long"), tmp_path))
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows of their own"])
+def test_longrope_turns_each_text_by_its_own_length(tmp_path: Path, packed: bool) -> None:
+    """Texts beyond the original context and within it, in one batch: transformers judges each alone."""
+    theirs = transformers_model("phi3-long")
+    model = as_gpt(converted(theirs, tmp_path))
     pick = np.random.default_rng(1)
-    short = [Piece(pick.integers(VOCABULARY, size=size), None) for size in (30, 25, 20, 18)]
-    alone = [float(summed_loss(model, make_batch([[piece]], 0)).detach()) for piece in short]
-    packed = make_batch([short[:3], short[3:]], 0)  # 55 tokens of padding behind the last
-    assert float(summed_loss(model, packed).detach()) == pytest.approx(sum(alone), rel=1e-6)
+    pieces = [Piece(pick.integers(VOCABULARY, size=size), None) for size in (30, 60, 20, 18)]
+    batch = make_batch([pieces[:3], pieces[3:]] if packed else [[piece] for piece in pieces], 0)
+    expected = 0.0
+    for piece in pieces:
+        tokens = torch.from_numpy(piece.tokens)
+        with torch.no_grad():
+            logits = theirs(tokens[None, :-1]).logits[0]
+        expected += float(F.cross_entropy(logits, tokens[1:], reduction="sum"))
+    assert float(summed_loss(model, batch).detach()) == pytest.approx(expected, rel=1e-6)
 
 
 class DenseMask(nn.Module):

@@ -28,6 +28,11 @@ class Segments:
             self._ends[device] = sent(torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32), device)
         return self._ends[device]
 
+    def sizes(self, device: torch.device) -> Tensor:
+        """The length of each flattened token's own text, int64 `[rows * length]`."""
+        lengths = torch.tensor(self.lengths)
+        return sent(lengths.repeat_interleave(lengths), device)
+
     def places(self, device: torch.device) -> Tensor:
         """The place of each flattened token in its own text, int64 `[rows * length]`."""
         return sent(torch.cat([torch.arange(length) for length in self.lengths]), device)

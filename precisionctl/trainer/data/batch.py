@@ -86,7 +86,7 @@ def make_batch(rows: Sequence[Sequence[Piece]], padding: int, ranks: int = 1) ->
             lengths.append(piece.positions)
             place += piece.positions
         real[row, :place] = True
-        # no longer than the texts: the longest one decides how rope is scaled (LongRoPE), and what attention costs
+        # no longer than the texts: the longest one decides what attention costs
         lengths += [min(longest, width - start) for start in range(place, width, longest)]
     shared = any(len(pieces) > 1 for pieces in rows)
     return Batch(tokens, labels, real, Segments(tuple(lengths)) if shared else None)

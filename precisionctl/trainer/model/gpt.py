@@ -94,15 +94,16 @@ class GPT(nn.Module):
                 hidden.requires_grad_()  # gradients are recorded even where no parameter is to have one
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: (recorder or self.backend).after_backward())  # its gradient is the last
-            rows, length = tokens.shape
-            decoded: Tensor = self.decoder(hidden, self._positions(place, segments, (rows, length)))
+            rows, width = tokens.shape
+            positions = self._positions(place, self._lengths(tokens, real, segments), segments, (rows, width))
+            decoded: Tensor = self.decoder(hidden, positions)
         return self.backend.world.tensor.enter(decoded).view(*tokens.shape, -1)
 
     def capture(self, rows: int, length: int, *, same_weights: bool = False) -> None:
         """Launch layers as CUDA graphs from now on, in passes with gradients over tokens `[rows, length]` that no texts
         share; those within the backend's `same_weights`, too, where that is said. Raises EnvironmentProblem."""
         shape, dtype, device = (rows, length), self.backend.dtype, self.backend.device
-        positions = self._positions(torch.arange(length, device=device), None, shape)
+        positions = self._positions(torch.arange(length, device=device), length, None, shape)
         hidden = torch.zeros(rows * length, self.model.hidden_size, dtype=dtype, device=device)
         replay = self.backend.captured(self.decoder.layers, positions, hidden, same_weights=same_weights)
         self.decoder.captured = shape, replay
@@ -149,11 +150,22 @@ class GPT(nn.Module):
             return torch.arange(tokens.shape[1], device=self.backend.device)
         return segments.places(self.backend.device).view(tokens.shape)
 
-    def _positions(self, place: Tensor, segments: Segments | None, shape: tuple[int, int]) -> dict[bool, Positions]:
+    def _lengths(self, tokens: Tensor, real: Tensor | None, segments: Segments | None) -> int | Tensor:
+        """How long the text of each token is: `[B, S]`, or `[B, 1]` where each row is one. One number where all are as
+        long, or where that makes no difference."""
+        if not any(rope and rope.by_length for rope in self._ropes.values()):
+            return tokens.shape[1]
+        if segments is not None:
+            return segments.sizes(self.backend.device).view(tokens.shape)
+        return tokens.shape[1] if real is None else real.sum(1, keepdim=True)
+
+    def _positions(
+        self, place: Tensor, lengths: int | Tensor, segments: Segments | None, shape: tuple[int, int]
+    ) -> dict[bool, Positions]:
         """In layers with a window (True) and without."""
-        longest, made = segments.longest if segments else len(place), {}
+        made = {}
         for in_window, rope in self._ropes.items():
-            cos, sin = rope.at(place, longest) if rope else (None, None)
+            cos, sin = rope.at(place, lengths) if rope else (None, None)
             window = self.model.sliding_window if in_window else None
             made[in_window] = Positions(cos, sin, window, segments, shape)
         return made

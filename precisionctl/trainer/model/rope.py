@@ -88,12 +88,17 @@ class Rope:
         except (ArithmeticError, ValueError, RuntimeError) as error:
             raise DamagedCheckpoint(f"rope scaling that cannot be computed: {error}") from None
         self._within, self._beyond = scaled.within.to(device), scaled.beyond.to(device)
+        self.by_length = not torch.equal(scaled.within, scaled.beyond)
+        """Whether a text's length decides how it is turned."""
         self._magnitude = scaled.magnitude
 
-    def at(self, place: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of every pair's angle at each place `[...]` in texts of at most `length`: FP32
-        `[..., size / 2]`."""
-        frequencies = self._beyond if length > self._original else self._within
+    def at(self, place: Tensor, length: int | Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of every pair's angle at each place `[...]`, in texts of one length or each of its own, which
+        broadcasts with the places: FP32 `[..., size / 2]`."""
+        if isinstance(length, int):
+            frequencies = self._beyond if length > self._original else self._within
+        else:
+            frequencies = torch.where((length > self._original)[..., None], self._beyond, self._within)
         angles = place[..., None] * frequencies
         return angles.cos() * self._magnitude, angles.sin() * self._magnitude
 
