@@ -123,6 +123,33 @@ def test_a_completion_is_learned_with_its_end_and_needs_no_template(tmp_path: Pa
     assert read(loaded.tokens.tolist()) == "a b c d <eos> a b <eos>"
 
 
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKING_TEMPLATE])
+@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "c"}], {"text": "c"}])
+def test_content_that_a_template_would_print_as_python_does_is_refused(
+    tmp_path: Path, template: str, content: object
+) -> None:
+    """A model would learn to say None."""
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": [{"role": "assistant", "content": content}]}])
+    with pytest.raises(DataError, match=r"prints the content (None|[\[{]).* as it is \(.*line 1\)"):
+        load_rows(path, tokenizer(template), 64)
+
+
+def test_content_that_a_template_knows_is_no_string_is_taken(tmp_path: Path) -> None:
+    knows = MARKING_TEMPLATE.replace("{{ m.content }}", "{{ m.content if m.content is string else m.content[0].text }}")
+    assert knows != MARKING_TEMPLATE
+    reply = {"role": "assistant", "content": [{"type": "text", "text": "c"}]}
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}, reply]}])
+    batch = load_rows(path, tokenizer(knows), 64).batch([0])
+    assert "c <end>" in read(batch.labels[0].tolist()) and batch.targets == 2
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.txt"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    rows = {"rows.jsonl": '{"text": "a b c"}', "rows.json": '[{"text": "a b c"}]', "rows.txt": "a b c"}
+    (tmp_path / name).write_text(rows[name], encoding="utf-8-sig")
+    assert read(load_rows(tmp_path / name, tokenizer(), 2).tokens.tolist()) == "a b c <eos>"
+
+
 def test_tools_reach_the_template(tmp_path: Path) -> None:
     with_tools = "{% for t in tools or [] %}{{ t.name }} {% endfor %}" + MARKING_TEMPLATE
     row = {"messages": says("user", "a", "assistant", "b"), "tools": [{"name": "d"}, {"name": "e"}]}

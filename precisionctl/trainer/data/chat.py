@@ -87,6 +87,7 @@ def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTo
     """Raises DataError where the template refuses the conversation, or cannot say which words are the assistant's."""
     text, spans = template.render(chat.messages, chat, where)
     require_utf8(text, where)
+    _require_understood(text, chat, template, where)
     if not template.marks:
         replies = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant" and i >= chat.prompt]
         spans = [_added(i, text, chat, template, where) for i in replies]
@@ -98,6 +99,29 @@ def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTo
     # not transformers' own mask: it marks all the rest where a marked piece ends in a space that is no token
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return _row(made["input_ids"], made["offset_mapping"], spans)
+
+
+def _require_understood(text: str, chat: Conversation, template: ChatTemplate, where: str) -> None:
+    """Raise DataError where the content of a message is no string, and the template prints it as Python does: `None`,
+    or a list of parts with its brackets."""
+    for number, message in enumerate(chat.messages):
+        content = message.get("content", "")
+        if isinstance(content, list | dict | None) and _prints(number, str(content), text, chat, template, where):
+            raise DataError(
+                f"the chat template prints the content {str(content)[:80]} as it is",
+                where=where,
+                do="Give each message a string as its content, or the checkpoint a template that knows what this is.",
+            )
+
+
+def _prints(number: int, said: str, text: str, chat: Conversation, template: ChatTemplate, where: str) -> bool:
+    """Whether a conversation is the same `text` where message `number` says this."""
+    messages = [*chat.messages]
+    messages[number] = {**messages[number], "content": said}
+    try:
+        return template.render(messages, chat, where)[0] == text
+    except DataError:
+        return False
 
 
 def completion_row(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase, where: str) -> ChatRow:

@@ -9,7 +9,7 @@ from precisionctl.trainer.data.formats.base import Format, Record, a_row
 
 
 def _records(path: Path) -> Iterator[Record]:
-    with open(path, encoding="utf-8", newline="\n") as file:  # JSON strings may hold other ends of lines
+    with open(path, encoding="utf-8-sig", newline="\n") as file:  # JSON strings may hold other ends of lines
         number = 0
         try:
             for number, line in enumerate(file, start=1):

@@ -9,6 +9,6 @@ from precisionctl.trainer.data.formats.base import Record
 
 def records(path: Path) -> Iterator[Record]:
     try:
-        yield Record(str(path), {"text": path.read_text(encoding="utf-8")})
+        yield Record(str(path), {"text": path.read_text(encoding="utf-8-sig")})
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 text: {error}", where=path, do="Text is any UTF-8 file; rows are .jsonl.") from None
