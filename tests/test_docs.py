@@ -68,12 +68,20 @@ def test_every_command_is_shown_in_the_documents():
     assert set(main.commands) <= shown
 
 
+def anchors(document):
+    """What a link may name after `#`: headings, in lower case, without punctuation, with `-` for blanks."""
+    headings = re.findall(r"^#+ (.*)", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @names
-def test_links_to_files_lead_somewhere(document):
+def test_links_lead_to_files_and_headings(document):
     text = document.read_text(encoding="utf-8")
-    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
-    missing = [t for t in targets if "://" not in t and not (document.parent / t).exists()]
-    assert not missing
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    for name, _, anchor in (link.partition("#") for link in links):
+        target = document.parent / name if name else document
+        assert target.exists(), name
+        assert not anchor or anchor in anchors(target), f"{name}#{anchor}"
 
 
 def test_the_readme_names_all_that_is_supported_and_nothing_else():
