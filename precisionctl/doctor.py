@@ -20,7 +20,7 @@ from precisionctl.untrusted import safe_archive
 
 PACKAGES = ("torch", "transformer-engine", "megatron-core", "transformers", "safetensors", "triton")
 Capability = tuple[int, int]
-"""Of a CUDA device, as PyTorch counts it."""
+"""Compute capability of a CUDA device, major and minor."""
 
 
 @dataclass(frozen=True)

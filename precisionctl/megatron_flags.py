@@ -74,7 +74,7 @@ def as_overrides(given: Mapping[str, object], first_last: bool) -> tuple[str, ..
 
 
 def stateless_words(precision: "Precision") -> Mapping[str, object]:
-    """Of a scaling that keeps no state, under the names that Megatron and Bridge share."""
+    """A scaling that keeps no state as arguments, under the names that Megatron and Bridge share."""
     words: dict[str, object] = {
         "fp8": _theirs("--fp8-format", precision.fp8_format),
         "fp8_recipe": _theirs("--fp8-recipe", precision.scaling),

@@ -11,7 +11,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu"]
 """`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x)."""
 
 LARGEST = 1 << 30
-"""Of any size of a model: beyond every real one, and products of two fit 64 bits."""
+"""The largest size that a model may have: beyond every real one, and products of two fit 64 bits."""
 
 MOST_LAYERS = 1 << 12
 """Some fields have an entry for each layer, whatever number a stranger's file claims."""

@@ -14,7 +14,8 @@ from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArc
 from precisionctl.model_shape import MLA, ModelShape, MoE
 
 _FIRST = ("llama",)
-"""Of families that the same arguments describe; a Yi is one, and a Mistral without a window."""
+"""Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
+window."""
 
 
 @cache

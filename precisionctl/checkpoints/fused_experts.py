@@ -14,7 +14,8 @@ _FUSED = re.compile(r".+\.experts\.[a-z_]+")
 _SLICE = re.compile(rf"({_FUSED.pattern})\[(\d+)\]")
 
 _MOST_SLICES = 1 << 18
-"""Of one file: DeepSeek-V3, whole, would have 3 x 10^4. A header of a few bytes can claim any number."""
+"""The most experts of one file: DeepSeek-V3, whole, would have 3 x 10^4, but a header of a few bytes can claim any
+number."""
 
 
 def sliced(tensors: Mapping[str, Stored], where: object) -> dict[str, Stored]:

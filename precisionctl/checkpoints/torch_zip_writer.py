@@ -20,7 +20,7 @@ from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
 from precisionctl.untrusted.safe_pickle import STORAGES
 
 _ALIGNMENT = 64
-"""Of storages in an archive, as torch.save has it."""
+"""Bytes that storages are aligned to in an archive, as by torch.save."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,8 @@ _SILENCE = 120.0
 
 @contextmanager
 def _reached() -> Iterator[None]:
-    """Around calls to the key-value store, which ends with the first rank or its launcher: that is one error."""
+    """A context for calls to the key-value store, which ends with the first rank or its launcher. Raises OutputError
+    where it has ended."""
     from torch.distributed import DistError
 
     try:
@@ -132,8 +133,8 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all ranks do together: an error of one is told to the others, and none leaves before all are
-        done."""
+        """A context for what all ranks do together: an error of one is told to the others, and none leaves before all
+        are done."""
         try:
             with self._beating():
                 yield

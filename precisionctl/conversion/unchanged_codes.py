@@ -15,7 +15,7 @@ from precisionctl.planning.encode import Encode
 from precisionctl.planning.segments import Segment
 
 _SMALLEST = torch.finfo(torch.float32).tiny * 2.0**16
-"""Of scales; under it codes could decode to numbers that FP32 flushes to zero."""
+"""The smallest scale to copy; under a smaller one codes could decode to numbers that FP32 flushes to zero."""
 
 
 def scales_if_unchanged(

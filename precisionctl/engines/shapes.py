@@ -19,8 +19,8 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Linears that every engine here computes as one, with one scale where scales are per tensor."""
 
 Ragged = Literal["never", "alone", "last"]
-"""Of which linears the rows may end within a block, on one GPU: of none; of those that are computed alone; of the last
-of those computed as one, too."""
+"""Whose rows may end within a block, on one GPU: no linear's; those of linears that are computed alone; those of the
+last of several that are computed as one, too."""
 
 _STORED_FUSED = ("qkv_proj", "gate_up_proj")
 _BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj")

@@ -32,7 +32,7 @@ except ImportError as error:
     ) from None
 
 NEW_TOKENS = 256
-"""Of a generated text, where the task names no number."""
+"""Tokens of a generated text, where the task names no number."""
 
 Scored = tuple[float, bool]
 """The log-likelihood of a continuation, and whether it is what greedy decoding gives."""
@@ -81,7 +81,7 @@ class StoredModel(TemplateLM):  # type: ignore[misc]  # it has no types
         return [self._generated(*request.args) for request in requests]
 
     def _scored(self, context: list[int], continuation: list[int]) -> Scored:
-        """Of the tokens of both the last ones count, where the model has no places for all."""
+        """Where the model has no places for all tokens of the two, the last ones count."""
         tokens = (context + continuation)[-(self.longest + 1) :]
         count = min(len(continuation), len(tokens) - 1)
         logs = F.log_softmax(self._logits(tokens[:-1], count), -1)

@@ -110,7 +110,7 @@ def _perplexity(loss: float) -> float:
 
 
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
-"""Of a model that is broken, a loss may be beyond it; Python's `exp` raises there."""
+"""Python's `exp` raises beyond it, where the loss of a broken model may be."""
 
 
 def _require_one_vocabulary(reader: Reader, against: Reader) -> None:

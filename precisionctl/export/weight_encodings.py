@@ -41,7 +41,7 @@ def stored_weight_encodings(reader: Reader) -> WeightEncodings | None:
 
 
 def _moved(reader: Reader, encodings: WeightEncodings | None) -> WeightEncodings:
-    """Of codes that are stored under other names: their scales, moved as a conversion moves their rows.
+    """The scales of codes that are stored under other names, moved as a conversion moves their rows.
 
     `encodings` is what else is known of them, such as the scales of their inputs.
     """

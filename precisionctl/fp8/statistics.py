@@ -60,7 +60,7 @@ class Statistics:
     losses: Mapping[Scaling, Loss] = field(default_factory=lambda: dict.fromkeys(SCALINGS, Loss()))
 
     def merge(self, other: "Statistics") -> "Statistics":
-        """Of both together. Counts and amax do not depend on the order; sums do in the last bits."""
+        """The statistics of both together. Counts and amax do not depend on the order; sums do in the last bits."""
         return Statistics(
             self.elements + other.elements,
             self.zeros + other.zeros,
@@ -103,7 +103,7 @@ class Statistics:
 
 _FIELDS = ("elements", "zeros", "nonfinite", "amax", "sum_2", "sum_4")
 AMAX = _FIELDS.index("amax")
-"""Of those numbers, the one that is no sum."""
+"""The place of the one number that is no sum."""
 NUMBERS = len(_FIELDS) + 5 * len(SCALINGS)
 
 

@@ -48,7 +48,7 @@ _LONGEST = 90
 """Letters of a name: a stranger's may be megabytes."""
 
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
-"""Of layers and experts."""
+"""The numbers of layers and experts in a name."""
 
 
 def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:

@@ -193,7 +193,7 @@ def _by_history(history: History) -> Iterator[Finding]:
 
 
 def _is_stale(weights: Sequence[Statistics], recorded: Tensor) -> bool:
-    """Of any expert."""
+    """Whether what was recorded of a weight, of any expert, is far from its own amax."""
     own = torch.tensor([one.amax for one in weights], dtype=torch.float64)
     if len(own) != recorded.numel():
         return False

@@ -38,7 +38,7 @@ class Settings:
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """The run's folder."""
         return self.out or Path(f"{self.checkpoint.resolve().name}-{self.precision}")
 
     @property

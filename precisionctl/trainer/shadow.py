@@ -44,7 +44,7 @@ class Shadow:
 
     @property
     def gap(self) -> float:
-        """Of the losses, as (FP8 - BF16) / BF16."""
+        """How far the losses are apart, as (FP8 - BF16) / BF16."""
         return _gap(self.loss, self.loss_bf16)
 
     @property

@@ -110,7 +110,7 @@ def go_on_fp8(run: Run, saved: Fp8States | None, carried: Fp8States | None) -> F
 
 
 def _shape(linear: Fp8Linear) -> tuple[int, ...]:
-    """Of its scales: `[]`, or `[experts]`."""
+    """The shape of its scales: `[]`, or `[experts]`."""
     state = linear.fp8_state()
     assert state is not None, "fp8_linears lists the linears that keep state"
     return state.shape

@@ -76,7 +76,7 @@ def check_te(reader: Reader) -> list[Finding]:
 
 
 def _of_state(states: Fp8States, gemms: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
-    """Of state that no GEMM has, or whose scales are not those of its GEMM; `gemms` has the shape of those by name."""
+    """State that is no GEMM's, whose scales are not of its GEMM's shape (`gemms`, by name), or that knows no input."""
     for name, state in states.modules.items():
         if name not in gemms:
             yield Finding(name, "state of no GEMM of the model", _MODULES)
@@ -87,7 +87,7 @@ def _of_state(states: Fp8States, gemms: Mapping[str, tuple[int, ...]]) -> Iterat
 
 
 def _of_modules(states: Fp8States, plan: Plan, reader: Reader) -> Iterator[Finding]:
-    """Of the weights whose GEMMs have state."""
+    """Weights that an FP8 GEMM cannot take, or that are larger than their scale is for."""
     for job in plan.jobs:
         state = states.modules.get(job.module) if job.row.gemm else None
         if state is None or state.roles["weight"].scale.shape != plan.gemms[job.module]:

@@ -27,7 +27,7 @@ _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_g
 _OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
 _SHARDING = "param_state_sharding_type"
 _WRITTEN = ("args", "checkpoint_version", "content_metadata", "iteration", "model", "optimizer", OURS)
-"""Of the common data: what the writer makes itself, or `carried` says apart."""
+"""Keys of the common data that the writer makes itself, or `carried` says apart."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _KEY = re.compile(
 _ALIGNMENT = 64
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
 _NO_PARAMETER = (".expert_bias",)
-"""Of a router: a buffer, which a rule changes and no optimizer."""
+"""A router's bias: a buffer, which a rule changes and no optimizer."""
 
 
 class _Bucket:

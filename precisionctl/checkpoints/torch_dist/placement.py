@@ -16,10 +16,11 @@ from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
 from precisionctl.param import Parallelism, TensorSpec
 
 _ALIGNMENT = 64
-"""Of records in a file, as of storages in a record: then tensors are aligned in the file."""
+"""Bytes that records are aligned to, as storages are in a record: then tensors are aligned in the file."""
 
 FILE_BYTES = 1 << 30
-"""Of tensors in one file, so that several writers have files of their own; a larger box has one to itself."""
+"""The most bytes of tensors in one file, so that several writers have files of their own; a larger box has one to
+itself."""
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,8 @@ def _optimizers(content: Mapping[str, Any], path: Path) -> Iterator[tuple[Mappin
 
 
 _Class = tuple[bool, bool, bool]
-"""Of experts (where they have an optimizer of their own), without weight decay, with a learning rate of its own."""
+"""Whether a group of parameters is of experts (where they have an optimizer of their own), has no weight decay, and has
+a learning rate of its own."""
 
 
 def _class(group: Mapping[str, Any]) -> _Class:

@@ -121,13 +121,13 @@ class Backend(Protocol):
         ...
 
     def same_weights(self) -> AbstractContextManager[None]:
-        """Around passes forward and backward between which no weight changes: each is cast in the first one alone.
-        Under delayed scaling that is one row of its history, and one scale in all of them, as in Megatron. Not of a
-        model that FSDP2 cuts, whose weights are nowhere whole between two passes."""
+        """A context for passes forward and backward between which no weight changes: each weight is cast in the
+        first one alone. Under delayed scaling that is one row of its history, and one scale in all of them, as in
+        Megatron. Not for a model that FSDP2 cuts, whose weights are nowhere whole between two passes."""
         ...
 
     def forward_pass(self) -> AbstractContextManager[None]:
-        """Around one pass through all modules. On leaving it with gradients enabled, forward scales are
+        """A context for one pass through all modules. On leaving it with gradients enabled, forward scales are
         updated, as TE does when its outermost autocast ends; without gradients nothing is recorded."""
         ...
 

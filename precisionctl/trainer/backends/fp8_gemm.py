@@ -112,7 +112,7 @@ class Quantized(NamedTuple):
 
 class Quantizer(Protocol):
     def quantize(self, values: Tensor) -> Quantized:
-        """Of values `[rows, columns]`."""
+        """The codes and scales of values `[rows, columns]`."""
         ...
 
 

@@ -49,7 +49,7 @@ class Recorder:
 
     @contextmanager
     def forward_pass(self, real: Tensor | None = None) -> Iterator[None]:
-        """Around a pass over tokens `[B, S]`; `real`, bool of that shape, is False at padding. Without gradients
+        """A context for a pass over tokens `[B, S]`; `real`, bool of that shape, is False at padding. Without gradients
         nothing is recorded."""
         self._real = None if real is None or bool(real.all()) else real.flatten()
         yield
@@ -68,8 +68,8 @@ class Recorder:
 
     @contextmanager
     def arranged(self, tokens: Tensor, dispatch: Dispatch = AT_HOME) -> Iterator[None]:
-        """Around what sees the pass's tokens in another order, or several times: `tokens` are their numbers. Those are
-        then sent to their experts."""
+        """A context for modules that see the pass's tokens in another order, or several times: `tokens` are their
+        numbers. `dispatch` then sends those to their experts."""
         before = self._real
         if dispatch.order is not None:  # other ranks may have padding
             real = torch.ones_like(tokens, dtype=torch.bool) if before is None else before[tokens]
@@ -81,7 +81,7 @@ class Recorder:
 
     @contextmanager
     def computed_again(self) -> Iterator[None]:
-        """Around what is computed once more: it has been recorded."""
+        """A context for computing a pass once more: nothing is recorded, as it has been already."""
         self._silent = True
         try:
             yield

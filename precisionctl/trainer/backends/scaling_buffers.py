@@ -45,8 +45,8 @@ class ScalingBuffers:
 
     @contextmanager
     def as_before(self, scale: Tensor) -> Iterator[None]:
-        """Around what is computed once more: it casts with the scales that there were, `[room]`, and its amaxes, which
-        are in a history already, are forgotten."""
+        """A context for computing a pass once more: values are cast with the scales that there were, `[room]`, and
+        their amaxes are forgotten, as a history has them already."""
         now = self.state
         self.state = RoleState(scale, torch.zeros(len(scale), 1, device=scale.device))
         try:

@@ -23,7 +23,7 @@ from precisionctl.trainer.data.formats.find import files_of, records
 from precisionctl.trainer.data.tokenize import Tokenized, tokenize
 
 VERSION = 1
-"""Of what is in such a folder; another one is made anew."""
+"""The version of a folder's format; a folder of another one is made anew."""
 
 OnTokens = Callable[[int], None]
 """Hears now and then of how many tokens were made so far."""

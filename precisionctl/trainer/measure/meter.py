@@ -83,7 +83,7 @@ class Meter:
 
     @contextmanager
     def last_pass(self) -> Iterator[None]:
-        """Around the update's last pass forward and backward."""
+        """A context for the update's last pass forward and backward, in which FP8 is watched."""
         if self._model.backend.recorder or not self._world.first:
             yield
         else:
@@ -133,7 +133,7 @@ class Fp8Health:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Around a pass forward and backward."""
+        """A context for a pass forward and backward; afterwards `shares` is what FP8 did in it."""
         if not self._linears:
             yield
             return

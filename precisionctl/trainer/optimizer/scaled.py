@@ -20,7 +20,7 @@ class Scaled:
 
     @classmethod
     def zeros(cls, like: Tensor, dtype: torch.dtype) -> "Scaled":
-        """Of a tensor's shape and device."""
+        """Zeros of the shape and on the device of `like`, as codes of `dtype` under a scale of 1."""
         codes = torch.zeros_like(like, dtype=dtype, requires_grad=False)
         return cls(codes, torch.ones(1, device=like.device))
 

@@ -118,7 +118,7 @@ class Shares:
 
 
 ALL_MINE = Shares({})
-"""Of one process, whatever its parameters are."""
+"""What one process has: all of each parameter."""
 
 
 def _part(row: Row, model: ModelShape, dtype: torch.dtype, ranks: TensorRanks, here: bool) -> Part:
