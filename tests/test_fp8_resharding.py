@@ -17,6 +17,7 @@ from precisionctl.checkpoints.megatron.extra_state import Experts, decode
 from precisionctl.checkpoints.megatron.extra_state_writer import grouped_payloads, payloads_of
 from precisionctl.checkpoints.megatron.keys import object_key
 from precisionctl.checkpoints.megatron.payloads import Saved
+from precisionctl.checkpoints.megatron.run import Carried
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
@@ -317,7 +318,7 @@ def with_payloads(source: Reader, directory: Path, container: str, payloads) -> 
         torch.save(saved, file)
         return LegacyReader(directory / "release")
     objects = {object_key(name, plan.model.num_layers): value for name, value in payloads.items()}
-    writer = TorchDistWriter(directory / "release", plan.model, plan.targets, objects=objects)
+    writer = TorchDistWriter(directory / "release", plan.model, plan.targets, run=Carried(objects=objects))
     convert.run(plan, source, writer)
     writer.finish(None)
     return TorchDistReader(directory / "release")

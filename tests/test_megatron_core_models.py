@@ -6,7 +6,6 @@ What it saves we read bit for bit; what we write of it, cut in another way, it l
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.megatron.keys import expert_of
-from precisionctl.checkpoints.megatron.run import carried
+from precisionctl.checkpoints.megatron.run import NO_RUN, Carried, carried
 from precisionctl.checkpoints.torch_dist.masters import differing_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
@@ -38,12 +37,12 @@ def form(name: str) -> Parallel:
     return ROWS if name.endswith(ROWS_OF) else REPLICATED
 
 
-def rewrite(source: Path, target: Path, parallelism: Parallelism, **settings: Any) -> None:
+def rewrite(source: Path, target: Path, parallelism: Parallelism, run: Carried = NO_RUN) -> None:
     """Write what is there by our Writer, with the run's own arguments."""
     reader = TorchDistReader(source)
-    kept = reader.specs | (reader.optimizer_specs if "common" in settings else {})
+    kept = reader.specs | (reader.optimizer_specs if run.common else {})
     specs = {name: dataclasses.replace(spec, parallel=form(name)) for name, spec in kept.items()}
-    writer = TorchDistWriter(target, SHAPE, specs, parallelism=parallelism, iteration=7, **settings)
+    writer = TorchDistWriter(target, SHAPE, specs, parallelism=parallelism, run=dataclasses.replace(run, iteration=7))
     writer.lay_out()
     everything = SimpleNamespace(specs=kept, chunks=reader.chunks)
     for name in specs:
@@ -125,10 +124,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     loads = []
     for way in WAYS:
         run = carried(TorchDistReader(top / way), Parallelism(1))
-        settings = {"common": run.common, "objects": run.objects, "args": run.args}
-        rewrite(
-            top / way, top / f"our {way}", Parallelism(1), distributed_optimizer=run.distributed_optimizer, **settings
-        )
+        rewrite(top / way, top / f"our {way}", Parallelism(1), run)
         kind = "plain" if way == "plain" else "fully_reshardable"
         loads.append({"do": "load", "directory": str(top / f"our {way}"), "optimizer": kind})
     for job in loads:

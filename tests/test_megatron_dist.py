@@ -21,7 +21,7 @@ from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
 from precisionctl.checkpoints.megatron import keys
-from precisionctl.checkpoints.megatron.run import carried
+from precisionctl.checkpoints.megatron.run import Carried, carried
 from precisionctl.checkpoints.torch_dist import placement
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader, recognise
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
@@ -156,8 +156,7 @@ def test_equal_input_gives_equal_bytes(tmp_path):
             tensors,
             state,
             parallelism=Parallelism(2),
-            iteration=3,
-            common=common,
+            run=Carried(iteration=3, common=common),
             companions=companions(),
         )
     assert files(tmp_path / "a") == files(tmp_path / "b")
@@ -253,7 +252,7 @@ def test_state_of_transformer_engine_1_is_kept_though_not_understood(tmp_path):
     file = io.BytesIO()
     torch.save({"scale_fwd": torch.ones(3), "amax_history_fwd": torch.zeros(4, 3)}, file)
     key = "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"
-    write(tmp_path, values(specs()), objects={key: file})
+    write(tmp_path, values(specs()), run=Carried(objects={key: file}))
     found = TorchDistReader(tmp_path).fp8
     assert found is not None
     assert found.raw["decoder.layers.0.mlp.linear_fc1"].numpy().tobytes() == file.getvalue()
@@ -265,9 +264,7 @@ def companions() -> Companions:
 
 def test_companions_objects_and_common_data_come_back(tmp_path):
     objects = {"rng_state/shard_0.0_1.1": {"torch": torch.arange(4)}, "data/shard_0_1": {"rows": 12}}
-    write(
-        tmp_path, values(specs()), companions=companions(), objects=objects, common={"extra": {"lr": 0.5}}, iteration=9
-    )
+    write(tmp_path, values(specs()), companions=companions(), run=Carried(9, {"extra": {"lr": 0.5}}, objects))
     reader = TorchDistReader(tmp_path)
     assert reader.companions == companions()
     assert torch.equal(reader.read_object("rng_state/shard_0.0_1.1")["torch"], torch.arange(4))
@@ -294,7 +291,7 @@ def test_a_config_that_contradicts_the_arguments_is_refused(tmp_path):
 
 def test_the_tracker_names_the_newest_iteration_and_any_complete_one_can_be_named(tmp_path):
     for iteration in (5, 10):
-        write(tmp_path / keys.directory_name(iteration), values(specs()), iteration=iteration)
+        write(tmp_path / keys.directory_name(iteration), values(specs()), run=Carried(iteration))
         keys.write_tracker(tmp_path, iteration)
     assert recognise(tmp_path)
     assert recognise(tmp_path / "iter_0000005")
@@ -428,7 +425,7 @@ def test_the_fp8_state_of_experts_comes_back_as_one(tmp_path, layers_by_key):
     states = Fp8States(recipe, {module: Fp8State(dict.fromkeys(ROLES, role))}, producer="somebody", iteration=5)
     wanted = write_experts(tmp_path / "names")
     args = {"moe_grouped_gemm": True} | ({"linear_attention_freq": [1, 1]} if layers_by_key else {})
-    writer = TorchDistWriter(tmp_path / "made", MODEL, wanted, args=args)
+    writer = TorchDistWriter(tmp_path / "made", MODEL, wanted, run=Carried(args=args))
     writer.lay_out()
     writer.finish(states)
     found = TorchDistReader(tmp_path / "made").fp8
@@ -464,7 +461,7 @@ def test_an_optimizer_whose_tensors_are_of_another_shape_is_not_taken_for_one_by
 
 def test_an_optimizer_stored_by_rank_is_told_of(tmp_path):
     key = "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"
-    write(tmp_path, values(specs()), objects={key: {"buckets_coalesced": True}})
+    write(tmp_path, values(specs()), run=Carried(objects={key: {"buckets_coalesced": True}}))
     assert TorchDistReader(tmp_path).unread_optimizer
 
 
@@ -473,8 +470,13 @@ def test_generators_go_along_to_the_same_sizes_alone(tmp_path, sizes):
     write(
         tmp_path,
         values(specs(optimizer=True)),
-        objects={"rng_state/shard_0.0_1.2": [{"torch_rng_state": torch.arange(4)}]},
-        common={"optimizer": {"optimizer": {"param_groups": [{"lr": 0.1}]}}, "opt_param_scheduler": {"num_steps": 5}},
+        run=Carried(
+            common={
+                "optimizer": {"optimizer": {"param_groups": [{"lr": 0.1}]}},
+                "opt_param_scheduler": {"num_steps": 5},
+            },
+            objects={"rng_state/shard_0.0_1.2": [{"torch_rng_state": torch.arange(4)}]},
+        ),
         parallelism=Parallelism(2),
     )
     run = carried(TorchDistReader(tmp_path), sizes)
@@ -484,7 +486,7 @@ def test_generators_go_along_to_the_same_sizes_alone(tmp_path, sizes):
     assert bool(run.objects) == (sizes.tensor == 2) == (run.left == ())
     assert run.args["no_save_rng"] == (sizes.tensor == 1)
     if run.objects:
-        write(tmp_path / "made", values(specs()), objects=run.objects)
+        write(tmp_path / "made", values(specs()), run=Carried(objects=run.objects))
         restored = TorchDistReader(tmp_path / "made").read_object("rng_state/shard_0.0_1.2")
         assert torch.equal(restored[0]["torch_rng_state"], torch.arange(4))
 

@@ -17,6 +17,7 @@ from precisionctl.architectures.find import architecture_of, supported
 from precisionctl.architectures.param_map import Row
 from precisionctl.checkpoints.base import Reader, read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.megatron.run import Carried
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.names import parallel_of
@@ -191,9 +192,11 @@ def test_an_optimizer_is_written_by_parameter(tmp_path: Path, sizes: Parallelism
         plan.model,
         targets,
         parallelism=sizes,
-        iteration=9,
-        args={"use_distributed_optimizer": True},
-        common={"optimizer": settings, "opt_param_scheduler": {"num_steps": 3}},
+        run=Carried(
+            iteration=9,
+            args={"use_distributed_optimizer": True},
+            common={"optimizer": settings, "opt_param_scheduler": {"num_steps": 3}},
+        ),
     )
     writer.lay_out()
     for name, values in {**source.tensors, **optimizer}.items():

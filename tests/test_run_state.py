@@ -9,7 +9,7 @@ import torch
 
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.megatron.keys import write_tracker
-from precisionctl.checkpoints.megatron.run import WithOptimizer
+from precisionctl.checkpoints.megatron.run import Carried, WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
@@ -42,10 +42,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         top / "run" / "iter_0000007",
         weights.model,
         specs,
-        iteration=7,
-        common={"optimizer": SETTINGS, "opt_param_scheduler": SCHEDULE, "num_floating_point_operations_so_far": 123},
-        args={"consumed_train_samples": 560, "lr": 1e-3},
-        objects={"rng_state/shard_0.0_1.1": GENERATORS},
+        run=Carried(
+            iteration=7,
+            common={
+                "optimizer": SETTINGS,
+                "opt_param_scheduler": SCHEDULE,
+                "num_floating_point_operations_so_far": 123,
+            },
+            args={"consumed_train_samples": 560, "lr": 1e-3},
+            objects={"rng_state/shard_0.0_1.1": GENERATORS},
+        ),
     )
     writer.lay_out()
     torch.manual_seed(0)

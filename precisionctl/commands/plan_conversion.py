@@ -10,7 +10,7 @@ import torch
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
-from precisionctl.checkpoints.megatron.run import Carried, MegatronReader, carried, of_megatron
+from precisionctl.checkpoints.megatron.run import NO_RUN, Carried, MegatronReader, carried, of_megatron
 from precisionctl.checkpoints.output import Output
 from precisionctl.commands.inference_export import InferenceExport
 from precisionctl.commands.notes import (
@@ -169,9 +169,9 @@ def _check_fp8(conversion: Conversion, plan: Plan, state: Fp8States | None) -> N
 
 def _carried(conversion: Conversion, trained: MegatronReader | None) -> Carried:
     """What comes along of the run that made the source; rank files have no place for the states of generators."""
-    return (
-        carried(trained, conversion.parallelism, generators=conversion.container != "torch") if trained else Carried()
-    )
+    if trained is None:
+        return NO_RUN
+    return carried(trained, conversion.parallelism, generators=conversion.container != "torch")
 
 
 def _writer(conversion: Conversion, reader: Reader, plan: Plan, output: Output, run: Carried, live: bool) -> Writer:

@@ -1,7 +1,6 @@
 """The Writer of each container, for a plan."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -63,18 +62,14 @@ def megatron_writer(
     te: TeVersion = 2,
 ) -> Writer:
     """The Writer of a plan's Megatron directory: an iteration, where a `run` goes along, else a release."""
-    make: Callable[..., Writer] = LegacyWriter
-    if container != "torch":
-        make = partial(TorchDistWriter, objects=run.objects, distributed_optimizer=run.distributed_optimizer)
+    make = LegacyWriter if container == "torch" else TorchDistWriter
     return make(
         output.partial / directory_name(run.iteration),
         plan.model,
         plan.targets,
         parallelism=plan.parallelism,
-        iteration=run.iteration,
+        run=run,
         companions=companions,
         fp8_in=fp8_in,
         te=te,
-        common=run.common,
-        args=run.args,
     )

@@ -32,8 +32,10 @@ _WRITTEN = ("args", "checkpoint_version", "content_metadata", "iteration", "mode
 
 @dataclass(frozen=True)
 class Carried:
-    """Arguments of a TorchDistWriter; of no run, none. `left` names what a checkpoint of other sizes cannot have, or
-    what no plain value is."""
+    """What a Writer is given of a run; nothing where there is none. `iteration` None makes a `release`. `common` is
+    added to the common data, and `args` to the arguments in it. `objects`, by whole key (`rng_state/shard_0.0_1.1`),
+    are pickled beside the tensors, or copied from another checkpoint. `distributed_optimizer` lays the optimizer out
+    as `fully_reshardable`. `left` names what a checkpoint of other sizes cannot have, or what no plain value is."""
 
     iteration: int | None = None
     common: Mapping[str, object] = field(default_factory=dict)
@@ -41,6 +43,9 @@ class Carried:
     args: Mapping[str, object] = field(default_factory=dict)
     distributed_optimizer: bool = False
     left: tuple[str, ...] = ()
+
+
+NO_RUN = Carried()
 
 
 class MegatronReader(Reader, Protocol):

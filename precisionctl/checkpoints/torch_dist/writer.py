@@ -23,6 +23,7 @@ from precisionctl.checkpoints.megatron.extra_state_writer import beside_payloads
 from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
 from precisionctl.checkpoints.megatron.logical import MASTER, OPTIMIZER, STATE
 from precisionctl.checkpoints.megatron.provider import write_run_config
+from precisionctl.checkpoints.megatron.run import NO_RUN, Carried
 from precisionctl.checkpoints.torch_dist.placement import layers_differ, place, stored_tensors
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import sidecar
@@ -33,13 +34,11 @@ from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
 
 
 class TorchDistWriter:
-    """Writes the directory of one iteration, or a `release` (iteration None); the tracker is the caller's.
+    """Writes the directory of one iteration, or a `release`; the tracker is the caller's.
 
     `specs` may hold `optimizer.state.<kind>.<parameter>` beside the model, laid out as by Megatron's plain optimizer
-    or, `distributed_optimizer`, as `fully_reshardable`. `fp8_in` says where FP8 state goes: into `_extra_state`,
-    where a run in FP8 takes it up, in the form of TE 1.x or 2.x (`te`), or into the sidecar alone. `common` is added
-    to `common.pt`, `args` to the arguments in it, and `objects` (by whole key, e.g. `rng_state/shard_0.0_1.1`) are
-    pickled beside the tensors, or copied from another checkpoint.
+    or as `run` says. `fp8_in` says where FP8 state goes: into `_extra_state`, where a run in FP8 takes it up, in the
+    form of TE 1.x or 2.x (`te`), or into the sidecar alone.
 
     `parallelism` decides how tensors are cut, and into which files they go; any other run can load them.
     File sizes and offsets follow from the arguments alone; equal input gives equal bytes.
@@ -52,20 +51,15 @@ class TorchDistWriter:
         specs: Mapping[str, TensorSpec],
         *,
         parallelism: Parallelism = ONE_RANK,
-        iteration: int | None = None,
+        run: Carried = NO_RUN,
         companions: Companions | None = None,
         fp8_in: Literal["extra_state", "sidecar"] = "extra_state",
         te: TeVersion = 2,
-        common: Mapping[str, object] | None = None,
-        objects: Mapping[str, object] | None = None,
-        args: Mapping[str, object] | None = None,
-        distributed_optimizer: bool = False,
     ) -> None:
         self.directory, self.model, self.specs = directory, model, specs
-        self._parallelism, self._iteration, self._fp8_in, self._te = parallelism, iteration, fp8_in, te
-        self._companions, self._common, self._objects = companions or Companions(), common or {}, objects or {}
-        self._distributed = distributed_optimizer
-        self._args = saved_args(args or {}, model, specs, parallelism, iteration, "torch_dist")
+        self._parallelism, self._run, self._companions = parallelism, run, companions or Companions()
+        self._fp8_in, self._te = fp8_in, te
+        self._args = saved_args(run.args, model, specs, parallelism, run.iteration, "torch_dist")
         self._by_layer = _keys_by_layer(self._args) or layers_differ(specs)
         keys = {name: stack(self._stored_name(name), self._by_layer) for name in specs}
         _check_stacks(specs, keys)
@@ -79,7 +73,7 @@ class TorchDistWriter:
 
     def _stored_name(self, name: str) -> str:
         """Megatron's plain optimizer has a word of its own for the FP32 masters."""
-        if name.startswith(MASTER) and not self._distributed:
+        if name.startswith(MASTER) and not self._run.distributed_optimizer:
             return f"{STATE}fp32_param.{name.removeprefix(MASTER)}"
         return name
 
@@ -122,7 +116,7 @@ class TorchDistWriter:
         }
         path, offset, spans = self._objects_file(), 0, {}
         with open(path, "wb") as file:
-            for key, value in (states | dict(self._objects)).items():
+            for key, value in (states | dict(self._run.objects)).items():
                 # Megatron wraps each in a list
                 record = value.read() if isinstance(value, torch_zip.Span) else torch_zip_writer.dump([value])
                 spans[key] = torch_zip.Span(path, offset, len(record))
@@ -141,18 +135,18 @@ class TorchDistWriter:
         return {
             "args": argparse.Namespace(**args),
             "checkpoint_version": 3.0,
-            "iteration": self._iteration or 0,
+            "iteration": self._run.iteration or 0,
             "content_metadata": self._content_metadata(),
             "num_floating_point_operations_so_far": 0,
             OURS: ours,
-        } | dict(self._common)
+        } | dict(self._run.common)
 
     def _content_metadata(self) -> dict[str, object]:
         """What Megatron, since 0.13, goes by when it works out which keys to ask for."""
         content: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         if self._by_layer:
             content["non_homogeneous_layers"] = True
-        if self._distributed:
+        if self._run.distributed_optimizer:
             content["distrib_optim_sharding_type"] = "fully_reshardable"
         return content
 

@@ -28,6 +28,7 @@ from precisionctl.checkpoints.megatron.extra_state_writer import (
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, expert_of, layer_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER, STATE
 from precisionctl.checkpoints.megatron.order import Modules, ordered
+from precisionctl.checkpoints.megatron.run import NO_RUN, Carried
 from precisionctl.checkpoints.torch_legacy.names import grouped_name, renumbered
 from precisionctl.checkpoints.torch_legacy.optimizer import optimizer_state
 from precisionctl.checkpoints.torch_legacy.ranks import FILE, directory_name, places
@@ -58,13 +59,12 @@ class _Rank:
 
 
 class LegacyWriter:
-    """Writes the directory of one iteration, or a `release` (iteration None); the tracker is the caller's.
+    """Writes the directory of one iteration, or a `release`; the tracker is the caller's.
 
     `specs` may hold `optimizer.state.<kind>.<parameter>` beside the model, laid out as by Megatron's plain optimizer,
-    whatever the run had: a distributed one reads files of its own.
-    `fp8_in` says where FP8 state goes: into `_extra_state`, where a run in FP8 takes it up, in the form of TE 1.x
-    or 2.x (`te`), or into the sidecar alone.
-    `common` is added to what every rank holds, and `args` to the arguments there.
+    whatever the run had: a distributed one reads files of its own. Every rank holds all of `run` but its objects, for
+    which there is no place. `fp8_in` says where FP8 state goes: into `_extra_state`, where a run in FP8 takes it up,
+    in the form of TE 1.x or 2.x (`te`), or into the sidecar alone.
 
     File sizes and offsets follow from the arguments alone; equal input gives equal bytes. A plan has checked that
     layers, experts and tensors can be dealt out. Raises ShapeMismatch for sizes that this format has no place for.
@@ -77,17 +77,15 @@ class LegacyWriter:
         specs: Mapping[str, TensorSpec],
         *,
         parallelism: Parallelism = ONE_RANK,
-        iteration: int | None = None,
+        run: Carried = NO_RUN,
         companions: Companions | None = None,
         fp8_in: Literal["extra_state", "sidecar"] = "extra_state",
         te: TeVersion = 2,
-        common: Mapping[str, object] | None = None,
-        args: Mapping[str, object] | None = None,
     ) -> None:
         self.directory, self.model, self.specs = directory, model, specs
-        self._sizes, self._iteration, self._fp8_in, self._te = parallelism, iteration, fp8_in, te
-        self._companions, self._common = companions or Companions(), common or {}
-        self._args = saved_args(args or {}, model, specs, parallelism, iteration, "torch")
+        self._sizes, self._run, self._companions = parallelism, run, companions or Companions()
+        self._fp8_in, self._te = fp8_in, te
+        self._args = saved_args(run.args, model, specs, parallelism, run.iteration, "torch")
         self._args["use_distributed_optimizer"] = False
         self._starts = [0, *accumulate(parallelism.layers_of_stages(model.num_layers))][:-1]
         self._experts = 1 + max((e for name in specs if (e := expert_of(name)) is not None), default=-1)
@@ -188,14 +186,14 @@ class LegacyWriter:
         content: dict[str, object] = {
             "args": argparse.Namespace(**args),
             "checkpoint_version": 3.0,
-            "iteration": self._iteration or 0,
+            "iteration": self._run.iteration or 0,
             "num_floating_point_operations_so_far": 0,
         }
         if fp8:
             content[OURS] = {"fp8_iteration": fp8.iteration, "fp8_producer": fp8.producer}
-        content |= {key: value for key, value in self._common.items() if key != "optimizer"}
+        content |= {key: value for key, value in self._run.common.items() if key != "optimizer"}
         if rank.optimizer:
-            settings = self._common.get("optimizer")
+            settings = self._run.common.get("optimizer")
             content["optimizer"] = optimizer_state(rank.stages, rank.optimizer, settings, self._sizes.expert > 1)
         names = ["model"] if len(stages) == 1 else [f"model{index}" for index in range(len(stages))]
         return torch_zip_writer.lay_out(content | dict(zip(names, stages, strict=True)))

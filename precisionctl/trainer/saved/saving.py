@@ -21,6 +21,7 @@ from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron.logical import STATE
+from precisionctl.checkpoints.megatron.run import Carried
 from precisionctl.checkpoints.module import LiveModel, Made, Part, RowsOf, Snapshot
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
@@ -165,10 +166,8 @@ def _begin(
         output.partial,
         plan.model,
         plan.targets,
-        iteration=run.step,
+        run=_carried(run),
         companions=companions,
-        common=_common(run),
-        objects={RNG: _rng(), **({OPTIMIZER: dict(kept)} if (kept := run.optimizer.kept) else {})},
     )
     if run.world.first:
         with disk_problems(output):
@@ -177,6 +176,12 @@ def _begin(
             writer.lay_out()
     run.world.meet()
     return _Iteration(run.step, plan, output, writer, _live(run), _beside(run, carried))
+
+
+def _carried(run: Run) -> Carried:
+    kept = run.optimizer.kept
+    objects = {RNG: _rng(), **({OPTIMIZER: dict(kept)} if kept else {})}
+    return Carried(run.step, _common(run), objects)
 
 
 def _saved(run: Run, wanted: Mapping[str, Any]) -> Saved:
