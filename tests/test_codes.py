@@ -8,12 +8,11 @@ import fp8_directories
 import pytest
 import torch
 from click.testing import CliRunner
+from conversions import run
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
 from precisionctl.verify import hf_tensors
 from precisionctl.verify.codes import CodesComparison, compare_codes
 
@@ -21,10 +20,6 @@ UP = "model.layers.0.mlp.up_proj.weight"
 SPELLINGS = pytest.mark.parametrize(
     "spelling", ["fp8-block", "compressed-tensor", "modelopt-channel", "modelopt-mxfp8"]
 )
-
-
-def run(source: Path, destination: Path, to: str, **options: object) -> None:
-    execute(plan_conversion(Conversion(source, destination, to, **options)), workers=1)  # type: ignore[arg-type]
 
 
 def compared(a: Path, b: Path | None) -> dict[str, CodesComparison]:

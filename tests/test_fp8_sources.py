@@ -1,8 +1,10 @@
 """Hugging Face directories in FP8 as sources of every command: what their codes decode to, and where it goes."""
 
 import json
+from functools import partial
 from pathlib import Path
 
+import conversions
 import fp8_directories
 import numpy as np
 import pytest
@@ -12,17 +14,13 @@ from safetensors.torch import load_file, save_file
 from precisionctl.checkpoints.base import read_rows, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import Parallelism
 from precisionctl.verify.compare import compare
 
+run = partial(conversions.run, workers=1, verify=True)
+
 EACH = pytest.mark.parametrize("spelling", fp8_directories.SPELLINGS)
-
-
-def run(source: Path, destination: Path, to: str, **options: object) -> None:
-    execute(plan_conversion(Conversion(source, destination, to, **options)), workers=1, verify=True)  # type: ignore[arg-type]
 
 
 def decoded(reader: HuggingFaceReader, name: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
+from conversions import tree
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -74,10 +75,6 @@ def write(directory: Path, tensors: dict[str, Tensor], fp8: Fp8States | None = N
     for name, tensor in tensors.items():
         write_rows(writer, name, 0, tensor)
     writer.finish(fp8)
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
@@ -159,7 +156,7 @@ def test_equal_input_gives_equal_bytes(tmp_path):
             run=Carried(iteration=3, common=common),
             companions=companions(),
         )
-    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
 def test_laying_out_again_leaves_the_bytes_that_are_there(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pico
 import pytest
 import torch
+from conversions import tree
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
@@ -40,10 +41,6 @@ def start(arguments: list[str], environment: dict[str, str], before: str = "") -
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     return [(process.wait(), *process.communicate(timeout=100)) for process in processes]
-
-
-def tree(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,10 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import conversions
 import fp8_directories
 import pytest
 import torch
@@ -17,7 +19,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.commands.plan_export import InferenceExport, plan_export
 from precisionctl.conversion import buffers
-from precisionctl.conversion.work import Work, execute
+from precisionctl.conversion.work import execute
 from precisionctl.errors import DamagedCheckpoint, MappingError
 from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
@@ -27,14 +29,10 @@ from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS
 from precisionctl.reports.inspect import describe
 
+run = partial(conversions.run, workers=1, verify=True)
+
 EACH = pytest.mark.parametrize("spelling", fp8_directories.SPELLINGS)
 UP = "model.layers.0.mlp.up_proj.weight"
-
-
-def run(source: Path, destination: Path, to: str, workers: int = 1, **options: object) -> Work:
-    work = plan_conversion(Conversion(source, destination, to, **options))  # type: ignore[arg-type]
-    execute(work, workers=workers, verify=True)
-    return work
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:

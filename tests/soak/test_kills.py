@@ -12,6 +12,7 @@ from pathlib import Path
 import pico
 import pytest
 import torch
+from conversions import tree
 
 KILLS = 20
 
@@ -44,10 +45,6 @@ def writing_since(destination: Path) -> float:
     return time.monotonic()
 
 
-def bytes_of(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_kill_at_any_moment_is_gone_on_from(sources: Path, command: str) -> None:
     run = start(sources, "undisturbed", command)
@@ -55,7 +52,7 @@ def test_a_kill_at_any_moment_is_gone_on_from(sources: Path, command: str) -> No
     assert run.wait() == 0
     writing, seed = time.monotonic() - began, int(os.environ.get("SOAK_SEED", random.randrange(1000)))
     print(f"SOAK_SEED={seed}")
-    moments, undisturbed, hit = random.Random(seed), bytes_of(sources / "undisturbed"), 0
+    moments, undisturbed, hit = random.Random(seed), tree(sources / "undisturbed"), 0
     for _ in range(KILLS):
         run = start(sources, "killed", command)
         writing_since(sources / "killed")
@@ -66,7 +63,7 @@ def test_a_kill_at_any_moment_is_gone_on_from(sources: Path, command: str) -> No
         if not (sources / "killed").exists():
             hit += 1
             assert start(sources, "killed", command).wait() == 0
-        assert bytes_of(sources / "killed") == undisturbed
+        assert tree(sources / "killed") == undisturbed
         assert not (sources / "killed.partial").exists() and not (sources / "killed.journal").exists()
         shutil.rmtree(sources / "killed")
     shutil.rmtree(sources / "undisturbed")

@@ -1,0 +1,129 @@
+"""What a conversion refuses before anything is written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+from conversions import run, tree
+from safetensors.torch import load_file, save_file
+
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
+from precisionctl.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    DestinationExists,
+    MissingTensor,
+    OutputError,
+    PrecisionError,
+    RecipeError,
+    ShapeMismatch,
+    UnknownArchitecture,
+    UnmappedTensor,
+)
+from precisionctl.param import Parallelism
+from precisionctl.precision import PRESETS
+
+CONTRADICTORY: dict[str, dict[str, Any]] = {
+    "no payloads of Transformer Engine": {"to": "hf", "te_version": 1},
+    "an export takes FP8 state as it is read": {"to": "hf", "precision": "fp8", "grouped_columns": "role"},
+    "not cut for ranks": {"to": "hf", "parallelism": Parallelism(2)},
+    "a recipe says how FP8 is made": {"to": "megatron", "recipe": PRESETS["fp8-delayed"]},
+    "input scales of FP8 weights come from": {"to": "hf", "precision": "fp8", "drop_fp8_state": True},
+}
+
+
+@pytest.mark.parametrize("message", CONTRADICTORY)
+def test_options_that_contradict_one_another_are_refused(tmp_path: Path, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Conversion(tmp_path, tmp_path / "out", **CONTRADICTORY[message])
+
+
+def test_a_hugging_face_source_has_no_iterations(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match="no iterations"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron", iteration=3)
+
+
+@pytest.mark.parametrize("destination", ["x", "x.partial/inner"])
+def test_a_source_in_the_way_of_what_is_written_is_refused(tmp_path: Path, destination: str) -> None:
+    pico.save(tmp_path / "x.partial", dtype=torch.bfloat16)
+    before = tree(tmp_path)
+    for restart in (False, True):
+        with pytest.raises(OutputError, match="one in the other"):
+            conversion = Conversion(tmp_path / "x.partial", tmp_path / destination, "megatron")
+            execute(plan_conversion(conversion), restart=restart)
+    assert tree(tmp_path) == before
+
+
+def config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def add_tensor(directory: Path) -> None:
+    stored = load_file(directory / "model.safetensors")
+    stored["model.layers.0.mlp.router.bias"] = torch.zeros(3)
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "an unknown family": (lambda d: config(d, model_type="mamba"), UnknownArchitecture, "no table.*Supported: .*llama"),
+    "a tensor that nobody maps": (
+        add_tensor,
+        UnmappedTensor,
+        r"1 unexpected\n  unexpected  model.layers.0.mlp.router.bias",
+    ),
+    "a missing tensor": (
+        lambda d: config(d, mlp_bias=True),
+        MissingTensor,
+        r"6 missing\n .*mlp.gate_proj.bias  \(2\)",
+    ),
+    "more layers than tensors": (lambda d: config(d, num_hidden_layers=4000), MissingTensor, "only 21 tensors"),
+    "a billion layers": (lambda d: config(d, num_hidden_layers=10**9), DamagedCheckpoint, "1000000000, not a size"),
+    "sizes that contradict": (lambda d: config(d, intermediate_size=112), ShapeMismatch, "the model's sizes say"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    change, error, message = REFUSED[name]
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    change(tmp_path / "hf")
+    before = tree(tmp_path / "hf")
+    with pytest.raises(error, match=message):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert tree(tmp_path / "hf") == before
+
+
+def test_a_destination_that_exists_is_left_alone(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(DestinationExists):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_shapes_that_fp8_gemms_do_not_take_are_refused(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, intermediate_size=100)
+    with pytest.raises(PrecisionError, match="multiples of 16"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron", precision="fp8")
+
+
+@pytest.mark.parametrize("ranks", [5, 8])  # 8 divides all sizes of 4 heads, and Megatron starts no such run
+def test_a_tensor_parallel_size_that_heads_do_not_fit_is_refused(ranks: int, tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    with pytest.raises(ShapeMismatch, match=f"4 heads in 2 .* to {ranks} tensor-parallel ranks") as refused:
+        run(tmp_path / "hf", tmp_path / "out", "megatron", parallelism=Parallelism(ranks))
+    assert refused.value.where == str(tmp_path / "hf")
+
+
+def test_a_tensor_parallel_size_that_the_mlp_does_not_fit_is_refused(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16, intermediate_size=90)
+    with pytest.raises(ShapeMismatch, match=r"layers\.\*\.mlp\.linear_fc1.* into 4 tensor-parallel parts"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron", parallelism=Parallelism(4))

@@ -1,0 +1,315 @@
+"""A conversion that is killed, or meets a full disk or another run: nothing half-done, and the same command goes on."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+from conversions import assert_same_tensors, run, tree
+
+from precisionctl.checkpoints import lock
+from precisionctl.checkpoints.output import Output
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion import convert, journal, processes, worker
+from precisionctl.conversion.journal import open_journal
+from precisionctl.conversion.work import execute
+from precisionctl.errors import CheckpointError, DiskProblem, OutputError
+
+KILL = """
+import os, signal, sys
+from pathlib import Path
+from precisionctl.checkpoints import output
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion import convert, work, worker
+convert.SYNC_EVERY = 20_000
+stage, source, destination = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+calls = 0
+def count(function):
+    def counted(*arguments, **named):
+        global calls
+        calls += 1
+        if calls == stage:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **named)
+    return counted
+worker.write_rows = count(worker.write_rows)
+output.sync = count(output.sync)  # what the commit calls
+work.execute(plan_conversion(Conversion(source, destination, "megatron", "fp8")), workers=1)
+"""
+
+
+@pytest.mark.parametrize("stage", [1, 20, 36])
+def test_a_kill_leaves_nothing_that_looks_whole_and_the_same_command_goes_on(tmp_path: Path, stage: int) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "undisturbed", "megatron", precision="fp8")
+    command = [sys.executable, "-c", KILL, str(stage), str(tmp_path / "hf"), str(tmp_path / "killed")]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed").exists()
+    assert (tmp_path / "killed.journal").exists()
+    run(tmp_path / "hf", tmp_path / "killed", "megatron", precision="fp8")
+    assert tree(tmp_path / "killed") == tree(tmp_path / "undisturbed")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "killed", "undisturbed"]
+
+
+def test_a_worker_that_is_killed_is_one_error_and_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "undisturbed", "megatron")
+    parent, write_rows = os.getpid(), worker.write_rows
+
+    def killed(target: Any, name: str, row: int, values: torch.Tensor) -> None:
+        if os.getpid() != parent and name == "decoder.layers.1.mlp.linear_fc1.weight":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_rows(target, name, row, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "write_rows", killed)
+        with pytest.raises(OutputError, match=r"exit code -9.*same command again"):
+            run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert not (tmp_path / "out").exists()
+    run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert tree(tmp_path / "out") == tree(tmp_path / "undisturbed")
+
+
+class Unspeakable(Exception):
+    """An error that cannot be sent from one process to another."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("not to be pickled")
+
+
+def test_an_error_that_a_worker_cannot_tell_is_an_error_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+
+    def fails(*_: object) -> None:
+        raise Unspeakable
+
+    monkeypatch.setattr(worker, "write_rows", fails)
+    with pytest.raises(OutputError, match="a worker process was killed"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert not (tmp_path / "out").exists()
+
+
+def test_jobs_are_dealt_in_neighbouring_runs_of_about_equal_cost() -> None:
+    for costs, shares in (([1] * 10, 2), ([5, 1, 1, 1, 1, 1], 2), ([], 3), ([7], 4), ([0, 0, 3], 2)):
+        dealt = processes.deal(costs, shares)
+        assert [number for share in dealt for number in share] == list(range(len(costs)))
+        assert len(dealt) <= shares
+    assert processes.deal([5, 1, 1, 1, 1, 1], 2) == [range(1), range(1, 6)]
+
+
+def test_going_on_does_not_write_again_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    monkeypatch.setattr(convert, "SYNC_EVERY", 1)
+    written: list[str] = []
+    write_rows = worker.write_rows
+
+    def failing(target: Any, name: str, row: int, values: torch.Tensor) -> None:
+        if name == "decoder.layers.1.mlp.linear_fc1.weight" and name not in written:
+            written.append(name)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(name)
+        write_rows(target, name, row, values)
+
+    monkeypatch.setattr(worker, "write_rows", failing)
+    with pytest.raises(DiskProblem, match="run the same command again"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron", workers=1)
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.partial").exists()
+    first = [name for name in written if written.index(name) < written.index("decoder.layers.1.mlp.linear_fc1.weight")]
+    written.clear()
+    written.append("decoder.layers.1.mlp.linear_fc1.weight")
+    run(tmp_path / "hf", tmp_path / "out", "megatron", workers=1)
+    assert not set(first) & set(written)
+
+
+def test_a_source_that_changed_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    fails = monkeypatch.context()
+    with fails as patch:
+        patch.setattr(worker, "write_rows", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        with pytest.raises(DiskProblem):
+            run(tmp_path / "hf", tmp_path / "out", "megatron")
+    os.utime(tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(OutputError, match="--restart"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
+    assert (tmp_path / "out" / "release" / "metadata.json").is_file()
+
+
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unfinished conversion at tmp_path/out, with all of its jobs in the journal."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "commit", lambda output: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        with pytest.raises(DiskProblem):
+            run(tmp_path / "hf", tmp_path / "out", "megatron")
+
+
+def test_a_journal_is_not_believed_beside_another_partial_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped(tmp_path, monkeypatch)
+    shutil.rmtree(tmp_path / "out.partial")
+    run(tmp_path / "hf", tmp_path / "out", "megatron")
+    run(tmp_path / "out", tmp_path / "back", "hf")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+
+
+def test_a_file_that_was_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(tmp_path, monkeypatch)
+    (tmp_path / "out.partial" / "release" / "__0_0.distcp").unlink()
+    run(tmp_path / "hf", tmp_path / "out", "megatron")
+    run(tmp_path / "out", tmp_path / "back", "hf")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+
+
+@pytest.mark.parametrize("theirs", ["out.partial/thesis.txt", "out.journal"])
+def test_what_is_not_ours_is_not_destroyed(tmp_path: Path, theirs: str) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    (tmp_path / theirs).parent.mkdir(exist_ok=True)
+    (tmp_path / theirs).write_text("precious")
+    with pytest.raises(OutputError, match="--restart"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert (tmp_path / theirs).read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 2
+    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
+
+
+def test_a_restart_that_is_killed_leaves_nothing_of_what_it_discards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped(tmp_path, monkeypatch)
+    (tmp_path / "out.partial" / "stale.bin").write_bytes(b"of the run before")
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "begin", lambda output: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
+    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
+    assert not (tmp_path / "out" / "stale.bin").exists()
+
+
+def test_two_runs_do_not_write_one_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "PATIENCE", 0.1)
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron"))
+    with open_journal(work.output, work.digest, work.reader.files):
+        with pytest.raises(OutputError, match="another run"):
+            execute(work)
+        with pytest.raises(OutputError, match="another run"):
+            execute(work, restart=True)
+
+
+def test_a_torn_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
+    output = Output(tmp_path / "out")
+    with open_journal(output, "plan", []) as kept:
+        kept.record(["a", "b"], {"a": 1.5})
+    with open(output.journal, "a") as file:
+        file.write('{"done": ["c"], "am')
+    with open_journal(output, "plan", []) as kept:
+        assert kept.done == {"a", "b"} and kept.found == {"a": 1.5}
+        kept.record(["c"], {})
+    with open_journal(output, "plan", []) as kept:
+        assert kept.done == {"a", "b", "c"}
+
+
+def test_a_source_that_changes_while_it_is_read_is_no_result(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron"))
+    with pytest.raises(OutputError, match="changed while it was read"):
+        execute(work, on_bytes=lambda count: os.utime(tmp_path / "hf" / "model.safetensors"))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(OutputError, match="source that has changed"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+    work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron"))
+    execute(work, restart=True)
+    assert (tmp_path / "out").is_dir()
+
+
+def test_whatever_a_crash_leaves_in_the_journal_is_gone_on_from_or_refused(tmp_path: Path) -> None:
+    output = Output(tmp_path / "out")
+    with open_journal(output, "plan", []) as kept:
+        kept.record(["a"], {})
+    whole = output.journal.read_bytes()
+    for junk in (b"\xff\x00\x85", b'{"done": ["\xff"], "found"', b"\x00" * 99 + b"\n", b"\xe2\x80\xa8\x1c\x0b\n"):
+        output.journal.write_bytes(whole + junk)
+        with open_journal(output, "plan", []) as kept:
+            assert kept.done == {"a"}
+        assert output.journal.read_bytes() == whole
+        output.journal.write_bytes(junk)
+        with pytest.raises(OutputError, match="--restart"), open_journal(output, "plan", []):
+            pass
+        assert output.journal.read_bytes() == junk
+    with open_journal(output, "plan", [], restart=True) as kept:
+        assert kept.done == set()
+
+
+def test_a_file_system_without_locks_is_told_from_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(lock.fcntl, "flock", no_locks)
+    with pytest.raises(OutputError, match="has no locks"), open_journal(Output(tmp_path / "out"), "plan", []):
+        pass
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    """With far more results than a pipe holds: a worker that nobody listens to must not wait for ever."""
+    script = """
+import os, signal
+from precisionctl.conversion import processes
+parent = os.getpid()
+def task(number):
+    print(os.getpid(), flush=True)
+    return "x" * 100
+results = processes.in_processes(task, range(20_000), [1] * 20_000, 2)
+next(results)
+os.kill(parent, signal.SIGKILL)
+"""
+    script = script.replace("    print(os.getpid(), flush=True)\n", "")
+    killed = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    # the pipe's other end is open for as long as any worker lives
+    assert killed.communicate(timeout=30)[0] == b"" and killed.returncode == -signal.SIGKILL
+
+
+def test_a_full_disk_is_one_error_and_keeps_what_is_done(tmp_path: Path) -> None:
+    """A real limit of the kernel's on file size, in a process of its own."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    script = (
+        "import resource, sys; from pathlib import Path\n"
+        "from precisionctl.commands import plan_conversion as c; from precisionctl.conversion import work as w\n"
+        "work = c.plan_conversion(c.Conversion(Path(sys.argv[1]), Path(sys.argv[2]), 'megatron'))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n    w.execute(work)\nexcept w.DiskProblem as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "hf"), str(tmp_path / "out")]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert "File too large" in output and "run the same command again" in output
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.journal").exists()
+    run(tmp_path / "hf", tmp_path / "out", "megatron")
+
+
+def test_a_source_that_cannot_be_read_is_one_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    before = tree(tmp_path / "hf")
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fails)
+        with pytest.raises(CheckpointError, match=r"not readable: Input/output error.*model.safetensors"):
+            run(tmp_path / "hf", tmp_path / "out", "megatron")
+    assert not (tmp_path / "out").exists() and tree(tmp_path / "hf") == before
+    run(tmp_path / "hf", tmp_path / "out", "megatron")
