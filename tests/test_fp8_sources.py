@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from precisionctl.checkpoints.base import read_rows, read_tensor
+from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.conversion import buffers, worker
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import Parallelism
 from precisionctl.verify.compare import compare
@@ -133,15 +134,20 @@ def test_other_families_decode_too(tmp_path: Path, family: str) -> None:
         assert torch.equal(stored[name], weight.values.bfloat16())
 
 
-def test_pieces_of_fewer_rows_than_a_block_decode_as_the_whole_does(tmp_path: Path) -> None:
-    from precisionctl.conversion import buffers
-
+def test_pieces_of_fewer_rows_than_a_block_decode_as_the_whole_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = fp8_directories.make(tmp_path / "fp8", "fp8-block", **fp8_directories.RAGGED)
-    buffer, buffers.BUFFER = buffers.BUFFER, 4 * 192 * 7
-    try:
-        run(tmp_path / "fp8", tmp_path / "hf", "hf")
-    finally:
-        buffers.BUFFER = buffer
+    elements = []
+
+    def read(source: Chunked, name: str, row: int, rows: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        elements.append(rows * source.specs[name].columns)
+        return read_rows(source, name, row, rows, out)
+
+    monkeypatch.setattr(buffers, "BUFFER", 4 * 192 * 7)
+    monkeypatch.setattr(worker, "read_rows", read)
+    run(tmp_path / "fp8", tmp_path / "hf", "hf")
+    assert 192 * 6 < max(elements) <= 2 * 192 * 7, "two bytes each when the result is read back"
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     for name, weight in list(made.items())[:4]:
         assert torch.equal(stored[name], weight.values.bfloat16())

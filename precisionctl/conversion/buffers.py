@@ -1,10 +1,12 @@
 """A worker's memory: buffers for one piece of a tensor, so that it does not grow with the model."""
 
+from collections.abc import Iterator
 from math import prod
 
 import torch
 from torch import Tensor
 
+from precisionctl.checkpoints.base import in_pieces
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.encoding import grid_shape
 from precisionctl.planning.plan import Job, Plan
@@ -26,6 +28,10 @@ class Buffers:
         self._decoded = torch.empty(BUFFER, dtype=torch.uint8)
         self._write = torch.empty(BUFFER, dtype=torch.uint8)
         self.scratch = torch.empty(numerics.PIECE)
+
+    def pieces(self, row: int, rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+        """Rows `[row, row + rows)` in runs that fit a buffer: as `in_pieces` cuts them."""
+        return in_pieces(row, rows, row_bytes, self._read.numel())
 
     def to_read(self, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
         """`[rows, columns]`, uninitialized; the next call gives the same memory again."""

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Chunked, check_rows, in_pieces, read_rows, rows_held, write_rows
-from precisionctl.conversion.buffers import BUFFER, WIDEST, Buffers
+from precisionctl.checkpoints.base import Chunked, check_rows, read_rows, rows_held, write_rows
+from precisionctl.conversion.buffers import WIDEST, Buffers
 from precisionctl.conversion.encoder import NAN, Encoder, Piece
 from precisionctl.conversion.unchanged_codes import scales_if_unchanged
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
@@ -137,7 +137,7 @@ class Worker:
             self._encoder.put_scales(encode.weight_scales[name], grid)
         for segment in segments:
             spec = self._reader.specs[segment.write]
-            for row, rows in in_pieces(segment.write_row, segment.rows, spec.columns, BUFFER):
+            for row, rows in self._buffers.pieces(segment.write_row, segment.rows, spec.columns):
                 into = self._buffers.to_read(spec.dtype, rows, spec.columns)
                 self._put(segment.write, row, read_rows(self._reader, segment.write, row, rows, into))
         self._encoder.put_input_scales(encode)
@@ -150,12 +150,12 @@ class Worker:
                 yield segment.write, segment.write_row + start, values
             return
         columns = self._writer.specs[segment.write].columns
-        for row, rows in in_pieces(segment.write_row, segment.rows, WIDEST * columns, BUFFER):
+        for row, rows in self._buffers.pieces(segment.write_row, segment.rows, WIDEST * columns):
             yield segment.write, row, self._buffers.to_read(torch.float32, rows, columns).zero_()
 
     def _pieces(self, name: str, row: int, rows: int) -> Iterator[tuple[int, Tensor]]:
         """The values of a run of rows, piece by piece, each with the number of rows before it."""
-        for first, count in in_pieces(row, rows, WIDEST * self._reader.specs[name].columns, BUFFER):
+        for first, count in self._buffers.pieces(row, rows, WIDEST * self._reader.specs[name].columns):
             yield first - row, self._values(name, first, count)
 
     def _values(self, name: str, row: int, rows: int) -> Tensor:
@@ -209,7 +209,7 @@ class Checker(Worker):
 
     def _checksum(self, name: str) -> str:
         spec, total = self._writer.specs[name], sha256()
-        for row, rows in in_pieces(0, spec.rows, spec.columns * spec.dtype.itemsize, BUFFER):
+        for row, rows in self._buffers.pieces(0, spec.rows, spec.columns * spec.dtype.itemsize):
             into = self._buffers.to_read(spec.dtype, rows, spec.columns)
             total.update(read_rows(self._writer, name, row, rows, into).view(torch.uint8).numpy().data)
         return total.hexdigest()
