@@ -16,6 +16,9 @@ from precisionctl.model_shape import ModelShape
 
 
 class Move(Protocol):
+    """How the tensors of a row go from Hugging Face to Megatron and back. `moves` says whether both ways only move
+    rows, and compute nothing."""
+
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor: ...
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]: ...
     def moves(self, model: ModelShape) -> bool: ...
@@ -126,7 +129,7 @@ class Alternating(_Computes):
 
 
 class Gamma:
-    """The factor of a norm, of which either side may store what it is more than one. The sum is made in FP32."""
+    """A norm's weight, which either side may store as its difference from 1. The 1 is added or subtracted in FP32."""
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         return self._shifted(parts[0], int(model.hf_zero_centered_gamma) - int(model.zero_centered_gamma))

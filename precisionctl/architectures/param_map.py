@@ -96,9 +96,11 @@ class Row:
         return tuple(tuple(part.shape) for part in parts)
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
+        """Hugging Face's tensors as the whole Megatron one."""
         return self.move.merge(parts, model)
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
+        """The inverse of `merge`."""
         return self.move.split(whole, model)
 
     def moves(self, model: ModelShape) -> bool:

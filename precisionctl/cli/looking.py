@@ -111,6 +111,7 @@ def verify(a: Path, b: Path | None, fp8: bool, target: str | None, ranks: int, j
 
 
 def compare_checkpoints(a: Path, b: Path, fp8: bool, json_wanted: bool) -> bool:
+    """Print how two checkpoints differ; whether they are equal."""
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.reports import verify as report
@@ -128,6 +129,8 @@ def compare_checkpoints(a: Path, b: Path, fp8: bool, json_wanted: bool) -> bool:
 
 
 def check_codes(path: Path, json_wanted: bool) -> bool:
+    """Print whether each FP8 weight is the same codes after BF16; whether all are. Raises PrecisionError for a
+    checkpoint that has none."""
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.errors import PrecisionError
@@ -145,6 +148,7 @@ def check_codes(path: Path, json_wanted: bool) -> bool:
 
 
 def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
+    """Print the rules of an engine that a directory breaks; whether the engine can load it all the same."""
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.commands.plan_export import engine_named

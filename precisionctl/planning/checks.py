@@ -15,9 +15,14 @@ from precisionctl.param import Parallelism, TensorSpec
 _VALUES = (torch.bfloat16, torch.float16, torch.float32, *CODES)
 """What a tensor can hold; the readers have made sure that FP8 codes have scales."""
 
-
 _LINES = 8
-"""Lines of the table of names for each kind: a model has thousands."""
+"""The most lines of names that are missing, or unexpected: a model has thousands."""
+
+_LONGEST = 90
+"""The most letters of a name to show: a stranger's may be megabytes."""
+
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+"""The numbers of layers and experts in a name."""
 
 
 def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "", where: object = "") -> None:
@@ -42,13 +47,6 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
     ]
     left = sum(len(those) for those in [*alike.values()][_LINES:])
     return [*lines[:_LINES], *([f"  {what:<10}  ... and {left} more"] if left else [])]
-
-
-_LONGEST = 90
-"""Letters of a name: a stranger's may be megabytes."""
-
-_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
-"""The numbers of layers and experts in a name."""
 
 
 def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:

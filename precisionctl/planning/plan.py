@@ -75,6 +75,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all targets."""
         return sum(spec.nbytes for spec in self.targets.values())
 
     def job_bytes(self, job: Job) -> int:
@@ -125,6 +126,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
+        """SHA-256 of `describe()`."""
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()
 
 

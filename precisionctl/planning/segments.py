@@ -17,8 +17,8 @@ from precisionctl.param import Layout
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows `[write_row, write_row + rows)` of the tensor `write` are as many rows of `read`, from `read_row` on; or
-    zeros, where `read` is None."""
+    """Rows `[write_row, write_row + rows)` of the tensor `write` are copied from `read`, from its row `read_row` on;
+    they are zeros where `read` is None."""
 
     read: str | None
     read_row: int
