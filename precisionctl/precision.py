@@ -37,11 +37,11 @@ class BlockScaling:
 class Precision:
     """What a run computes its GEMMs in, or a checkpoint is made for.
 
-    `scaling` and what follows mean nothing when `fp8` is False. `delayed` is of delayed scaling, and of current scaling
-    its format; `block` is of the scalings `block` and `mxfp8`. `keep_bf16` lists Megatron module names (shell patterns)
-    whose GEMMs stay in BF16, beside those of so many layers at the decoder's start and end. `schedule` lists the phases
-    of a run that is not in FP8 all the time. Raises RecipeError for numbers that are none of layers, and for phases
-    that do not follow one another to the run's end.
+    `scaling` and what follows mean nothing when `fp8` is False. `delayed` has the settings of delayed scaling, and the
+    format of current scaling; `block` has those of `block` and `mxfp8`. `keep_bf16` lists Megatron module names (shell
+    patterns) whose GEMMs stay in BF16, as those of so many layers at the decoder's start and end do. `schedule` lists
+    the phases of a run that is not in FP8 all the time. Raises RecipeError for a negative number of layers, and for
+    phases that do not follow one another to the run's end.
     """
 
     fp8: bool
@@ -76,7 +76,7 @@ class Precision:
 
     @property
     def fp8_format(self) -> Format:
-        """The format of the scaling that is chosen."""
+        """The format of `scaling`."""
         return (self.block if self.scaling in ("block", "mxfp8") else self.delayed).fp8_format
 
     def dtype(self, role: Role) -> torch.dtype:

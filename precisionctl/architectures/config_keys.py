@@ -22,6 +22,8 @@ NEEDED: Any = object()
 
 
 class Entry(Protocol):
+    """Some keys of config.json and the fields of ModelShape that they say, both ways."""
+
     def read(self, config: Config, where: object) -> Fields: ...
     def write(self, model: ModelShape) -> Config: ...
 
@@ -54,7 +56,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Rule:
-    """Fields and keys that follow from one another less simply."""
+    """Fields and keys that functions make of one another."""
 
     read: Callable[[Config, object], Fields]
     write: Callable[[ModelShape], Config] = lambda model: {}
@@ -245,5 +247,5 @@ def everywhere(config: Config, layers: int) -> list[bool]:
 
 
 def every_other(config: Config, layers: int) -> list[bool]:
-    """The first, the third, ..."""
+    """True for the first layer, the third, and so on."""
     return [layer % 2 == 0 for layer in range(layers)]

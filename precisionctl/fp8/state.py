@@ -22,17 +22,16 @@ Role = Literal[
 FORWARD: tuple[Role, ...] = ("input", "weight", "output")
 BACKWARD: tuple[Role, ...] = ("grad_output", "grad_input")
 ROLES: tuple[Role, ...] = FORWARD + BACKWARD
-"""Those of a GEMM, in the order of TE's columns."""
+"""The roles of a GEMM, in the order of TE's columns."""
 IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
-"""Those of them that a run casts whose GEMMs give out BF16, as all do here."""
+"""Those of a GEMM that are cast to FP8 where its results are BF16, as all are here."""
 
 ATTENTION_FORWARD: tuple[Role, ...] = ("qkv", "s", "o")
-"""Those of attention (cpp_extensions/fused_attn.py, META_*): queries, keys and values; the softmax; its output."""
+"""The roles of attention (cpp_extensions/fused_attn.py, META_*): queries, keys and values; the softmax; its output."""
 ATTENTION_BACKWARD: tuple[Role, ...] = ("d_o", "d_qkv", "d_p")
 CACHE: tuple[Role, ...] = ("k", "v")
 """Keys after rotary, and values, as a cache holds them. TE keeps nothing of them; the sidecar does."""
 ATTENTION: tuple[Role, ...] = ATTENTION_FORWARD + ATTENTION_BACKWARD + CACHE
-
 
 Format = Literal["HYBRID", "E4M3"]
 
@@ -57,11 +56,12 @@ class DelayedScaling:
                 raise RecipeError(f"delayed scaling cannot have {shown} as its {name}")
 
     def dtype(self, role: Role) -> torch.dtype:
+        """The dtype of a role's codes."""
         return code_dtype(self.fp8_format, role)
 
 
 def code_dtype(fp8_format: Format, role: Role) -> torch.dtype:
-    """HYBRID is E4M3 forward and E5M2 backward."""
+    """The dtype of a role's codes: under HYBRID E4M3 forward and E5M2 backward, else E4M3."""
     if role in BACKWARD + ATTENTION_BACKWARD and fp8_format == "HYBRID":
         return torch.float8_e5m2
     return torch.float8_e4m3fn
