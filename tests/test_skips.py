@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_guard import run_with_kills
-from training import contents, losses, make_place, run, scales, settings
+from training import contents, losses, run, scales, settings
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.run import WithOptimizer
@@ -21,11 +21,6 @@ from precisionctl.reports.run import warnings
 from precisionctl.trainer import resume as trainer
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.run import Run
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("skips"))
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from training import losses, make_place, run, scales, settings
+from training import losses, run, scales, settings
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import RecipeError
@@ -21,11 +21,6 @@ from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.model.gpt import GPT
 
 STATELESS = ["current", "block", "mxfp8"]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("stateless"))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from test_guard import run_with_kills
 from test_skips import broken as broken_steps
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import contents, losses, make_place, settings
+from training import contents, losses, settings
 
 from precisionctl.errors import PrecisionError
 from precisionctl.precision import PRESETS
@@ -133,11 +133,6 @@ def test_nothing_is_read_from_the_device_within_a_step_and_nothing_sent_that_is_
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     monkeypatch.setattr(telling, "is_told_late", lambda run: run.guard is None)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("telling"))
 
 
 def test_a_run_that_is_told_of_late_skips_is_killed_and_ends_as_one_that_is_told_of_at_once(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_guard import run_with_kills
 from torch import nn
-from training import contents, losses, make_place, run, scales, settings
+from training import contents, losses, run, scales, settings
 
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import RecipeError
@@ -17,11 +17,6 @@ from precisionctl.trainer.backends import fp8_gemm
 from precisionctl.trainer.parallel import world
 
 SCALINGS = {"current": fp8_gemm.CurrentQuantizer, "block": fp8_gemm.SquareQuantizer, "mxfp8": fp8_gemm.GroupQuantizer}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("casts"))
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def make_text(file: Path, *, seed: int = 0, words: int = 2000) -> Path:
 
 
 def make_place(folder: Path) -> Path:
-    """A folder with a source and texts, for all tests of a module: nothing in them changes it."""
+    """A folder with a source and texts for many tests: nothing in them changes it."""
     make_source(folder / "source")
     make_text(folder / "text.txt")
     make_text(folder / "held_out.txt", seed=1, words=300)

@@ -12,7 +12,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
-from training import contents, losses, make_place  # noqa: E402
+from training import contents, losses  # noqa: E402
 
 KILLS, STEPS = 10, 40
 RUNS = """
@@ -54,11 +54,6 @@ for number in range(kills):
 assert newest() < steps
 assert run(out, meanwhile) == [0] * ranks
 """
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("killed"))
 
 
 @pytest.mark.parametrize("meanwhile", [False, True], ids=["waiting", "meanwhile"])
