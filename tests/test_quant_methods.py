@@ -52,7 +52,7 @@ def test_what_a_method_writes_it_reads_back(method, scheme):
     config, specs = exported(method, scheme)
     config = json.loads(json.dumps(config))
     assert recognise(config) is method
-    assert method.says(config["quantization_config"]).scheme == scheme
+    assert method.read(config["quantization_config"]).scheme == scheme
     assert stored_scales(config, specs) == {WEIGHT: method.scales(WEIGHT, specs[WEIGHT], scheme)}
 
 
@@ -95,7 +95,7 @@ def test_llm_compressors_longer_config_reads_as_the_scheme_that_it_is():
     group = config["config_groups"].pop("group_0")
     longer = {key: nulls | value if isinstance(value, dict) else value for key, value in group.items()}
     config["config_groups"]["FP8_DYNAMIC"] = longer | {"output_activations": None, "format": "float-quantized"}
-    assert METHODS["compressed-tensors"].says(config | {"version": "0.20.0"}).scheme == "dynamic"
+    assert METHODS["compressed-tensors"].read(config | {"version": "0.20.0"}).scheme == "dynamic"
 
 
 def test_four_bits_are_refused_and_a_block_without_a_size_too():
@@ -103,18 +103,18 @@ def test_four_bits_are_refused_and_a_block_without_a_size_too():
     for weights in ({"num_bits": 4, "type": "float", "strategy": "tensor_group"}, {"num_bits": 8, "type": "int"}):
         config["config_groups"]["group_0"]["weights"] = weights
         with pytest.raises(PrecisionError, match="not FP8 of a kind.*no 8-bit floating point"):
-            METHODS["compressed-tensors"].says(config)
+            METHODS["compressed-tensors"].read(config)
     config["config_groups"]["group_0"]["weights"] = {"num_bits": 8, "type": "float", "strategy": "block"}
     with pytest.raises(PrecisionError, match="size of a block"):
-        METHODS["compressed-tensors"].says(config)
+        METHODS["compressed-tensors"].read(config)
     with pytest.raises(PrecisionError, match="NVFP4"):
-        METHODS["modelopt"].says({"quant_algo": "NVFP4"})
+        METHODS["modelopt"].read({"quant_algo": "NVFP4"})
 
 
 @pytest.mark.parametrize("groups", [[1], {"group_0": 1}, {"group_0": {"weights": [1]}}, "abc", None])
 def test_groups_that_are_none_are_refused(groups):
     with pytest.raises(PrecisionError, match="config groups are not FP8"):
-        quant_methods()["compressed-tensors"].says({"config_groups": groups})
+        quant_methods()["compressed-tensors"].read({"config_groups": groups})
 
 
 def test_an_unknown_quant_method_is_refused_by_name():
@@ -168,7 +168,7 @@ BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure"
 
 
 def said(method, **config):
-    found = METHODS[method].says(config)
+    found = METHODS[method].read(config)
     return found.blocks, found.static
 
 
@@ -210,7 +210,7 @@ def test_quant_method_fp8_without_a_block_size_leaves_it_to_the_shapes():
 )
 def test_what_codes_and_scales_alone_do_not_say_is_refused(method, config):
     with pytest.raises(PrecisionError):
-        METHODS[method].says(config)
+        METHODS[method].read(config)
 
 
 def test_empty_parts_that_tools_write_are_no_reason_to_refuse():

@@ -107,7 +107,7 @@ class Engine:
         if method is None:
             return said  # plain BF16 or FP16: every engine loads it
         quantization = config["quantization_config"]
-        scheme = method.says(quantization).narrowed(scales, specs).scheme
+        scheme = method.read(quantization).narrowed(scales, specs).scheme
         if (method.name, scheme) not in self.reads or method.spelling is None:
             return [Finding("config.json", f"{method.name} with {scheme} activations", self.quantisation)]
         found = Directory(quantization, method.name, scheme, method.spelling, specs, scales, read, beside)

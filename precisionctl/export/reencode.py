@@ -21,7 +21,7 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.encode import Encode
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job
-from precisionctl.quant_methods.base import CODES, POWERS_OF_2, Said, recognise, sized
+from precisionctl.quant_methods.base import CODES, POWERS_OF_2, Quantization, recognise, sized
 
 _TWO_ROUNDINGS = 2.0**-22
 """How far an amax may be off, relatively, after it has been a scale and has become an amax again. A history of one row,
@@ -38,7 +38,7 @@ def make_reencoding(source: Reader, encodings: WeightEncodings, states: Fp8State
     plan = make_plan(source, "hf", dtype=torch.bfloat16, respelled=True)
     method = recognise({"quantization_config": encodings.quantization})
     assert method is not None, "codes of a Hugging Face directory have a method"
-    said = method.says(encodings.quantization)
+    said = method.read(encodings.quantization)
     check_model(encodings, plan)
     jobs = [replace(job, encode=_encode(job, encodings, said, states)) for job in plan.jobs]
     _add_constants(jobs, encodings)
@@ -57,7 +57,7 @@ def reencoding_card(made: Export, encodings: WeightEncodings, name: str) -> Card
     """What the model card says of codes that are what they were, for whichever engine reads them."""
     method = recognise({"quantization_config": made.quantization})
     assert method is not None, "codes of a Hugging Face directory have a method"
-    scheme = method.says(made.quantization).scheme
+    scheme = method.read(made.quantization).scheme
     serving = [engine for engine in engines().values() if (method.name, scheme) in engine.reads]
     dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in encodings.weights.values()})
     fixed = any(scales.input is not None for scales in encodings.scales.values())
@@ -75,7 +75,7 @@ def reencoding_card(made: Export, encodings: WeightEncodings, name: str) -> Card
     return Card(name, title, method.name, command, facts, list(encodings.weights), kept)
 
 
-def _encode(job: Job, encodings: WeightEncodings, said: Said, states: Fp8States | None) -> Encode | None:
+def _encode(job: Job, encodings: WeightEncodings, said: Quantization, states: Fp8States | None) -> Encode | None:
     names = [name for name in job.writes if name in encodings.weights]
     if not names:
         return None
@@ -92,13 +92,13 @@ def in_powers_of_2(encodings: WeightEncodings) -> bool:
     return POWERS_OF_2.items() <= encodings.quantization.items()
 
 
-def _block(name: str, encodings: WeightEncodings, said: Said) -> tuple[int, int]:
+def _block(name: str, encodings: WeightEncodings, said: Quantization) -> tuple[int, int]:
     """The size that a weight's blocks had, if the method can say that size, else the first that it can."""
     blocks = [sized(block, encodings.weights[name]) for block in said.blocks]
     return encodings.scales[name].block if encodings.scales[name].block in blocks else blocks[0]
 
 
-def _scale_spec(name: str, encodings: WeightEncodings, said: Said) -> TensorSpec:
+def _scale_spec(name: str, encodings: WeightEncodings, said: Quantization) -> TensorSpec:
     weight, scales = encodings.weights[name], encodings.scales[name]
     stored = encodings.stored.specs[scales.weight]
     block = _block(name, encodings, said)

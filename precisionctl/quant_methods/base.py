@@ -48,7 +48,7 @@ BLOCKS: Mapping[Scheme, Block] = {"static": TENSOR, "dynamic": CHANNEL, "block":
 
 
 @dataclass(frozen=True)
-class Said:
+class Quantization:
     """What a `quantization_config` says of its tensors.
 
     `blocks` are those that weights may have; where there are several, the shape of a weight's scales decides. `static`:
@@ -67,20 +67,20 @@ class Said:
         weights = " or ".join(_KINDS.get(block, "block") for block in self.blocks)
         return f"{weights} weights and {'static' if self.static else 'dynamic'}"
 
-    def narrowed(self, scales: "Mapping[str, Scales]", specs: Mapping[str, TensorSpec]) -> "Said":
+    def narrowed(self, scales: "Mapping[str, Scales]", specs: Mapping[str, TensorSpec]) -> "Quantization":
         """The same with the one of several `blocks` that all weights have; unchanged where they have not one."""
         for block in self.blocks:
             if all(found.block == sized(block, specs[name]) for name, found in scales.items()):
-                return Said((block,), self.static)
+                return Quantization((block,), self.static)
         return self
 
 
-def together(parts: Iterable[Said]) -> Said:
-    """What a config says whose groups of modules, or layers, say this each."""
+def together(parts: Iterable[Quantization]) -> Quantization:
+    """What a config says as a whole whose groups of modules, or layers, say `parts`."""
     listed = list(parts)
-    static = {said.static for said in listed}
-    blocks = dict.fromkeys(block for said in listed for block in said.blocks)
-    return Said(tuple(blocks), static.pop() if len(static) == 1 else None)
+    static = {part.static for part in listed}
+    blocks = dict.fromkeys(block for part in listed for block in part.blocks)
+    return Quantization(tuple(blocks), static.pop() if len(static) == 1 else None)
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,13 @@ class Spelling:
 
 @dataclass(frozen=True)
 class QuantMethod:
-    """`name` is config.json's `quant_method`. `says(config)` reads a `quantization_config`, of whatever tool; it raises
+    """`name` is config.json's `quant_method`. `read(config)` reads a `quantization_config`, of whatever tool; it raises
     PrecisionError for what cannot be read. `weight_scales` and `input_scales` are the names that scales have; of
     several, the first is looked for first. `spelling` is for methods that exports are written in.
     """
 
     name: str
-    says: Callable[[Mapping[str, Any]], Said]
+    read: Callable[[Mapping[str, Any]], Quantization]
     weight_scales: tuple[str, ...] = ("weight_scale",)
     input_scales: tuple[str, ...] = ("input_scale",)
     spelling: Spelling | None = None
@@ -201,11 +201,13 @@ def stored_scales(
         if codes:
             raise DamagedCheckpoint(f"{codes[0]} is FP8 codes but there is no `quantization_config`", where=where)
         return {}
-    said = method.says(config["quantization_config"])
+    said = method.read(config["quantization_config"])
     return {name: _found(name, method, said, specs, where) for name in codes}
 
 
-def _found(weight: str, method: QuantMethod, said: Said, specs: Mapping[str, TensorSpec], where: object) -> Scales:
+def _found(
+    weight: str, method: QuantMethod, said: Quantization, specs: Mapping[str, TensorSpec], where: object
+) -> Scales:
     scale = _present(weight, method.weight_scales, specs, where)
     wanted = said.static if said.static is not None else any(sibling(weight, k) in specs for k in method.input_scales)
     given = _present(weight, method.input_scales, specs, where) if wanted else None

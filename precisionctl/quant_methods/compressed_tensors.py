@@ -13,8 +13,8 @@ from precisionctl.quant_methods.base import (
     TENSOR,
     Block,
     CacheSpelling,
+    Quantization,
     QuantMethod,
-    Said,
     Scheme,
     Spelling,
     block_of,
@@ -46,19 +46,19 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def says(config: Mapping[str, Any]) -> Said:
+def read(config: Mapping[str, Any]) -> Quantization:
     """Reads what llm-compressor and others write too: several groups, blocks, weights alone, MXFP8."""
     found = config.get("config_groups")
     groups = list(found.values()) if isinstance(found, Mapping) else []
-    read = [_group(group) for group in groups]
-    if not read:
+    parts = [_group(group) for group in groups]
+    if not parts:
         raise _unread("there are no groups")
     if _is_there(config.get("sparsity_config")) or _is_there(config.get("transform_config")):
         raise _unread("weights are packed as sparse, or were transformed")
-    return together(read)
+    return together(parts)
 
 
-def _group(group: object) -> Said:
+def _group(group: object) -> Quantization:
     weights, inputs = (_arguments(group, part) for part in ("weights", "input_activations"))
     if weights is None or weights.get("num_bits") != 8 or weights.get("type") != "float":
         raise _unread("weights are no 8-bit floating point")
@@ -73,7 +73,9 @@ def _group(group: object) -> Said:
         block = TENSOR if strategy == "tensor" else CHANNEL
     else:
         raise _unread(f"strategy {shown(strategy)}")
-    return Said((block,), inputs is not None and not inputs.get("dynamic") and inputs.get("strategy") == "tensor")
+    return Quantization(
+        (block,), inputs is not None and not inputs.get("dynamic") and inputs.get("strategy") == "tensor"
+    )
 
 
 def _arguments(group: object, part: str) -> Mapping[str, Any] | None:
@@ -96,7 +98,7 @@ def _unread(why: str) -> PrecisionError:
 
 QUANT_METHOD = QuantMethod(
     name="compressed-tensors",
-    says=says,
+    read=read,
     spelling=Spelling(
         shapes={
             "static": lambda rows, columns: (1,),

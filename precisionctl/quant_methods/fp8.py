@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from precisionctl.errors import PrecisionError, shown
-from precisionctl.quant_methods.base import SQUARE, TENSOR, CacheSpelling, QuantMethod, Said, Scheme, Spelling, block_of
+from precisionctl.quant_methods.base import (
+    SQUARE,
+    TENSOR,
+    CacheSpelling,
+    Quantization,
+    QuantMethod,
+    Scheme,
+    Spelling,
+    block_of,
+)
 
 
 def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
@@ -24,7 +33,7 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def says(config: Mapping[str, Any]) -> Said:
+def read(config: Mapping[str, Any]) -> Quantization:
     """`weight_block_size` null is one scale for a tensor. Where it is absent, that is so for vLLM, and 128 x 128 for
     transformers: the shapes tell."""
     scheme = config.get("activation_scheme", "dynamic")
@@ -32,12 +41,12 @@ def says(config: Mapping[str, Any]) -> Said:
         raise PrecisionError(f"activation_scheme {shown(scheme)} cannot be read", where="config.json")
     size = config.get("weight_block_size", [128, 128])
     blocks = (TENSOR,) if size is None else (block_of(size),)
-    return Said((TENSOR, *blocks) if "weight_block_size" not in config else blocks, scheme == "static")
+    return Quantization((TENSOR, *blocks) if "weight_block_size" not in config else blocks, scheme == "static")
 
 
 QUANT_METHOD = QuantMethod(
     name="fp8",
-    says=says,
+    read=read,
     weight_scales=("weight_scale_inv", "weight_scale"),
     input_scales=("activation_scale", "input_scale"),
     spelling=Spelling(

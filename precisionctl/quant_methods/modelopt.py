@@ -14,8 +14,8 @@ from precisionctl.quant_methods.base import (
     CHANNEL,
     TENSOR,
     CacheSpelling,
+    Quantization,
     QuantMethod,
-    Said,
     Scheme,
     Spelling,
     together,
@@ -54,34 +54,34 @@ def files(config: Mapping[str, Any]) -> dict[str, bytes]:
     return {"hf_quant_config.json": text.encode()}
 
 
-_READ: Mapping[str, Said] = {
-    "FP8": Said((TENSOR,), True),
-    "FP8_PER_CHANNEL_PER_TOKEN": Said((CHANNEL,), False),
-    "FP8_PB_WO": Said(((128, 128),), False),
-    "MXFP8": Said(((1, 32),), False),
+_READ: Mapping[str, Quantization] = {
+    "FP8": Quantization((TENSOR,), True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Quantization((CHANNEL,), False),
+    "FP8_PB_WO": Quantization(((128, 128),), False),
+    "MXFP8": Quantization(((1, 32),), False),
 }
 """`quant_algo`; the third is spelled `fp8_pb_wo` (modelopt/torch/export/quant_utils.py)."""
 
 
-def says(config: Mapping[str, Any]) -> Said:
+def read(config: Mapping[str, Any]) -> Quantization:
     """`MIXED_PRECISION` names the algorithm of each layer."""
     algorithms = [config.get("quant_algo")]
     if algorithms == ["MIXED_PRECISION"]:
         layers = config.get("quantized_layers")
         listed = list(layers.values()) if isinstance(layers, Mapping) else []
         algorithms = [layer.get("quant_algo") if isinstance(layer, Mapping) else None for layer in listed]
-    read = [_READ.get(name.upper()) if isinstance(name, str) else None for name in algorithms]
-    if not read or None in read:
-        unread = next((name for name, said in zip(algorithms, read, strict=True) if said is None), None)
+    parts = [_READ.get(name.upper()) if isinstance(name, str) else None for name in algorithms]
+    if not parts or None in parts:
+        unread = next((name for name, part in zip(algorithms, parts, strict=True) if part is None), None)
         raise PrecisionError(
             f"quant_algo {shown(unread)} cannot be read", where="config.json", do=f"Known: {', '.join(_READ)}."
         )
-    return together(said for said in read if said is not None)
+    return together(part for part in parts if part is not None)
 
 
 QUANT_METHOD = QuantMethod(
     name="modelopt",
-    says=says,
+    read=read,
     spelling=Spelling(
         shapes={
             "static": lambda rows, columns: (),

@@ -7,12 +7,12 @@ not written.
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.quant_methods.base import QuantMethod, Said
+from precisionctl.quant_methods.base import Quantization, QuantMethod
 
 
-def says(config: Mapping[str, Any]) -> Said:
+def read(config: Mapping[str, Any]) -> Quantization:
     """Nothing: there is one way. `modules_to_not_convert` names what has no blocks anyway."""
-    return Said(((1, 32),), False)
+    return Quantization(((1, 32),), False)
 
 
-QUANT_METHOD = QuantMethod(name="mxfp4", says=says, weight_scales=("scales",))
+QUANT_METHOD = QuantMethod(name="mxfp4", read=read, weight_scales=("scales",))

@@ -11,8 +11,8 @@ from precisionctl.quant_methods.base import (
     BLOCKS,
     POWERS_OF_2,
     CacheSpelling,
+    Quantization,
     QuantMethod,
-    Said,
     Scheme,
     Spelling,
 )
@@ -31,14 +31,14 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def says(config: Mapping[str, Any]) -> Said:
+def read(config: Mapping[str, Any]) -> Quantization:
     """Groups of 32, whatever `weight_block_size` is: readers go by the standard, and so do the shapes of scales."""
-    return Said((BLOCKS["mxfp8"],), False)
+    return Quantization((BLOCKS["mxfp8"],), False)
 
 
 QUANT_METHOD = QuantMethod(
     name="mxfp8",
-    says=says,
+    read=read,
     weight_scales=("weight_scale_inv", "weight_scale"),
     spelling=Spelling(
         shapes={"mxfp8": lambda rows, columns: (rows, columns)},
