@@ -24,6 +24,7 @@ from precisionctl.precision import Precision
 from precisionctl.reports.compare import compare
 from precisionctl.reports.run import warnings
 from precisionctl.trainer.data import IGNORED, Batch, Feed
+from precisionctl.trainer.data.tokenizer import load_tokenizer
 from precisionctl.trainer.measure.metrics import SHADOWS, StepMetrics
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.resume import Started, resume
@@ -94,9 +95,10 @@ def test_what_is_seen_is_what_two_models_give(place: Path, tmp_path: Path) -> No
 
     recipe = read_recipe(made)
     position = json.loads((source.path / "precisionctl/run.json").read_text())["position"]
-    rows = read_rows(source, recipe.data)
+    tokenizer = load_tokenizer(source.companions)
+    rows = read_rows(recipe.data, tokenizer, source.model)
     batches = list(Feed(rows, recipe.train, torch.device("cpu")).batches(position))
-    beside = read_rows(source, replace(recipe.data, path=held_out))
+    beside = read_rows(replace(recipe.data, path=held_out), tokenizer, source.model)
     held = [beside.batch(range(row, row + 1)) for row in range(len(beside))]
     for model, kind in ((fp8, ""), (bf16, "_bf16")):
         with torch.no_grad():

@@ -29,6 +29,7 @@ from precisionctl.recipe import Recipe, load_recipe
 from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import Blend, Feed, Rows
+from precisionctl.trainer.data.tokenizer import load_tokenizer
 from precisionctl.trainer.loop import backward
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.parallel import shares
@@ -101,7 +102,8 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     check_length(recipe, source.model)
     shares.check(make_plan(source, "megatron").model, recipe.parallel)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
-    rows = read_rows(source, recipe.data).shared_by(recipe.parallel.token_ranks)
+    rows = read_rows(recipe.data, load_tokenizer(source.companions), source.model)
+    rows = rows.shared_by(recipe.parallel.token_ranks)
     at_once = min(recipe.train.micro_batch_size, recipe.train.batch_size // world.data_count) * world.data_count
     passes, notes = _passes(calibration.passes, len(rows), at_once)
     shared = {"ranks": world.data_count} if world.data_count > 1 else {}  # what a row of the histories is of

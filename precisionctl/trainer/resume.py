@@ -22,6 +22,7 @@ from precisionctl.recipe import Data, Recipe
 from precisionctl.trainer import graphs
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.data import Blend, OnTokens, Rows
+from precisionctl.trainer.data.tokenizer import load_tokenizer
 from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.jump import Jump, read_jump, write_jump
 from precisionctl.trainer.loop import train
@@ -120,8 +121,11 @@ def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
     memory = require_memory(plan.model, recipe, plan.backend, world)
     require_room(source, recipe.train, plan.out)  # before tokens are made, which may take long
 
+    tokenizer = load_tokenizer(source.companions)  # once: a large vocabulary takes a second
+
     def read(data: Data) -> Rows | Blend:
-        return read_rows(source, data, plan.out / "tokens", on_tokens).shared_by(recipe.parallel.token_ranks)
+        rows = read_rows(data, tokenizer, source.model, plan.out / "tokens", on_tokens)
+        return rows.shared_by(recipe.parallel.token_ranks)
 
     rows = read(recipe.data)
     graphs.check_rows(recipe, rows)

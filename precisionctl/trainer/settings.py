@@ -7,12 +7,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-from precisionctl.checkpoints.base import Reader
+from transformers import PreTrainedTokenizerBase
+
 from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Data, Recipe, load_recipe
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
-from precisionctl.trainer.data.tokenizer import load_tokenizer
 from precisionctl.trainer.measure.tracking import require
 from precisionctl.trainer.saved.parts import Load, Part
 
@@ -103,13 +103,16 @@ def with_data(recipe: Recipe, path: Path | None) -> Recipe:
 
 
 def read_rows(
-    source: Reader, data: Data, cache: Path | None = None, on_tokens: OnTokens = lambda count: None
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    model: ModelShape,
+    cache: Path | None = None,
+    on_tokens: OnTokens = lambda count: None,
 ) -> Rows | Blend:
-    """What a recipe says to train on, in the tokens of a checkpoint's model, which are kept in `data.cache` or else in
-    `cache`. Raises DataError."""
-    place = Path(data.cache) if data.cache else cache
-    rows = load_data(data, load_tokenizer(source.companions), place, on_tokens)
-    rows.require_vocabulary(source.model.vocab_size)
+    """What a recipe says to train on, in the tokens of a model, which are kept in `data.cache` or else in `cache`.
+    Raises DataError."""
+    rows = load_data(data, tokenizer, Path(data.cache) if data.cache else cache, on_tokens)
+    rows.require_vocabulary(model.vocab_size)
     return rows
 
 
