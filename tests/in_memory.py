@@ -14,7 +14,7 @@ from precisionctl.conversion import convert
 from precisionctl.engines.base import engines
 from precisionctl.export.export import Format, make_export, plan_in_bf16
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.numerics import after_one_update
+from precisionctl.fp8.numerics import Numbers, after_one_update
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
@@ -89,9 +89,11 @@ def with_state(reader: Reader, *, seed: int = 0) -> InMemory:
     return InMemory(reader.model, reader.layout, tensors, recorded(reader, seed=seed), reader.companions)
 
 
-def export(source: Reader, directory: Path, method: str, scheme: Scheme) -> HuggingFaceReader:
+def export(
+    source: Reader, directory: Path, method: str, scheme: Scheme, numbers: Numbers = "FP32"
+) -> HuggingFaceReader:
     """`source` exported for inference, with what any engine looks for in config.json, and opened."""
-    form = Format(quant_methods()[method], scheme)
+    form = Format(quant_methods()[method], scheme, numbers)
     made = make_export(plan_in_bf16(source), source.fp8, form, PRESETS["fp8-delayed"])
     directory.mkdir()
     writer = HuggingFaceWriter(

@@ -113,7 +113,7 @@ def test_infinity_tells_nothing_of_its_code() -> None:
 def test_new_powers_of_two_are_the_smallest_under_which_nothing_saturates(amax: float, expected: float | None) -> None:
     fit = BlockScales(1, 2, (1, 2), torch.float8_e4m3fn, None)
     fit.see(torch.tensor([[amax, -amax / 2]]), 0)
-    for made in (fit.encoding(torch.float8_e8m0fnu), fit.encoding(torch.float32, power_of_2=True)):
+    for made in (fit.encoding(torch.float8_e8m0fnu), fit.encoding(torch.float32, "powers of 2")):
         scale = float(made.scale_inv.float())
         assert expected in (None, scale)
         assert amax <= 448 * scale and (amax == 0 or 448 * scale < 2 * amax)

@@ -89,7 +89,7 @@ def test_each_spelling_has_amax_over_448_and_breaks_no_rule(
             scale = stored[f"model.layers.{layer}.self_attn.{below}"]
             assert scale.dtype == torch.float32
             assert scale.shape == ((1,) if method == "compressed-tensors" else ())
-            if method == "compressed-tensors":
+            if method == "compressed-tensors" and target != "transformers":
                 assert scale.item() == (torch.tensor(amax) / 448).item()
             else:  # a reader rounds it to BF16: the next such number
                 assert amax / 448 <= scale.item() == scale.bfloat16().item() < amax / 448 * (1 + 2**-7)

@@ -115,17 +115,19 @@ def shifted(export: Path, factor: float, target: Path) -> Path:
 
 def measure(run: Path, text: Path, python: Path, count: int, scratch: Path) -> dict[str, Any]:
     """Both exports of a run's newest checkpoint."""
-    ours, source, theirs, rows = (scratch / name for name in ("ours", "bf16", "theirs", "rows.json"))
+    names = ("ours", "in-bf16", "bf16", "theirs", "rows.json")
+    ours, in_bf16, source, theirs, rows = (scratch / name for name in names)
     for words in (
         ("convert", run, source, "--to", "hf", "--precision", "bf16"),
         ("export-inference", run, ours, "--target", "vllm", "--scheme", "static"),
+        ("export-inference", run, in_bf16, "--target", "transformers", "--scheme", "static"),
     ):
         subprocess.run([sys.executable, "-m", "precisionctl", *words], check=True, stdout=subprocess.DEVNULL)
     rows.write_text(json.dumps(calibration_rows(source, text / "train", count)))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [python, __file__, "--child", source, theirs, rows]
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-    exports = {"ours": ours, "theirs": theirs}
+    exports = {"ours": ours, "ours for transformers": in_bf16, "theirs": theirs}
     exports |= {f"ours times {factor:.2f}": shifted(ours, factor, scratch / str(factor)) for factor in FACTORS}
     return {name: judged(export, source, text / "held-out") for name, export in exports.items()}
 

@@ -22,6 +22,7 @@ from precisionctl.export.reencode import in_powers_of_2
 from precisionctl.export.refused_shapes import served
 from precisionctl.export.schemes import best_scheme
 from precisionctl.export.weight_encodings import weight_encodings
+from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.state import Fp8States
 from precisionctl.quant_methods.base import Scheme, quant_methods
 
@@ -44,7 +45,7 @@ def plan_export_of(reader: Reader, encodings: WeightEncodings | None, export: In
     made = _make(source, engine, form, export)
     if export.kv_cache:
         kv_cache.check_engine(source.plan, engine, form.method)
-        made = kv_cache.with_cache(made, form.method, kv_cache.recorded_scales(source.recorded, encodings, source.plan))
+        made = kv_cache.with_cache(made, form, kv_cache.recorded_scales(source.recorded, encodings, source.plan))
         notes += kv_cache.notes(engine, form.method, source.recorded)
     else:
         notes += kv_cache.left_out(encodings, source.plan)
@@ -81,8 +82,10 @@ def _format(source: ExportSource, engine: Engine, export: InferenceExport) -> tu
         notes += input_scale_notes(source.recorded, export.fp8_state)
     elif export.fp8_state and not export.kv_cache:
         raise RecipeError(f"{scheme} input scales are made by the engine, of no state", do="Leave --fp8-state out.")
-    powers_of_2 = scheme == "block" and source.codes is not None and in_powers_of_2(source.codes)
-    return Format(quant_methods()[engine.spells[scheme]], scheme, powers_of_2), notes
+    numbers: Numbers = "BF16" if engine.spells[scheme] in engine.bf16_scales else "FP32"
+    if scheme == "block" and source.codes is not None and in_powers_of_2(source.codes):
+        numbers = "powers of 2"
+    return Format(quant_methods()[engine.spells[scheme]], scheme, numbers), notes
 
 
 def _make(source: ExportSource, engine: Engine, form: Format, export: InferenceExport) -> Export:

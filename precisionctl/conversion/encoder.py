@@ -49,7 +49,7 @@ class Encoder:
         now. Raises PrecisionError for an infinite weight.
         """
         seen = self._seen(encode, pieces)
-        made = {name: self._made(found, encode.weight_scales[name], encode.power_of_2) for name, found in seen.items()}
+        made = {name: self._made(found, encode.weight_scales[name], encode.numbers) for name, found in seen.items()}
         changed = dict.fromkeys((name for name, found in seen.items() if found.carried and not found.fits.all()), 0.0)
         for name, row, values in pieces():
             if name not in encode.blocks:
@@ -93,15 +93,15 @@ class Encoder:
 
     def _is_by_row(self, name: str, encode: Encode) -> bool:
         """Whether each row has a scale of its own, FP32 and none that is carried."""
-        of_a_row = encode.blocks[name] == (1, self._specs[name].columns) and not encode.power_of_2
+        of_a_row = encode.blocks[name] == (1, self._specs[name].columns)
         fp32 = self._specs[encode.weight_scales[name]].dtype == torch.float32
         return of_a_row and fp32 and name not in self._carried
 
-    def _made(self, found: BlockScales, scales: str, power_of_2: bool) -> Encoding:
+    def _made(self, found: BlockScales, scales: str, numbers: numerics.Numbers) -> Encoding:
         """How to encode, after one pass; the scales are written."""
         spec = self._specs[scales]
         exponents = spec.dtype == torch.uint8
-        encoding = found.encoding(torch.float8_e8m0fnu if exponents else spec.dtype, power_of_2=power_of_2)
+        encoding = found.encoding(torch.float8_e8m0fnu if exponents else spec.dtype, numbers)
         self.put_scales(scales, encoding.scale_inv)
         return encoding
 
@@ -112,7 +112,7 @@ class Encoder:
         _check_finite(name, amax)
         if has_nan:
             self.with_nan.add(name)
-        scale_inv = numerics.scale_inv(amax, dtype)
+        scale_inv = numerics.rounded_up(numerics.scale_inv(amax, dtype), encode.numbers)
         self._put(encode.weight_scales[name], row, scale_inv)
         return Encoding(dtype, scale_inv, (1, values.shape[1]))
 

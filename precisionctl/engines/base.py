@@ -39,8 +39,9 @@ class Engine:
     method and scheme that it loads, `reads_experts` those that it loads for experts too. `ragged` says which linears'
     rows may end within a block of scales, `fuses` whether it computes linears of one input as one,
     `reads_conv1d` whether it takes codes of GPT-2's linears for such, `ignores` how the list of modules that are no
-    codes is read, by quant method, or by method and scheme where it is otherwise for one; `demands` are what else is
-    asked, and `keys` what of config.json, which an export adds where it is missing.
+    codes is read, by quant method, or by method and scheme where it is otherwise for one; `bf16_scales` are the methods
+    whose FP32 scales it rounds to BF16; `demands` are what else is asked, and `keys` what of config.json, which an
+    export adds where it is missing.
     `cache` is what it does with the scales of an FP8 KV cache, by quant method, nothing for others, and `latents` what
     becomes of those of latent attention, which caches neither keys nor values. `command` serves a
     directory, in place of `{path}`; `on_ranks` tells it of several GPUs, in place of `{ranks}`, and `on_cache` of an
@@ -69,6 +70,7 @@ class Engine:
     cache: Mapping[str, str]
     latents: Rule
     on_cache: str
+    bf16_scales: frozenset[str] = frozenset()
 
     def serve(self, path: object, ranks: int, *, fp8_cache: bool = False) -> str:
         """The command that serves a directory."""

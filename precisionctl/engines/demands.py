@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from precisionctl.engines.rule import Directory
 from precisionctl.quant_methods.base import TENSOR, sibling, sized
 
@@ -32,6 +34,17 @@ def unsaid_tensors(directory: Directory) -> Broken:
     """One scale for a tensor, of which the config says nothing: `weight_block_size` has to be null."""
     if _unsized(directory) and (name := _first(directory, per_tensor=True)):
         yield CONFIG, f"no weight_block_size, and {name} has one scale"
+
+
+def scales_beyond_bf16(directory: Directory) -> Broken:
+    """Scales of weights or inputs, in compressed-tensors, that BF16 does not hold: the first."""
+    scales = directory.scales.values() if directory.method == "compressed-tensors" else ()
+    for name in (name for each in scales for name in each.names if directory.specs[name].dtype == torch.float32):
+        value = directory.read(name).reshape(-1)
+        beyond = value[value.bfloat16().float() != value]
+        if len(beyond):
+            yield name, f"{float(beyond[0]):.8g} is no number of BF16"
+            return
 
 
 def _unsized(directory: Directory) -> bool:

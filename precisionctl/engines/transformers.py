@@ -6,7 +6,7 @@ Of compressed-tensors it computes with inputs that it rounds to FP8 and back, or
 
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache import cache_scales_of_no_use, cache_scales_of_projections, cache_without_notice
-from precisionctl.engines.demands import exponents_named, named, unsaid_tensors, without_dimension
+from precisionctl.engines.demands import exponents_named, named, scales_beyond_bf16, unsaid_tensors, without_dimension
 from precisionctl.engines.ignoring import Ignoring, by_name_or_regex, by_start_regex_or_end
 from precisionctl.engines.rule import Demand, Rule
 
@@ -71,6 +71,7 @@ ENGINE = Engine(
         "experts are one tensor in memory, and have one dtype",
         "transformers 5.23 core_model_loading.py MergeModulelist",
     ),
+    bf16_scales=frozenset({"compressed-tensors"}),
     fuses=False,
     reads_conv1d=False,
     ignores={
@@ -103,6 +104,14 @@ ENGINE = Engine(
         Demand(
             without_dimension,
             Rule("scales of a tensor have one dimension", "transformers 5.23 with compressed-tensors 0.20"),
+        ),
+        Demand(
+            scales_beyond_bf16,
+            Rule(
+                "scales are rounded to the model's dtype, and codes decode by other numbers than they were made with",
+                "compressed-tensors 0.20 quantization/lifecycle/initialize.py; transformers 5.23 core_model_loading.py",
+                fatal=False,
+            ),
         ),
         Demand(
             cache_scales_of_projections,

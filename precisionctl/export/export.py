@@ -12,6 +12,7 @@ from precisionctl.engines.shapes import in_step
 from precisionctl.errors import PrecisionError
 from precisionctl.export.input_scales import input_scales
 from precisionctl.export.refused_shapes import Refusal, refused_error, refused_shapes, served, without_refused
+from precisionctl.fp8.numerics import Numbers, rounded_up
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.encode import Encode
@@ -45,12 +46,12 @@ class Export:
 
 @dataclass(frozen=True)
 class Format:
-    """How an export's weights are coded (`scheme`) and how that is spelled (`method`). `powers_of_2`: the scales of its
-    blocks are such, and are said to be."""
+    """How an export's weights are coded (`scheme`) and how that is spelled (`method`). `numbers`: what its scales are,
+    but for those that are kept of a source of codes; powers of two are said to be such."""
 
     method: QuantMethod
     scheme: Scheme
-    powers_of_2: bool = False
+    numbers: Numbers = "FP32"
 
     @property
     def spelling(self) -> Spelling:
@@ -63,7 +64,7 @@ class Format:
 
     def quantization(self, ignored: Sequence[str]) -> dict[str, Any]:
         """The `quantization_config`, with the modules that are not quantized."""
-        return {**self.spelling.config(self.scheme, ignored), **(POWERS_OF_2 if self.powers_of_2 else {})}
+        return {**self.spelling.config(self.scheme, ignored), **(POWERS_OF_2 if self.numbers == "powers of 2" else {})}
 
 
 def plan_in_bf16(source: Source) -> Plan:
@@ -137,7 +138,7 @@ def _encode(job: Job, plan: Plan, form: Format) -> Encode:
         blocks={name: tensors.block for name, tensors in scales.items()},
         weight_scales={name: tensors.weight for name, tensors in scales.items()},
         input_scales={},
-        power_of_2=form.powers_of_2,
+        numbers=form.numbers,
     )
 
 
@@ -149,7 +150,8 @@ def _with_one_scale(jobs: Sequence[Job], plan: Plan, form: Format, inputs: Mappi
         groups.setdefault(job.name if job.row.of_experts else in_step(job.writes[0]), []).append(job)
     encodings = {}
     for group in groups.values():
-        input_scale = max(inputs[job.module] for job in group)
+        largest = max(inputs[job.module] for job in group)
+        input_scale = float(rounded_up(torch.tensor(largest), form.numbers))
         for job in group:
             scales = [form.scales(name, plan.targets[name]) for name in job.writes]
             encodings[job.name] = replace(

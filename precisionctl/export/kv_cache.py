@@ -14,8 +14,8 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache import attention_and_kind
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
-from precisionctl.export.export import Export
-from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
+from precisionctl.export.export import Export, Format
+from precisionctl.fp8.numerics import FP8_MAX, Numbers, recorded_amax, rounded_up
 from precisionctl.fp8.state import CACHE, Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.encode import Encode
@@ -70,17 +70,17 @@ def recorded_scales(states: Fp8States | None, encodings: WeightEncodings | None,
     return found
 
 
-def with_cache(made: Export, method: QuantMethod, scales: Mapping[str, CacheScale]) -> Export:
+def with_cache(made: Export, form: Format, scales: Mapping[str, CacheScale]) -> Export:
     """The export with these scales added; the job that writes an attention's output projection writes them."""
-    assert method.spelling is not None, "engines name methods that exports are written in"
-    spelling = method.spelling.cache
+    spelling = form.spelling.cache
+    numbers: Numbers = "BF16" if spelling.as_bf16 or form.numbers == "BF16" else "FP32"
     targets = dict(made.plan.targets)
     attentions = {job.name: stem for stem, job in _attentions(made.plan).items()}
     jobs = []
     for job in made.plan.jobs:
         if stem := attentions.get(job.name):
             scale = scales[stem]
-            found = [_in_bf16(value) if spelling.as_bf16 else value for value in (scale.k, scale.v)]
+            found = rounded_up(torch.tensor([scale.k, scale.v]), numbers).tolist()
             values = {f"{stem}.{name}": value for name, value in zip(spelling.names, found, strict=True)}
             targets |= {name: TensorSpec(spelling.shape, torch.float32) for name in values}
             encode = job.encode or Encode({}, {}, {})
@@ -88,7 +88,7 @@ def with_cache(made: Export, method: QuantMethod, scales: Mapping[str, CacheScal
         jobs.append(job)
     quantization = {**made.quantization, **spelling.config}
     plan = replace(made.plan, jobs=tuple(jobs), targets=targets, quantization=quantization)
-    return replace(made, plan=plan, quantization=quantization, files=method.spelling.files(quantization))
+    return replace(made, plan=plan, quantization=quantization, files=form.spelling.files(quantization))
 
 
 def notes(engine: Engine, method: QuantMethod, states: Fp8States | None) -> Iterator[str]:
@@ -130,13 +130,6 @@ def _recorded(states: Fp8States | None, job: Job) -> CacheScale | None:
         return None
     k, v = (float(recorded_amax(state.roles[role], role, states.recipe) / FP8_MAX[CODES]) for role in CACHE)
     return CacheScale(k, v) if k > 0 and v > 0 else None
-
-
-def _in_bf16(scale: float) -> float:
-    """A scale rounded up to one that BF16 holds, so that nothing saturates."""
-    exact = torch.tensor(scale)
-    rounded = exact.bfloat16()
-    return float(rounded if rounded >= exact else torch.nextafter(rounded, torch.full_like(rounded, torch.inf)))
 
 
 def _places(encodings: WeightEncodings | None) -> dict[str, list[tuple[str, str]]]:

@@ -83,7 +83,7 @@ def _encode(job: Job, encodings: WeightEncodings, said: Quantization, states: Fp
         blocks={name: _block(name, encodings, said) for name in names},
         weight_scales={name: encodings.scales[name].weight for name in names},
         input_scales=_input_scales(names, encodings, states, job),
-        power_of_2=in_powers_of_2(encodings),
+        numbers="powers of 2" if in_powers_of_2(encodings) else "FP32",
     )
 
 

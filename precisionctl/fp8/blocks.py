@@ -83,13 +83,12 @@ class BlockScales:
     def _encoding(self, grid: Tensor) -> Encoding:
         return Encoding(self.dtype, torch.where(grid.isfinite() & (grid > 0), grid, 1.0), self.block)
 
-    def encoding(self, dtype: torch.dtype, *, power_of_2: bool = False) -> Encoding:
-        """The scales to encode with, stored in `dtype`: those that fit, and new ones, powers of two if asked for. What
-        `dtype` cannot hold does not fit either."""
+    def encoding(self, dtype: torch.dtype, numbers: numerics.Numbers = "FP32") -> Encoding:
+        """The scales to encode with, stored in `dtype`: those that fit, and new ones, rounded up to these `numbers`.
+        What `dtype` cannot hold does not fit either."""
         self.fits &= self.candidate.to(dtype).float() == self.candidate
-        new = numerics.scale_inv(self.amax, self.dtype)
-        if power_of_2 or dtype.itemsize == 1:
-            new = numerics.power_of_2_above(new)
+        asked = "powers of 2" if dtype.itemsize == 1 else numbers
+        new = numerics.rounded_up(numerics.scale_inv(self.amax, self.dtype), asked)
         grid = torch.where(self.fits, self.candidate, new.to(dtype).float())
         return Encoding(self.dtype, grid.to(dtype), self.block)
 

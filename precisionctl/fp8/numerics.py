@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -218,6 +219,17 @@ def scale_inv(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """What inference formats store: `amax / fp8_max`, FP32; 1 where that is zero, infinite or NaN."""
     quotient = amax / torch.full_like(amax, FP8_MAX[dtype])
     return torch.where(quotient.isfinite() & (quotient > 0), quotient, 1.0)
+
+
+Numbers = Literal["FP32", "BF16", "powers of 2"]
+"""What scales are: any numbers of FP32, or such of them as BF16 holds, or powers of two."""
+
+
+def rounded_up(scales: Tensor, numbers: Numbers) -> Tensor:
+    """The smallest of these numbers that are not less, FP32, so that nothing saturates. Scales are positive."""
+    if numbers == "BF16":
+        return ((scales.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    return power_of_2_above(scales) if numbers == "powers of 2" else scales
 
 
 def power_of_2_above(scales: Tensor) -> Tensor:

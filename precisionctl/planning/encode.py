@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from precisionctl.fp8.numerics import Numbers
+
 
 @dataclass(frozen=True)
 class Encode:
@@ -14,14 +16,14 @@ class Encode:
     `shared`: all weights have the one scale that their joint amax gives, because engines compute q/k/v, and gate/up, as
     one and would requantize where scales differ.
     `alongside`: weights of other jobs that have that scale too, and the tensors of the source that they are read from.
-    `power_of_2`: scales are rounded up to powers of two.
+    `numbers`: what new scales of weights are rounded up to.
     """
 
     blocks: Mapping[str, tuple[int, int]]
     weight_scales: Mapping[str, str]
     input_scales: Mapping[str, float]
     shared: bool = False
-    power_of_2: bool = False
+    numbers: Numbers = "FP32"
     alongside: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> dict[str, object]:

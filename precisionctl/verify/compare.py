@@ -13,6 +13,7 @@ import torch
 
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY
 from precisionctl.checkpoints.base import Reader
+from precisionctl.fp8.numerics import rounded_up
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.model_shape import MLA, ModelShape, MoE
 from precisionctl.verify.codes import CodesComparison, compare_codes
@@ -93,12 +94,18 @@ _SETTINGS = tuple(field.name for field in fields(ModelShape) if field.name not i
 
 
 def _setting_differences(a: Reader, b: Reader) -> Iterator[str]:
+    """Input scales that one side has rounded to BF16 are no difference: an export for transformers does."""
     for field in _SETTINGS:
         yield from _differing(field, getattr(a.model, field), getattr(b.model, field))
     if isinstance(a, Directory) and isinstance(b, Directory):
         for name in sorted(a.input_scales.keys() & b.input_scales.keys()):
-            if a.input_scales[name] != b.input_scales[name]:
-                yield from _differing(f"{name}: input scale", a.input_scales[name], b.input_scales[name])
+            left, right = a.input_scales[name], b.input_scales[name]
+            if right not in (left, _in_bf16(left)) and left != _in_bf16(right):
+                yield from _differing(f"{name}: input scale", left, right)
+
+
+def _in_bf16(scale: float) -> float:
+    return float(rounded_up(torch.tensor(scale), "BF16"))
 
 
 def _differing(name: str, left: object, right: object) -> Iterator[str]:
