@@ -198,6 +198,7 @@ SILU = Only("hidden_act", "silu", "activation", "silu")
 
 
 def tied(default: bool) -> Key:
+    """Whether the output layer is the embedding; `default` where the key is absent."""
     return Key("tied_embeddings", "tie_word_embeddings", default)
 
 
@@ -243,6 +244,7 @@ def _local(listed: object, where: object) -> list[bool]:
 
 
 def everywhere(config: Config, layers: int) -> list[bool]:
+    """True for every layer."""
     return [True] * layers
 
 

@@ -211,6 +211,7 @@ def names(row: Row, layout: Layout, place: Place) -> tuple[str, ...]:
 
 
 def filled(template: str, place: Place) -> str:
+    """A name with the numbers of a place in it."""
     for key, number in place.items():
         template = template.replace(f"{{{key}}}", str(number))
     return template

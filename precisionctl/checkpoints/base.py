@@ -37,6 +37,7 @@ class Box:
         return self.rows * self.columns
 
     def intersect(self, other: "Box") -> "Box | None":
+        """What both boxes have; None for nothing."""
         row, column = max(self.row, other.row), max(self.column, other.column)
         rows = min(self.row + self.rows, other.row + other.rows) - row
         columns = min(self.column + self.columns, other.column + other.columns) - column

@@ -34,6 +34,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class StoredTensor:
+    """A tensor as `.metadata` describes it, and where the pieces of it are."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...]

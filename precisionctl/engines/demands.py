@@ -104,12 +104,14 @@ ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nv
 
 
 def format_of_weights_alone(directory: Directory) -> Broken:
+    """A format of compressed-tensors that is not among ACTIVATION_FORMATS."""
     written = directory.quantization.get("format")
     if directory.method == "compressed-tensors" and written not in ACTIVATION_FORMATS:
         yield CONFIG, f"format {written!r}"
 
 
 def classes_in_several_groups(directory: Directory) -> Broken:
+    """One of several config groups that targets a class of modules, such as `Linear`."""
     groups = directory.quantization.get("config_groups")
     if directory.method == "compressed-tensors" and isinstance(groups, Mapping) and len(groups) > 1:
         for name, group in groups.items():

@@ -36,6 +36,7 @@ _INPUTS: Mapping[Scheme, dict[str, Any]] = {
 
 
 def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config`: one group, of all linears but those that are ignored."""
     group = {"targets": ["Linear"], "weights": _WEIGHTS[scheme], "input_activations": _INPUTS[scheme]}
     return {
         "quant_method": "compressed-tensors",

@@ -41,10 +41,12 @@ def page(title: str, parts: Sequence[str], style: str = "") -> str:
 
 
 def heading(text: str) -> str:
+    """A heading within a page."""
     return f"<h2>{escape(text)}</h2>"
 
 
 def paragraph(text: str) -> str:
+    """A paragraph of plain text."""
     return f"<p>{escape(text)}</p>"
 
 

@@ -38,6 +38,7 @@ def _plain(axes: Sequence[Axes]) -> None:
 
 
 def write_png(curves: Sequence[Curve], path: Path) -> None:
+    """Draw curves into a PNG file."""
     draw(curves).savefig(path, format="png", dpi=150)
 
 

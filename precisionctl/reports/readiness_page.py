@@ -30,6 +30,7 @@ details pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem;
 
 
 def write_page(path: Path, description: Description, readiness: Readiness) -> None:
+    """Write `whole_page` into a file."""
     path.write_text(whole_page(description, readiness), encoding="utf-8")
 
 

@@ -100,6 +100,7 @@ class HfTensors:
         return in_pieces(0, spec.rows, spec.columns, PIECE)
 
     def read(self, name: str, row: int, rows: int) -> Rows:
+        """Rows `[row, row + rows)` of a tensor."""
         if name in self._computed:
             values = self._compute(name).reshape(self.specs[name].rows, self.specs[name].columns)
             return Rows(values[row : row + rows], None)

@@ -122,6 +122,7 @@ def write_tracker(top: Path, iteration: int | None) -> None:
 
 
 def has_marker(directory: Path) -> bool:
+    """Whether a directory is a checkpoint that is complete: its marker is written last."""
     return (directory / MARKER).is_file()
 
 

@@ -63,6 +63,7 @@ _BEFORE_CORE = tuple(
 
 
 def is_before_core(state: Mapping[str, Any]) -> bool:
+    """Whether a rank's entries are named as before Megatron-Core."""
     return "language_model" in state
 
 

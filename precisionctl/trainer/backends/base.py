@@ -81,6 +81,7 @@ class Norm:
 
 
 def norm_of(model: ModelShape) -> Norm:
+    """A model's norm."""
     return Norm(model.normalization, model.norm_epsilon, model.zero_centered_gamma)
 
 

@@ -111,6 +111,8 @@ class Quantized(NamedTuple):
 
 
 class Quantizer(Protocol):
+    """How one role of a GEMM is cast to FP8."""
+
     def quantize(self, values: Tensor) -> Quantized:
         """The codes and scales of values `[rows, columns]`."""
         ...
@@ -266,6 +268,7 @@ def delayed(quantizers: Quantizers) -> dict[Role, DelayedQuantizer]:
 
 
 def state_of(quantizers: Quantizers) -> Fp8State | None:
+    """The state of those that keep state; None where none does."""
     stateful = delayed(quantizers)
     return Fp8State({role: q.slot.state for role, q in stateful.items()}) if stateful else None
 

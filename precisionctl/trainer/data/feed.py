@@ -36,6 +36,7 @@ class Feed:
 
 
 def in_batches(rows: Rows | Blend, numbers: Iterable[int], size: int, device: torch.device) -> Iterator[Batch]:
+    """Rows of these numbers in batches of `size`, the last of which may be smaller, on a device."""
     listed = list(numbers)
     for start in range(0, len(listed), size):
         yield rows.batch(listed[start : start + size]).to(device)

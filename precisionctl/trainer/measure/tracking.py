@@ -12,6 +12,8 @@ from precisionctl.recipe import Tracking
 
 
 class Tracker(Protocol):
+    """Takes the metrics of steps, by name, until it is closed."""
+
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 

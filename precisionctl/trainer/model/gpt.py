@@ -172,6 +172,8 @@ class GPT(nn.Module):
 
 
 class Embedding(nn.Module):
+    """Tokens as hidden states, with learned positions where the model has them."""
+
     def __init__(self, model: ModelShape, backend: Backend) -> None:
         super().__init__()
         self.ranks = backend.world.tensor
@@ -216,6 +218,8 @@ def _embedding(rows: int, columns: int, backend: Backend) -> nn.Embedding:
 
 
 class Decoder(nn.Module):
+    """All layers, and the norm after the last."""
+
     def __init__(self, model: ModelShape, backend: Backend, recompute: bool) -> None:
         super().__init__()
         numbers = range(model.num_layers)
@@ -295,6 +299,8 @@ class MTP(nn.Module):
 
 
 class MTPLayer(nn.Module):
+    """The parameters of a layer of multi-token prediction, which are carried along and not trained."""
+
     def __init__(self, model: ModelShape, backend: Backend) -> None:
         super().__init__()
         norm, size = norm_of(model), model.hidden_size

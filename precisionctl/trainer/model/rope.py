@@ -181,6 +181,7 @@ _SCALINGS: Mapping[str, Callable[[Tensor, float, Scaling], _Scaled]] = {
 
 
 def has_window(model: ModelShape, layer: int) -> bool:
+    """Whether attention in a layer is in a sliding window."""
     return model.sliding_window is not None and (model.window_layers is None or model.window_layers[layer])
 
 

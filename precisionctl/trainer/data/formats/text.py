@@ -8,6 +8,7 @@ from precisionctl.trainer.data.formats.base import Record
 
 
 def records(path: Path) -> Iterator[Record]:
+    """The one document. Raises DataError for a file that is not UTF-8."""
     try:
         yield Record(str(path), {"text": path.read_text(encoding="utf-8-sig")})
     except UnicodeDecodeError as error:
