@@ -28,10 +28,10 @@ gpu:  ## on a machine with an FP8 GPU and Transformer Engine in PYTHON: three ca
 	$(PYTHON) benchmarks/gpu.py --table $(RESULTS)/gpu.json --into docs/benchmarks.md
 	rm $(RESULTS)/gpu-[123].json
 
-peers: $(READY)  ## other programs, each in an environment of its own
+peers: $(READY)  ## other programs, each in an environment of its own: 40 minutes and 10 GB the first time
 	$(BIN)/pytest -q tests/peers
 
-soak: $(READY)  ## many kills, big files and fuzzing (FUZZ_SECONDS for each target): 45 minutes and 10 GB of disk
+soak: $(READY)  ## many kills, big files and fuzzing (FUZZ_SECONDS for each target): half an hour and 4 GB of disk
 	$(BIN)/pytest -q -s tests/soak
 
 clean:  ## everything that git ignores
