@@ -42,12 +42,12 @@ def hf_writer(
         plan.targets,
         companions,
         to_hf_config(plan.model, config_dtype(plan.targets)),
-        export.quantization if export else None,
-        {**(export.files if export else {}), **files},
-        max_shard_size,
-        BIN if container == "bin" else SAFETENSORS,
-        live,
-        lacks,
+        quantization=export.quantization if export else None,
+        extra_files={**(export.files if export else {}), **files},
+        max_shard_size=max_shard_size,
+        spelling=BIN if container == "bin" else SAFETENSORS,
+        live=live,
+        lacks=lacks,
     )
 
 

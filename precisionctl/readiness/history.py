@@ -95,10 +95,17 @@ def _from_scales(state: RoleState, role: Role, recipe: DelayedScaling) -> Histor
     amaxes = recorded_amax(state, role, recipe).reshape(-1)
     amaxes = amaxes[amaxes > 0]
     infinite = bool(state.amax_history.isinf().any())
-    if not len(amaxes):
-        return History(0, 0.0, 0.0, 0.0, None, 0.0, infinite, 0)
-    largest = float(amaxes.max())
-    return History(0, float(amaxes.min()), largest, largest, None, 2.0**-recipe.margin, infinite, 0)
+    smallest, largest = (float(amaxes.min()), float(amaxes.max())) if len(amaxes) else (0.0, 0.0)
+    return History(
+        rows=0,
+        smallest=smallest,
+        largest=largest,
+        newest=largest,
+        growth=None,
+        used=2.0**-recipe.margin if len(amaxes) else 0.0,
+        infinite=infinite,
+        silent=0,
+    )
 
 
 def headroom(history: History) -> float:
