@@ -156,18 +156,7 @@ def _plan_values(conversion: Conversion, reader: Reader, encodings: WeightEncodi
     notes += code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)
     finish = _make_state(state, conversion, plan, notes) if makes else lambda found: recorded or calibrated
     digest = digest_of(plan, conversion, conversion.fp8_state, encodings)
-    return Work(
-        reader,
-        plan,
-        writer,
-        output,
-        finish,
-        wants_amax=makes,
-        digest=digest,
-        notes=notes,
-        trained=trained,
-        encodings=encodings,
-    )
+    return Work(reader, plan, writer, output, finish, digest, notes, makes, trained, encodings)
 
 
 def _check_fp8(conversion: Conversion, plan: Plan, state: Fp8States | None) -> None:
@@ -252,17 +241,7 @@ def _plan_reencoding(conversion: Conversion, reader: Reader, encodings: WeightEn
         return state
 
     digest = digest_of(made.plan, conversion, conversion.fp8_state, encodings)
-    return Work(
-        reader,
-        made.plan,
-        writer,
-        output,
-        finish,
-        wants_amax=False,
-        digest=digest,
-        notes=notes,
-        encodings=encodings,
-    )
+    return Work(reader, made.plan, writer, output, finish, digest, notes, encodings=encodings)
 
 
 def _known_state(conversion: Conversion, reader: Reader, plan: Plan) -> Fp8States | None:

@@ -66,17 +66,7 @@ def plan_export_of(reader: Reader, encodings: WeightEncodings | None, export: In
         notes.extend(reencoding_notes(encodings, made.codes, changed) if encodings else ())
 
     digest = digest_of(made.plan, export, export.fp8_state, encodings)
-    return Work(
-        reader,
-        made.plan,
-        writer,
-        output,
-        finish,
-        wants_amax=False,
-        digest=digest,
-        notes=notes,
-        encodings=encodings,
-    )
+    return Work(reader, made.plan, writer, output, finish, digest, notes, encodings=encodings)
 
 
 def _format(source: ExportSource, engine: Engine, export: InferenceExport) -> tuple[Format, list[str]]:

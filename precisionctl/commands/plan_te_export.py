@@ -58,7 +58,7 @@ def plan_te(reader: Reader, encodings: WeightEncodings | None, export: Inference
         return carry_state(states, amax, None).states
 
     digest = digest_of(plan, export, export.fp8_state, encodings)
-    return Work(reader, plan, writer, output, finish, wants_amax=True, digest=digest, notes=notes)
+    return Work(reader, plan, writer, output, finish, digest, notes, wants_amax=True)
 
 
 def _card(plan: Plan, states: Fp8States, recorded: Fp8States | None, export: InferenceExport) -> Card:

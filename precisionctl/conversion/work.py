@@ -37,9 +37,9 @@ many codes have changed."""
 class Work:
     """A command of which all is checked that can be, and nothing written yet.
 
-    `wants_amax`: the jobs are to find the amax of each FP8 GEMM's weight, which `finish` needs. `digest` identifies
-    the command: only the same one may go on from a partial result. `notes` are what to tell the user, and grow
-    while it runs. `trained` is the reader, where its optimizer goes along. `encodings` is how the weights are FP8
+    `digest` identifies the command: only the same one may go on from a partial result. `notes` are what to tell the
+    user, and grow while it runs. `wants_amax`: the jobs are to find the amax of each FP8 GEMM's weight, which `finish`
+    needs. `trained` is the reader, where its optimizer goes along. `encodings` is how the weights are FP8
     codes, or were: it is stored beside values, and codes are made by it.
     """
 
@@ -48,9 +48,9 @@ class Work:
     writer: Writer
     output: Output
     finish: Finish
-    wants_amax: bool
     digest: str
     notes: list[str]
+    wants_amax: bool = False
     trained: MegatronReader | None = None
     encodings: WeightEncodings | None = None
 
