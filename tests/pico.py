@@ -144,6 +144,9 @@ PARALLEL_RESIDUAL: dict[str, dict[str, Any]] = {
 }
 """Families that Megatron-Core does not have."""
 
+ALSO = {"kimi_k2": "deepseek_v3"}
+"""Names of families whose class has another one; transformers does not know these."""
+
 
 def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A randomly initialised model whose biases and norms are random too, so that a mix-up shows."""

@@ -159,7 +159,7 @@ SIZES: tuple[Entry, ...] = (
     ),
     Key("hidden_size", "hidden_size"),
     Key("ffn_hidden_size", "intermediate_size"),
-    Key("max_position_embeddings", "max_position_embeddings"),
+    Key("max_position_embeddings", "max_position_embeddings", older="max_sequence_length"),  # the first Llama's
     VOCABULARY,
 )
 

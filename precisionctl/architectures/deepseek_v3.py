@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: V2 with sigmoid scores, a bias that only chooses experts, and multi-token prediction.
+"""DeepSeek-V3 and R1, Kimi K2: V2 with sigmoid scores, a bias that only chooses experts, and multi-token prediction.
 
 Traps: a prediction layer's embedding and head are stored copies; transformers neither reads nor writes these layers,
 whatever config.json says of them. Rotary channels are neighbouring pairs, in both layouts.
@@ -25,7 +25,7 @@ def _write_groups(model: ModelShape) -> Config:
 
 
 ARCHITECTURE = Architecture(
-    model_types={"deepseek_v3": "DeepseekV3ForCausalLM"},
+    model_types={"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
     rows=(*DECODER, *MTP),
     config=(
         *COMMON,
