@@ -29,10 +29,10 @@ from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS
 
 CONTRADICTORY: dict[str, dict[str, Any]] = {
-    "no payloads of Transformer Engine": {"to": "hf", "te_version": 1},
+    "no Transformer Engine state": {"to": "hf", "te_version": 1},
     "an export takes FP8 state as it is read": {"to": "hf", "precision": "fp8", "grouped_columns": "role"},
     "not cut for ranks": {"to": "hf", "parallelism": Parallelism(2)},
-    "a recipe says how FP8 is made": {"to": "megatron", "recipe": PRESETS["fp8-delayed"]},
+    "says how FP8 is made": {"to": "megatron", "recipe": PRESETS["fp8-delayed"]},
     "input scales of FP8 weights come from": {"to": "hf", "precision": "fp8", "drop_fp8_state": True},
 }
 
@@ -54,7 +54,7 @@ def test_a_source_in_the_way_of_what_is_written_is_refused(tmp_path: Path, desti
     pico.save(tmp_path / "x.partial", dtype=torch.bfloat16)
     before = tree(tmp_path)
     for restart in (False, True):
-        with pytest.raises(OutputError, match="one in the other"):
+        with pytest.raises(OutputError, match="overlap"):
             conversion = Conversion(tmp_path / "x.partial", tmp_path / destination, "megatron")
             execute(plan_conversion(conversion), restart=restart)
     assert tree(tmp_path) == before

@@ -215,7 +215,7 @@ def test_a_json_list_gives_its_objects_however_it_is_written_and_read(
     [
         ('[{"a": 1}, {"a"', r"not JSON.*entry 2\)"),
         ('[{"a": 1} {"a": 1}]', r"expected one of ',\]'.*entry 1\)"),
-        ('[{"a": 1}, 3]', r"a row is a JSON object, and not '3'.*entry 2\)"),
+        ('[{"a": 1}, 3]', r"a row must be a JSON object, not '3'.*entry 2\)"),
         ('[{"a": 1}', "expected one of"),
         ('[{"a": 1}] and more', "text behind the list"),
         ('[{"a": 1}, ' + "[" * 200_000, "not JSON"),

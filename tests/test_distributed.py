@@ -317,9 +317,9 @@ def test_ranks_that_were_stopped_go_on_calibrating_to_the_same_bytes(place: Path
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("killed", "another rank has ended without a word"),
+        ("killed", "another rank ended without a message"),
         ("failed", "the disk of the last rank failed"),
-        ("killed in a save", "another rank has ended without a word"),
+        ("killed in a save", "another rank ended without a message"),
         ("failed in a save", "the disk of the last rank failed"),
         ("uneven", "train.batch_size 5 cannot be dealt out to 2 ranks evenly"),
     ],

@@ -70,7 +70,7 @@ def test_resume_says_so_and_the_emulation_captures_none(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="train.graphs asks for CUDA graphs .* this run is emulated"):
         resume(settings(source, text, tmp_path / "run", train__graphs=True), lambda started: None, lambda step: None)
     assert not list((tmp_path / "run").glob("iter_*"))
-    with pytest.raises(EnvironmentProblem, match="captured by Transformer Engine"):
+    with pytest.raises(EnvironmentProblem, match="need Transformer Engine"):
         GPT(shape("llama-3"), PRESETS["bf16"], dtype=torch.float32).capture(2, 32)
 
 

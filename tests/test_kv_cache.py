@@ -202,7 +202,7 @@ def test_a_source_whose_scale_is_no_number_is_refused(source: Path, tmp_path: Pa
     (tmp_path / "out" / sidecar.RELATIVE).unlink(missing_ok=True)
     stored["model.layers.0.self_attn.k_scale"].fill_(torch.nan)
     save_file(stored, tmp_path / "out" / "model.safetensors")
-    with pytest.raises(DamagedCheckpoint, match="k_scale holds a scale that is no positive number"):
+    with pytest.raises(DamagedCheckpoint, match="k_scale holds a scale that is not a positive number"):
         export(tmp_path / "out", tmp_path / "again", "vllm", "dynamic")
 
 

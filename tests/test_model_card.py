@@ -127,7 +127,7 @@ def test_a_directorys_name_is_text_and_nothing_else(source: Path, tmp_path: Path
 
 
 def test_a_name_that_is_none_on_the_hub_is_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no name on the Hub"):
+    with pytest.raises(RecipeError, match="not a name on the Hub"):
         export(source, tmp_path / "out", base_model="../etc\n")
 
 

@@ -118,7 +118,7 @@ def test_padded_rows_are_cut_off_whatever_they_hold() -> None:
 
 
 def test_an_unknown_family_is_refused_with_the_list_of_known_ones() -> None:
-    with pytest.raises(UnknownArchitecture, match="no table for architecture `mamba`.*llama, mistral"):
+    with pytest.raises(UnknownArchitecture, match="unsupported architecture `mamba`.*llama, mistral"):
         architecture_of("mamba")
 
 

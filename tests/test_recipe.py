@@ -63,7 +63,7 @@ def test_set_overrides_a_key_with_a_toml_value_or_a_bare_word() -> None:
         ("train.steps=true", "train.steps = True is not an integer"),
         ("train.steps=0", "train.steps = 0 must be above 0"),
         ("schedule.kind=linear", "is not one of cosine, wsd, constant.*--set schedule.kind=linear"),
-        ("train.batch_size=3", "no multiple"),
+        ("train.batch_size=3", "not a multiple"),
         ("train=3", "--set wants section.key=value"),
         ("train.steps", "--set wants section.key=value"),
         ("train.steps.x=1", "train.steps"),

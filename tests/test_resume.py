@@ -383,7 +383,7 @@ def test_a_source_is_never_written_to(fp8_run: Path, place: Path) -> None:
 
 @pytest.mark.parametrize("key", ["precision__delayed__fp8_dpa", "precision__delayed__fp8_mha"])
 def test_attention_in_fp8_is_refused_and_not_passed_over(place: Path, tmp_path: Path, key: str) -> None:
-    with pytest.raises(RecipeError, match="attention into FP8, which no run here computes"):
+    with pytest.raises(RecipeError, match="attention into FP8, which is not supported here"):
         run(settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", **{key: "true"}))
 
 

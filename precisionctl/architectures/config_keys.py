@@ -235,7 +235,7 @@ _LAYER_TYPES = {True: "sliding_attention", False: "full_attention"}
 
 def _local(listed: object, where: object) -> list[bool]:
     if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
-        raise DamagedCheckpoint(f"layer_types is {shown(listed)}, no list of layers", where=where)
+        raise DamagedCheckpoint(f"layer_types is {shown(listed)}, not a list of layers", where=where)
     unknown = [kind for kind in listed if kind not in _LAYER_TYPES.values()]
     if unknown:
         known = ", ".join(_LAYER_TYPES.values())

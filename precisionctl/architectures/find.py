@@ -28,7 +28,7 @@ def supported() -> dict[str, Architecture]:
 def architecture_of(model_type: str) -> Architecture:
     """The table for `model_type`. Raises UnknownArchitecture."""
     if model_type not in supported():
-        raise UnknownArchitecture(f"no table for architecture `{model_type:.60}`", do=_known())
+        raise UnknownArchitecture(f"unsupported architecture `{model_type:.60}`", do=_known())
     return supported()[model_type]
 
 

@@ -34,7 +34,7 @@ from precisionctl.model_shape import ModelShape
 def _read_layers(config: Config, where: object) -> Fields:
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
-        raise DamagedCheckpoint(f"mlp_only_layers is {shown(dense)}, no list of layers", where=where)
+        raise DamagedCheckpoint(f"mlp_only_layers is {shown(dense)}, not a list of layers", where=where)
     step = size({"decoder_sparse_step": 1} | dict(config), "decoder_sparse_step", where)
     without = frozenset(dense)
     numbers = range(layers(config, where))

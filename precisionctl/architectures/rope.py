@@ -67,7 +67,7 @@ def found(config: Config, where: object, key: str = "rope_parameters") -> Mappin
     """What config.json says of rotary embeddings, under either of its keys."""
     parameters = config.get(key) or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
-        raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}, no object", where=where)
+        raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}, not an object", where=where)
     return parameters
 
 
@@ -116,5 +116,5 @@ def _scaling(rope: dict[str, Any], config: Config, where: object) -> dict[str, A
 
 def _factors(values: object, name: str, where: object) -> list[float]:
     if not isinstance(values, list) or not 1 <= len(values) <= 1 << 16:
-        raise DamagedCheckpoint(f"{name} is {shown(values)}, no list of factors", where=where)
+        raise DamagedCheckpoint(f"{name} is {shown(values)}, not a list of factors", where=where)
     return [real(value, name, where) for value in values]

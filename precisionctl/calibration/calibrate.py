@@ -191,7 +191,7 @@ def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, 
             targets = int(world.sum_of_data(torch.tensor(mine)))
             if not math.isfinite(float(world.sum_of_data(backward(model, batch, targets)))):
                 raise PrecisionError(
-                    f"the loss of pass {number + 1} is no number",
+                    f"the loss of pass {number + 1} is not a number",
                     do="Is the checkpoint sound? `precisionctl eval` says what it makes of a text.",
                 )
             yield number + 1

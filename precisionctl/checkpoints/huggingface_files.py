@@ -63,12 +63,12 @@ def read_bin(path: Path) -> dict[str, Stored]:
     """
     saved = torch_zip.skeleton(path)
     if not isinstance(saved, dict):
-        raise DamagedCheckpoint("it holds no table of tensors", where=path)
+        raise DamagedCheckpoint("it does not hold a dict of tensors", where=path)
     found = {}
     for name, tensor in saved.items():
         if type(name) is not str or not isinstance(tensor, torch_zip.Located):
             raise DamagedCheckpoint(
-                f"`{name!s:.60}` is no contiguous tensor",
+                f"`{name!s:.60}` is not a contiguous tensor",
                 where=path,
                 do="Only weights are read. Save the model again with transformers.",
             )
@@ -127,9 +127,9 @@ def _weight_map(directory: Path, spelling: Spelling) -> dict[str, Path]:
         raise DamagedCheckpoint(f"shard {missing[0]} is missing", where=directory, do="Download it again.")
     if single.is_file() and single.name not in files:
         raise DamagedCheckpoint(
-            f"{single.name} and {index.name} are two models: transformers reads the one, engines the other",
+            f"{single.name} and {index.name} are two models: transformers reads the first, engines the second",
             where=directory,
-            do="Move away the one that is not meant.",
+            do="Move one of them away.",
         )
     return {name: files[file] for name, file in weight_map.items()}
 

@@ -14,7 +14,7 @@ def open_checkpoint(path: Path, iteration: int | None = None) -> Reader:
     Raises UnknownFormat where nothing there is known, DamagedCheckpoint where it is known and broken.
     """
     if not path.exists():
-        raise UnknownFormat("nothing is there", where=path)
+        raise UnknownFormat("no such file or directory", where=path)
     containers: list[Container] = discover(checkpoints, "CONTAINER")
     for container in containers:
         if container.recognise(path):

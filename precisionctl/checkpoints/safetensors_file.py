@@ -65,7 +65,7 @@ def read_described(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LONGEST_HEADER):
                 check_fetched(path)
-                raise DamagedCheckpoint("truncated, or no safetensors file", where=path, do="Copy it again.")
+                raise DamagedCheckpoint("truncated, or not a safetensors file", where=path, do="Copy it again.")
             header, metadata = _parse(file.read(length))
         tensors = {name: _stored(entry, 8 + length) for name, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -78,7 +78,7 @@ def read_described(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 def _parse(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     """The entries of a header, and its metadata. As strict as the library, and about what is there twice stricter."""
     if not text.startswith(b"{") or sum(map(text.count, (b",", b"[", b"{"))) > _MOST_VALUES:
-        raise ValueError("no JSON object of a file's tensors")
+        raise ValueError("the header is not a JSON object of tensors")
     header: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=_once, parse_int=_natural)
     metadata = header.pop("__metadata__", {})
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):

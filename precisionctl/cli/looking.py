@@ -139,7 +139,9 @@ def check_codes(path: Path, json_wanted: bool) -> bool:
 
     weights = list(compare_codes(open_checkpoint(path), None))
     if not weights:
-        raise PrecisionError("no weight is FP8 codes", where=path, do="Give a second checkpoint to compare it with.")
+        raise PrecisionError(
+            "no weight is stored as FP8 codes", where=path, do="Give a second checkpoint to compare it with."
+        )
     if json_wanted:
         print_json([asdict(weight) for weight in weights])
     else:
@@ -159,7 +161,7 @@ def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
 
     if target == TE:
         if ranks > 1:
-            raise click.UsageError(f"--tp says nothing to {te_rules.TITLE}.")
+            raise click.UsageError(f"--tp does not apply to {te_rules.TITLE}.")
         findings, title = te_rules.check_te(open_checkpoint(path)), te_rules.TITLE
     else:
         engine = engine_named(target)

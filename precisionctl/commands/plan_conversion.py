@@ -89,16 +89,19 @@ class Conversion:
             known = ", ".join(CONTAINERS[self.to])
             raise RecipeError(f"--to {self.to} is not written as {self.container}", do=f"Known: {known}.")
         if self.architecture is not None and self.reference is not None:
-            raise RecipeError("a reference says of which family it is", do="Leave --architecture out.")
+            raise RecipeError("--reference already says the family", do="Leave --architecture out.")
         if self.recipe is not None and self.precision != "fp8":
-            raise RecipeError("a recipe says how FP8 is made", do="Give --precision fp8 too, or leave --recipe out.")
+            raise RecipeError(
+                "--recipe says how FP8 is made, but the result is not FP8",
+                do="Give --precision fp8 too, or leave --recipe out.",
+            )
         if self.drop_fp8_state and self.to == "hf" and self.precision == "fp8":
             raise RecipeError(
                 "the input scales of FP8 weights come from the FP8 state",
                 do="Leave --drop-fp8-state out, or use `export-inference --scheme dynamic`.",
             )
         if self.te_version != 2 and not self.fills_extra_state:
-            raise RecipeError("the result holds no payloads of Transformer Engine", do="Leave --te-version out.")
+            raise RecipeError("the result holds no Transformer Engine state", do="Leave --te-version out.")
         if self.grouped_columns and self.to == "hf" and self.precision == "fp8":
             raise RecipeError("an export takes FP8 state as it is read", do="Convert with --grouped-columns first.")
 

@@ -81,7 +81,9 @@ def _format(source: ExportSource, engine: Engine, export: InferenceExport) -> tu
     if scheme == "static":
         notes += input_scale_notes(source.recorded, export.fp8_state)
     elif export.fp8_state and not export.kv_cache:
-        raise RecipeError(f"{scheme} input scales are made by the engine, of no state", do="Leave --fp8-state out.")
+        raise RecipeError(
+            f"under {scheme} the engine makes input scales itself, without FP8 state", do="Leave --fp8-state out."
+        )
     numbers: Numbers = "BF16" if engine.spells[scheme] in engine.bf16_scales else "FP32"
     if scheme == "block" and source.codes is not None and in_powers_of_2(source.codes):
         numbers = "powers of 2"

@@ -84,7 +84,7 @@ def _check_options(export: InferenceExport) -> None:
         raise RecipeError(f"{export.recipe.scaling} scaling keeps no state", do="Give a recipe of delayed scaling.")
     if export.kv_cache or export.keep_misfits or export.ranks > 1:
         raise RecipeError(
-            f"--kv-cache, --keep-misfits and --tp say nothing to {_TITLE}",
+            f"--kv-cache, --keep-misfits and --tp do not apply to {_TITLE}",
             do="Leave them out; keep_bf16 in a --recipe.",
         )
 

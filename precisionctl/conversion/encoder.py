@@ -141,6 +141,6 @@ def _check_finite(name: str, amax: Tensor) -> None:
     """Raises PrecisionError for the amax of an infinite weight, which no scale brings into FP8."""
     if bool(amax.isinf().any()):
         raise PrecisionError(
-            f"`{name}` holds an infinite weight, which no FP8 scale is for",
+            f"`{name}` holds an infinite weight, which no FP8 scale can hold",
             do="Is the checkpoint sound? `keep_bf16` in a --recipe leaves the module as it is.",
         )

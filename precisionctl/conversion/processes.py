@@ -106,7 +106,7 @@ def _check_exit(process: BaseProcess) -> None:
     if process.exitcode:
         raise OutputError(
             f"a worker process was killed (exit code {process.exitcode})",
-            do="Was there memory enough? Run the same command again: it goes on where this one stopped.",
+            do="Was there enough memory? The same command continues where this one stopped.",
         )
 
 

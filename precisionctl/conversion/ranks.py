@@ -175,7 +175,7 @@ def _meet(rank: int, count: int, environment: Mapping[str, str]) -> Ranks:
         store = TCPStore(host, port, count, is_master=rank == 0 and not hosted, timeout=_RENDEZVOUS)
     except DistError as error:
         raise EnvironmentProblem(
-            f"rank {rank} does not reach the others at {host}:{port}: {error}",
+            f"rank {rank} cannot reach the others at {host}:{port}: {error}",
             do="Set MASTER_ADDR and MASTER_PORT to a host and port that every rank can reach.",
         ) from error
 

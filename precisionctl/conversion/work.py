@@ -87,7 +87,7 @@ def open_output(destination: Path, *sources: Path | None) -> Output:
         read, written = source.resolve(), (output.path.resolve(), output.partial.resolve(), output.journal.resolve())
         if any(read == path or read in path.parents or path in read.parents for path in written):
             raise OutputError(
-                "source and destination (or what is written beside it) lie one in the other",
+                "source and destination (or what is written beside it) overlap",
                 where=destination,
                 do="Choose a destination outside the source.",
             )
@@ -129,7 +129,7 @@ def execute(
             raise OutputError(
                 "the source changed while it was read",
                 where=work.reader.path or "",
-                do="Wait until nobody writes it, and run the same command with --restart.",
+                do="Wait until nothing writes to it, and run the same command with --restart.",
             )
         if ranks.first:
             _finish(work, found, checksums)

@@ -28,7 +28,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise EnvironmentProblem(
-        f"tasks are lm-eval's, which is not here: {error}", do="pip install 'precisionctl[lm-eval]'"
+        f"--tasks needs lm-eval, which is not installed: {error}", do="pip install 'precisionctl[lm-eval]'"
     ) from None
 
 NEW_TOKENS = 256

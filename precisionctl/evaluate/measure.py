@@ -117,7 +117,7 @@ def _require_one_vocabulary(reader: Reader, against: Reader) -> None:
     sizes = reader.model.vocab_size, against.model.vocab_size
     if sizes[0] != sizes[1]:
         raise DataError(
-            f"a vocabulary of {sizes[1]} tokens cannot be held against one of {sizes[0]}",
+            f"a vocabulary of {sizes[1]} tokens cannot be compared with one of {sizes[0]}",
             where=against.path,
             do="Give the checkpoint that the other one was made from.",
         )

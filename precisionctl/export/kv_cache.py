@@ -149,5 +149,5 @@ def _stored(encodings: WeightEncodings | None, places: Sequence[tuple[str, str]]
         assert encodings is not None, "places are those of a source"
         values[kind] = float(read_tensor(encodings.stored, name).float().reshape(()))
         if not 0 < values[kind] < float("inf"):
-            raise DamagedCheckpoint(f"{name} holds a scale that is no positive number", where=encodings.path)
+            raise DamagedCheckpoint(f"{name} holds a scale that is not a positive number", where=encodings.path)
     return CacheScale(values["k"], values["v"]) if values.keys() >= {"k", "v"} else None

@@ -48,7 +48,7 @@ class Card:
     def __post_init__(self) -> None:
         """Raises RecipeError for a name that the Hub would not take."""
         if self.base_model is not None and not _HUB_NAME.fullmatch(self.base_model):
-            raise RecipeError(f"{self.base_model!r:.80} is no name on the Hub", do="Give one such as org/model.")
+            raise RecipeError(f"{self.base_model!r:.80} is not a name on the Hub", do="Give one such as org/model.")
 
     def text(self, reader: Reader) -> bytes:
         """The file, for an export of `reader`."""
@@ -94,7 +94,7 @@ def write_quality(directory: Path, lines: Iterable[str]) -> None:
     before, start, rest = text.partition(_START)
     _, end, after = rest.partition(_END)
     if not start or not end:
-        raise OutputError("no model card of an export", where=path, do="Leave --card out.")
+        raise OutputError("there is no model card of an export", where=path, do="Leave --card out.")
     measured = "".join(f"- {_plain(line)}\n" for line in lines)
     new = path.with_name(f"{NAME}.new")
     new.write_text(before + start + measured + end + after, encoding="utf-8")

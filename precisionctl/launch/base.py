@@ -68,7 +68,9 @@ class Subject:
     def require_megatron(self, framework: str, do: str) -> None:
         """Raise CheckpointError where it is not Megatron's."""
         if not of_megatron(self.reader):
-            raise CheckpointError(f"{framework} takes Megatron's checkpoints, and this is none", where=self.path, do=do)
+            raise CheckpointError(
+                f"{framework} takes Megatron checkpoints, and this is not one", where=self.path, do=do
+            )
 
     @property
     def directory(self) -> Path:

@@ -20,9 +20,9 @@ def launch(subject: Subject) -> Launch:
         ]
     else:
         raise CheckpointError(
-            "NeMo 2 opens no directory of Megatron's but those that it wrote itself",
+            "NeMo 2 opens only Megatron directories that it wrote itself",
             where=subject.path,
-            do="Give it a Hugging Face directory (`convert --to hf`), or go on in its successor: "
+            do="Give it a Hugging Face directory (`convert --to hf`), or use its successor: "
             "--framework megatron-bridge.",
         )
     lines.append(f"resume = nl.AutoResume(restore_config=nl.RestoreConfig(path={restored!r}, load_optim_state=False))")

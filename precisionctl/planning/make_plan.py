@@ -197,7 +197,7 @@ def _optimizer_jobs(jobs: Iterable[Job], source: Source, target: Layout) -> list
         match = _STATE.fullmatch(name)
         if match is None or match[1] not in rows:
             raise MappingError(
-                f"`{name}` is no state of a parameter of this model",
+                f"`{name}` is not the state of a parameter of this model",
                 do="Drop the optimizer (--drop-optimizer), or save it in a form that is stored by parameter.",
             )
         carried.append(Job(name, rows[match[1]], (name,), (name,)))

@@ -179,7 +179,7 @@ def recognise(config: Mapping[str, Any], where: object = "config.json") -> Quant
     if not quantization:
         return None
     if not isinstance(quantization, Mapping):
-        raise DamagedCheckpoint("`quantization_config` is no object", where=where)
+        raise DamagedCheckpoint("`quantization_config` is not an object", where=where)
     methods, name = quant_methods(), quantization.get("quant_method")
     if not isinstance(name, str) or name not in methods:
         known = ", ".join(methods)

@@ -53,7 +53,8 @@ class Train:
         _require("train", self, seed=SEED, warmup_passes=FROM_0, max_skipped=FROM_0, **dict.fromkeys(counts, ABOVE_0))
         if self.batch_size % self.micro_batch_size:
             raise RecipeError(
-                f"train.batch_size {self.batch_size} is no multiple of train.micro_batch_size {self.micro_batch_size}"
+                f"train.batch_size {self.batch_size} is not a multiple of "
+                f"train.micro_batch_size {self.micro_batch_size}"
             )
 
 

@@ -80,8 +80,8 @@ class Guard:
                 f"the guard stopped the run after step {run.step}: FP8's loss was {_percents(self.gaps)} from BF16's, "
                 f"where {_percents([self.settings.act_at])} is the limit",
                 do="Its last step is saved, and shadow.jsonl says which modules' gradients differ. Keep those in BF16 "
-                "(precision.keep_bf16) or go on from there in BF16, with another --out; or let the same command go on "
-                "with --set guard.act=bf16, or another guard.act_at.",
+                "(precision.keep_bf16) or continue from there in BF16 with another --out; or continue with the same "
+                "command and --set guard.act=bf16, or another guard.act_at.",
             )
         if self._acts:
             self.gaps, self.bf16_until = [], run.step + self.settings.bf16_steps

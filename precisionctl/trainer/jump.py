@@ -35,7 +35,7 @@ class Jump:
 
     @property
     def words(self) -> str:
-        loss = "is no number" if self.loss is None else f"{self.loss:.4f} is {self.size:.1%} above {self.before:.4f}"
+        loss = "is not a number" if self.loss is None else f"{self.loss:.4f} is {self.size:.1%} above {self.before:.4f}"
         return (
             f"guard: at step {self.step} the loss {loss}, the bound after the switch to FP8 at step "
             f"{self.switched} is {self.bound:.1%}: back to step {self.back_to}, and on in BF16"

@@ -64,7 +64,7 @@ def read_recipe(settings: Settings) -> Recipe:
         recipe = replace(recipe, guard=replace(recipe.guard, shadow_every=settings.shadow_every))
     if not recipe.precision.fp8 and is_guarded(recipe):
         raise RecipeError(
-            "a guard and a schedule of precisions are of an FP8 run, and this one is in BF16",
+            "a guard and precision.schedule need an FP8 run, and this one is in BF16",
             do="Give --precision fp8, or leave out --shadow-every, guard.shadow_every, guard.jump_at and "
             "precision.schedule.",
         )
@@ -79,12 +79,12 @@ def read_recipe(settings: Settings) -> Recipe:
         raise RecipeError("--cold-start takes no state, and --fp8-state gives one", do="Leave one of them out.")
     if recipe.precision.delayed.fp8_dpa or recipe.precision.delayed.fp8_mha:
         raise RecipeError(
-            "precision.delayed.fp8_dpa and fp8_mha put attention into FP8, which no run here computes",
+            "precision.delayed.fp8_dpa and fp8_mha put attention into FP8, which is not supported here",
             do="Leave them out.",
         )
     require(recipe.tracking)
     if settings.collect_amax and recipe.precision.fp8:
-        raise RecipeError("an FP8 run records amaxes by itself", do="Leave --collect-amax out.")
+        raise RecipeError("an FP8 run records amaxes anyway", do="Leave --collect-amax out.")
     return with_data(recipe, settings.data)
 
 

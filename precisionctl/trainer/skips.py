@@ -24,7 +24,7 @@ class Skips:
             running = f", the last of {self.running} running that were skipped" if most else ""
             raise PrecisionError(
                 f"step {step} has loss {loss} and gradient norm {norm}{running}",
-                do="Nothing of these steps was taken up. Lower optimizer.lr, or look at the newest checkpoint with "
+                do="These steps changed nothing. Lower optimizer.lr, or look at the newest checkpoint with "
                 "`precisionctl inspect --fp8`; running again starts from it. train.max_skipped bounds how many there "
                 "may be.",
             )

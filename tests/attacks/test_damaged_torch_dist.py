@@ -263,7 +263,7 @@ def test_extra_state_that_is_no_bytes_is_refused(directory, value):
     path.write_bytes(archive([value]))
     span = Span(path, 0, path.stat().st_size)
     dcp.write_index(directory, Index({}, {"decoder.final_layernorm._extra_state/shard_0_1": span}))
-    with pytest.raises(DamagedCheckpoint, match="no FP8 state"):
+    with pytest.raises(DamagedCheckpoint, match="not FP8 state"):
         _ = TorchDistReader(directory).fp8
 
 

@@ -118,8 +118,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no model": (lambda d: edit(d, LAST, lambda state: state.pop("model")), "it holds no model"),
     "a model that is a list": (lambda d: edit(d, LAST, lambda state: state.update(model=[1])), "it holds no model"),
     "no table": (lambda d: torch.save([1], d / LAST / "model_optim_rng.pt"), "it holds no table"),
-    "text as a tensor": (lambda d: edit(d, LAST, put(QKV, "text")), "'text', no contiguous tensor"),
-    "a transposed tensor": (lambda d: edit(d, LAST, put(QKV, torch.ones(8, 12).t())), "no contiguous tensor"),
+    "text as a tensor": (lambda d: edit(d, LAST, put(QKV, "text")), "'text', not a contiguous tensor"),
+    "a transposed tensor": (lambda d: edit(d, LAST, put(QKV, torch.ones(8, 12).t())), "not a contiguous tensor"),
     "another number of stages": (
         lambda d: edit(d, LAST, lambda state: state.update(model0=state.pop("model"), model1={})),
         "ranks with .1, 2. stages",

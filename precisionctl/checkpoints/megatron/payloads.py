@@ -54,7 +54,7 @@ def bytes_of(value: Any, where: str) -> bytes:
     if isinstance(value, dict | list) and _plain(value):
         return torch_zip_writer.dump(value)
     if value is not None:
-        raise DamagedCheckpoint(f"{where} holds {shown(value)}, no FP8 state", where=where)
+        raise DamagedCheckpoint(f"{where} holds {shown(value)}, not FP8 state", where=where)
     return b""
 
 

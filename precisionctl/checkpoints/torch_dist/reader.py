@@ -131,7 +131,7 @@ class TorchDistReader(MegatronDirectory):
                     do="Copy the checkpoint again.",
                 )
         if not isinstance(value, dict):
-            raise DamagedCheckpoint("the common data is no table", where=path)
+            raise DamagedCheckpoint("the common data is not a dict", where=path)
         return value
 
     @property

@@ -129,7 +129,7 @@ class LegacyReader(MegatronDirectory):
                 if "_extra_state" in name:
                     continue
                 if not isinstance(value, Located):
-                    raise DamagedCheckpoint(f"`{name}` is {shown(value)}, no contiguous tensor", where=rank.path)
+                    raise DamagedCheckpoint(f"`{name}` is {shown(value)}, not a contiguous tensor", where=rank.path)
                 yield rank, name, value
 
     @property

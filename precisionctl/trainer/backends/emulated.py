@@ -272,7 +272,7 @@ class EmulatedBackend:
     def captured(
         self, layers: Iterable[nn.Module], positions: Any, like: Tensor, *, same_weights: bool
     ) -> Callable[[Tensor], Tensor]:
-        raise EnvironmentProblem("CUDA graphs are captured by Transformer Engine, and this is emulated")
+        raise EnvironmentProblem("CUDA graphs need Transformer Engine, and this run is emulated")
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:

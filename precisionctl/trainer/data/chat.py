@@ -140,7 +140,7 @@ def require_utf8(text: str, where: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"no UTF-8 text: {error}", where=where) from None
+        raise DataError(f"not UTF-8 text: {error}", where=where) from None
 
 
 def _row(ids: Sequence[int], places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> ChatRow:

@@ -35,11 +35,11 @@ def prefix_of(path: Path) -> Path | None:
     elif not path.exists() and _with(path, ".idx").is_file():
         prefix = path
     elif path.suffix == ".bin":
-        raise DataError("Megatron's data has an .idx beside its .bin, and here is none", where=path)
+        raise DataError("the .idx beside Megatron's .bin is missing", where=path)
     else:
         return None
     if not _with(prefix, ".bin").is_file():
-        raise DataError("Megatron's data has a .bin beside its .idx, and here is none", where=prefix)
+        raise DataError("the .bin beside Megatron's .idx is missing", where=prefix)
     return prefix
 
 
@@ -71,7 +71,9 @@ def _open(index: Path, data: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
         raise DataError(f"version {version} with values of type {code}, and not token ids of version 1", where=index)
     wanted = HEADER.size + sequences * 12 + ends * 8
     if size == wanted + sequences:
-        raise DataError("its sequences have modes: it is of text and images, which nothing here trains on", where=index)
+        raise DataError(
+            "its sequences have modes: it holds text and images, which cannot be trained on here", where=index
+        )
     if size != wanted or not sequences or not ends:
         raise DataError(f"{size} bytes cannot hold {sequences} sequences and {ends} documents", where=index)
     lengths = np.memmap(index, "<i4", "r", HEADER.size, (sequences,))

@@ -112,7 +112,7 @@ class Rows:
         largest = max(self.largest, self.padding)
         if largest >= size:
             raise DataError(
-                f"there is a token {largest}, and the model's last one is {size - 1}",
+                f"the data has token {largest}, but the model's last token is {size - 1}",
                 do="Give the checkpoint the tokenizer that its model was trained with, and data made with it.",
             )
 
@@ -150,7 +150,7 @@ def load_rows(
     count = (len(tokens.ids) - 1) // sequence_length
     if count < 1:
         raise DataError(
-            f"{len(tokens.ids)} tokens are less than one row of {sequence_length}",
+            f"{len(tokens.ids)} tokens are fewer than one row of {sequence_length}",
             where=path,
             do="Give more text or a smaller data.sequence_length.",
         )

@@ -55,7 +55,7 @@ def _documents(records: Iterator[Record], tokenizer: PreTrainedTokenizerBase) ->
 def _conversations(records: Iterator[Record], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenized]:
     if not tokenizer.is_fast:
         raise DataError(
-            "the checkpoint's tokenizer does not say which characters its tokens are of",
+            "the checkpoint's tokenizer does not say which characters its tokens come from",
             do="Give the checkpoint a tokenizer.json.",
         )
     template: ChatTemplate | None = None
@@ -81,6 +81,6 @@ def _of_kind(record: Record, kind: Any) -> Any:
         raise DataError(
             f"text and conversations in one data set: {str(dict(record.row))[:80]}",
             where=record.where,
-            do="Rows are like the first one. Data of both kinds is a blend, data.blend in a recipe.",
+            do="All rows must be like the first. Use data.blend for both kinds.",
         )
     return sample

@@ -167,7 +167,7 @@ def together() -> Iterator[Ranks]:
             _hear_out(ranks)
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise EnvironmentProblem(
-                f"another rank has ended without a word: {str(error).splitlines()[0]}",
+                f"another rank ended without a message: {str(error).splitlines()[0]}",
                 do="Was it killed? The same command continues from the newest checkpoint.",
             ) from error
         raise
@@ -254,7 +254,7 @@ def check(count: int, recipe: Recipe) -> None:
         )
     if count > 1 and recipe.train.weight_casts == "per-update" and recipe.optimizer.preset != "fp8-lm":
         raise RecipeError(
-            "train.weight_casts = per-update keeps FP8 weights from pass to pass, and ranks have parts of them",
+            "train.weight_casts = per-update keeps FP8 weights between passes, and these ranks have only parts of them",
             do="Leave it out.",
         )
     if count > 1 and not recipe.precision.delayed.reduce_amax:

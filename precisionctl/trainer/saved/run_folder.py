@@ -147,7 +147,7 @@ def read_saved(reader: TorchDistReader) -> Saved | None:
     with damage("not what a run writes: its skipped steps", file):
         counts = vars(Skips(**saved.skips)).values()
     if not all(type(count) is int for count in counts):
-        raise DamagedCheckpoint("not what a run writes: its skipped steps are no numbers", where=file)
+        raise DamagedCheckpoint("not what a run writes: its skipped steps are not numbers", where=file)
     if "data" not in saved.identity:
         raise DamagedCheckpoint("not what a run writes: it does not say on which data", where=file)
     return saved

@@ -27,7 +27,7 @@ class Format:
 def a_row(value: object, where: str) -> Record:
     """A record of what a file holds. Raises DataError where that is no JSON object."""
     if not isinstance(value, dict):
-        raise DataError(f"a row is a JSON object, and not {str(value)[:60]!r}", where=where)
+        raise DataError(f"a row must be a JSON object, not {str(value)[:60]!r}", where=where)
     return Record(where, value)
 
 
