@@ -77,7 +77,7 @@ def test_any_documents_are_read_and_largest_token_and_unended_documents_are_know
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     rows = load_rows(write(tmp_path / "x", SMALL), tokenizer(), 3)
     rows.require_vocabulary(9)
-    with pytest.raises(DataError, match="a token 8, and the model's last one is 7"):
+    with pytest.raises(DataError, match="token 8, but the model's last token is 7"):
         rows.require_vocabulary(8)
 
 

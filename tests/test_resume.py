@@ -197,7 +197,7 @@ def test_a_source_whose_model_or_fp8_state_was_edited_is_another_source(place: P
 def test_a_tokenizer_with_more_words_than_the_model_is_one_clear_error(place: Path, tmp_path: Path) -> None:
     source = make_source(tmp_path / "source")
     save_pico(source, vocab_size=40)
-    message = "there is a token 64, and the model's last one is 39"
+    message = "the data has token 64, but the model's last token is 39"
     with pytest.raises(DataError, match=message):
         run(settings(source, place / "text.txt", tmp_path / "run"))
     with pytest.raises(DataError, match=message):
