@@ -72,7 +72,7 @@ def add_tensor(directory: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
-    "an unknown family": (lambda d: config(d, model_type="mamba"), UnknownArchitecture, "unsupported.*Supported: .*llama"),
+    "an unknown family": (lambda d: config(d, model_type="mamba"), UnknownArchitecture, "unsupported.*: .*llama"),
     "a tensor that nobody maps": (
         add_tensor,
         UnmappedTensor,
