@@ -128,7 +128,7 @@ DOCUMENTS = POINTERS + 3 * 8
         (edited(".idx", put(DOCUMENTS + 16, "<q", 2)), "not in order"),
         (edited(".bin", lambda data: data[:-2]), "12 bytes, and its .idx says 14"),
         (edited(".bin", lambda data: data + b"\0"), "15 bytes, and its .idx says 14"),
-        (lambda prefix: Path(f"{prefix}.bin").unlink(), "and here is none"),
+        (lambda prefix: Path(f"{prefix}.bin").unlink(), "is missing"),
     ],
 )
 def test_a_damaged_data_set_is_one_clear_error(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
@@ -154,6 +154,6 @@ def test_images_among_the_text_are_refused(tmp_path: Path) -> None:
 
 def test_bin_without_idx_says_so_and_other_paths_are_not_megatrons(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"\0")
-    with pytest.raises(DataError, match="has an .idx beside"):
+    with pytest.raises(DataError, match="the .idx beside Megatron's .bin is missing"):
         prefix_of(tmp_path / "x.bin")
     assert prefix_of(tmp_path / "x.jsonl") is None and prefix_of(tmp_path) is None
