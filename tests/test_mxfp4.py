@@ -89,9 +89,9 @@ LAYER = "model.layers.1.mlp.experts"
 def packed(values: Tensor) -> Tensor:
     """Numbers `[experts, rows, columns]` as bytes `[experts, rows, columns / 32, 16]`: the earlier of two in the low
     bits."""
-    codes = torch.tensor([NUMBERS.index(abs(x)) + 8 * (x < 0) for x in values.flatten().tolist()], dtype=torch.uint8)
+    codes = torch.searchsorted(torch.tensor(NUMBERS), values.abs()) + 8 * (values < 0)
     early, late = codes.view(-1, 2).unbind(1)
-    return (early | late << 4).view(*values.shape[:2], -1, 16)
+    return (early + 16 * late).byte().view(*values.shape[:2], -1, 16)
 
 
 def make(directory: Path, exponents: tuple[int, int] = (118, 124)) -> dict[str, Tensor]:

@@ -60,10 +60,12 @@ _BLOCK = 17
 
 def worker_memory(plan: Plan) -> int:
     """The most bytes that one worker holds while it carries out a plan: its buffers, or one row of a tensor whose rows
-    are longer than they; the whole of a tensor that is computed rather than moved, read and made, in FP32 at worst;
-    and where it encodes, what a piece becomes on the way there and back, and the grids of scales."""
+    are longer than they; the whole of a tensor that is computed rather than moved, read and made, in FP32 at worst, and
+    from one spelling of Hugging Face to another by way of Megatron's; and where it encodes, what a piece becomes on the
+    way there and back, and the grids of scales."""
     rows = [spec.columns * max(WIDEST, spec.dtype.itemsize) for spec in plan.targets.values()]
-    computed = [2 * WIDEST * _elements(job, plan) for job in plan.jobs if plan.computes(job)]
+    copies = 4 if plan.source == plan.target else 2
+    computed = [copies * WIDEST * _elements(job, plan) for job in plan.jobs if plan.computes(job)]
     encoded = [6 * BUFFER + _BLOCK * _blocks(job, plan) for job in plan.jobs if job.encode]
     return 3 * max(BUFFER, *rows) + WIDEST * numerics.PIECE + max(computed, default=0) + max(encoded, default=0)
 
