@@ -142,6 +142,8 @@ def test_a_job_script_is_told_by_the_exit_code_and_a_line(place: Path, tmp_path:
     stopped = CliRunner().invoke(main, [*map(str, words), "--time-limit=0:00:00"])
     assert stopped.exit_code == 75
     assert "Stopped by the time limit at step 1" in stopped.output and "The same command continues" in stopped.output
-    assert CliRunner().invoke(main, [*map(str, words), "--time-limit=1:00:00"]).exit_code == 0
+    assert "from step 0 to 6, weights only" in stopped.output
+    again = CliRunner().invoke(main, [*map(str, words), "--time-limit=1:00:00"])
+    assert again.exit_code == 0 and "from step 1 to 6, continued" in again.output
     refused = CliRunner().invoke(main, [*map(str, words), "--time-limit=55"])
     assert refused.exit_code == 2 and "is not hours, minutes and seconds" in refused.output

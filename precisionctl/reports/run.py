@@ -20,10 +20,10 @@ from precisionctl.trainer.start import Source
 def beginning(started: Started) -> list[str]:
     """Where the run stands, where the FP8 state of each role is from, and what else is worth knowing."""
     recipe = started.recipe
-    loaded = "weights only" if "optimizer" in started.left else "weights and optimizer"
+    taken = "weights only" if "optimizer" in started.left else "weights and optimizer"
     lines = [
         f"{precision(started)} in {started.out}: from step {started.step} to {recipe.train.steps}, "
-        f"{loaded}, {started.backend} backend"
+        f"{'continued' if started.going_on else taken}, {started.backend} backend"
     ]
     if started.fp8:
         lines.append(f"FP8 state: {fp8_sources(started.fp8)}")
@@ -33,7 +33,7 @@ def beginning(started: Started) -> list[str]:
 def dry_run(dry: DryRun) -> list[str]:
     """What a run would do and take."""
     plan, ahead, train = dry.plan, dry.ahead, dry.plan.recipe.train
-    how = "goes on" if dry.going_on else "full" if plan.load == "full" else "weights only"
+    how = "continued" if dry.going_on else "full" if plan.load == "full" else "weights only"
     several = f", {ahead.ranks} ranks" if ahead.ranks > 1 else ""
     memory = {key: size(value) for key, value in vars(ahead.memory).items()}
     rows = f"{train.batch_size} rows of {plan.recipe.data.sequence_length}, {train.micro_batch_size} in a pass"

@@ -47,12 +47,13 @@ from precisionctl.trainer.telling import OnStep
 
 @dataclass(frozen=True)
 class Started:
-    """What a user should see before the first step. `left` is what of the checkpoint was not taken; `fp8` counts roles
-    by where their state is from."""
+    """What a user should see before the first step. `going_on` where it continues from an iteration of its own folder;
+    `left` is what of the checkpoint was not taken; `fp8` counts roles by where their state is from."""
 
     recipe: Recipe
     out: Path
     step: int
+    going_on: bool
     load: Load
     left: frozenset[Part]
     backend: BackendName
@@ -151,6 +152,7 @@ def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep
                     setup.recipe,
                     out,
                     run.step,
+                    here is not None,
                     setup.load,
                     setup.skipped,
                     setup.backend,
