@@ -380,8 +380,21 @@ def test_a_run_that_went_back_and_is_killed_ends_the_same(place: Path, tmp_path:
     run(whole)
     run_with_kills(replace(whole, out=tmp_path / "killed"), {2, 4, 6, 7, 8})
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    for name in ("iter_0000006", "iter_0000008", "rollback.json"):
+    for name in ("iter_0000006", "iter_0000008"):
         assert contents(tmp_path / "killed" / name) == contents(tmp_path / "whole" / name)
+    assert jump_of(tmp_path / "killed") == jump_of(tmp_path / "whole")
+
+
+def test_a_run_that_is_killed_just_after_the_switch_sees_the_jump_all_the_same(place: Path, tmp_path: Path) -> None:
+    """It goes on from the last step in BF16, and so begins in FP8."""
+    changes = WORTHLESS | {"train__save_every": 4, "guard__jump_within": 3, "guard__jump_at": 0.03}
+    whole = watched(place, tmp_path / "whole", checkpoint="trained", **changes)
+    run(whole)
+    run_with_kills(replace(whole, out=tmp_path / "killed"), {5})
+    assert jump_of(tmp_path / "killed") == jump_of(tmp_path / "whole")
+    assert jump_of(tmp_path / "whole")["switched"] == jump_of(tmp_path / "whole")["back_to"] == 4
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert contents(tmp_path / "killed/iter_0000008") == contents(tmp_path / "whole/iter_0000008")
 
 
 def test_a_run_that_begins_in_fp8_is_held_against_its_first_batch_in_bf16_and_may_be_told_otherwise(

@@ -85,13 +85,15 @@ class Guard:
             )
         if self._acts:
             self.gaps, self.bf16_until = [], run.step + self.settings.bf16_steps
-        if self._in_fp8(run.step + 1) == (run.recorder is None):
+        in_fp8 = self._in_fp8(run.step + 1)
+        if in_fp8 and not self._in_fp8(run.step):  # a run that goes on from just here has no recorder
+            self.switched = run.step
+        if in_fp8 == (run.recorder is None):
             return
         if run.recorder is None:
             leave_fp8(run)
         else:
             enter_fp8(run)
-            self.switched = run.step
 
     def start(self, step: int) -> None:
         """A run begins after `step`."""
