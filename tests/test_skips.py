@@ -113,7 +113,7 @@ def test_too_many_running_end_the_run_and_are_counted_through_a_kill(
 
 def test_with_none_allowed_the_first_one_ends_the_run_with_nothing_saved(place: Path, tmp_path: Path) -> None:
     hopeless = {"optimizer__lr": 1e30, "train__save_every": 9, "train__max_skipped": 0}
-    with pytest.raises(PrecisionError, match=r"step 2 has loss [\d.]+ and gradient norm nan\. Nothing"):
+    with pytest.raises(PrecisionError, match=r"step 2 has loss [\d.]+ and gradient norm nan\. These steps"):
         run(settings(place / "source", place / "text.txt", tmp_path / "run", **hopeless))
     assert not list((tmp_path / "run").glob("iter_*"))
 
