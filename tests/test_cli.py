@@ -196,3 +196,12 @@ def test_options_that_contradict_one_another_are_wrong_usage(tmp_path):
         result = run("convert", tmp_path / "hf", tmp_path / "out", "--to", "hf", *wrong)
         assert result.exit_code == 2 and "Error:" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_no_files_to_print_into(tmp_path, closed):
+    """With one closed, its number would go to the next file that is opened: the journal, or a shard."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    command = f"{sys.executable} -m precisionctl convert {tmp_path / 'hf'} {tmp_path / 'out'} --to hf {closed}"
+    assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
+    assert run("verify", tmp_path / "hf", tmp_path / "out").exit_code == 0

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import io
 import json
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from precisionctl.checkpoints.megatron.run import Carried, carried
 from precisionctl.checkpoints.torch_dist import placement
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader, recognise
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
+from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States
@@ -362,3 +364,17 @@ def test_what_is_endless_to_walk_is_refused(tmp_path):
     (tmp_path / "common.pt").write_bytes(buffer.getvalue())
     with pytest.raises(DamagedCheckpoint, match="without end"):
         carried(TorchDistReader(tmp_path), Parallelism(1))
+
+
+def test_an_index_is_written_as_it_is_made(tmp_path: Path) -> None:
+    """A large checkpoint has hundreds of thousands of pieces, and of their opcodes a MiB is held at a time."""
+    span = Span(tmp_path / "__0_0.distcp", 0, 4)
+    pieces = tuple(dcp.Piece((number,), (1,), span) for number in range(16_000))
+    index = dcp.Index({"flat": dcp.StoredTensor((16_000,), torch.float32, pieces)}, {})
+    tracemalloc.start()
+    dcp.write_index(tmp_path, index)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 3 << 20 < (tmp_path / ".metadata").stat().st_size
+    (tmp_path / span.path.name).write_bytes(bytes(4))
+    assert dcp.read_index(tmp_path) == index

@@ -22,7 +22,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # of a large checkpoint there are hundreds of thousands
 class Box:
     """Rows `[row, row + rows)` and columns `[column, column + columns)` of a tensor seen as
     `[shape[0], product of the rest]`."""
@@ -44,7 +44,7 @@ class Box:
         return Box(row, rows, column, columns) if rows > 0 and columns > 0 else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A box of a logical tensor and where its row-major bytes are.
 

@@ -5,7 +5,7 @@ checked, and written opcode by opcode: equal bytes for equal content, and nothin
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import DamagedCheckpoint, damage, shown
-from precisionctl.fp8.opcodes import Global, Made, dumps
+from precisionctl.fp8.opcodes import Each, Global, Made, Pairs, dump
 from precisionctl.untrusted import safe_pickle
 from precisionctl.untrusted.safe_files import check_link, read_file
 from precisionctl.untrusted.safe_pickle import itself, sizes
@@ -23,7 +23,7 @@ FILE = ".metadata"
 _LARGEST = 1 << 30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A box of a tensor, `offsets` and `sizes` per dimension, and the archive that holds it."""
 
@@ -203,23 +203,31 @@ class _Files:
 
 def write_index(directory: Path, index: Index) -> None:
     """Write `.metadata`; the pieces' files lie in `directory`. Equal indexes give equal bytes."""
-    entries: dict[str, object] = {}
-    places: dict[Made, object] = {}
-    for key, tensor in index.tensors.items():
-        entries[key] = _tensor_object(tensor)
-        places |= {_place(key, _size(piece.offsets)): _info(piece.span) for piece in tensor.pieces}
-    for key, span in index.objects.items():
-        entries[key] = _object(_METADATA, "BytesStorageMetadata")
-        places[_place(key, None)] = _info(span)
     metadata = _object(
         *(_METADATA, "Metadata"),
-        state_dict_metadata=entries,
+        state_dict_metadata=Pairs(_entries(index)),
         planner_data=None,
-        storage_data=places,
+        storage_data=Pairs(_places(index)),
         storage_meta=_object(_METADATA, "StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
         version="1.0.0",
     )
-    (directory / FILE).write_bytes(dumps(metadata))
+    with open(directory / FILE, "wb") as file:
+        dump(metadata, file)
+
+
+def _entries(index: Index) -> Iterator[tuple[str, Made]]:
+    for key, tensor in index.tensors.items():
+        yield key, _tensor_object(tensor)
+    for key in index.objects:
+        yield key, _object(_METADATA, "BytesStorageMetadata")
+
+
+def _places(index: Index) -> Iterator[tuple[Made, Made]]:
+    for key, tensor in index.tensors.items():
+        for piece in tensor.pieces:
+            yield _place(key, _size(piece.offsets)), _info(piece.span)
+    for key, span in index.objects.items():
+        yield _place(key, None), _info(span)
 
 
 def _object(module: str, name: str, **fields: object) -> Made:
@@ -227,10 +235,10 @@ def _object(module: str, name: str, **fields: object) -> Made:
 
 
 def _tensor_object(tensor: StoredTensor) -> Made:
-    chunks = [
+    chunks = Each(
         _object(_METADATA, "ChunkStorageMetadata", offsets=_size(piece.offsets), sizes=_size(piece.sizes))
         for piece in tensor.pieces
-    ]
+    )
     dtype = Global("torch", str(tensor.dtype).removeprefix("torch."))
     layout = Made(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = Made(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))

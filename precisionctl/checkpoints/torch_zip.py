@@ -25,7 +25,7 @@ from precisionctl.untrusted.safe_archive import MAGIC, WHAT, directory, elements
 from precisionctl.untrusted.safe_pickle import finite, itself, sizes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """Bytes `[offset, offset + length)` of a file."""
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,10 @@ from precisionctl.errors import PrecisionctlError
 
 class Commands(click.Group):
     """A group in which every error is one panel and exit code 1; `--debug` shows where it came from."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        _replace_closed_streams()
+        return super().main(*arguments, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -26,6 +32,14 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of a first day, not of the alphabet
+
+
+def _replace_closed_streams() -> None:
+    """Have what a shell closed (`>&-`) go nowhere. Its number is free: the next file that is opened would get it, and
+    all that is printed."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def print_json(result: Any) -> None:

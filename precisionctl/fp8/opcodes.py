@@ -4,10 +4,12 @@
 shared. Here a pickle is a function of its value alone: no memo, no frames.
 """
 
+import functools
+import io
 import pickle
 import struct
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import IO, Any, NamedTuple
 
 
 class Global(NamedTuple):
@@ -33,14 +35,59 @@ class Persistent(NamedTuple):
     identifier: tuple[object, ...]
 
 
+class Each:
+    """A list of items that are made while they are written, as they are too many to be there at once."""
+
+    def __init__(self, items: Iterable[object]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._items)
+
+
+class Pairs:
+    """A dict whose items are made while they are written."""
+
+    def __init__(self, items: Iterable[tuple[object, object]]) -> None:
+        self._items = items
+
+    def items(self) -> Iterator[tuple[object, object]]:
+        return iter(self._items)
+
+
 def dumps(value: object, protocol: int = 4) -> bytes:
     """A pickle of None, bool, int, float, str, bytes, tuples, lists, dicts and the objects above."""
-    pickled = bytearray(pickle.PROTO + bytes([protocol]))
+    file = io.BytesIO()
+    dump(value, file, protocol)
+    return file.getvalue()
+
+
+def dump(value: object, file: IO[bytes], protocol: int = 4) -> None:
+    """Write what `dumps` gives, a little at a time."""
+    pickled = _Pickled(file)
+    pickled += pickle.PROTO + bytes([protocol])
     _add(value, pickled)
-    return bytes(pickled + pickle.STOP)
+    pickled += pickle.STOP
+    file.write(pickled)
 
 
-def _add(value: Any, to: bytearray) -> None:
+class _Pickled(bytearray):
+    """Opcodes on their way into a file."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def pass_on(self) -> None:
+        """Write what is here if it has become much."""
+        if len(self) >= _AT_ONCE:
+            self._file.write(self)
+            self.clear()
+
+
+_AT_ONCE = 1 << 20
+
+
+def _add(value: Any, to: _Pickled) -> None:
     """Append the opcodes of a value. The index of a large checkpoint has millions: they are found by their type."""
     add = _ADD.get(type(value)) or next((_ADD[kind] for kind in type(value).__mro__ if kind in _ADD), None)
     if add is None:
@@ -48,15 +95,15 @@ def _add(value: Any, to: bytearray) -> None:
     add(value, to)
 
 
-def _none(value: None, to: bytearray) -> None:
+def _none(value: None, to: _Pickled) -> None:
     to += pickle.NONE
 
 
-def _bool(value: bool, to: bytearray) -> None:
+def _bool(value: bool, to: _Pickled) -> None:
     to += pickle.NEWTRUE if value else pickle.NEWFALSE
 
 
-def _int(value: int, to: bytearray) -> None:
+def _int(value: int, to: _Pickled) -> None:
     if -(1 << 31) <= value < 1 << 31:
         to += pickle.BININT + struct.pack("<i", value)
         return
@@ -65,24 +112,29 @@ def _int(value: int, to: bytearray) -> None:
     to += number
 
 
-def _float(value: float, to: bytearray) -> None:
+def _float(value: float, to: _Pickled) -> None:
     to += pickle.BINFLOAT + struct.pack(">d", value)
 
 
-def _str(value: str, to: bytearray) -> None:
+def _str(value: str, to: _Pickled) -> None:
     text = value.encode(errors="surrogatepass")  # as pickle itself does
     to += pickle.BINUNICODE + _length(text) + text
 
 
-def _bytes(value: bytes, to: bytearray) -> None:
+def _bytes(value: bytes, to: _Pickled) -> None:
     to += pickle.BINBYTES + _length(value) + value
 
 
-def _global(value: Global, to: bytearray) -> None:
-    to += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
+def _global(value: Global, to: _Pickled) -> None:
+    to += _named(value)
 
 
-def _made(value: Made, to: bytearray) -> None:
+@functools.cache
+def _named(value: Global) -> bytes:
+    return pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
+
+
+def _made(value: Made, to: _Pickled) -> None:
     _global(value.make, to)
     _tuple(value.arguments, to)
     to += pickle.NEWOBJ if value.new else pickle.REDUCE
@@ -91,34 +143,36 @@ def _made(value: Made, to: bytearray) -> None:
         to += pickle.BUILD
 
 
-def _persistent(value: Persistent, to: bytearray) -> None:
+def _persistent(value: Persistent, to: _Pickled) -> None:
     _tuple(value.identifier, to)
     to += pickle.BINPERSID
 
 
-def _tuple(value: tuple[object, ...], to: bytearray) -> None:
+def _tuple(value: tuple[object, ...], to: _Pickled) -> None:
     to += pickle.MARK
     for item in value:
         _add(item, to)
     to += pickle.TUPLE
 
 
-def _list(value: list[object], to: bytearray) -> None:
+def _list(value: list[object] | Each, to: _Pickled) -> None:
     to += pickle.EMPTY_LIST + pickle.MARK
     for item in value:
         _add(item, to)
+        to.pass_on()
     to += pickle.APPENDS
 
 
-def _dict(value: Mapping[object, object], to: bytearray) -> None:
+def _dict(value: Mapping[object, object] | Pairs, to: _Pickled) -> None:
     to += pickle.EMPTY_DICT + pickle.MARK
     for key, item in value.items():
         _add(key, to)
         _add(item, to)
+        to.pass_on()
     to += pickle.SETITEMS
 
 
-_ADD: Mapping[type, Callable[[Any, bytearray], None]] = {
+_ADD: Mapping[type, Callable[[Any, _Pickled], None]] = {
     type(None): _none,
     bool: _bool,
     int: _int,
@@ -130,7 +184,9 @@ _ADD: Mapping[type, Callable[[Any, bytearray], None]] = {
     Persistent: _persistent,
     tuple: _tuple,
     list: _list,
+    Each: _list,
     dict: _dict,
+    Pairs: _dict,
 }
 
 

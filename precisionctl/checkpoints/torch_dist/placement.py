@@ -23,7 +23,7 @@ FILE_BYTES = 1 << 30
 itself."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Placed:
     """A box of a logical tensor, the key it is stored under, and the record that holds it."""
 
@@ -48,7 +48,7 @@ class Placed:
         os.pwrite(file, self.record.tail, at + len(self.record.head) + self.record.nbytes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Box:
     """A box, the rank that has it, and its offsets and sizes per dimension of what is stored."""
 
