@@ -65,7 +65,7 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
     model that no trainer here runs, and EnvironmentProblem for a backend that this machine does not have.
     """
     world.check(ranks, recipe)
-    run_folder.check_apart(settings.folder, settings.checkpoint)
+    run_folder.check_place(settings.folder, settings.checkpoint)
     source = open_checkpoint(settings.checkpoint)
     load, skipped = parts.left(source, settings.load, settings.skip)
     schedule = parts.schedule_of(source, skipped, settings.overrides)

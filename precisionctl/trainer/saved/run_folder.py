@@ -84,8 +84,10 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def check_apart(out: Path, checkpoint: Path) -> None:
-    """Raise OutputError for a run's folder that its checkpoint is in."""
+def check_place(out: Path, checkpoint: Path) -> None:
+    """Raise OutputError for a run's folder that its checkpoint is in, or that is a file."""
+    if out.exists() and not out.is_dir():
+        raise OutputError("--out is a folder, and a file is there", where=out, do="Choose another --out.")
     if out.resolve() in (checkpoint.resolve(), *checkpoint.resolve().parents):
         raise OutputError(
             "--out is where the checkpoint itself is, and a source is never written to",
