@@ -72,7 +72,7 @@ def test_a_worker_that_is_killed_is_one_error_and_the_same_command_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(worker, "write_rows", killed)
-        with pytest.raises(OutputError, match=r"exit code -9.*same command again"):
+        with pytest.raises(OutputError, match=r"exit code -9.*same command continues"):
             run(tmp_path / "hf", tmp_path / "out", "megatron")
     assert not (tmp_path / "out").exists()
     run(tmp_path / "hf", tmp_path / "out", "megatron")

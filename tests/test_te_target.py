@@ -203,7 +203,11 @@ def test_an_expert_without_tokens_casts_as_the_largest_of_the_others(tmp_path: P
 
 @pytest.mark.parametrize(
     ("settings", "why"),
-    [({"scheme": "dynamic"}, "dynamic has none"), ({"kv_cache": "fp8"}, "say nothing"), ({"ranks": 2}, "say nothing")],
+    [
+        ({"scheme": "dynamic"}, "dynamic has none"),
+        ({"kv_cache": "fp8"}, "do not apply"),
+        ({"ranks": 2}, "do not apply"),
+    ],
 )
 def test_options_for_engines_are_refused(source: Path, tmp_path: Path, settings: dict[str, object], why: str) -> None:
     with pytest.raises(RecipeError, match=why):
