@@ -101,9 +101,7 @@ def with_stages(sizes: Parallelism, layers: int) -> Parallelism:
     Raises ShapeMismatch where Megatron knows no such stages (TransformerConfig.__post_init__).
     """
     if sizes.pipeline == 1 and (sizes.virtual > 1 or sizes.first_layers or sizes.last_layers):
-        raise ShapeMismatch(
-            "pipeline stages without a pipeline", do="Give --pp too, or leave the others out."
-        )
+        raise ShapeMismatch("pipeline stages without a pipeline", do="Give --pp too, or leave the others out.")
     stages = sizes.pipeline * sizes.virtual
     if layers % stages and sizes.first_layers is None and sizes.last_layers is None:
         most = -(-layers // stages) * sizes.virtual
