@@ -22,7 +22,6 @@ Put = Callable[[str, int, Tensor], None]
 Read = Callable[[str, int, int], Iterable[tuple[int, Tensor]]]
 """Reads rows of a source's tensor, so many from one on, piece by piece; each with the number of rows before it."""
 
-
 NAN = "NaN in "
 """How the name begins, among what jobs find out, that tells of a NaN in a tensor."""
 

@@ -9,7 +9,7 @@ from precisionctl.trainer.measure.preflight import Preflight, look_ahead
 from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.run_plan import RunPlan, plan_run
 from precisionctl.trainer.saved import parts, run_folder
-from precisionctl.trainer.saved.room import Room, room_of
+from precisionctl.trainer.saved.room import Room, checkpoint_bytes, room_of
 from precisionctl.trainer.settings import Settings, read_recipe
 
 
@@ -35,7 +35,7 @@ def dry_run(settings: Settings) -> DryRun:
         steps = plan.recipe.train.steps
         step = saved.step if saved else parts.first_step(plan.source, plan.skipped, steps)
         ahead = look_ahead(plan.model, plan.recipe, plan.backend, ranks.count)
-        room = room_of(plan.source, plan.recipe.train, plan.out)
+        room = room_of(checkpoint_bytes(plan.source), plan.recipe.train, plan.out)
         return DryRun(plan, step, saved is not None, ahead, room, ranks.first)
 
 

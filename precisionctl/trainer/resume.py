@@ -36,7 +36,7 @@ from precisionctl.trainer.run import Run
 from precisionctl.trainer.run_plan import RunPlan, plan_run
 from precisionctl.trainer.saved import parts, run_folder, state
 from precisionctl.trainer.saved.parts import Load, Part
-from precisionctl.trainer.saved.room import Room, require_room
+from precisionctl.trainer.saved.room import Room, checkpoint_bytes, require_room
 from precisionctl.trainer.saved.saving import Saver
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe, read_rows
 from precisionctl.trainer.skips import Skips
@@ -120,7 +120,8 @@ def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
     memory and its checkpoints none on the disk."""
     recipe, source = plan.recipe, plan.source
     memory = require_memory(plan.model, recipe, plan.backend, world)
-    require_room(source, recipe.train, plan.out)  # before tokens are made, which may take long
+    each = checkpoint_bytes(source)
+    require_room(each, recipe.train, plan.out)  # before tokens are made, which may take long
 
     tokenizer = load_tokenizer(source.companions)  # once: a large vocabulary takes a second
 
@@ -131,7 +132,7 @@ def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
     rows = read(recipe.data)
     graphs.check_rows(recipe, rows)
     held_out = read(plan.held_out) if plan.held_out else None
-    room = require_room(source, recipe.train, plan.out)  # beside them
+    room = require_room(each, recipe.train, plan.out)  # beside them
     identity = plan.identity_with(rows.fingerprint)
     return _Setup(**vars(plan), world=world, rows=rows, held=held_out, identity=identity, memory=memory, room=room)
 

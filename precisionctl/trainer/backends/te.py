@@ -157,7 +157,7 @@ class TransformerEngineBackend:
 
     @contextmanager
     def _weights(self, name: str) -> Iterator[None]:
-        """Around the making of a linear. TE's weights of codes cast what is copied into them, under the scale that the
+        """A context to make a linear in. TE's weights of codes cast what is copied into them, under the scale that the
         state has by then (quantized_tensor.py, copy_)."""
         if self.fp8_weights and self.precision.in_fp8(name):
             # without gradients: for the backward there would be a transposed copy, too (base.py, reset_parameters)

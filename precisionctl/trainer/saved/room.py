@@ -29,18 +29,24 @@ class Room:
         return self.more * self.each <= self.free
 
 
-def room_of(source: Reader, train: Train, out: Path) -> Room:
-    """Of a run from `source` in the folder `out`, which need not be there. One that has ended writes no more."""
+def checkpoint_bytes(source: Reader) -> int:
+    """What a checkpoint of a run from `source` takes, its optimizer with it."""
+    plan = with_optimizer(make_plan(source, "megatron", dtype=torch.bfloat16))
+    return sum(spec.nbytes for spec in plan.targets.values())
+
+
+def room_of(each: int, train: Train, out: Path) -> Room:
+    """The room in `out`, which need not be there, for a run whose checkpoints take `each` bytes. One that has ended
+    writes no more."""
     there = run_folder.steps_of(out)
-    specs = with_optimizer(make_plan(source, "megatron", dtype=torch.bfloat16)).targets.values()
     ended = max(there, default=0) >= train.steps
     more = 0 if ended else train.keep + 1 - min(len(there), train.keep)
-    return Room(sum(spec.nbytes for spec in specs), shutil.disk_usage(directory_above(out)).free, more)
+    return Room(each, shutil.disk_usage(directory_above(out)).free, more)
 
 
-def require_room(source: Reader, train: Train, out: Path) -> Room:
-    """Raise DiskProblem where not even the next checkpoint fits."""
-    room = room_of(source, train, out)
+def require_room(each: int, train: Train, out: Path) -> Room:
+    """The room that `room_of` finds. Raises DiskProblem where not even the next checkpoint fits."""
+    room = room_of(each, train, out)
     if room.more and room.each > room.free:
         raise DiskProblem(
             f"a checkpoint of this run takes {room.each:,} bytes, and {room.free:,} are free",
