@@ -78,7 +78,8 @@ class WeightEncodings:
     `weights` are shape and dtype of the codes, `scales` the names of their scale tensors, which are in `stored` with
     others (those of a KV cache). `quantization` is the `quantization_config` of the directory that the codes come from,
     and `files` what that directory said of them elsewhere, by file name; both empty where they come from no Hugging
-    Face directory.
+    Face directory. `of_weights` is the digest of the values that the codes decode to (conversion/weights_digest.py),
+    taken where scales of inputs or of a cache are among `stored`: they were calibrated with these values.
     """
 
     weights: Mapping[str, TensorSpec]
@@ -87,6 +88,12 @@ class WeightEncodings:
     quantization: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     path: Path | None = None
+    of_weights: str | None = None
+
+    @property
+    def has_fixed_scales(self) -> bool:
+        """Whether some stored scale is of an input, or of a KV cache: of what no weight decides."""
+        return len(self.stored.specs) > len(self.scales)
 
     @property
     def by_name(self) -> Mapping[str, Encoding]:
@@ -137,6 +144,8 @@ def write(directory: Path, encodings: WeightEncodings) -> None:
             for name, spec in encodings.weights.items()
         },
     }
+    if encodings.of_weights is not None:
+        metadata["of_weights"] = encodings.of_weights
     specs = dict(sorted(encodings.stored.specs.items()))
     header, offsets = make_header(specs, {_KEY: json.dumps(metadata, sort_keys=True)})
     with open(path, "wb") as file:
@@ -168,9 +177,12 @@ def find(checkpoint: Path) -> WeightEncodings | None:
         scales = {name: _scales(name, fields, weights[name], stored.specs) for name, fields in said["weights"].items()}
         files = {name: text.encode() for name, text in said["files"].items() if name == QUANT_CONFIG}
         quantization = dict(said["quantization_config"])
+        of_weights = said.get("of_weights")
+        if not isinstance(of_weights, str | None):
+            raise ValueError("of_weights is no digest")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedCheckpoint(f"the encodings make no sense: {error!r:.100}", where=path) from error
-    return WeightEncodings(weights, scales, stored, quantization, files, path)
+    return WeightEncodings(weights, scales, stored, quantization, files, path, of_weights)
 
 
 def _weight(fields: Mapping[str, Any]) -> TensorSpec:

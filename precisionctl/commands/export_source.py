@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.commands.inference_export import InferenceExport
+from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
 from precisionctl.export.export import plan_in_bf16
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.weight_encodings import check_model
-from precisionctl.fp8.carry import fill_unrecorded, read_state
+from precisionctl.fp8.carry import merged
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import PRESETS, Precision
@@ -18,14 +19,20 @@ from precisionctl.precision import PRESETS, Precision
 class ExportSource:
     """An open checkpoint, and the `plan` of the directory that it becomes, before anything of that is encoded.
 
-    `encodings` is how its weights are FP8 codes, or were. `recorded` is the FP8 state that training or `calibrate` has
-    left.
+    `encodings` is how its weights are FP8 codes, or were. `known` is the FP8 state that training or `calibrate` has
+    left, `states` the same filled in from the fixed input scales that the codes came with.
     """
 
     reader: Reader
     plan: Plan
     encodings: WeightEncodings | None
-    recorded: Fp8States | None
+    known: KnownState
+    states: Fp8States | None
+
+    @property
+    def recorded(self) -> Fp8States | None:
+        """The state that was recorded, and may be used."""
+        return self.known.current
 
     @property
     def codes(self) -> WeightEncodings | None:
@@ -33,9 +40,9 @@ class ExportSource:
         return self.encodings if self.reader.encodings else None
 
     @property
-    def states(self) -> Fp8States | None:
-        """The recorded state, filled in from the fixed input scales that the source's codes came with."""
-        return fill_unrecorded(self.recorded, state_of_input_scales(self.reader, self.encodings, self.plan), None)
+    def fixed(self) -> WeightEncodings | None:
+        """Where scales of caches are that still hold."""
+        return self.encodings if self.encodings and fixed_scales_hold(self.reader, self.encodings) else None
 
     def precision(self, export: InferenceExport) -> Precision:
         """Which modules are to be FP8, of the layers that this model has."""
@@ -45,13 +52,14 @@ class ExportSource:
 def export_source(
     reader: Reader, encodings: WeightEncodings | None, export: InferenceExport, recipe: DelayedScaling | None = None
 ) -> ExportSource:
-    """Plan the directory in BF16, and put together the FP8 state of the source and of the file that the command names,
-    under `recipe` if one is given.
+    """Plan the directory in BF16, and put together what is known of FP8, under `recipe` if one is given.
 
     Raises what planning and reading raise, MappingError for state or encodings of another model.
     """
     plan = plan_in_bf16(reader)
     if encodings:
         check_model(encodings, plan)
-    given = read_state(export.fp8_state, plan.gemms) if export.fp8_state else None
-    return ExportSource(reader, plan, encodings, fill_unrecorded(reader.fp8, given, recipe))
+    known = known_state(reader, plan.gemms, export.fp8_state, recipe)
+    fixed = state_of_input_scales(reader, encodings, plan)
+    states = merged(known.current, fixed) if known.current and fixed else known.current or fixed
+    return ExportSource(reader, plan, encodings, known, states)

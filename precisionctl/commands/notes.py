@@ -8,6 +8,8 @@ from precisionctl.checkpoints.base import Reader, in_mxfp4
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.conversion.known_state import KnownState, origin
+from precisionctl.export.input_scales import OF_ONE_STEP, of_one_step
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import StateChange
 from precisionctl.fp8.extra_state_writer import TeVersion
@@ -134,12 +136,24 @@ def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator
     """Where the fixed input scales of an export are from: `recorded`, the FP8 state, or, where that is None, the scales
     that the source's codes came with. `file` is what --fp8-state names."""
     if file:
-        yield f"Input scales that the checkpoint has not recorded come from {file}."
+        yield f"Input scales are those of {file}."
     elif recorded:
-        when = "" if recorded.iteration is None else f", iteration {recorded.iteration}"
-        yield f"Input scales are those of the checkpoint's FP8 state ({recorded.producer}{when})."
+        yield f"Input scales are those of the checkpoint's FP8 state ({origin(recorded)})."
     else:
         yield "Input scales are the fixed ones of the source's FP8 weights."
+    if recorded and of_one_step(recorded):
+        yield f"They rest on little: {OF_ONE_STEP}."
+
+
+def known_state_notes(known: KnownState, *, carried: bool) -> Iterator[str]:
+    """What was replaced or passed over of the checkpoint's own FP8 state; whether outdated state is `carried` along."""
+    yield from known.notes
+    if known.outdated:
+        what = "is carried in the sidecar and used for nothing" if carried else "stays behind"
+        yield (
+            f"The checkpoint's FP8 state ({origin(known.outdated)}) was recorded with other weights: it {what}. "
+            "`precisionctl calibrate` records it anew."
+        )
 
 
 def reencoding_notes(encodings: WeightEncodings, encoded: Iterable[str], changed: Mapping[str, float]) -> Iterator[str]:

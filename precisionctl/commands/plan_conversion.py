@@ -17,6 +17,7 @@ from precisionctl.commands.notes import (
     code_notes,
     decoded_notes,
     family_notes,
+    known_state_notes,
     left_behind_notes,
     padding_notes,
     payload_notes,
@@ -27,6 +28,7 @@ from precisionctl.commands.notes import (
 from precisionctl.commands.open_source import open_source
 from precisionctl.commands.plan_export import plan_export_of
 from precisionctl.commands.writers import CONTAINERS, hf_writer, megatron_writer
+from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
 from precisionctl.conversion.work import Finish, Work, digest_of, open_output
 from precisionctl.errors import RecipeError
 from precisionctl.export.export import plan_in_bf16
@@ -34,7 +36,7 @@ from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.model_card import NAME
 from precisionctl.export.reencode import make_reencoding, reencoding_card
 from precisionctl.export.weight_encodings import weight_encodings
-from precisionctl.fp8.carry import amax_by_module, carry_state, check_modules, fill_unrecorded, read_state
+from precisionctl.fp8.carry import amax_by_module, carry_state
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
@@ -145,29 +147,23 @@ def _plan_values(conversion: Conversion, reader: Reader, encodings: WeightEncodi
         parallelism=conversion.parallelism,
         optimizer=trained is not None,
     )
-    recorded = _known_state(conversion, reader, plan)
-    calibrated = None if recorded else state_of_input_scales(reader, encodings, plan)
-    waits = calibrated is not None and conversion.precision != "fp8"  # in the sidecar: nobody has trained with it
-    state = None if waits else recorded or calibrated
-    _check_fp8(conversion, plan, state)
-    run = _carried(conversion, trained)
-    output = open_output(conversion.destination, conversion.source, conversion.reference, conversion.fp8_state)
-    writer = _writer(conversion, reader, plan, output, run, live=conversion.fills_extra_state and not waits)
-    makes = conversion.fills_extra_state and (conversion.precision == "fp8" or state is not None)
-    notes = _notes(conversion, reader, plan, run if trained else None)
-    notes += _fp8_notes(conversion, plan, state, payloads=makes)
-    notes += code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)
-    finish = _make_state(state, conversion, plan, notes) if makes else lambda found: recorded or calibrated
-    digest = digest_of(plan, conversion, conversion.fp8_state, encodings)
-    return Work(reader, plan, writer, output, finish, digest, notes, makes, trained, encodings)
-
-
-def _check_fp8(conversion: Conversion, plan: Plan, state: Fp8States | None) -> None:
-    """Raise PrecisionError for a weight that no FP8 GEMM takes, MappingError for state of another model."""
+    known = _known_state(conversion, reader, plan)
+    calibrated = None if known.current else state_of_input_scales(reader, encodings, plan)
+    state = known.current or (calibrated if conversion.precision == "fp8" else None)
+    beside = known.current or calibrated or known.outdated  # what no run is to start from goes into the sidecar
     if conversion.precision == "fp8":
         check_fp8_gemms(plan, conversion.numerics(plan))
-    if state:
-        check_modules(state, plan.gemms)
+    run = _carried(conversion, trained)
+    output = open_output(conversion.destination, conversion.source, conversion.reference, conversion.fp8_state)
+    makes = conversion.fills_extra_state and (conversion.precision == "fp8" or state is not None)
+    writer = _writer(conversion, reader, plan, output, run, live=makes)
+    notes = _notes(conversion, reader, plan, run if trained else None)
+    notes += _fp8_notes(conversion, plan, state, payloads=makes)
+    notes += known_state_notes(known, carried=beside is known.outdated and not makes)
+    notes += code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)
+    finish = _make_state(state, conversion, plan, notes) if makes else lambda found: beside
+    digest = digest_of(plan, conversion, conversion.fp8_state, encodings)
+    return Work(reader, plan, writer, output, finish, digest, notes, makes, trained, encodings)
 
 
 def _carried(conversion: Conversion, trained: MegatronReader | None) -> Carried:
@@ -216,8 +212,6 @@ def _notes(conversion: Conversion, reader: Reader, plan: Plan, run: Carried | No
 def _fp8_notes(conversion: Conversion, plan: Plan, state: Fp8States | None, *, payloads: bool) -> Iterator[str]:
     """Notes on FP8 state: those of its reader, where some of it is from, and what TE asks for its `payloads`."""
     yield from state.notes if state else ()
-    if conversion.fp8_state:
-        yield f"FP8 state that the checkpoint has not recorded is that of {conversion.fp8_state}."
     if payloads:
         cut = plan.model.moe is not None and conversion.container != "torch"
         yield from payload_notes(conversion.te_version, conversion.parallelism.expert if cut else None)
@@ -225,8 +219,8 @@ def _fp8_notes(conversion: Conversion, plan: Plan, state: Fp8States | None, *, p
 
 def _plan_reencoding(conversion: Conversion, reader: Reader, encodings: WeightEncodings) -> Work:
     """A result whose weights are the FP8 codes that they were once, or are."""
-    state = _known_state(conversion, reader, plan_in_bf16(reader))
-    made = make_reencoding(reader, encodings, state)
+    known = _known_state(conversion, reader, plan_in_bf16(reader))
+    made = make_reencoding(reader, encodings, known.current, fixed_hold=fixed_scales_hold(reader, encodings))
     output = open_output(conversion.destination, conversion.source, conversion.reference)
     writer = hf_writer(
         output,
@@ -237,21 +231,19 @@ def _plan_reencoding(conversion: Conversion, reader: Reader, encodings: WeightEn
         max_shard_size=conversion.max_shard_size,
         files={NAME: reencoding_card(made, encodings, conversion.destination.name).text(reader)},
     )
-    notes = [*left_behind_notes(reader)]
+    notes = [*left_behind_notes(reader), *known_state_notes(known, carried=True)]
 
     def finish(changed: Mapping[str, float]) -> Fp8States | None:
         notes.extend(reencoding_notes(encodings, made.codes, changed))
-        return state
+        return known.current or known.outdated
 
     digest = digest_of(made.plan, conversion, conversion.fp8_state, encodings)
     return Work(reader, made.plan, writer, output, finish, digest, notes, encodings=encodings)
 
 
-def _known_state(conversion: Conversion, reader: Reader, plan: Plan) -> Fp8States | None:
-    """The FP8 state of the source, filled in from the file that the command names."""
-    state = None if conversion.drop_fp8_state else reader.fp8
-    given = read_state(conversion.fp8_state, plan.gemms) if conversion.fp8_state else None
-    return fill_unrecorded(state, given, conversion.recipe.delayed if conversion.recipe else None)
+def _known_state(conversion: Conversion, reader: Reader, plan: Plan) -> KnownState:
+    recipe = conversion.recipe.delayed if conversion.recipe else None
+    return known_state(reader, plan.gemms, conversion.fp8_state, recipe, drop=conversion.drop_fp8_state)
 
 
 def _trained(reader: Reader) -> MegatronReader | None:

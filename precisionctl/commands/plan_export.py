@@ -8,7 +8,13 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.commands.export_source import ExportSource, export_source
 from precisionctl.commands.inference_export import InferenceExport
-from precisionctl.commands.notes import companion_notes, input_scale_notes, left_behind_notes, reencoding_notes
+from precisionctl.commands.notes import (
+    companion_notes,
+    input_scale_notes,
+    known_state_notes,
+    left_behind_notes,
+    reencoding_notes,
+)
 from precisionctl.commands.open_source import open_source
 from precisionctl.commands.plan_te_export import TE, plan_te
 from precisionctl.commands.writers import hf_writer
@@ -42,10 +48,11 @@ def plan_export_of(reader: Reader, encodings: WeightEncodings | None, export: In
     engine = engine_named(export.target)
     source = export_source(reader, encodings, export)
     form, notes = _format(source, engine, export)
+    notes += known_state_notes(source.known, carried=False)
     made = _make(source, engine, form, export)
     if export.kv_cache:
         kv_cache.check_engine(source.plan, engine, form.method)
-        made = kv_cache.with_cache(made, form, kv_cache.recorded_scales(source.recorded, encodings, source.plan))
+        made = kv_cache.with_cache(made, form, kv_cache.recorded_scales(source.recorded, source.fixed, source.plan))
         notes += kv_cache.notes(engine, form.method, source.recorded)
     else:
         notes += kv_cache.left_out(encodings, source.plan)
@@ -74,7 +81,9 @@ def _format(source: ExportSource, engine: Engine, export: InferenceExport) -> tu
     does not take, RecipeError for state that a scheme has no use for."""
     scheme, notes = export.scheme, []
     if scheme is None:
-        scheme, why = best_scheme(engine, source.plan, source.precision(export), source.states, source.codes)
+        scheme, why = best_scheme(
+            engine, source.plan, source.precision(export), source.states, source.codes, source.known.why_none
+        )
         notes.append(f"Scheme {scheme}: {why}.")
     if scheme not in engine.spells:
         raise PrecisionError(f"no {scheme} for {engine.title}", do=f"Choose --scheme {' or '.join(engine.spells)}.")
@@ -95,7 +104,13 @@ def _make(source: ExportSource, engine: Engine, form: Format, export: InferenceE
     load."""
     refusal = partial(engine.refusal, scheme=form.scheme, served=served(source.plan, export.ranks))
     made = make_export(
-        source.plan, source.states, form, source.precision(export), refusal, keep_refused=export.keep_misfits
+        source.plan,
+        source.states,
+        form,
+        source.precision(export),
+        refusal,
+        keep_refused=export.keep_misfits,
+        why_no_state=source.known.why_none,
     )
     if found := engine.check_experts(made.codes, form.method.name, form.scheme):
         raise PrecisionError(

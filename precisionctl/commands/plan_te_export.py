@@ -11,9 +11,9 @@ from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import WeightEncodings
-from precisionctl.commands.export_source import export_source
+from precisionctl.commands.export_source import ExportSource, export_source
 from precisionctl.commands.inference_export import InferenceExport
-from precisionctl.commands.notes import companion_notes, input_scale_notes, left_behind_notes
+from precisionctl.commands.notes import companion_notes, input_scale_notes, known_state_notes, left_behind_notes
 from precisionctl.commands.writers import hf_writer
 from precisionctl.conversion.work import Work, digest_of, open_output
 from precisionctl.errors import MissingFp8State, RecipeError
@@ -38,7 +38,7 @@ def plan_te(reader: Reader, encodings: WeightEncodings | None, export: Inference
     _check_options(export)
     source = export_source(reader, encodings, export, export.recipe.delayed if export.recipe else None)
     plan, recorded = source.plan, source.recorded
-    states = _of_gemms(source.states, plan, source.precision(export))
+    states = _of_gemms(source, source.precision(export))
     output = open_output(export.destination, export.source, export.reference, export.fp8_state)
     writer = hf_writer(
         output,
@@ -48,7 +48,12 @@ def plan_te(reader: Reader, encodings: WeightEncodings | None, export: Inference
         live=True,
         files={NAME: _card(plan, states, recorded, export).text(reader)},
     )
-    notes = [*input_scale_notes(recorded, export.fp8_state), *left_behind_notes(reader), *companion_notes(reader)]
+    notes = [
+        *known_state_notes(source.known, carried=False),
+        *input_scale_notes(recorded, export.fp8_state),
+        *left_behind_notes(reader),
+        *companion_notes(reader),
+    ]
     notes.append(f'Load it with: precisionctl.te.load_te("{export.destination}")')
 
     def finish(found: Mapping[str, float]) -> Fp8States:
@@ -89,13 +94,13 @@ def _check_options(export: InferenceExport) -> None:
         )
 
 
-def _of_gemms(states: Fp8States | None, plan: Plan, precision: Precision) -> Fp8States:
+def _of_gemms(source: ExportSource, precision: Precision) -> Fp8States:
     """The state of every module that the recipe computes in FP8. An expert that no token has reached gets the largest
     amax of the others. Raises MissingFp8State where the input of a module was never recorded."""
-    jobs = fp8_jobs(plan, precision)
-    check_fp8_gemms(plan, precision)
+    jobs, states = fp8_jobs(source.plan, precision), source.states
+    check_fp8_gemms(source.plan, precision)
     try:
-        input_scales(states, jobs)
+        input_scales(states, jobs, source.known.why_none)
     except MissingFp8State as missing:
         do = "Record it with `precisionctl calibrate` and give --fp8-state, or train a few steps in FP8."
         raise MissingFp8State(missing.what, do=do) from missing

@@ -5,7 +5,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from precisionctl import __version__
@@ -14,6 +14,7 @@ from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.keys import write_tracker
 from precisionctl.checkpoints.megatron.run import MegatronReader, WithOptimizer
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -22,8 +23,10 @@ from precisionctl.conversion.encoder import NAN
 from precisionctl.conversion.journal import Journal, fingerprints, open_journal, open_share_journal
 from precisionctl.conversion.manifest import write_manifest
 from precisionctl.conversion.ranks import ALONE, Ranks
+from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.conversion.worker import Source
 from precisionctl.errors import DiskProblem, OutputError
+from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
@@ -179,7 +182,11 @@ def _journal(work: Work, restart: bool, ranks: Ranks) -> Iterator[Journal]:
 def _finish(work: Work, found: Mapping[str, float], checksums: Mapping[str, str]) -> None:
     with_nan = [name.removeprefix(NAN) for name in found if name.startswith(NAN)]
     work.notes.extend(_nan_note(with_nan))
-    work.writer.finish(work.finish({name: value for name, value in found.items() if not name.startswith(NAN)}))
+    states = work.finish({name: value for name, value in found.items() if not name.startswith(NAN)})
+    work.writer.finish(states)
+    if states and any(job.encode for job in work.plan.jobs) and states.of_weights == digest_weights(work.reader):
+        made = digest_weights(open_checkpoint(work.writer.directory))  # of the same weights, rounded to codes
+        sidecar.write(work.writer.directory / sidecar.RELATIVE, replace(states, of_weights=made))
     if work.encodings and not any(job.encode for job in work.plan.jobs):
         encodings_file.write(work.writer.directory, work.encodings)
     write_manifest(work.writer.directory, work.reader, work.plan.digest, checksums)

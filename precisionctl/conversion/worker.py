@@ -4,22 +4,25 @@ A job is lowered to segments (planning/segments.py), so memory does not grow wit
 hold the same dtype, bytes are copied and no number is looked at; otherwise each piece is decoded, rounded or encoded.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
+from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Chunked, check_rows, read_rows, rows_held, write_rows
+from precisionctl.checkpoints.base import Chunk, Chunked, check_rows, read_rows, rows_held, whole, write_rows
 from precisionctl.conversion.buffers import WIDEST, Buffers
 from precisionctl.conversion.encoder import NAN, Encoder, Piece
 from precisionctl.conversion.unchanged_codes import scales_if_unchanged
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.encoding import Encoding
+from precisionctl.param import TensorSpec
 from precisionctl.planning.encode import Encode
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.segments import Segment, lower
@@ -30,6 +33,16 @@ class Source(Chunked, Protocol):
 
     @property
     def encodings(self) -> Mapping[str, Encoding]: ...
+
+
+@dataclass(frozen=True)
+class Nowhere:
+    """A target whose tensors are looked at and not kept: all rows are wanted, and none is put anywhere."""
+
+    specs: Mapping[str, TensorSpec]
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        return [Chunk(whole(self.specs[name]), Path(os.devnull))]
 
 
 class Worker:

@@ -10,7 +10,7 @@ import torch
 from precisionctl.architectures.find import architecture_of
 from precisionctl.engines.shapes import in_step
 from precisionctl.errors import PrecisionError
-from precisionctl.export.input_scales import input_scales
+from precisionctl.export.input_scales import NO_STATE, input_scales
 from precisionctl.export.refused_shapes import Refusal, refused_error, refused_shapes, served, without_refused
 from precisionctl.fp8.numerics import Numbers, rounded_up
 from precisionctl.fp8.state import Fp8States
@@ -87,12 +87,13 @@ def make_export(
     refusal: Refusal | None = None,
     *,
     keep_refused: bool = False,
+    why_no_state: str = NO_STATE,
 ) -> Export:
     """Turn a plan in BF16 into that of a directory with E4M3 weights.
 
     `precision` says which modules stay in BF16. Weights of shapes that the engine refuses are an error, or, with
     `keep_refused`, stay in BF16 too, with all that engines want in one form with them. The scheme `static` takes its
-    input scales from `states`.
+    input scales from `states`; `why_no_state` says why there are none, if there are none.
 
     Raises MissingFp8State where `static` needs an input amax that was never recorded, PrecisionError for shapes that
     are refused.
@@ -104,7 +105,7 @@ def make_export(
         raise refused_error(refused, form.scheme)
     jobs = without_refused(jobs, refused)
     if form.scheme == "static":
-        encodings = _with_one_scale(jobs, plan, form, input_scales(states, jobs))
+        encodings = _with_one_scale(jobs, plan, form, input_scales(states, jobs, why_no_state))
     else:
         _check_rows_are_channels(jobs, plan)
         encodings = {job.name: _encode(job, plan, form) for job in jobs}

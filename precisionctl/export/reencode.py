@@ -9,7 +9,7 @@ import torch
 from precisionctl.checkpoints.base import Reader, read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.base import engines
-from precisionctl.errors import PrecisionError
+from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.export.export import Export
 from precisionctl.export.input_scales import amax_of
 from precisionctl.export.model_card import Card, beside
@@ -28,20 +28,25 @@ _TWO_ROUNDINGS = 2.0**-22
 Megatron's default, keeps an amax in its scale alone."""
 
 
-def make_reencoding(source: Reader, encodings: WeightEncodings, states: Fp8States | None) -> Export:
+def make_reencoding(
+    source: Reader, encodings: WeightEncodings, states: Fp8States | None, *, fixed_hold: bool
+) -> Export:
     """Plan the directory of codes that a checkpoint was once, with the values that it has now.
 
     Weights that have not changed get the codes that they had. Blocks that have changed get new scales, in blocks of the
-    old size. Input scales are the old ones, or those of amaxes that `states` has recorded since. What was no code is in
-    BF16. Raises MappingError where `encodings` are of another model.
+    old size. Input scales are those of amaxes that `states` has recorded, else the old ones, while they are of the
+    weights still (`fixed_hold`). What was no code is in BF16.
+
+    Raises MappingError where `encodings` are of another model, MissingFp8State for scales of inputs, and PrecisionError
+    for those of a KV cache, that belong to weights which have changed.
     """
     plan = make_plan(source, "hf", dtype=torch.bfloat16, respelled=True)
     method = recognise({"quantization_config": encodings.quantization})
     assert method is not None, "codes of a Hugging Face directory have a method"
     said = method.read(encodings.quantization)
     check_model(encodings, plan)
-    jobs = [replace(job, encode=_encode(job, encodings, said, states)) for job in plan.jobs]
-    _add_constants(jobs, encodings)
+    jobs = [replace(job, encode=_encode(job, encodings, said, states, fixed_hold)) for job in plan.jobs]
+    _add_constants(jobs, encodings, fixed_hold)
     targets: dict[str, TensorSpec] = {}
     for name, spec in plan.targets.items():
         targets[name] = replace(spec, dtype=encodings.weights[name].dtype) if name in encodings.weights else spec
@@ -75,14 +80,16 @@ def reencoding_card(made: Export, encodings: WeightEncodings, name: str) -> Card
     return Card(name, title, method.name, command, facts, list(encodings.weights), kept)
 
 
-def _encode(job: Job, encodings: WeightEncodings, said: Quantization, states: Fp8States | None) -> Encode | None:
+def _encode(
+    job: Job, encodings: WeightEncodings, said: Quantization, states: Fp8States | None, fixed_hold: bool
+) -> Encode | None:
     names = [name for name in job.writes if name in encodings.weights]
     if not names:
         return None
     return Encode(
         blocks={name: _block(name, encodings, said) for name in names},
         weight_scales={name: encodings.scales[name].weight for name in names},
-        input_scales=_input_scales(names, encodings, states, job),
+        input_scales=_input_scales(names, encodings, states, job, fixed_hold),
         numbers="powers of 2" if in_powers_of_2(encodings) else "FP32",
     )
 
@@ -106,7 +113,7 @@ def _scale_spec(name: str, encodings: WeightEncodings, said: Quantization) -> Te
 
 
 def _input_scales(
-    names: Sequence[str], encodings: WeightEncodings, states: Fp8States | None, job: Job
+    names: Sequence[str], encodings: WeightEncodings, states: Fp8States | None, job: Job, fixed_hold: bool
 ) -> dict[str, float]:
     """The fixed scales that the inputs had; where the module (or the expert) has recorded another amax since, the scale
     of that one."""
@@ -117,18 +124,28 @@ def _input_scales(
     state = states.modules.get(job.module) if states else None
     if state and job.expert is not None:
         state = state.of_expert(job.expert)
-    if states is None or state is None or not carried or not state.roles["input"].recorded:
-        return carried
-    recorded = float(recorded_amax(state.roles["input"], "input", states.recipe))
-    if math.isclose(recorded, float(amax_of(max(carried.values()))), rel_tol=_TWO_ROUNDINGS):
-        return carried
-    return dict.fromkeys(carried, recorded / FP8_MAX[CODES])
+    if states and state and carried and state.roles["input"].recorded:
+        recorded = float(recorded_amax(state.roles["input"], "input", states.recipe))
+        same = fixed_hold and math.isclose(recorded, float(amax_of(max(carried.values()))), rel_tol=_TWO_ROUNDINGS)
+        return carried if same else dict.fromkeys(carried, recorded / FP8_MAX[CODES])
+    if carried and not fixed_hold:
+        raise MissingFp8State(
+            f"the weights have changed since the fixed input scales of their codes were made, e.g. of `{names[0]}`",
+            do="Record others with `precisionctl calibrate` and give --fp8-state, or use `export-inference --scheme "
+            "dynamic`.",
+        )
+    return carried
 
 
-def _add_constants(jobs: list[Job], encodings: WeightEncodings) -> None:
+def _add_constants(jobs: list[Job], encodings: WeightEncodings, fixed_hold: bool) -> None:
     """Have the scales that belong to no weight, those of a KV cache, written by the first job that encodes."""
     known = {name for scales in encodings.scales.values() for name in scales.names}
     rest = {name: spec for name, spec in encodings.stored.specs.items() if name not in known}
+    if rest and not fixed_hold:
+        raise PrecisionError(
+            f"the weights have changed since the scales of their KV cache were made, e.g. `{next(iter(rest))}`",
+            do="Record others with `precisionctl calibrate`, and use `export-inference --kv-cache fp8 --fp8-state`.",
+        )
     for name, spec in rest.items():
         if spec.rows * spec.columns != 1:
             raise PrecisionError(f"`{name}` is {list(spec.shape)}: only one scale for a whole cache is carried back")

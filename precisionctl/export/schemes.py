@@ -4,7 +4,7 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.base import Engine
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.export.export import fp8_jobs
-from precisionctl.export.input_scales import input_scales
+from precisionctl.export.input_scales import NO_STATE, OF_ONE_STEP, input_scales, of_one_step
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
@@ -12,15 +12,20 @@ from precisionctl.quant_methods.base import BLOCKS, CODES, Scheme, sized
 
 
 def best_scheme(
-    engine: Engine, plan: Plan, precision: Precision, states: Fp8States | None, encodings: WeightEncodings | None
+    engine: Engine,
+    plan: Plan,
+    precision: Precision,
+    states: Fp8States | None,
+    encodings: WeightEncodings | None,
+    why_no_state: str = NO_STATE,
 ) -> tuple[Scheme, str]:
     """The scheme for a plan in BF16, and the reason in words for the user. `encodings` is how the source's weights are
-    codes, if they are.
+    codes, if they are; `why_no_state` says why there are no `states`, if there are none.
 
-    First comes a scheme under which these codes can stay as they are. Then `static`, where the inputs were recorded: it
-    spares the engine a pass over each input. Then the first of the others that the engine takes: a scale for each
-    channel, for which any FP8 GPU has kernels, before a scale for each block. Raises PrecisionError where the engine
-    takes none of them.
+    First comes a scheme under which these codes can stay as they are. Then `static`, where the inputs were recorded
+    over several steps: it spares the engine a pass over each input. Then the first of the others that the engine takes:
+    a scale for each channel, for which any FP8 GPU has kernels, before a scale for each block. Raises PrecisionError
+    where the engine takes none of them.
     """
     jobs = fp8_jobs(plan, precision)
     names = [name for job in jobs for name in job.writes]
@@ -36,8 +41,10 @@ def best_scheme(
     why = f"{engine.title} takes no fixed input scales for this model"
     if "static" in schemes:
         try:
-            input_scales(states, jobs)
-            return "static", "the FP8 state has an amax for every input, so input scales are fixed"
+            input_scales(states, jobs, why_no_state)
+            if states is None or not of_one_step(states) or len(schemes) == 1:
+                return "static", "the FP8 state has an amax for every input, so input scales are fixed"
+            why = f"{OF_ONE_STEP}; for static input scales, record more with `precisionctl calibrate`"
         except MissingFp8State as missing:
             why = f"{missing.what}; for static input scales, record them with `precisionctl calibrate`"
     for scheme in schemes:

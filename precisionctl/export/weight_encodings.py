@@ -6,6 +6,7 @@ rows are.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Reader, whole
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.errors import MappingError
 from precisionctl.fp8.encoding import Encoding, by_rows, of_rows
 from precisionctl.param import TensorSpec
@@ -30,7 +32,11 @@ def weight_encodings(reader: Reader) -> WeightEncodings | None:
     if method and method.spelling is None:
         return None
     renamed = reader.layout == "megatron" or any(name.endswith("]") for name in reader.encodings)
-    return _moved(reader, encodings) if reader.encodings and renamed else encodings
+    if reader.encodings and renamed:
+        encodings = _moved(reader, encodings)
+    if reader.encodings and encodings and encodings.has_fixed_scales:
+        return replace(encodings, of_weights=digest_weights(reader))
+    return encodings
 
 
 def stored_weight_encodings(reader: Reader) -> WeightEncodings | None:

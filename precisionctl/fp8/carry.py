@@ -94,21 +94,13 @@ def first_recorded(states: Sequence[Fp8State]) -> Fp8State:
     return Fp8State(roles)
 
 
-def fill_unrecorded(
-    carried: Fp8States | None, given: Fp8States | None, recipe: DelayedScaling | None
-) -> Fp8States | None:
-    """The state that is carried, with what it never recorded taken from the one that is given, both under `recipe`
-    (None: that of the first). A carried state that was made of fixed input scales only fills in: nobody recorded it."""
-    if carried is None or given is None:
-        return carried or given
-    if carried.producer.startswith(FIXED_SCALES):
-        carried, given = given, carried
-    new = recipe or carried.recipe
-    first, second = under_recipe(new, carried), under_recipe(new, given)
-    modules = {
-        name: first_recorded([states[name] for states in (first, second) if name in states]) for name in first | second
-    }
-    return replace(carried, recipe=new, modules=modules, statistics={**given.statistics, **carried.statistics})
+def merged(first: Fp8States, second: Fp8States, recipe: DelayedScaling | None = None) -> Fp8States:
+    """Both as one: what the first never recorded is that of the second. Under `recipe`, or that of the first."""
+    new = recipe or first.recipe
+    states = [under_recipe(new, first), under_recipe(new, second)]
+    modules = {name: first_recorded([each[name] for each in states if name in each]) for name in states[0] | states[1]}
+    statistics = {**second.statistics, **first.statistics}
+    return replace(first, recipe=new, modules=modules, raw={**second.raw, **first.raw}, statistics=statistics)
 
 
 def carry_state(

@@ -56,6 +56,8 @@ def write(path: Path, states: Fp8States) -> None:
         "producer": states.producer,
         "iteration": states.iteration,
     }
+    if states.of_weights is not None:
+        metadata["of_weights"] = states.of_weights
     content = save(tensors, {_KEY: json.dumps(metadata, sort_keys=True)})
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:  # by ourselves: for the library a full disk is no OSError
@@ -97,7 +99,15 @@ def read(path: Path) -> Fp8States:
     )
     recipe = _read_recipe(fields, path)
     modules = {module: _read_module(module, tensors, recipe, path) for module in _modules(tensors, path)}
-    return Fp8States(recipe, modules, _read_raw(raw, path), fields["producer"], fields["iteration"], statistics)
+    return Fp8States(
+        recipe,
+        modules,
+        _read_raw(raw, path),
+        fields["producer"],
+        fields["iteration"],
+        statistics,
+        fields.get("of_weights"),
+    )
 
 
 def _read_metadata(text: str, path: Path) -> Mapping[str, Any]:
@@ -117,7 +127,8 @@ def _read_metadata(text: str, path: Path) -> Mapping[str, Any]:
         )
     iteration = fields.get("iteration", "missing")
     dated = iteration is None or (type(iteration) is int and iteration >= 0)
-    if not dated or not isinstance(fields.get("producer"), str):
+    told = isinstance(fields.get("producer"), str) and isinstance(fields.get("of_weights", ""), str)
+    if not dated or not told:
         raise DamagedCheckpoint("the FP8 sidecar does not say who made it and when", where=path)
     return fields
 

@@ -206,9 +206,11 @@ class Fp8States:
     """The delayed-scaling state of a whole checkpoint.
 
     `modules` is keyed by Megatron module name (`decoder.layers.0.mlp.linear_fc1`). `raw` keeps, byte for
-    byte, payloads that were not understood. `iteration` is the step at which the state was recorded. `statistics`,
-    by module and role, is what was measured besides, if anything; TE's payloads have no place for it. `notes` say
-    what was assumed, merged or decided when it was read; they are not stored.
+    byte, payloads that were not understood. `iteration` is the step at which the state was recorded, and `of_weights`
+    the digest of the weights that the model had then (conversion/weights_digest.py), None where nobody took it: scales
+    are of use for these weights and no others. `statistics`, by module and role, is what was measured besides, if
+    anything; TE's payloads have no place for it. `notes` say what was assumed, merged or decided when it was read; they
+    are not stored.
     """
 
     recipe: DelayedScaling
@@ -217,6 +219,7 @@ class Fp8States:
     producer: str = ""
     iteration: int | None = None
     statistics: Mapping[str, Mapping[Role, Statistics]] = field(default_factory=dict)
+    of_weights: str | None = None
     notes: tuple[str, ...] = ()
 
     def without(self, modules: Container[str]) -> "Fp8States":

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.fp8.carry import check_modules, read_state
-from precisionctl.fp8.state import Fp8States
+from precisionctl.conversion.known_state import KnownState, known_state, origin
 from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 
@@ -16,22 +15,22 @@ Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 
 def assess(reader: Reader, state_file: Path | None, progress: Progress, workers: int = 1) -> Readiness:
-    """Measure every weight of an FP8 GEMM and judge. `state_file` is a sidecar that stands for the checkpoint's own
-    FP8 state. Raises as make_plan does, and as read_state for a state of another model."""
+    """Measure every weight of an FP8 GEMM and judge. `state_file` is what --fp8-state names. Raises as make_plan and
+    known_state do."""
     plan, jobs = plan_gemms(reader)
-    states = read_state(state_file, plan.gemms) if state_file else reader.fp8
-    if states:
-        check_modules(states, plan.gemms)
+    known = known_state(reader, plan.gemms, state_file)
     with progress(stored_bytes(reader, jobs)) as on_bytes:
-        weights = measure_weights(reader, plan, jobs, states, workers=workers, on_bytes=on_bytes)
-    judged = judge(list(plan.gemms), weights, states)
-    return replace(judged, notes=tuple(_notes(reader.iteration, states)))
+        weights = measure_weights(reader, plan, jobs, known.current, workers=workers, on_bytes=on_bytes)
+    judged = judge(list(plan.gemms), weights, known.current or known.outdated, outdated=known.current is None)
+    return replace(judged, notes=tuple(_notes(known)))
 
 
-def _notes(iteration: int | None, states: Fp8States | None) -> Iterator[str]:
-    if states is None:
+def _notes(known: KnownState) -> Iterator[str]:
+    yield from known.notes
+    if known.outdated:
+        yield (
+            f"The FP8 state ({origin(known.outdated)}) was recorded with other weights than these: nothing uses it. "
+            "`precisionctl calibrate` records it anew."
+        )
+    elif known.current is None:
         yield "There is no FP8 state: delayed scaling has nothing to start from but the weights."
-    elif iteration is not None and states.iteration is not None:
-        age, window = iteration - states.iteration, states.recipe.amax_history_len
-        if age > window:
-            yield f"The FP8 state is {age} steps old, and its history goes back {window}: nothing in it is recent."

@@ -111,10 +111,17 @@ class Readiness:
         return _count(health.role for health in self.roles if health.measured)
 
 
-def judge(gemms: Sequence[str], weights: Mapping[str, Sequence[Statistics]], states: Fp8States | None) -> Readiness:
-    """Judge the modules whose GEMMs would be FP8, by their weights and by what `states` recorded and measured."""
+def judge(
+    gemms: Sequence[str],
+    weights: Mapping[str, Sequence[Statistics]],
+    states: Fp8States | None,
+    *,
+    outdated: bool = False,
+) -> Readiness:
+    """Judge the modules whose GEMMs would be FP8, by their weights and by what `states` recorded and measured;
+    `outdated` is what was recorded with other weights than these."""
     roles = [
-        _judge_role(module, role, weights.get(module, ()), states)
+        _judge_role(module, role, weights.get(module, ()), states, outdated)
         for module in (*gemms, *_others(gemms, states))
         for role in _roles_of(module, module in weights, states)
     ]
@@ -134,7 +141,9 @@ def _roles_of(module: str, is_gemm: bool, states: Fp8States | None) -> list[Role
     return [role for role in ROLES + ATTENTION if role in known or (is_gemm and role in IN_USE)]
 
 
-def _judge_role(module: str, role: Role, weights: Sequence[Statistics], states: Fp8States | None) -> RoleHealth:
+def _judge_role(
+    module: str, role: Role, weights: Sequence[Statistics], states: Fp8States | None, outdated: bool
+) -> RoleHealth:
     state = states.modules.get(module) if states else None
     part = state.roles.get(role) if state else None
     measured_before = states.statistics.get(module, {}).get(role) if states else None
@@ -147,13 +156,16 @@ def _judge_role(module: str, role: Role, weights: Sequence[Statistics], states: 
     if states and part:
         history = read_history(part, role, states.recipe)
         findings += _by_history(history) if history else [_NEVER]
-        if role == "weight" and history and _is_stale(measured, recorded_amax(part, role, states.recipe)):
+        if history and outdated:
+            findings.append(_OUTDATED)
+        elif role == "weight" and history and _is_stale(measured, recorded_amax(part, role, states.recipe)):
             words = f"the recorded amax is more than {STALE.shown} off the weights' own"
             findings.append(Finding("recalibrate", "stale", ("delayed",), words))
     return RoleHealth(module, role, measured, history, tuple(findings))
 
 
 _NEVER = Finding("recalibrate", "never recorded", ("delayed",), "never recorded")
+_OUTDATED = Finding("recalibrate", "other weights", ("delayed",), "recorded with other weights than these")
 
 
 def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[Finding]:

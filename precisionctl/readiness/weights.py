@@ -4,37 +4,23 @@ Blocks are those of Megatron's tensors, in which q, k and v and gate and up stan
 mapped on their way as in a conversion.
 """
 
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Chunk, Reader, whole
+from precisionctl.checkpoints.base import Reader
 from precisionctl.conversion.processes import in_processes, one_torch_thread
-from precisionctl.conversion.worker import Worker
+from precisionctl.conversion.worker import Nowhere, Worker
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.fp8.statistics import Statistics
-from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
-
-
-@dataclass(frozen=True)
-class _Nowhere:
-    """A target whose tensors are looked at and not kept: all rows are wanted, and none is put anywhere."""
-
-    specs: Mapping[str, TensorSpec]
-
-    def chunks(self, name: str) -> Sequence[Chunk]:
-        return [Chunk(whole(self.specs[name]), Path(os.devnull))]
 
 
 class _Amax(Worker):
@@ -102,7 +88,7 @@ def measure_weights(
     Under delayed scaling with the scale of `states`, where that was recorded. `on_bytes` hears of stored bytes that
     have been measured; `workers` are processes.
     """
-    nowhere = _Nowhere(plan.targets)
+    nowhere = Nowhere(plan.targets)
     first, second = _Amax(plan, reader, nowhere), _Measurer(plan, reader, nowhere)
     scales = {job.name: scale for job, scale in zip(jobs, _scales(jobs, states), strict=True)}
     results = in_processes(

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader, stored_dtype
 from precisionctl.checkpoints.megatron.run import of_megatron
-from precisionctl.errors import CheckpointError
+from precisionctl.conversion.known_state import is_of_weights
+from precisionctl.conversion.weights_digest import digest_weights
+from precisionctl.errors import CheckpointError, PrecisionctlError
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.fp8 import e2m1
 from precisionctl.fp8.numerics import recorded_amax
@@ -40,7 +42,7 @@ def describe(reader: Reader) -> Description:
         "coded": _coded(reader),
         "model": asdict(reader.model),
         "optimizer": _optimizer(reader),
-        "fp8": _fp8(reader.fp8, reader.iteration) if reader.fp8 else None,
+        "fp8": _fp8(reader.fp8, reader) if reader.fp8 else None,
     }
 
 
@@ -95,18 +97,28 @@ def _sharing(spec: TensorSpec, block: tuple[int, int]) -> str:
     return "channel" if block[0] == 1 and block[1] >= spec.columns else f"block of {block[0]} x {block[1]}"
 
 
-def _fp8(states: Fp8States, iteration: int | None) -> dict[str, Any]:
+def _fp8(states: Fp8States, reader: Reader) -> dict[str, Any]:
+    iteration = reader.iteration
     age = None if iteration is None or states.iteration is None else iteration - states.iteration
     return {
         "recipe": asdict(states.recipe),
         "producer": states.producer,
         "recorded_at_iteration": states.iteration,
         "age_in_steps": age,
+        "of_these_weights": _is_of_its_weights(states, reader),
         "never_recorded": {role: _never_recorded(states, role) for role in _roles(states)},
         "not_understood": sorted(states.raw),
         "notes": list(states.notes),
         "modules": {name: _module(state, states.recipe) for name, state in states.modules.items()},
     }
+
+
+def _is_of_its_weights(states: Fp8States, reader: Reader) -> bool | None:
+    """None for a checkpoint of which too much is missing to say."""
+    try:
+        return is_of_weights(states, digest_weights(reader), reader)
+    except PrecisionctlError:
+        return None
 
 
 def _roles(states: Fp8States) -> list[Role]:
@@ -213,7 +225,8 @@ def _age(fp8: Description) -> str:
     recorded = fp8["recorded_at_iteration"]
     when = "recorded at an unknown iteration" if recorded is None else f"recorded at iteration {recorded}"
     age = fp8["age_in_steps"]
-    return f"{len(fp8['modules'])} modules, {when}" + (f", {age} steps ago" if age else "")
+    others = ", with other weights than these: not used" if fp8["of_these_weights"] is False else ""
+    return f"{len(fp8['modules'])} modules, {when}" + (f", {age} steps ago" if age else "") + others
 
 
 def _by_role(fp8: Description) -> Table:

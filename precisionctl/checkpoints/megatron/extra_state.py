@@ -237,19 +237,23 @@ def as_states(
     recorded = common.get(OURS)  # what a payload has no place for
     ours = recorded if isinstance(recorded, dict) else {}
     producer, dated = ours.get("fp8_producer"), ours.get("fp8_iteration", iteration)
+    weights = ours.get("fp8_of_weights")
     states = Fp8States(
         decoded.recipe or DelayedScaling(),
         decoded.modules,
         decoded.raw,
         producer if type(producer) is str else "transformer_engine",
         dated if type(dated) is int else None,
+        of_weights=weights if type(weights) is str else None,
         notes=tuple(decoded.notes),
     )
-    return _with_aside(states, aside) if aside else states
+    of_the_same = aside and (aside.of_weights, aside.iteration) == (states.of_weights, states.iteration)
+    return _with_aside(states, aside) if aside and of_the_same else states
 
 
 def _with_aside(states: Fp8States, aside: Fp8States) -> Fp8States:
-    """Add what payloads have no place for and the sidecar (`aside`) has: keys and values of a cache, and statistics."""
+    """Add what payloads have no place for and the sidecar (`aside`) of the same weights has: keys and values of a
+    cache, and statistics."""
     modules = dict(states.modules)
     for name, state in aside.modules.items():
         cache = Fp8State({role: part for role, part in state.roles.items() if role in CACHE})

@@ -22,6 +22,15 @@ _NONE = ("word_embeddings", "position_embeddings", "output_layer", "router")
 _ATTENTION = ".self_attention.linear_proj"
 
 
+def origin(states: Fp8States) -> dict[str, object]:
+    """What the common data says of state in payloads, which have no place for it."""
+    return {
+        "fp8_iteration": states.iteration,
+        "fp8_producer": states.producer,
+        "fp8_of_weights": states.of_weights,
+    }
+
+
 def demanded(names: Iterable[str]) -> list[str]:
     """The objects that some Megatron from 0.12 to 0.19 asks for, of a model with these tensors.
 

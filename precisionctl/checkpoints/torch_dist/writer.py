@@ -19,7 +19,7 @@ from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
-from precisionctl.checkpoints.megatron.extra_state_writer import beside_payloads, demanded, payloads_of
+from precisionctl.checkpoints.megatron.extra_state_writer import beside_payloads, demanded, origin, payloads_of
 from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
 from precisionctl.checkpoints.megatron.logical import MASTER, OPTIMIZER, STATE
 from precisionctl.checkpoints.megatron.provider import write_run_config
@@ -131,7 +131,7 @@ class TorchDistWriter:
 
     def _common_data(self, fp8: Fp8States | None) -> dict[str, object]:
         args = self._args | (fp8_args(fp8) if fp8 else {})
-        ours = {"fp8_iteration": fp8.iteration, "fp8_producer": fp8.producer} if fp8 else {}
+        ours = origin(fp8) if fp8 else {}
         return {
             "args": argparse.Namespace(**args),
             "checkpoint_version": 3.0,

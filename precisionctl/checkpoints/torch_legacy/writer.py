@@ -24,6 +24,7 @@ from precisionctl.checkpoints.megatron.extra_state_writer import (
     beside_payloads,
     demanded,
     grouped_payloads,
+    origin,
 )
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, expert_of, layer_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER, STATE
@@ -190,7 +191,7 @@ class LegacyWriter:
             "num_floating_point_operations_so_far": 0,
         }
         if fp8:
-            content[OURS] = {"fp8_iteration": fp8.iteration, "fp8_producer": fp8.producer}
+            content[OURS] = origin(fp8)
         content |= {key: value for key, value in self._run.common.items() if key != "optimizer"}
         if rank.optimizer:
             settings = self._run.common.get("optimizer")

@@ -1,0 +1,75 @@
+"""The digest of a model's weights, by which FP8 state, or a fixed scale, is known to have been recorded with them.
+
+It is taken in Megatron's layout and of values rounded to BF16, so that it is the same for the same weights in every
+container and layout, cut and padded for any ranks, in FP32, FP16 or BF16, or as codes that decode to them.
+
+Of each matrix it reads a few whole rows, of each vector everything: a digest of all bytes would cost as much as the
+conversion. A step of training, a merge, a rescaling of channels or another rounding changes some of what is read. An
+edit of single rows of a matrix may not; weight scales do not rest on it, since they are made from the weights.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import sha256
+
+import torch
+
+from precisionctl.architectures.find import architecture_of
+from precisionctl.checkpoints.base import Reader
+from precisionctl.conversion.encoder import Piece
+from precisionctl.conversion.worker import Nowhere, Source, Worker
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Job, Plan
+from precisionctl.planning.segments import lower
+
+_ROWS = 4
+"""Of each matrix: the first, the last, and some between."""
+
+
+def digest_weights(reader: Reader) -> str:
+    """SHA-256, in hexadecimal, of the weights of an open checkpoint. Raises as make_plan and reading do."""
+    only_hf = architecture_of(reader.model.architecture).refused
+    return digest_planned(make_plan(reader, "hf" if only_hf else "megatron"), reader)
+
+
+def digest_planned(plan: Plan, source: Source) -> str:
+    """The same for what a plan writes in Megatron's layout."""
+    sampler, total = _Sampler(plan, source, Nowhere(plan.targets)), sha256()
+    for job in sorted(plan.jobs, key=lambda job: job.name):
+        for name, row, values in sampler.samples(job):
+            if bool(values.any()):  # biases of zeros are in one layout and not in the other
+                total.update(f"{name} {row}\n".encode())
+                total.update(values.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+class _Sampler(Worker):
+    """Reads a few rows of what jobs would write."""
+
+    def samples(self, job: Job) -> Iterator[Piece]:
+        """Some rows of what a job writes, each by itself: the tensor's name, the row's number, `[1, columns]`."""
+        if not job.writes:
+            return
+        if self._plan.computes(job):
+            made = self._plan.compute(job, [self._whole(name, torch.float32) for name in job.reads])
+            for name, tensor in zip(job.writes, made, strict=False):
+                rows = tensor.reshape(self._plan.targets[name].rows, -1)
+                yield from ((name, row, rows[row : row + 1]) for row in self._sampled(job, name))
+            return
+        reads = {name: self._reader.specs[name].rows for name in job.reads}
+        for segment in lower(job.row, self._plan.model, self._plan.source, self._plan.target, reads, job.writes):
+            last = segment.write_row + segment.rows
+            for row in self._sampled(job, segment.write):
+                if segment.write_row <= row < last:
+                    one = replace(segment, read_row=segment.read_row + row - segment.write_row, write_row=row, rows=1)
+                    yield from self._moved(one)
+
+    def _sampled(self, job: Job, name: str) -> list[int]:
+        """The numbers of the rows to read of a tensor, none of them padding of the vocabulary."""
+        spec, model = self._plan.targets[name], self._plan.model
+        rows = spec.rows
+        if self._plan.target == "megatron" and spec.shape:
+            rows = min(rows, job.row.shape(replace(model, padded_vocab_size=model.vocab_size))[0])
+        if spec.columns == 1:
+            return list(range(rows))
+        return sorted({number * (rows - 1) // (_ROWS - 1) for number in range(_ROWS)})
