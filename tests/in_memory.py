@@ -11,6 +11,7 @@ from precisionctl.architectures.find import to_hf_config
 from precisionctl.checkpoints.base import Chunk, Companions, Reader, read_tensor, whole
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
 from precisionctl.conversion import convert
+from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.engines.base import engines
 from precisionctl.export.export import Format, make_export, plan_in_bf16
 from precisionctl.fp8.encoding import Encoding
@@ -80,7 +81,7 @@ def recorded(reader: Reader, *, seed: int = 0) -> Fp8States:
         modules[name] = Fp8State(
             {role: after_one_update(amax, role, recipe) for role, amax in zip(ROLES, amaxes, strict=True)}
         )
-    return Fp8States(recipe, modules, iteration=7)
+    return Fp8States(recipe, modules, iteration=7, of_weights=digest_weights(reader))
 
 
 def with_state(reader: Reader, *, seed: int = 0) -> InMemory:

@@ -16,6 +16,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.conversion.work import execute
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
@@ -39,7 +40,9 @@ def states_for(directory: Path, recipe: DelayedScaling) -> Fp8States:
             history[-1] = number / 2
         scale = torch.tensor(448.0 / number / 2**recipe.margin)
         modules[module] = Fp8State({role: RoleState(scale, history) for role in ROLES})
-    return Fp8States(recipe, modules, producer="test", iteration=123)
+    return Fp8States(
+        recipe, modules, producer="test", iteration=123, of_weights=digest_weights(open_checkpoint(directory))
+    )
 
 
 SHORT = DelayedScaling(amax_history_len=8)

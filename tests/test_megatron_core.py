@@ -1,5 +1,6 @@
 """megatron-core itself as the judge: it loads what we write, we read what it saves."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,10 @@ from pico import make, save
 from transformers import LlamaForCausalLM
 
 from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.conversion.work import execute
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state import decode_payload
@@ -77,7 +80,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         save(top / family, family, **changes)
         with torch.no_grad():
             expected[family] = make(family, **changes)(TOKENS).logits
-    sidecar.write(top / "llama-3" / sidecar.RELATIVE, fp8_states(layers=2))
+    weights = digest_weights(open_checkpoint(top / "llama-3"))
+    sidecar.write(top / "llama-3" / sidecar.RELATIVE, replace(fp8_states(layers=2), of_weights=weights))
     for size in (1, 2):
         for family in FAMILIES:
             execute(

@@ -21,6 +21,7 @@ from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.conversion import convert
+from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.errors import OutputError, PrecisionError, RecipeError
 from precisionctl.fp8.state import Fp8State, Fp8States, Role
 from precisionctl.fp8.statistics import AMAX, Statistics
@@ -111,7 +112,7 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     progress = Progress(output, identity, world)
     with disk_problems(output), progress.locked(), stop_signals() as received:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        recorder = Recorder(recipe.precision, device, world)
+        recorder, weights = Recorder(recipe.precision, device, world), digest_weights(source)
         before = progress.load(recorder)
         model = _model(source, recipe, backend, device, world)
         stopped = None
@@ -120,10 +121,10 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
                 on_pass(done, passes)
             stopped = agreed_signal(world, received) if done < passes else None
             if stopped or (done < passes and done % SAVE_EVERY == 0):
-                progress.save(done, _states(recorder, source, model.shares))
+                progress.save(done, _states(recorder, source.iteration, weights, model.shares))
             if stopped:
                 break
-        states = _states(recorder, source, model.shares)
+        states = _states(recorder, source.iteration, weights, model.shares)
         if not stopped:
             progress.finish(states)
     return Calibrated(calibration.out, states, passes, at_once, (*rows.notes, *notes), stopped, world.first)
@@ -197,15 +198,16 @@ def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, 
             yield number + 1
 
 
-def _states(recorder: Recorder, source: Reader, held: Shares) -> Fp8States:
-    """What all ranks have recorded."""
+def _states(recorder: Recorder, iteration: int | None, weights: str, held: Shares) -> Fp8States:
+    """What all ranks have recorded of a model with `weights` of this digest."""
     modules = recorder.states()
     return Fp8States(
         recorder.precision.delayed,
         modules,
         producer=CALIBRATED,
-        iteration=source.iteration,
+        iteration=iteration,
         statistics=_merged(recorder, modules, held),
+        of_weights=weights,
     )
 
 

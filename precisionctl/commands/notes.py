@@ -110,7 +110,10 @@ def payload_notes(te: TeVersion, expert_ranks: int | None) -> Iterator[str]:
 def state_notes(change: StateChange) -> Iterator[str]:
     """Which scales of weights were not carried but made from the weights, and why."""
     if change.stale:
-        yield f"The recorded weight amax of {len(change.stale)} modules was stale and is computed from the weights."
+        yield (
+            f"The recorded weight amax of {len(change.stale)} modules does not fit the weights and is computed from "
+            "them. The state of their inputs may be of other weights too: only an explicit --fp8-state uses it."
+        )
     if change.from_weights:
         yield (
             f"Weight scales of {len(change.from_weights)} modules come from the weights; their activations and "

@@ -1,7 +1,7 @@
 """What `convert` is asked for, and how that is planned."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,8 @@ from precisionctl.commands.notes import (
 from precisionctl.commands.open_source import open_source
 from precisionctl.commands.plan_export import plan_export_of
 from precisionctl.commands.writers import CONTAINERS, hf_writer, megatron_writer
-from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
+from precisionctl.conversion.known_state import NOT_KNOWN, KnownState, fixed_scales_hold, known_state
+from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.conversion.work import Finish, Work, digest_of, open_output
 from precisionctl.errors import RecipeError
 from precisionctl.export.export import plan_in_bf16
@@ -161,7 +162,7 @@ def _plan_values(conversion: Conversion, reader: Reader, encodings: WeightEncodi
     notes += _fp8_notes(conversion, plan, state, payloads=makes)
     notes += known_state_notes(known, carried=beside is known.outdated and not makes)
     notes += code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)
-    finish = _make_state(state, conversion, plan, notes) if makes else lambda found: beside
+    finish = _make_state(state, conversion, reader, plan, notes) if makes else lambda found: beside
     digest = digest_of(plan, conversion, conversion.fp8_state, encodings)
     return Work(reader, plan, writer, output, finish, digest, notes, makes, trained, encodings)
 
@@ -269,7 +270,9 @@ def _as_export(conversion: Conversion) -> InferenceExport:
     )
 
 
-def _make_state(carried: Fp8States | None, conversion: Conversion, plan: Plan, notes: list[str]) -> Finish:
+def _make_state(
+    carried: Fp8States | None, conversion: Conversion, reader: Reader, plan: Plan, notes: list[str]
+) -> Finish:
     """Makes the state that a run will load, once the weights' amaxes are known: of the modules that carry some, or,
     where the result is to be trained in FP8, of every FP8 GEMM."""
     recipe = conversion.recipe.delayed if conversion.recipe else None
@@ -280,6 +283,8 @@ def _make_state(carried: Fp8States | None, conversion: Conversion, plan: Plan, n
         amax = amax_by_module(weight_amax, {module: shape for module, shape in plan.gemms.items() if wanted(module)})
         change = carry_state(carried, amax, recipe)
         notes.extend(state_notes(change))
-        return change.states
+        if change.stale:  # then who knows what else is
+            return replace(change.states, of_weights=NOT_KNOWN)
+        return change.states if carried else replace(change.states, of_weights=digest_weights(reader))
 
     return make

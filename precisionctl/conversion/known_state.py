@@ -17,6 +17,9 @@ from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.fp8.carry import check_modules, merged, read_state, under_recipe
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 
+NOT_KNOWN = ""
+"""The digest of state that is of none of the weights that anybody has: with it a state is used no more."""
+
 
 @dataclass(frozen=True)
 class KnownState:

@@ -8,16 +8,18 @@ conversion. A step of training, a merge, a rescaling of channels or another roun
 edit of single rows of a matrix may not; weight scales do not rest on it, since they are made from the weights.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 import torch
 
 from precisionctl.architectures.find import architecture_of
-from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.base import Chunk, Chunked, Reader
 from precisionctl.conversion.encoder import Piece
 from precisionctl.conversion.worker import Nowhere, Source, Worker
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.segments import lower
@@ -29,11 +31,24 @@ _ROWS = 4
 def digest_weights(reader: Reader) -> str:
     """SHA-256, in hexadecimal, of the weights of an open checkpoint. Raises as make_plan and reading do."""
     only_hf = architecture_of(reader.model.architecture).refused
-    return digest_planned(make_plan(reader, "hf" if only_hf else "megatron"), reader)
+    return _digest(make_plan(reader, "hf" if only_hf else "megatron"), reader)
 
 
-def digest_planned(plan: Plan, source: Source) -> str:
-    """The same for what a plan writes in Megatron's layout."""
+def digest_written(plan: Plan, written: Chunked) -> str:
+    """The same of the values that a plan in Megatron's layout has written, while they are no checkpoint yet."""
+    return _digest(plan, _Values(written.specs, written.chunks))
+
+
+@dataclass(frozen=True)
+class _Values:
+    """A source of tensors none of which are codes."""
+
+    specs: Mapping[str, TensorSpec]
+    chunks: Callable[[str], Sequence[Chunk]]
+    encodings: Mapping[str, Encoding] = field(default_factory=dict)
+
+
+def _digest(plan: Plan, source: Source) -> str:
     sampler, total = _Sampler(plan, source, Nowhere(plan.targets)), sha256()
     for job in sorted(plan.jobs, key=lambda job: job.name):
         for name, row, values in sampler.samples(job):

@@ -18,6 +18,8 @@ from precisionctl.checkpoints.base import Reader, in_mxfp4, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.conversion import convert
+from precisionctl.conversion.known_state import is_of_weights
+from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.evaluate.cache import round_cached
 from precisionctl.evaluate.quantizers import (
     GroupInputs,
@@ -93,13 +95,14 @@ def _cache_is_fp8(reader: HuggingFaceReader) -> bool:
 def _live_state(reader: Reader) -> Fp8States | None:
     """The state that the checkpoint's next step would compute with; None where that step is not in FP8.
 
-    State in a sidecar is carried, not used: its modules are in BF16. State that lacks a scale is none yet.
+    State in a sidecar is carried, not used: its modules are in BF16. State that lacks a scale is none yet, and what was
+    recorded with other weights is none any more.
     """
-    if isinstance(reader, HuggingFaceReader):
-        return reader.live_fp8
-    states = reader.fp8
-    if states is None or reader.layout != "megatron" or reader.path is None:
+    states = reader.live_fp8 if isinstance(reader, HuggingFaceReader) else reader.fp8
+    if states is None or not is_of_weights(states, digest_weights(reader), reader):
         return None
+    if isinstance(reader, HuggingFaceReader) or reader.path is None:
+        return states
     carried = sidecar.find(reader.path)
     live = states.without(carried.modules) if carried else states
     used = [state.roles[role] for state in live.modules.values() if state.of_gemm for role in ("input", "weight")]

@@ -94,13 +94,15 @@ def first_recorded(states: Sequence[Fp8State]) -> Fp8State:
     return Fp8State(roles)
 
 
-def merged(first: Fp8States, second: Fp8States, recipe: DelayedScaling | None = None) -> Fp8States:
-    """Both as one: what the first never recorded is that of the second. Under `recipe`, or that of the first."""
-    new = recipe or first.recipe
-    states = [under_recipe(new, first), under_recipe(new, second)]
-    modules = {name: first_recorded([each[name] for each in states if name in each]) for name in states[0] | states[1]}
+def merged(first: Fp8States, second: Fp8States) -> Fp8States:
+    """Both as one, under the recipe of the first: what that never recorded is taken from the second."""
+    states = [first.modules, under_recipe(first.recipe, second)]
+    modules = {
+        name: first_recorded([each[name] for each in states if name in each])
+        for name in dict.fromkeys([*states[0], *states[1]])
+    }
     statistics = {**second.statistics, **first.statistics}
-    return replace(first, recipe=new, modules=modules, raw={**second.raw, **first.raw}, statistics=statistics)
+    return replace(first, modules=modules, raw={**second.raw, **first.raw}, statistics=statistics)
 
 
 def carry_state(

@@ -14,6 +14,7 @@ import torch
 from precisionctl.checkpoints.lock import lock
 from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.conversion.known_state import KnownState, origin
 from precisionctl.errors import OutputError
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
@@ -228,12 +229,21 @@ def _start(run: Run, setup: _Setup) -> Fp8Start:
     parts.take(run, setup.source, setup.skipped)
     if run.guard:
         run.guard.start(run.step)
-    with_fp8 = "fp8" not in setup.skipped
-    found = setup.source.fp8 if with_fp8 else None
+    known, path = setup.known, setup.source.path
     if setup.settings.collect_amax:
-        return start_collecting(run, found)
-    aside = sidecar.find(setup.source.path) if setup.source.path and with_fp8 else None
-    return start_fp8(run, found, aside, setup.given, cold=setup.settings.cold_start)
+        started = start_collecting(run, known.current)
+    else:
+        aside = sidecar.find(path) if path and "fp8" not in setup.skipped else None
+        started = start_fp8(run, known, aside, cold=setup.settings.cold_start)
+    return replace(started, notes=(*known.notes, *_outdated_notes(run, known), *started.notes))
+
+
+def _outdated_notes(run: Run, known: KnownState) -> Iterator[str]:
+    if known.outdated and (run.recipe.precision.fp8 or run.recorder):
+        yield (
+            f"the checkpoint's FP8 state ({origin(known.outdated)}) was recorded with other weights: "
+            "nothing starts from it"
+        )
 
 
 def _notes(setup: _Setup, run: Run) -> Iterator[str]:

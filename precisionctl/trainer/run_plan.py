@@ -8,8 +8,7 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.fp8.carry import read_state
-from precisionctl.fp8.state import Fp8States
+from precisionctl.conversion.known_state import KnownState, known_state
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan, check_fp8_gemms
@@ -27,8 +26,7 @@ from precisionctl.trainer.settings import Settings, check_length
 @dataclass(frozen=True)
 class RunPlan:
     """A run but for its data. `load` and `skipped` say what is taken from the `source`, `plan` how its tensors become
-    the model's; `schedule` is the checkpoint's where that goes on, `given` the FP8 state of the file that the command
-    names."""
+    the model's; `schedule` is the checkpoint's where that goes on, `known` the FP8 state to start from."""
 
     settings: Settings
     recipe: Recipe
@@ -39,7 +37,7 @@ class RunPlan:
     skipped: frozenset[Part]
     schedule: MegatronSchedule | None
     backend: BackendName
-    given: Fp8States | None
+    known: KnownState
 
     @property
     def model(self) -> ModelShape:
@@ -78,5 +76,5 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
     GPT(plan.model, precision, device="meta")  # which takes no memory, and has all that it refuses
     if settings.collect_amax:
         check_fp8_gemms(plan, replace(precision, fp8=True))
-    given = read_state(settings.fp8_state, plan.gemms) if settings.fp8_state else None
-    return RunPlan(settings, recipe, settings.folder, source, plan, load, skipped, schedule, backend, given)
+    known = known_state(source, plan.gemms, settings.fp8_state, drop="fp8" in skipped)
+    return RunPlan(settings, recipe, settings.folder, source, plan, load, skipped, schedule, backend, known)

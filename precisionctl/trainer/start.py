@@ -1,10 +1,10 @@
 """The FP8 state of a run's first step, role by role: never empty histories in silence.
 
-Each role has the first of these that recorded it: the state in the checkpoint, carried from FP8 training or collected
-in BF16 training; that of a file, calibrated; warm-up passes, forward and backward in BF16 over the coming
-micro-batches, without an update and without consuming them, a history row each. A weight that none of them recorded,
-or not as it is, has its amax from itself. An expert that has seen no token starts with the largest amax of the layer's
-others.
+Each role has the first of these that recorded it: the state of a file that the command names; that in the checkpoint,
+carried from FP8 training or collected in BF16 training, if it is of the checkpoint's weights; warm-up passes, forward
+and backward in BF16 over the coming micro-batches, without an update and without consuming them, a history row each. A
+weight that none of them recorded, or not as it is, has its amax from itself. An expert that has seen no token starts
+with the largest amax of the layer's others.
 """
 
 import math
@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from precisionctl.conversion.known_state import KnownState
 from precisionctl.fp8.carry import (
     StateChange,
     amax_by_module,
@@ -61,14 +62,11 @@ class Fp8Start:
     notes: tuple[str, ...] = ()
 
 
-def start_fp8(
-    run: Run, found: Fp8States | None, aside: Fp8States | None, given: Fp8States | None = None, *, cold: bool
-) -> Fp8Start:
-    """Set the state of every FP8 linear of the run's model from what is `found` in the checkpoint, else from what is
-    `given` in a file; `cold` is scale 1 and empty histories everywhere, whatever there is. `aside` is what the
-    checkpoint itself carried unused."""
+def start_fp8(run: Run, state: KnownState, aside: Fp8States | None, *, cold: bool) -> Fp8Start:
+    """Set the state of every FP8 linear of the run's model from what may be used of the checkpoint's `state`; `cold` is
+    scale 1 and empty histories everywhere, whatever there is. `aside` is what the checkpoint itself carried unused."""
     linears, recipe = fp8_linears(run.model), run.recipe.precision.delayed
-    carried, left = _unused((found, aside, given), linears)
+    carried, left = _unused((*state.usable, state.outdated, aside), linears)
     if not linears:
         return Fp8Start({}, carried, left)
     fresh = {name: Fp8State.fresh(recipe.amax_history_len, _shape(linear)) for name, linear in linears.items()}
@@ -78,7 +76,7 @@ def start_fp8(
         notes = ("cold start: scale 1 and empty histories everywhere",)
         return Fp8Start({"never recorded": _all_gemms(linears)}, None, notes)
     shapes = {name: state.shape for name, state in fresh.items()}
-    known = [_fitting(states, shapes, recipe) for states in (found, given) if states]
+    known = [_fitting(states, shapes, recipe) for states in state.usable]
     if not all(_recorded(name, fresh, known) for name in linears):
         known.append(("warm-up", _warm_up(run)))
     first = {

@@ -25,6 +25,7 @@ from precisionctl.checkpoints.megatron.run import Carried
 from precisionctl.checkpoints.module import LiveModel, Made, Part, RowsOf, Snapshot
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
+from precisionctl.conversion.weights_digest import digest_written
 from precisionctl.conversion.worker import Worker
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
@@ -104,9 +105,9 @@ class Saver:
         world.meet()
         if world.first:
             with disk_problems(iteration.output):
-                iteration.writer.finish(iteration.fp8)
-                if iteration.beside:
-                    sidecar.write(iteration.output.partial / sidecar.RELATIVE, iteration.beside)
+                iteration.writer.finish(iteration.of_its_weights(iteration.fp8))
+                if beside := iteration.of_its_weights(iteration.collected) or iteration.carried:
+                    sidecar.write(iteration.output.partial / sidecar.RELATIVE, beside)
                 if self._coded:
                     encodings_file.write(iteration.output.partial, self._coded)
                 iteration.output.commit()
@@ -118,14 +119,23 @@ class Saver:
 
 @dataclass(frozen=True)
 class _Iteration:
-    """What a checkpoint is to be, as the run was when it began."""
+    """What a checkpoint is to be, as the run was when it began: of FP8 state, what its modules compute with, what it
+    has `collected` in BF16, and what is only `carried`."""
 
     step: int
     plan: Plan
     output: Output
     writer: TorchDistWriter
     fp8: Fp8States | None
-    beside: Fp8States | None
+    collected: Fp8States | None
+    carried: Fp8States | None
+
+    def of_its_weights(self, states: Fp8States | None) -> Fp8States | None:
+        """State that is the run's own, bound to the weights that are written."""
+        if states is None:
+            return None
+        model = replace(self.plan, jobs=tuple(job for job in self.plan.jobs if not job.name.startswith(STATE)))
+        return replace(states, of_weights=digest_written(model, self.writer))
 
 
 class _Going:
@@ -175,7 +185,7 @@ def _begin(
             sign(output.partial, _saved(run, wanted))
             writer.lay_out()
     run.world.meet()
-    return _Iteration(run.step, plan, output, writer, _live(run), _beside(run, carried))
+    return _Iteration(run.step, plan, output, writer, _live(run), _collected(run, carried), carried)
 
 
 def _carried(run: Run) -> Carried:
@@ -253,10 +263,10 @@ def _live(run: Run) -> Fp8States | None:
     return Fp8States(run.recipe.precision.delayed, live, producer=PRODUCER, iteration=run.step) if live else None
 
 
-def _beside(run: Run, carried: Fp8States | None) -> Fp8States | None:
-    """What is collected, which has grown out of what was carried; else that."""
+def _collected(run: Run, carried: Fp8States | None) -> Fp8States | None:
+    """What a BF16 run has collected, which has grown out of what was carried."""
     if run.recorder is None or run.recipe.precision.fp8:
-        return carried
+        return None
     collected = Fp8States(run.recipe.precision.delayed, run.recorder.states(), producer=COLLECTED, iteration=run.step)
     return replace(collected, raw=carried.raw, statistics=carried.statistics) if carried else collected
 
