@@ -1,6 +1,7 @@
 """A checkpoint whose tensors are in memory, as Reader and Writer; and exports made from one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +50,12 @@ class InMemory:
 
     def finish(self, fp8: Fp8States | None) -> None:
         self.fp8 = fp8
+
+
+@contextmanager
+def no_progress() -> Iterator[Callable[[int], None]]:
+    """What nobody watches."""
+    yield lambda count: None
 
 
 def to_megatron(reader: Reader, *, parallelism: Parallelism = ONE_RANK) -> InMemory:

@@ -283,7 +283,7 @@ def _make_state(
         amax = amax_by_module(weight_amax, {module: shape for module, shape in plan.gemms.items() if wanted(module)})
         change = carry_state(carried, amax, recipe)
         notes.extend(state_notes(change))
-        if change.stale:  # then who knows what else is
+        if change.stale and not (reader.fp8 and reader.fp8.of_weights):  # then nothing proves the rest
             return replace(change.states, of_weights=NOT_KNOWN)
         return change.states if carried else replace(change.states, of_weights=digest_weights(reader))
 

@@ -89,7 +89,8 @@ def fixed_scales_hold(reader: Reader, encodings: WeightEncodings) -> bool:
 
 def origin(states: Fp8States) -> str:
     """Who recorded it and when, in a few words."""
-    return states.producer + ("" if states.iteration is None else f", iteration {states.iteration}")
+    when = [] if states.iteration is None else [f"iteration {states.iteration}"]
+    return ", ".join([*filter(None, [states.producer]), *when]) or "of nobody knows whom"
 
 
 def _file_notes(file: Path, given: Fp8States, own: Fp8States | None, digest: str) -> Iterator[str]:
