@@ -222,7 +222,7 @@ TENSORS = (
     Foreign(
         "the bare model, as AutoModel saves it: its names lack `model.`, and it has no output layer",
         "`embed_tokens.weight` without `model.` before it",
-        "Save it with AutoModelForCausalLM. From here that can be done only if its embeddings are tied, else its output "
+        "Save it with AutoModelForCausalLM. From here that can be done only if embeddings are tied, else the output "
         "layer would be random: `python -c 'import sys; from transformers import AutoModelForCausalLM as M; "
         "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])' {path} OUT`.",
         lambda reader: next(
