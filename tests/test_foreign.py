@@ -113,6 +113,7 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "accelerate's FSDP in one file": (files("pytorch_model_fsdp.bin"), "in one file", r"pytorch_model\.bin"),
     "a state dict in DCP": (dcp(str), "PyTorch's own checkpoint", "merge-weights"),
     "model and optimizer in DCP": (dcp(str, optimizer=True), "with its optimizer", "dcp_to_torch .*here all.pt"),
+    "an optimizer in DCP": (dcp(lambda name: f"optimizer.state.{name}.exp_avg"), "without its model", "_fsdp_0"),
     "torchtitan": (dcp(as_torchtitan), "torchtitan", "convert_to_hf.py .*here OUT"),
     "DeepSpeed": (
         files("latest", "zero_to_fp32.py", "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),

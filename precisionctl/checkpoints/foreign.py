@@ -187,6 +187,12 @@ TENSORS = (
         lambda reader: _first(reader.specs, "tok_embeddings.weight".__eq__) if _is_dcp(reader) else None,
     ),
     Foreign(
+        "the optimizer of a PyTorch checkpoint (DCP), without its model",
+        f"`{dcp.FILE}`, and tensors of an optimizer alone",
+        "Its model is in another directory, accelerate's in `pytorch_model_fsdp_0` beside it: give that.",
+        lambda reader: "" if _is_dcp(reader) and not reader.specs else None,
+    ),
+    Foreign(
         "PyTorch's own checkpoint (DCP) of a model, as accelerate's FSDP saves it; its names are not Megatron's",
         f"`{dcp.FILE}`, and no tensor with Megatron's names",
         f"`accelerate merge-weights {{path}} OUT`, {_THEN}.",
