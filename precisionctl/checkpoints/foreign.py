@@ -250,7 +250,7 @@ UNREAD = (
         "an archive of NeMo 1",
         "`*.nemo`, or `model_weights.ckpt` beside `model_config.yaml`",
         "In NeMo's container: `python scripts/checkpoint_converters/convert_llama_nemo_to_hf.py --input_name_or_path "
-        "{path} --output_path OUT` (there is one for each family), and give OUT.",
+        "FILE --output_path OUT` (there is one for each family), and give OUT.",
         _has("*.nemo", "model_weights.ckpt"),
     ),
     Foreign(
@@ -328,7 +328,7 @@ UNREAD = (
         "config.json alone",
         "There is a config.json, and no weights beside it: they are *.safetensors, or pytorch_model.bin or its parts "
         "with their index. Other formats (TensorFlow, Flax, ONNX) are not read.",
-        _has("config.json"),
+        lambda path: "" if (path / "config.json").is_file() else None,
     ),
     Foreign(
         "weights without a config",
