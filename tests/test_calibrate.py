@@ -155,6 +155,9 @@ def test_what_is_there_is_never_written_over_nor_the_source_written_to(place: Pa
     for inside in (place / "source", place / "source/state", place / "source/precisionctl/fp8_state.safetensors"):
         with pytest.raises((OutputError, DestinationExists)):
             calibrate(asked(place, inside))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OutputError, match="it is a directory"):  # a file cannot take its place
+        calibrate(asked(place, tmp_path / "empty"))
     (tmp_path / "other.partial").mkdir()
     (tmp_path / "other.partial/mine").write_text("mine")
     with pytest.raises(OutputError, match="mine is there, and no calibration left it"):

@@ -1,8 +1,11 @@
 """The commands as a shell sees them: help, exit codes, one panel for an error, a traceback on request."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pico
 import pytest
@@ -154,13 +157,24 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_a_dry_run_says_that_the_disk_has_no_room(tmp_path, monkeypatch):
+    pico.save(tmp_path / "hf")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    for command in (["convert", "--to", "megatron"], ["export-inference", "--target", "vllm"]):
+        shown = run(*command, tmp_path / "hf", tmp_path / "new" / "out", "--dry-run")
+        assert shown.exit_code == 1
+        assert re.search(r"DiskProblem.*[\d,]{6,} bytes to write, 1,000 bytes free", shown.stderr, re.DOTALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
 def test_a_destination_that_exists_is_left_alone(tmp_path):
     pico.save(tmp_path / "hf")
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
     result = run("convert", tmp_path / "hf", tmp_path / "out", "--to", "megatron")
     assert result.exit_code == 1
     assert "DestinationExists" in result.stderr
-    assert not list((tmp_path / "out").iterdir())
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
 def test_an_export_keeps_the_rules_of_its_engine_and_convert_to_fp8_is_one(tmp_path):

@@ -1,6 +1,8 @@
 """What a conversion refuses before anything is written."""
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,12 +103,69 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path,
     assert tree(tmp_path / "hf") == before
 
 
-def test_a_destination_that_exists_is_left_alone(tmp_path: Path) -> None:
+def file(path: Path) -> None:
+    path.write_text("mine")
+
+
+def filled(path: Path) -> None:
+    path.mkdir()
+    file(path / "mine")
+
+
+def linked(path: Path) -> None:
+    path.with_name("elsewhere").mkdir()
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("make", [file, filled, linked])
+def test_a_destination_that_exists_is_left_alone(tmp_path: Path, make: Callable[[Path], None]) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
-    (tmp_path / "out").mkdir()
+    make(tmp_path / "out")
+    before = tree(tmp_path)
     with pytest.raises(DestinationExists):
         run(tmp_path / "hf", tmp_path / "out", "megatron")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert tree(tmp_path) == before
+
+
+def test_an_empty_directory_is_welcome_and_stays_empty_until_the_result_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    out = tmp_path / "out"
+    out.mkdir()
+    renamed = []
+
+    def rename(source: Path, target: Path) -> None:
+        renamed.append((Path(source).name, list(Path(target).iterdir())))
+        os.replace(source, target)
+
+    monkeypatch.setattr("precisionctl.checkpoints.output.os.rename", rename)
+    run(tmp_path / "hf", out, "megatron")
+    assert renamed == [("out.partial", [])]
+    assert (out / "latest_checkpointed_iteration.txt").is_file()
+
+
+def test_where_a_disk_is_mounted_nothing_can_be_renamed_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr("precisionctl.checkpoints.output.os.path.ismount", lambda path: path == tmp_path / "out")
+    with pytest.raises(DestinationExists, match="mounted.*Choose a directory in it"):
+        run(tmp_path / "hf", tmp_path / "out", "megatron")
+
+
+def test_what_comes_to_be_at_the_destination_meanwhile_is_left_alone_and_the_work_kept(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron"))
+
+    def someone_writes(_count: int) -> None:
+        (tmp_path / "out").mkdir(exist_ok=True)
+        file(tmp_path / "out" / "mine")
+
+    with pytest.raises(DestinationExists):
+        execute(work, on_bytes=someone_writes)
+    assert tree(tmp_path / "out") == {"mine": b"mine"}
+    shutil.rmtree(tmp_path / "out")
+    run(tmp_path / "hf", tmp_path / "out", "megatron")
 
 
 def test_shapes_that_fp8_gemms_do_not_take_are_refused(tmp_path: Path) -> None:

@@ -86,25 +86,6 @@ def test_an_unknown_directory_says_what_was_looked_for(tmp_path: Path) -> None:
     assert not recognise(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("files", "given", "hint"),
-    [
-        (["config.json", "model.gguf"], "", "a config.json, and no weights"),
-        (["model.safetensors"], "", "weights, and no config.json"),
-        (["snapshots/abc/config.json"], "", "hub's cache: give .*snapshots/abc"),
-        (["config.json", "model.safetensors"], "model.safetensors", "the directory of the checkpoint, not a file"),
-    ],
-)
-def test_what_is_nearly_a_checkpoint_is_told_from_what_is_none(
-    files: list[str], given: str, hint: str, tmp_path: Path
-) -> None:
-    for name in files:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    with pytest.raises(UnknownFormat, match=hint):
-        open_checkpoint(tmp_path / given)
-
-
 def edit_index(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path = directory / INDEX
     index = json.loads(path.read_text())
@@ -157,6 +138,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a shard that Git LFS did not fetch": (lambda d: shard(d).write_text(LFS_POINTER), "Git LFS.*git lfs pull"),
     "a .bin that Git LFS did not fetch": (lambda d: only_bin(d, LFS_POINTER), "Git LFS.*git lfs pull"),
     "two models": (lambda d: shutil.copy(shard(d), d / "model.safetensors"), "are two models"),
+    "a stale index beside one file": (
+        lambda d: shard(d).rename(d / "model.safetensors"),
+        r"two models: .* whose model-00001-of-.* is missing .*Remove model.safetensors.index.json if",
+    ),
+    "a file that transformers alone reads": (
+        lambda d: edit_config(d, transformers_weights="other.safetensors"),
+        "transformers read 'other.safetensors'; engines read model.safetensors",
+    ),
     "an index without a map": (lambda d: edit_index(d, lambda i: i.clear()), "weight_map"),
     "a config that is no JSON": (lambda d: (d / "config.json").write_text("{"), "not readable as JSON"),
     "a config without sizes": (lambda d: (d / "config.json").write_text('{"model_type": "llama"}'), "no `num_hidden"),

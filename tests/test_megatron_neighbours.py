@@ -2,14 +2,17 @@
 
 import argparse
 import dataclasses
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
+import pico
 import pytest
 import torch
 import torch.distributed.checkpoint
 import yaml
+from conversions import assert_same_tensors, run
 from pico import FAMILIES, make
 from test_megatron_dist import MODEL, NAMES, specs, values, write
 from torch.distributed.checkpoint import FileSystemWriter
@@ -22,7 +25,7 @@ from precisionctl.checkpoints.megatron.provider import from_provider, to_provide
 from precisionctl.checkpoints.megatron.run import Carried
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.errors import CheckpointError, DamagedCheckpoint
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError
 
 # fields of megatron.bridge.models.gpt_provider.GPTModelProvider that are not TransformerConfig's
 OF_PROVIDER = {
@@ -125,6 +128,57 @@ def test_nemos_directory_is_read(tmp_path):
     )
     assert open_checkpoint(tmp_path).model == MODEL
     assert not Path("executed").exists()
+
+
+def verls(tmp_path: Path, place: str) -> Path:
+    """`actor` as verl's Megatron workers write it: no arguments beside the tensors, config and tokenizer in
+    `huggingface` (verl 0.9 utils/checkpoint/megatron_checkpoint_manager.py; before, without `model`)."""
+    pico.save(tmp_path / "hf", "qwen3", dtype=torch.bfloat16)
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    run(tmp_path / "hf", tmp_path / "dist", "megatron")
+    actor = tmp_path / "actor"
+    shutil.copytree(tmp_path / "dist" / "release", actor / place / "dist_ckpt")
+    shutil.rmtree(actor / place / "dist_ckpt" / "precisionctl")
+    (actor / place / "dist_ckpt" / "run_config.yaml").unlink()
+    torch.save({}, actor / place / "dist_ckpt" / "common.pt")
+    (actor / place / "huggingface").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(tmp_path / "hf" / name, actor / place / "huggingface")
+    return actor
+
+
+@pytest.mark.parametrize("given", ["actor", "dist_ckpt"])
+@pytest.mark.parametrize("place", [".", "model"])
+def test_verls_directory_is_read_with_the_config_beside_it(tmp_path: Path, place: str, given: str) -> None:
+    actor = verls(tmp_path, place)
+    run(actor if given == "actor" else actor / place / "dist_ckpt", tmp_path / "back", "hf")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_checkpoint_that_says_no_model_asks_for_a_reference_of_which_config_and_tokenizer_are_enough(
+    tmp_path: Path,
+) -> None:
+    actor = verls(tmp_path, ".")
+    (actor / "huggingface").rename(tmp_path / "reference")
+    with pytest.raises(CheckpointError, match="does not say which model.*--reference") as refused:
+        run(actor, tmp_path / "back", "hf")
+    assert not isinstance(refused.value, DamagedCheckpoint)
+    run(actor, tmp_path / "back", "hf", reference=tmp_path / "reference")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+    assert (tmp_path / "back" / "tokenizer.json").is_file()
+    run(actor, tmp_path / "again", "hf", reference=tmp_path / "dist")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "again")
+    (tmp_path / "reference" / "config.json").unlink()
+    with pytest.raises(PrecisionctlError):
+        run(actor, tmp_path / "other", "hf", reference=tmp_path / "reference")
+
+
+def test_config_and_tokenizer_of_verls_are_not_looked_for_behind_a_link(tmp_path: Path) -> None:
+    actor = verls(tmp_path, ".")
+    (actor / "huggingface").rename(tmp_path / "elsewhere")
+    (actor / "huggingface").symlink_to(tmp_path / "elsewhere")
+    assert not open_checkpoint(actor).companions.files
 
 
 @pytest.mark.parametrize("step", [{}, {"step": torch.tensor(-1)}, {"step": torch.tensor([1, 2])}, {"step": "5"}, 5])

@@ -1,6 +1,7 @@
 """What changes from Megatron to Megatron: the rows that a vocabulary is padded to, and what has no place."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute
-from precisionctl.errors import ShapeMismatch
+from precisionctl.errors import MappingError, ShapeMismatch
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.planning.make_plan import make_plan
@@ -46,7 +47,7 @@ def test_a_padded_size_padded_for_more_ranks_is_the_size_padded_for_them(size: i
     assert of_padded.padded_vocab_size == expected
 
 
-def trained(tmp_path: Path, run: Carried = NO_RUN) -> tuple[InMemory, dict[str, Tensor]]:
+def trained(tmp_path: Path, run: Carried = NO_RUN, kinds: Sequence[str] = KINDS) -> tuple[InMemory, dict[str, Tensor]]:
     """A model with an optimizer, saved by a run at TP 1: 250 tokens and 6 rows of padding that hold something."""
     pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
     source = to_megatron(HuggingFaceReader(tmp_path / "hf"))
@@ -56,13 +57,13 @@ def trained(tmp_path: Path, run: Carried = NO_RUN) -> tuple[InMemory, dict[str, 
     optimizer = {
         f"optimizer.state.{kind}.{name}": values.float() if kind == "param" else torch.rand(values.shape)
         for name, values in source.tensors.items()
-        for kind in KINDS
+        for kind in kinds
     }
     plan = make_plan(source, "megatron")
     specs = {
         f"optimizer.state.{kind}.{name}": TensorSpec(spec.shape, torch.float32, spec.parallel)
         for name, spec in plan.targets.items()
-        for kind in KINDS
+        for kind in kinds
     }
     common = {"optimizer": {"optimizer": {"state": {"common_step": 3}, "param_groups": [{"lr": 0.1, "params": []}]}}}
     writer = TorchDistWriter(
@@ -151,6 +152,16 @@ def test_optimizer_states_of_another_shape_than_their_parameter_are_refused(tmp_
     )
     with pytest.raises(ShapeMismatch, match="exp_avg.*the model's sizes say"):
         make_plan(wrong, "megatron", optimizer=True)
+
+
+def test_muons_state_has_no_known_place_in_rank_files_and_stays_in_torch_dist(tmp_path: Path) -> None:
+    _, before = trained(tmp_path, kinds=("momentum_buffer", "param"))
+    _, after, _ = convert(tmp_path / "run", tmp_path / "dist", "torch_dist")
+    assert any("momentum_buffer" in name for name in after)
+    assert all(torch.equal(after[name], values) for name, values in before.items())
+    with pytest.raises(MappingError, match=r"momentum_buffer.* not Adam's.*--drop-optimizer"):
+        convert(tmp_path / "run", tmp_path / "torch", "torch")
+    assert not list(tmp_path.glob("torch*"))
 
 
 @pytest.mark.parametrize("container", ["torch_dist", "torch"])

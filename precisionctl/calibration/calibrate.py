@@ -144,6 +144,8 @@ def _recipe(calibration: Calibration) -> Recipe:
 def _output(calibration: Calibration) -> Output:
     """Raises DestinationExists, and OutputError where the file would be in the checkpoint."""
     output, source = Output(calibration.out), calibration.checkpoint.resolve()
+    if calibration.out.is_dir():
+        raise OutputError("it is a directory", where=calibration.out, do="Give the file that is to be made.")
     output.check_free()
     if source in (output.path.resolve(), *output.path.resolve().parents):
         raise OutputError(

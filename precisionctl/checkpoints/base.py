@@ -66,10 +66,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Companions:
-    """Files that belong to a model but hold none of its tensors, as bytes by file name:
-    config.json, generation config, tokenizer, chat template."""
+    """Files that belong to a model but hold none of its tensors, as bytes by file name: config.json, generation config,
+    tokenizer, chat template, licence. `code` are those among them that `auto_map` names, and `notes` what to tell of
+    files that do not travel."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
+    code: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Reader(Protocol):

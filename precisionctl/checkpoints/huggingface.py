@@ -19,7 +19,7 @@ from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, Spelling, index_of, read_stored, spelling_of
 from precisionctl.checkpoints.packed_experts import unpacked
 from precisionctl.checkpoints.safetensors_file import Stored, split_shards
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
@@ -51,6 +51,7 @@ class HuggingFaceReader:
         self._spelling = spelling_of(path) or SAFETENSORS
         self.companions = read_companions(path, links=True)
         self.config = _with_quantization(_load_json(path / "config.json"), path)
+        self._check_choice()
         self.model: ModelShape = from_hf_config(self.config, path / "config.json")
         self.stored = Within(unpacked(self._places()))
         self._scales: Mapping[str, Scales] = stored_scales(self.config, self.stored.specs, path / "config.json")
@@ -61,6 +62,16 @@ class HuggingFaceReader:
     @property
     def container(self) -> str:
         return self._spelling.name
+
+    def _check_choice(self) -> None:
+        """Raise DamagedCheckpoint where config.json has transformers read another file than engines do, and this."""
+        chosen = self.config.get("transformers_weights")
+        if chosen not in (None, self._spelling.single, self._spelling.index):
+            raise DamagedCheckpoint(
+                f"`transformers_weights` has transformers read {shown(chosen)}; engines read {self._spelling.single}",
+                where=self.path / "config.json",
+                do="Keep the file that is the model, under the usual name, and remove the key.",
+            )
 
     def _places(self) -> dict[str, tuple[Path, Stored]]:
         found: dict[str, tuple[Path, Stored]] = {}
@@ -190,6 +201,7 @@ class HuggingFaceWriter:
     def _config(self) -> dict[str, Any]:
         config = json.loads(self.companions.files.get("config.json", b"null")) or dict(self.config)
         config.pop("quantization_config", None)
+        config.pop("transformers_weights", None)  # the files have other names
         config |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
         config["dtype" if "dtype" in config else "torch_dtype"] = config_dtype(self.specs)
         if self.quantization is not None:

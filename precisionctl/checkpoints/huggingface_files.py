@@ -123,14 +123,16 @@ def _weight_map(directory: Path, spelling: Spelling) -> dict[str, Path]:
                 f"{file!r} is not the name of a file in this directory", where=index, do="Do not trust it."
             )
     files = {file: directory / file for file in dict.fromkeys(weight_map.values())}
-    if missing := sorted(file for file, path in files.items() if not path.is_file()):
-        raise DamagedCheckpoint(f"shard {missing[0]} is missing", where=directory, do="Download it again.")
+    missing = sorted(file for file, path in files.items() if not path.is_file())
     if single.is_file() and single.name not in files:
         raise DamagedCheckpoint(
-            f"{single.name} and {index.name} are two models: transformers reads the first, engines the second",
+            f"{single.name} and {index.name} are two models: transformers reads the first, engines the second"
+            + (f", whose {missing[0]} is missing" if missing else ""),
             where=directory,
-            do="Move one of them away.",
+            do=f"Remove {index.name} if {single.name} is the model." if missing else "Move one of them away.",
         )
+    if missing:
+        raise DamagedCheckpoint(f"shard {missing[0]} is missing", where=directory, do="Download it again.")
     return {name: files[file] for name, file in weight_map.items()}
 
 

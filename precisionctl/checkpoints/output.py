@@ -26,11 +26,17 @@ class Output:
         return self.path.with_name(self.path.name + ".journal")
 
     def check_free(self) -> None:
-        """Raise DestinationExists where something is at `path`."""
-        if os.path.lexists(self.path):
+        """Raise DestinationExists where something is at `path`, but for an empty directory, in whose place a complete
+        one can be renamed."""
+        if not os.path.lexists(self.path):
+            return
+        if self.path.is_symlink() or not self.path.is_dir() or any(self.path.iterdir()):
             raise DestinationExists(
                 "something is already there", where=self.path, do="Choose another destination or remove it."
             )
+        if os.path.ismount(self.path):
+            what = "it is where a disk is mounted, which no complete directory can take the place of"
+            raise DestinationExists(what, where=self.path, do="Choose a directory in it.")
 
     @property
     def token(self) -> Path:
@@ -49,7 +55,8 @@ class Output:
         self.partial.mkdir(parents=True)
 
     def commit(self) -> None:
-        """Sync every file, then rename."""
+        """Sync every file, then rename. Raises DestinationExists where something has come to be there meanwhile."""
+        self.check_free()
         for directory, _, names in os.walk(self.partial):
             for path in [Path(directory, name) for name in names] + [Path(directory)]:
                 sync(path)

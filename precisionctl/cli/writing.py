@@ -133,6 +133,7 @@ def do_work(plan: Callable[[], "Work"], how: Writing) -> None:
     """Show a plan, or carry it out; of several ranks, each makes it and the first one speaks."""
     from precisionctl import console
     from precisionctl.conversion.estimate import estimate
+    from precisionctl.conversion.work import check_room
     from precisionctl.reports import plan as report
 
     if not how.dry_run:
@@ -147,6 +148,7 @@ def do_work(plan: Callable[[], "Work"], how: Writing) -> None:
             console.show_lines([f"Wrote {work.output.path}, {size(work.plan.nbytes)}.", *work.notes])
         return
     work = plan()
+    check_room(work)
     expected = estimate(work.plan, work.reader, work.output.path, how.workers)
     if how.json_wanted:
         print_json(work.plan.describe() | {"notes": work.notes, "estimate": asdict(expected)})

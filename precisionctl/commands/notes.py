@@ -5,6 +5,7 @@ from pathlib import Path
 
 from precisionctl.architectures.find import architecture_of, models_of_megatron_args
 from precisionctl.checkpoints.base import Reader, in_mxfp4
+from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -48,9 +49,19 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
 
 
 def companion_notes(reader: Reader) -> Iterator[str]:
+    """Which files beside the weights do not travel, and which bring code."""
+    yield from reader.companions.notes
+    if code := reader.companions.code:
+        yield (
+            f"Code of the model's own travels with it, as bytes: {', '.join(code)}. Nothing here has run it; whoever "
+            "opens the result with trust_remote_code (vLLM, SGLang: --trust-remote-code) does."
+        )
+
+
+def missing_notes(reader: Reader) -> Iterator[str]:
     """Which files of a complete directory the source lacks, and so the result."""
     files = reader.companions.files
-    missing = [] if any(name.startswith(_TOKENIZERS) for name in files) else ["tokenizer"]
+    missing = [] if any(map(is_tokenizer, files)) else ["tokenizer"]
     missing += [] if "generation_config.json" in files else ["generation_config.json"]
     if missing:
         hint = "" if files or not of_megatron(reader) else "; --reference names a directory that has them"
@@ -80,8 +91,6 @@ def stage_notes(sizes: Parallelism, layers: int) -> Iterator[str]:
     words = " ".join(f"--{flag} {value}" for flag, value in flags.items() if value is not None)
     yield f"Pipeline ranks have {', '.join(map(str, counts))} layers: start Megatron with {words}."
 
-
-_TOKENIZERS = ("tokenizer", "vocab.", "spiece.model", "tiktoken.model", "tekken.json")
 
 GATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 """Without it set to 1, Transformer Engine 2.16.1, 2.17.1 and from 2.18 on refuses delayed-scaling state."""

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.base import Companions, Reader
+from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, RecipeError
@@ -18,7 +19,8 @@ def open_source(
     grouped_columns: Order | None = None,
 ) -> Reader:
     """Open a source. `architecture` names its family, or `reference` a Hugging Face directory of the same model, whose
-    config and tokenizer it gets; `grouped_columns` the order of experts' payloads that do not tell it.
+    config and tokenizer it gets (weights need not be there); `grouped_columns` the order of experts' payloads that do
+    not tell it.
 
     Raises RecipeError where the checkpoint says that by itself, and what opening raises.
     """
@@ -35,7 +37,7 @@ def open_source(
         )
     reader.family = architecture
     if reference is not None:
-        reader.companions = open_checkpoint(reference).companions
+        reader.companions = _companions_of(reference)
         try:
             _ = reader.model
         except DamagedCheckpoint as error:
@@ -43,3 +45,14 @@ def open_source(
                 f"the reference is of another model: {error.what}", where=reference, do="Give another one."
             ) from error
     return reader
+
+
+def _companions_of(reference: Path) -> Companions:
+    """Config and tokenizer of a directory, or of a Megatron checkpoint that has them. Raises RecipeError for one that
+    has none."""
+    if (reference / "config.json").is_file():
+        return read_companions(reference, links=True)
+    companions = open_checkpoint(reference).companions
+    if "config.json" not in companions.files:
+        raise RecipeError("the reference has no config.json", where=reference, do="Give a Hugging Face directory.")
+    return companions

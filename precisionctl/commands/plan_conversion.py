@@ -15,6 +15,7 @@ from precisionctl.checkpoints.output import Output
 from precisionctl.commands.inference_export import InferenceExport
 from precisionctl.commands.notes import (
     code_notes,
+    companion_notes,
     decoded_notes,
     family_notes,
     known_state_notes,
@@ -200,6 +201,7 @@ def _notes(conversion: Conversion, reader: Reader, plan: Plan, run: Carried | No
     """Notes on the family, the vocabulary, the pipeline stages, and a run that comes along."""
     told = conversion.architecture is not None
     notes = [*family_notes(reader, conversion.to, told=told), *left_behind_notes(reader, carried=run is not None)]
+    notes += companion_notes(reader)
     if of_megatron(reader):
         notes += padding_notes(reader.model, plan.model)
     notes += stage_notes(plan.parallelism, plan.model.num_layers)
@@ -232,7 +234,7 @@ def _plan_reencoding(conversion: Conversion, reader: Reader, encodings: WeightEn
         max_shard_size=conversion.max_shard_size,
         files={NAME: reencoding_card(made, encodings, conversion.destination.name).text(reader)},
     )
-    notes = [*left_behind_notes(reader), *known_state_notes(known, carried=True)]
+    notes = [*left_behind_notes(reader), *companion_notes(reader), *known_state_notes(known, carried=True)]
 
     def finish(changed: Mapping[str, float]) -> Fp8States | None:
         notes.extend(reencoding_notes(encodings, made.codes, changed))

@@ -13,6 +13,7 @@ from precisionctl.commands.notes import (
     input_scale_notes,
     known_state_notes,
     left_behind_notes,
+    missing_notes,
     reencoding_notes,
 )
 from precisionctl.commands.open_source import open_source
@@ -29,7 +30,6 @@ from precisionctl.export.refused_shapes import served
 from precisionctl.export.schemes import best_scheme
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.numerics import Numbers
-from precisionctl.fp8.state import Fp8States
 from precisionctl.quant_methods.base import Scheme, quant_methods
 
 
@@ -63,11 +63,12 @@ def plan_export_of(reader: Reader, encodings: WeightEncodings | None, export: In
         reader.companions,
         export=made,
         max_shard_size=export.max_shard_size,
-        files={NAME: _card(made, engine, form, source.recorded, export).text(reader)},
+        files={NAME: _card(made, engine, form, source, export).text(reader)},
         lacks=engine.lacks,
     )
     serve = engine.serve(export.destination, export.ranks, fp8_cache=export.kv_cache is not None)
-    notes += [*left_behind_notes(reader), *made.notes, *companion_notes(reader), f"Serve it with: {serve}"]
+    notes += [*left_behind_notes(reader), *made.notes, *missing_notes(reader), *companion_notes(reader)]
+    notes.append(f"Serve it with: {serve}")
 
     def finish(changed: Mapping[str, float]) -> None:
         notes.extend(reencoding_notes(encodings, made.codes, changed) if encodings else ())
@@ -129,8 +130,9 @@ _SCHEMES: Mapping[Scheme, str] = {
 }
 
 
-def _card(made: Export, engine: Engine, form: Format, recorded: Fp8States | None, export: InferenceExport) -> Card:
+def _card(made: Export, engine: Engine, form: Format, source: ExportSource, export: InferenceExport) -> Card:
     """What the model card says of an export."""
+    recorded, code = source.recorded, source.reader.companions.code
     file = Path(export.fp8_state.name) if export.fp8_state else None
     inputs = input_scale_notes(recorded, file) if form.scheme == "static" else ("Input scales are made by the engine.",)
     facts = {
@@ -140,6 +142,8 @@ def _card(made: Export, engine: Engine, form: Format, recorded: Fp8States | None
         "input scales": " ".join(inputs),
         "KV cache": "FP8, its scales stored" if export.kv_cache else "no scales stored",
     }
+    if code:
+        facts["code of its own"] = f"{', '.join(code)}: the engine needs to be told to trust it"
     name = export.destination.name
     command = engine.serve(beside(name), export.ranks, fp8_cache=export.kv_cache is not None)
     return Card(name, engine.title, engine.name, command, facts, made.codes, made.kept, export.base_model)

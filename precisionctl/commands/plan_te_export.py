@@ -13,7 +13,13 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.commands.export_source import ExportSource, export_source
 from precisionctl.commands.inference_export import InferenceExport
-from precisionctl.commands.notes import companion_notes, input_scale_notes, known_state_notes, left_behind_notes
+from precisionctl.commands.notes import (
+    companion_notes,
+    input_scale_notes,
+    known_state_notes,
+    left_behind_notes,
+    missing_notes,
+)
 from precisionctl.commands.writers import hf_writer
 from precisionctl.conversion.work import Work, digest_of, open_output
 from precisionctl.errors import MissingFp8State, RecipeError
@@ -48,12 +54,8 @@ def plan_te(reader: Reader, encodings: WeightEncodings | None, export: Inference
         live=True,
         files={NAME: _card(plan, states, recorded, export).text(reader)},
     )
-    notes = [
-        *known_state_notes(source.known, carried=False),
-        *input_scale_notes(recorded, export.fp8_state),
-        *left_behind_notes(reader),
-        *companion_notes(reader),
-    ]
+    notes = [*known_state_notes(source.known, carried=False), *input_scale_notes(recorded, export.fp8_state)]
+    notes += [*left_behind_notes(reader), *missing_notes(reader), *companion_notes(reader)]
     notes.append(f'Load it with: precisionctl.te.load_te("{export.destination}")')
 
     def finish(found: Mapping[str, float]) -> Fp8States:

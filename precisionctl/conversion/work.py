@@ -15,7 +15,7 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.keys import write_tracker
 from precisionctl.checkpoints.megatron.run import MegatronReader, WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.output import Output, disk_problems
+from precisionctl.checkpoints.output import Output, directory_above, disk_problems
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.convert import OnBytes, check, run
@@ -174,7 +174,7 @@ def _journal(work: Work, restart: bool, ranks: Ranks) -> Iterator[Journal]:
         return
     files = work.reader.files
     with open_journal(work.output, work.digest, files, ranks=ranks.count, restart=restart) as journal:
-        _check_room(work)
+        check_room(work)
         ranks.tell("begun", about)
         yield journal
 
@@ -206,9 +206,11 @@ def _nan_note(names: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _check_room(work: Work) -> None:
-    free = shutil.disk_usage(work.output.partial).free
-    there = sum(file.stat().st_blocks * 512 for file in work.output.partial.rglob("*") if file.is_file())
+def check_room(work: Work) -> None:
+    """Raise DiskProblem where the result has no room beside what an unfinished run has left of it."""
+    partial = work.output.partial
+    free = shutil.disk_usage(directory_above(partial)).free
+    there = sum(file.stat().st_blocks * 512 for file in partial.rglob("*") if file.is_file())
     specs, writer = work.writer.specs, work.writer
     needed = sum(chunk.box.elements * specs[name].dtype.itemsize for name in specs for chunk in writer.chunks(name))
     if free + there < needed:  # ranks may hold copies of a tensor

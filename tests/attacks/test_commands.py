@@ -208,7 +208,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "eps that is no number": ("hf", config(rms_norm_eps="1"), "not a positive number"),
     "a deep config": ("hf", write("config.json", b'{"a":' + b"[" * 100_000), "not readable as JSON"),
     "a config with holes": ("hf", hole("config.json"), LARGE),
-    "a config that is a pipe": ("hf", pipe("config.json"), "no checkpoint is recognised"),
+    "a config that is a pipe": ("hf", pipe("config.json"), "weights without a config"),
     "a config elsewhere": ("hf", link("config.json"), ELSEWHERE),
     "a tokenizer elsewhere": ("hf", link("tokenizer.json", "/etc/passwd"), ELSEWHERE),
     "a tokenizer with holes": ("hf", hole("tokenizer.json"), LARGE),
@@ -263,7 +263,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "YAML that is a pipe": (
         "dist",
         lambda d: (without_args(d), pipe("run_config.yaml")(d)),
-        "no `num_attention_heads`",
+        "does not say which model it is",
     ),
     "a rank that is a gadget": ("legacy", rank(archived(pickle.dumps(Gadget(), protocol=2))), f"system.*{NAME}"),
     "a rank that is a chain": ("legacy", rank(archived(getattr_chain())), f"import_module.*{NAME}"),

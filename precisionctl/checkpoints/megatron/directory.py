@@ -10,6 +10,7 @@ from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.megatron.extra_state import Experts, as_states, decode
 from precisionctl.checkpoints.megatron.model import companions_of, model_of
 from precisionctl.checkpoints.megatron.payloads import Saved
+from precisionctl.errors import CheckpointError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
@@ -60,6 +61,13 @@ class MegatronDirectory(ABC):
 
     @cached_property
     def model(self) -> ModelShape:
+        if not self.args and "config.json" not in self.companions.files:
+            raise CheckpointError(
+                "it does not say which model it is: neither Megatron's arguments nor a config.json were saved with it",
+                where=self.path,
+                do="Give `convert` or `export-inference` a Hugging Face directory of the same model with --reference: "
+                "its config.json and tokenizer are enough. What `convert --to megatron` makes of it says by itself.",
+            )
         return model_of(self.path, self.args, self.companions, self.specs, self.family)
 
     @cached_property

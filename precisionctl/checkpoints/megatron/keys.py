@@ -26,6 +26,9 @@ EXTRA_STATE = "._extra_state"
 COMPANIONS = Path("precisionctl/hf")
 """Where Hugging Face's files travel that Megatron has no place for."""
 
+VERL, VERL_COMPANIONS = "dist_ckpt", "huggingface"
+"""Where verl has a checkpoint without arguments, and beside it the config and tokenizer."""
+
 OURS = "precisionctl"
 """Key of what we add to the common data; Megatron passes over it."""
 

@@ -9,7 +9,7 @@ from precisionctl.architectures.find import from_hf_config, from_megatron_args
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.companions import parse_json, read_companions
-from precisionctl.checkpoints.megatron.keys import COMPANIONS
+from precisionctl.checkpoints.megatron.keys import COMPANIONS, VERL, VERL_COMPANIONS
 from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.model_shape import ModelShape
@@ -18,9 +18,11 @@ from precisionctl.untrusted.safe_files import check_link
 
 
 def companions_of(directory: Path) -> Companions:
-    """Hugging Face's files that travel with an iteration."""
+    """Hugging Face's files that travel with an iteration, or that verl keeps beside it."""
     check_link(directory / COMPANIONS, directory)
-    return read_companions(directory / COMPANIONS, links=False)
+    beside = directory.parent / VERL_COMPANIONS
+    verls = directory.name == VERL and not (directory / COMPANIONS).is_dir() and not beside.is_symlink()
+    return read_companions(beside if verls else directory / COMPANIONS, links=False)
 
 
 def model_of(

@@ -20,6 +20,7 @@ from precisionctl.checkpoints.megatron.keys import (
     COMMON_OBJECT,
     EXTRA_STATE,
     MARKER,
+    VERL,
     find_iteration,
     has_marker,
     iteration_of,
@@ -35,15 +36,16 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import read_file
 
-WEIGHTS = "weights"
-"""Where NeMo 2 has the checkpoint, beside the `context` that describes it."""
+INNER = ("weights", VERL, f"model/{VERL}")
+"""Where NeMo 2 has the checkpoint, beside the `context` that describes it, and where verl does, in its `actor`."""
 
 _COMMON_KEYS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 
 
 def recognise(path: Path) -> bool:
     """Whether `path` is the directory of an iteration, or one of its entries is."""
-    return any(_is_torch_dist(marker) for marker in (path / MARKER, *path.glob(f"*/{MARKER}")))
+    markers = (path / MARKER, *path.glob(f"*/{MARKER}"), *(path / name / MARKER for name in INNER))
+    return any(_is_torch_dist(marker) for marker in markers)
 
 
 def _is_torch_dist(marker: Path) -> bool:
@@ -59,7 +61,7 @@ def _is_torch_dist(marker: Path) -> bool:
 
 
 class TorchDistReader(MegatronDirectory):
-    """An iteration, or the newest of a directory; the `weights` of NeMo 2's directories.
+    """An iteration, or the newest of a directory; what NeMo 2's and verl's directories hold.
 
     `specs` are the model's tensors and `optimizer_specs` the optimizer's (`optimizer.state.exp_avg.<parameter>`
     where it is stored by parameter); `chunks` serves both. Opening reads `.metadata` alone.
@@ -77,8 +79,8 @@ class TorchDistReader(MegatronDirectory):
         container: str = "torch_dist",
         complete: Callable[[Path], bool] = has_marker,
     ) -> None:
-        nemo = path / WEIGHTS
-        self.path: Path = find_iteration(nemo if iteration is None and complete(nemo) else path, iteration, complete)
+        inner = [path / name for name in INNER if iteration is None and complete(path / name)]
+        self.path: Path = find_iteration(inner[0] if inner else path, iteration, complete)
         self.container = container
         self._index = dcp.read_index(self.path)
         self._chunks: dict[str, tuple[Chunk, ...]] = {}

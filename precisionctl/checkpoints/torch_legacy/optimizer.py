@@ -119,14 +119,14 @@ def _optimizer_of(
             [tensors["param", stage, name] for stage, name, _ in members if ("param", stage, name) in tensors]
         )
         for number, (stage, name, _) in zip(numbers, members, strict=True):
-            found = {kind: tensors[kind, stage, name] for kind in _MOMENTS if (kind, stage, name) in tensors}
+            found = {kind: tensors[kind, stage, name] for kind in MOMENTS if (kind, stage, name) in tensors}
             states[number] = {} if step is None else {"step": torch.tensor(float(step))}
             states[number] |= found
     inner: dict[str, object] = {"state": states, "param_groups": groups}
     return {"optimizer": inner, "fp32_from_fp16_params": masters} if any(masters) else inner
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def _settings(settings: object) -> tuple[list[Mapping[str, Any]], float | None]:

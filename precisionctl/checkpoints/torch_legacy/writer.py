@@ -31,11 +31,11 @@ from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER, STAT
 from precisionctl.checkpoints.megatron.order import Modules, ordered
 from precisionctl.checkpoints.megatron.run import NO_RUN, Carried
 from precisionctl.checkpoints.torch_legacy.names import grouped_name, renumbered
-from precisionctl.checkpoints.torch_legacy.optimizer import optimizer_state
+from precisionctl.checkpoints.torch_legacy.optimizer import MOMENTS, optimizer_state
 from precisionctl.checkpoints.torch_legacy.ranks import FILE, directory_name, places
 from precisionctl.checkpoints.torch_legacy.shards import cut_for
 from precisionctl.checkpoints.torch_zip_writer import Archive, Blank
-from precisionctl.errors import ShapeMismatch
+from precisionctl.errors import MappingError, ShapeMismatch
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import Fp8States
@@ -68,7 +68,8 @@ class LegacyWriter:
     in the form of TE 1.x or 2.x (`te`), or into the sidecar alone.
 
     File sizes and offsets follow from the arguments alone; equal input gives equal bytes. A plan has checked that
-    layers, experts and tensors can be dealt out. Raises ShapeMismatch for sizes that this format has no place for.
+    layers, experts and tensors can be dealt out. Raises ShapeMismatch for sizes that this format has no place for, and
+    MappingError for an optimizer's tensors that Adam has none of.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class LegacyWriter:
         self._starts = [0, *accumulate(parallelism.layers_of_stages(model.num_layers))][:-1]
         self._experts = 1 + max((e for name in specs if (e := expert_of(name)) is not None), default=-1)
         _check_expert_tensor(parallelism)
+        _check_optimizer(specs)
         self._ranks = [self._empty_rank(*place) for place in places(parallelism)]
         self._of_stage: dict[int, list[_Rank]] = {}
         for rank in self._ranks:
@@ -242,4 +244,14 @@ def _check_expert_tensor(sizes: Parallelism) -> None:
         raise ShapeMismatch(
             f"experts cut for {sizes.expert_tensor} ranks have no place in directories of {sizes.tensor} tensor ranks",
             do="Megatron's torch format takes only expert tensor sizes that divide the tensor size; use torch_dist.",
+        )
+
+
+def _check_optimizer(specs: Mapping[str, TensorSpec]) -> None:
+    """Muon keeps a `momentum_buffer`, in an optimizer of its own beside Adam: what files it has here is not known."""
+    other = [name for name in specs if (kind := _parameter(name)[0]) and kind not in ("param", *MOMENTS)]
+    if other:
+        raise MappingError(
+            f"`{other[0]}` is not Adam's: how Megatron's torch format stores it is not known here",
+            do="Write torch_dist, which keeps it by name, or leave the optimizer behind with --drop-optimizer.",
         )

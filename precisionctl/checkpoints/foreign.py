@@ -1,0 +1,340 @@
+"""What is not read here, and what to do with it today: each by what it is recognised by (docs/foreign.md).
+
+Names of files, config.json and names of tensors are looked at; nothing is unpickled.
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from precisionctl.architectures.find import supported
+from precisionctl.checkpoints import dcp
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.companions import parse_json
+from precisionctl.checkpoints.megatron.logical import EMBEDDING
+from precisionctl.checkpoints.megatron.run import MegatronReader
+from precisionctl.errors import DamagedCheckpoint, UnknownFormat
+from precisionctl.untrusted.safe_files import read_file
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """`what` something is, the `sign` that it is told by (in words), and what to `do` with it. `find` looks for the
+    sign, at a path or in an open checkpoint, and gives what was found; None where it is something else. In `do`,
+    `{path}` is where it is, and `{found}` what was found, which else is said beside `what`."""
+
+    what: str
+    sign: str
+    do: str
+    find: Callable[[Any], str | None]
+
+    def check(self, subject: Any, path: Path) -> None:
+        """Raise UnknownFormat where it is this."""
+        found = self.find(subject)
+        if found is None:
+            return
+        beside = f" ({found})" if found and "{found}" not in self.do else ""
+        do = self.do.format(path=shlex.quote(str(path)), found=found)
+        raise UnknownFormat(self.what + beside, where=path, do=do)
+
+
+def check_path(path: Path) -> None:
+    """Raise UnknownFormat for what readers would take for a model of its own."""
+    for foreign in MISTAKABLE:
+        foreign.check(path, path)
+
+
+def check_tensors(reader: Reader, path: Path) -> None:
+    """Raise UnknownFormat for a checkpoint whose tensors say that it is something else."""
+    for foreign in TENSORS:
+        foreign.check(reader, path)
+
+
+def check_unread(path: Path) -> None:
+    """Raise UnknownFormat for what no reader recognises, and this module does."""
+    for foreign in UNREAD:
+        foreign.check(path, path)
+
+
+_THEN = "copy config.json and the tokenizer's files to OUT, and give OUT"
+
+
+def _has(*patterns: str) -> Callable[[Path], str | None]:
+    """The first that a directory has of these; or the file itself."""
+
+    def find(path: Path) -> str | None:
+        if path.is_file():
+            return "" if any(path.match(pattern) for pattern in patterns) else None
+        found = (one for pattern in patterns for one in sorted(path.glob(pattern)))
+        return next((shlex.quote(str(one.relative_to(path))) for one in found), None)
+
+    return find
+
+
+def _deepspeed(path: Path) -> str | None:
+    """The directory with `latest`, of which one holds a step."""
+    if any(path.glob("*_optim_states.pt")):
+        return shlex.quote(str(path.parent))
+    return shlex.quote(str(path)) if any(path.glob("*/*_optim_states.pt")) else None
+
+
+_STEP = re.compile(r"(?:checkpoint|step|global_step|epoch|iter)[-_]?(\d{1,15})")
+
+
+def _newest_step(path: Path) -> str | None:
+    steps = [(int(match[1]), one) for one in _directories(path) if (match := _STEP.fullmatch(one.name))]
+    return shlex.quote(max(steps)[1].name) if steps else None
+
+
+def _directories(path: Path) -> list[Path]:
+    return [one for one in path.iterdir() if one.is_dir()] if path.is_dir() else []
+
+
+_MODELS = ("actor", "model", "modeling", "huggingface", "hf", "policy", "final", "weights", "checkpoint", "checkpoints")
+
+
+def _model_inside(path: Path) -> str | None:
+    inside = {one.name for one in _directories(path)}
+    return next((name for name in _MODELS if name in inside), None)
+
+
+def _snapshot(path: Path) -> str | None:
+    """The snapshot of an entry of the Hub's cache: that of `refs/main`, or one that is there."""
+    there = [config.parent.name for config in sorted(path.glob("snapshots/*/config.json"))]
+    if not there:
+        return None
+    try:
+        main = read_file(path / "refs" / "main", path, most=1 << 10).decode(errors="replace").strip()
+    except (OSError, DamagedCheckpoint):
+        main = ""
+    return shlex.quote(main if main in there else there[-1])
+
+
+def _wrapped_text(path: Path, known: bool) -> str | None:
+    """The `model_type` of the text model in a wrapper of images or sound, if it is one that is known here, or not."""
+    if not (path / "config.json").is_file():
+        return None
+    config = parse_json(read_file(path / "config.json", path), path / "config.json")
+    text, other = config.get("text_config"), config.get("vision_config") or config.get("audio_config")
+    if not isinstance(text, dict) or not other or config.get("model_type") in supported():
+        return None
+    family = text.get("model_type")
+    if not isinstance(family, str) or not re.fullmatch(r"\w{1,40}", family):
+        return None if known else "unnamed"
+    return family if (family in supported()) == known else None
+
+
+MISTAKABLE = (
+    Foreign(
+        "an adapter of PEFT (LoRA), without the model that it changes",
+        "`adapter_config.json`",
+        "Merge it into its model, with peft: `python -c 'import sys; from peft import AutoPeftModelForCausalLM as M; "
+        "M.from_pretrained(sys.argv[1]).merge_and_unload().save_pretrained(sys.argv[2])' {path} OUT`, copy the "
+        "tokenizer's files to OUT, and give OUT.",
+        _has("adapter_config.json"),
+    ),
+    Foreign(
+        "a model of images or sound, around a text model of a family that is known here",
+        "`text_config` beside `vision_config` or `audio_config` in config.json",
+        "The wrapper is not read. docs/foreign.md saves the text model alone, with transformers: give that.",
+        lambda path: _wrapped_text(path, known=True),
+    ),
+    Foreign(
+        "a model of images or sound, around a text model of a family that is not known here",
+        "the same, where the text model's family is not known",
+        "Neither is read. If the model has a release for text alone, of a family in docs/convert.md, give that.",
+        lambda path: _wrapped_text(path, known=False),
+    ),
+)
+"""What a reader would recognise: looked for first."""
+
+_HEAD = re.compile(
+    r"(?:.+\.)?(?:score|classifier|qa_outputs|v_head|value_head|reward_head|regression_head)\.(?:.+\.)?weight"
+)
+_WRAPPERS = ("base_model.model.", "_orig_mod.", "module.", "_fsdp_wrapped_module.")
+
+
+def _first(names: Iterable[str], found: Callable[[str], object]) -> str | None:
+    return next((name[:90] for name in names if found(name)), None)
+
+
+def _common_wrapper(reader: Reader) -> str | None:
+    if reader.layout != "hf":
+        return None
+    return next((prefix for prefix in _WRAPPERS if all(name.startswith(prefix) for name in reader.specs)), None)
+
+
+def _plain_dcp(reader: Reader, *, optimizer: bool) -> str | None:
+    """The first name of PyTorch's own checkpoint, where Megatron's embedding is not in it."""
+    if not _is_dcp(reader) or EMBEDDING in reader.specs:
+        return None
+    return (_first(reader.specs, bool) or "") if bool(reader.optimizer_specs) == optimizer else None
+
+
+def _is_dcp(reader: Reader) -> TypeGuard[MegatronReader]:
+    return reader.container == "fsdp_dtensor"
+
+
+TENSORS = (
+    Foreign(
+        "a checkpoint of torchtitan",
+        f"`{dcp.FILE}`, and a tensor `tok_embeddings.weight`",
+        "In a clone of torchtitan: `python scripts/checkpoint_conversion/convert_to_hf.py {path} OUT --hf_assets_path "
+        f"HF_DIR --model_name llama3 --model_flavor 8B`, with your model's name; {_THEN}.",
+        lambda reader: _first(reader.specs, "tok_embeddings.weight".__eq__) if _is_dcp(reader) else None,
+    ),
+    Foreign(
+        "the optimizer of a PyTorch checkpoint (DCP), without its model",
+        f"`{dcp.FILE}`, and tensors of an optimizer alone",
+        "Its model is in another directory, accelerate's in `pytorch_model_fsdp_0` beside it: give that.",
+        lambda reader: "" if _is_dcp(reader) and not reader.specs else None,
+    ),
+    Foreign(
+        "PyTorch's own checkpoint (DCP) of a model, as accelerate's FSDP saves it; its names are not Megatron's",
+        f"`{dcp.FILE}`, and no tensor with Megatron's names",
+        f"`accelerate merge-weights {{path}} OUT`, {_THEN}.",
+        lambda reader: _plain_dcp(reader, optimizer=False),
+    ),
+    Foreign(
+        "PyTorch's own checkpoint (DCP) of a model with its optimizer; its names are not Megatron's",
+        "the same, with tensors of an optimizer",
+        "`python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} all.pt` makes one file of it, of "
+        "which docs/foreign.md takes the model.",
+        lambda reader: _plain_dcp(reader, optimizer=True),
+    ),
+    Foreign(
+        "a model with a head for rewards or classes, which gives numbers and no tokens",
+        "a tensor such as `score.weight`, `classifier.weight` or `v_head.summary.weight`",
+        "Heads are not read. Of TRL's value heads, save the model inside: `model.pretrained_model.save_pretrained("
+        '"OUT")`; for others give the language model that it was trained from.',
+        lambda reader: _first(reader.specs, _HEAD.fullmatch) if reader.layout == "hf" else None,
+    ),
+    Foreign(
+        "a model with PEFT's adapters in it",
+        "a tensor such as `….q_proj.base_layer.weight` or `….lora_A.default.weight`",
+        'Merge them and save again: `model.merge_and_unload().save_pretrained("OUT")`.',
+        lambda reader: _first(reader.specs, lambda name: ".base_layer." in name or ".lora_A." in name),
+    ),
+    Foreign(
+        "weights that were saved from within a wrapper, so that all names begin alike",
+        "all names begin with `_orig_mod.`, `module.`, `base_model.model.` or `_fsdp_wrapped_module.`",
+        "Save the model that is wrapped (`model._orig_mod`, `model.module`), or take that off the names "
+        "(docs/foreign.md).",
+        _common_wrapper,
+    ),
+    Foreign(
+        "the bare model, as AutoModel saves it: its names lack `model.`, and it has no output layer",
+        "`embed_tokens.weight` without `model.` before it",
+        "Save it with AutoModelForCausalLM. From here that can be done only if embeddings are tied, else the output "
+        "layer would be random: `python -c 'import sys; from transformers import AutoModelForCausalLM as M; "
+        "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])' {path} OUT`.",
+        lambda reader: next(
+            (name for name in ("embed_tokens.weight", "embed_in.weight") if name in reader.specs), None
+        ),
+    ),
+)
+"""What has been opened as something else: told by the names of its tensors."""
+
+UNREAD = (
+    Foreign(
+        "weights for llama.cpp (GGUF)",
+        "`*.gguf`",
+        "GGUF is not read. Give the Hugging Face directory that it was made from; or let transformers decode it: "
+        "`AutoModelForCausalLM.from_pretrained(DIR, gguf_file=FILE).save_pretrained(OUT)`.",
+        _has("*.gguf"),
+    ),
+    Foreign(
+        "an archive of NeMo 1",
+        "`*.nemo`, or `model_weights.ckpt` beside `model_config.yaml`",
+        "In NeMo's container: `python scripts/checkpoint_converters/convert_llama_nemo_to_hf.py --input_name_or_path "
+        "FILE --output_path OUT` (there is one for each family), and give OUT.",
+        _has("*.nemo", "model_weights.ckpt"),
+    ),
+    Foreign(
+        "a Llama in Meta's own files",
+        "`consolidated.*.pth`",
+        "Take the Hugging Face files of the same release (config.json and model*.safetensors), or convert these with "
+        "the script in transformers' repository: `python src/transformers/models/llama/convert_llama_weights_to_hf.py "
+        "--input_dir {path} --model_size 8B --output_dir OUT`.",
+        _has("consolidated.*.pth"),
+    ),
+    Foreign(
+        "a model in Mistral's own files",
+        "`consolidated*.safetensors` beside `params.json`, without config.json",
+        "Take the Hugging Face files of the same release: config.json and model*.safetensors.",
+        lambda path: _has("consolidated*.safetensors")(path) if (path / "params.json").is_file() else None,
+    ),
+    Foreign(
+        "a checkpoint of DeepSpeed (ZeRO)",
+        "`*_optim_states.pt`, there or in a directory such as `global_step100`",
+        f"`python -m deepspeed.utils.zero_to_fp32 {{found}} OUT --safe_serialization`, {_THEN}. It unpickles what it "
+        "reads: use it on checkpoints of your own.",
+        _deepspeed,
+    ),
+    Foreign(
+        "a universal checkpoint of DeepSpeed",
+        "`zero/*/fp32.pt`",
+        "Give the ordinary checkpoint that it was made from to `python -m deepspeed.utils.zero_to_fp32 DIR OUT "
+        f"--safe_serialization`, {_THEN}.",
+        _has("zero/*/fp32.pt"),
+    ),
+    Foreign(
+        "a checkpoint of accelerate's FSDP, in pieces",
+        "a directory `pytorch_model_fsdp_0`",
+        f"`accelerate merge-weights {{path}}/{{found}} OUT`, {_THEN}.",
+        _has("pytorch_model_fsdp_[0-9]"),
+    ),
+    Foreign(
+        "all weights of an accelerate run in one file",
+        "`pytorch_model_fsdp.bin`",
+        "Copy it as pytorch_model.bin into a directory with config.json and the tokenizer's files, and give that.",
+        _has("pytorch_model_fsdp.bin"),
+    ),
+    Foreign(
+        "a checkpoint of verl, trained with FSDP",
+        "`model_world_size_*_rank_*.pt`",
+        "`python -m verl.model_merger merge --backend fsdp --local_dir {path} --target_dir OUT`, and give OUT.",
+        _has("model_world_size_*_rank_*.pt"),
+    ),
+    Foreign(
+        "an entry of the Hub's cache",
+        "`snapshots/*/config.json`",
+        "Give {path}/snapshots/{found}.",
+        _snapshot,
+    ),
+    Foreign(
+        "a folder with checkpoints in it",
+        "directories such as `checkpoint-500`, `step-100` or `global_step_10`",
+        "Give one of them, the newest for instance: {path}/{found}.",
+        _newest_step,
+    ),
+    Foreign(
+        "a folder with a model in it",
+        f"a directory {', '.join(f'`{name}`' for name in _MODELS[:-1])} or `{_MODELS[-1]}`",
+        "Give {path}/{found}.",
+        _model_inside,
+    ),
+    Foreign(
+        "a file of a checkpoint, or of something else",
+        "it is no directory",
+        "Give the directory of the checkpoint, not a file in it.",
+        lambda path: "" if path.is_file() else None,
+    ),
+    Foreign(
+        "a config without weights",
+        "config.json alone",
+        "There is a config.json, and no weights beside it: they are *.safetensors, or pytorch_model.bin or its parts "
+        "with their index. Other formats (TensorFlow, Flax, ONNX) are not read.",
+        lambda path: "" if (path / "config.json").is_file() else None,
+    ),
+    Foreign(
+        "weights without a config",
+        "`*.safetensors` or `*.bin` without config.json",
+        "There are weights, and no config.json beside them: copy it there.",
+        _has("*.safetensors", "*.bin"),
+    ),
+)
+"""What nothing recognises."""

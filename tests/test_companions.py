@@ -1,0 +1,199 @@
+"""What is beside a model's weights: what travels, what stays, what is made anew."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+from conversions import run, tree
+
+from precisionctl.checkpoints.companions import KINDS, kind_of, read_companions
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.inference_export import InferenceExport
+from precisionctl.commands.plan_export import plan_export
+from precisionctl.errors import DamagedCheckpoint
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "companions.md"
+
+MODELING = b"""import os
+from transformers import AutoModel
+from .configuration_own import OwnConfig
+from   .layers import (
+    A,
+)
+def late():
+    from .late import B
+raise SystemExit("nobody runs this")
+"""
+
+
+def own_code(directory: Path, **auto_map: Any) -> Path:
+    """A directory as Kimi's: a known family, with classes and a tokenizer of its own."""
+    pico.save(directory, "llama-2", dtype=torch.bfloat16)
+    config = json.loads((directory / "config.json").read_text())
+    classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (directory / "config.json").write_text(json.dumps(config | {"auto_map": classes | auto_map}))
+    tokenizer = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (directory / "modeling_own.py").write_bytes(MODELING)
+    for name in ("configuration_own", "layers", "late", "tokenization_own", "unrelated"):
+        (directory / f"{name}.py").write_bytes(b"raise SystemExit\n")
+    (directory / "tiktoken.model").write_bytes(b"IQ== 0\n")
+    return directory
+
+
+CODE = ("configuration_own.py", "late.py", "layers.py", "modeling_own.py", "tokenization_own.py")
+
+
+def test_code_that_a_config_names_travels_as_bytes_with_what_it_imports(tmp_path: Path) -> None:
+    source = own_code(tmp_path / "own")
+    there = run(source, tmp_path / "dist", "megatron")
+    back = run(tmp_path / "dist", tmp_path / "back", "hf")
+    before, after = tree(source), tree(tmp_path / "back")
+    assert {name for name in after if name.endswith(".py")} == set(CODE)
+    assert all(after[name] == before[name] for name in (*CODE, "tokenizer_config.json", "tiktoken.model"))
+    assert json.loads(after["config.json"])["auto_map"] == json.loads(before["config.json"])["auto_map"]
+    for work in (there, back):
+        assert any(
+            note.startswith("Code of the model's own travels") and "modeling_own.py" in note for note in work.notes
+        )
+
+
+def test_transformers_opens_a_result_whose_config_is_of_its_own_code(tmp_path: Path) -> None:
+    """As Kimi's: without the file it is `OSError: ... does not appear to have a file named configuration_own.py`."""
+    from transformers import AutoConfig
+
+    source = own_code(tmp_path / "own")
+    (source / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\nfrom .layers import MARK\n"
+        "class OwnConfig(LlamaConfig):\n    mark = MARK\n"
+    )
+    (source / "layers.py").write_text("MARK = 7\n")
+    run(source, tmp_path / "out", "hf")
+    assert AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True).mark == 7
+
+
+def test_an_export_says_that_the_engine_has_to_trust_the_code(tmp_path: Path) -> None:
+    export = InferenceExport(own_code(tmp_path / "own"), tmp_path / "out", target="vllm", scheme="dynamic")
+    work = plan_export(export)
+    notes = " ".join(work.notes)
+    assert (
+        "--trust-remote-code" in notes
+        and "tokenizer" not in notes.partition("Missing in the source")[2].partition(".")[0]
+    )
+    card = work.writer.extra_files["README.md"].decode()  # type: ignore[attr-defined]
+    assert "| code of its own | configuration_own.py" in card
+
+
+GONE: dict[str, str | list[str | None]] = {
+    "a file that is not there": "modeling_gone.Gone",
+    "a path": "../own/modeling_own.Own",
+    "an absolute path": "/etc/hostname.Own",
+    "a package": "package.modeling_own.Own",
+    "no class": "modeling_own",
+    "a list of which one is not there": ["tokenization_own.Own", "fast_gone.Fast"],
+    "a hidden file": ".modeling_own.Own",
+}
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_what_names_no_file_of_the_directory_is_taken_out_and_said(tmp_path: Path, name: str) -> None:
+    source = own_code(tmp_path / "own", AutoModel=GONE[name])
+    work = run(source, tmp_path / "out", "hf")
+    kept = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
+    assert sorted(kept) == ["AutoConfig", "AutoModelForCausalLM"]
+    assert any(
+        note.startswith("Taken out of `auto_map` in config.json") and "AutoModel (" in note for note in work.notes
+    )
+
+
+def test_an_auto_map_of_which_nothing_is_there_goes(tmp_path: Path) -> None:
+    source = own_code(tmp_path / "own")
+    for file in source.glob("*.py"):
+        file.unlink()
+    run(source, tmp_path / "out", "hf")
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "auto_map" not in json.loads((tmp_path / "out" / name).read_text())
+
+
+def test_code_of_another_repository_is_left_to_who_opens_it(tmp_path: Path) -> None:
+    source = own_code(tmp_path / "own", AutoModel="someone/other--modeling_other.Other")
+    work = run(source, tmp_path / "out", "hf")
+    kept = json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
+    assert kept["AutoModel"] == "someone/other--modeling_other.Other"
+    assert any("another" not in note and "code of other repositories" in note for note in work.notes)
+
+
+def test_code_that_lies_outside_is_not_read(tmp_path: Path) -> None:
+    source = own_code(tmp_path / "own")
+    (tmp_path / "secret.py").write_text("secret")
+    (source / "layers.py").unlink()
+    (source / "layers.py").symlink_to(tmp_path / "secret.py")
+    with pytest.raises(DamagedCheckpoint, match="symbolic link leads out"):
+        read_companions(source, links=True)
+    inside = read_companions(source, links=False)
+    assert "layers.py" not in inside.files
+    assert "modeling_own.py imports what is not in the directory: layers.py." in inside.notes
+
+
+def test_code_that_imports_without_end_or_is_all_blanks_costs_little(tmp_path: Path) -> None:
+    tmp_path.joinpath("config.json").write_text(json.dumps({"auto_map": {"AutoModel": "a0.A"}}))
+    for number in range(100):
+        (tmp_path / f"a{number}.py").write_text(f"from .a{0 if number == 59 else number + 1} import x\n")
+    assert len(read_companions(tmp_path, links=True).code) == 60
+    (tmp_path / "a59.py").write_text("from .a60 import x")
+    with pytest.raises(DamagedCheckpoint, match="more than 64 files of code"):
+        read_companions(tmp_path, links=True)
+    (tmp_path / "a0.py").write_bytes(b"\n \t" * 1_000_000 + b"from ." + b"a" * 1_000_000)
+    assert read_companions(tmp_path, links=True).code == ("a0.py",)
+
+
+TRAVEL = (
+    "qwen.tiktoken",
+    "sentencepiece.bpe.model",
+    "LICENSE",
+    "LICENSE.md",
+    "NOTICE.txt",
+    "USE_POLICY.md",
+    "vocab.bpe",
+)
+STAY = (
+    "README.md",
+    "optimizer.pt",
+    "rng_state_0.pth",
+    "training_args.bin",
+    "figure.png",
+    ".gitattributes",
+    "model.gguf",
+)
+
+
+def test_vocabularies_and_terms_travel_and_what_is_known_to_stay_stays_unsaid(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", "llama-2")
+    for name in (*TRAVEL, *STAY, "who_knows.dat"):
+        (tmp_path / "hf" / name).write_bytes(b"1")
+    work = run(tmp_path / "hf", tmp_path / "out", "hf")
+    made = tree(tmp_path / "out")
+    assert set(TRAVEL) <= made.keys() and not made.keys() & {*STAY, "who_knows.dat"}
+    assert "Stays behind, as nothing here knows what it is: who_knows.dat." in work.notes
+    assert not any(name in note for note in work.notes for name in STAY)
+
+
+def test_every_kind_is_documented_with_its_reason() -> None:
+    rows = re.findall(r"^\| (`.+?) \| (.+?) \| (.+?) \|$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == [(" ".join(f"`{p}`" for p in kind.patterns), kind.fate, kind.reason) for kind in KINDS]
+
+
+def test_what_transformers_saves_beside_a_model_is_known(tmp_path: Path) -> None:
+    """Whatever this transformers writes: nothing of it is a name that is not in the table."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    pico.save(tmp_path, "llama-2")
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=made, chat_template="{{ messages }}").save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if kind_of(path.name) is None] == []
+    assert {"tokenizer.json", "chat_template.jinja"} <= open_checkpoint(tmp_path).companions.files.keys()

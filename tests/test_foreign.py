@@ -1,0 +1,202 @@
+"""What is not read: each is told for what it is, with a step that leads on."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+import torch.distributed.checkpoint
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemWriter
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from precisionctl.checkpoints.foreign import MISTAKABLE, TENSORS, UNREAD
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import UnknownFormat
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "foreign.md"
+
+
+def files(*names: str) -> Callable[[Path], object]:
+    def make(directory: Path) -> None:
+        for name in names:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text("{}" if name.endswith(".json") else "")
+
+    return make
+
+
+def dcp(rename: Callable[[str], str], *, optimizer: bool = False) -> Callable[[Path], object]:
+    """As PyTorch writes it, of a model whose names are changed."""
+
+    def make(directory: Path) -> None:
+        tensors = pico.make("llama-2").state_dict()
+        state: dict[str, Any] = {rename(name): tensor for name, tensor in tensors.items()}
+        if optimizer:
+            moments = {f"optimizer.state.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in state.items()}
+            state |= moments | {"optimizer.param_groups.0.lr": 0.1}
+        torch.distributed.checkpoint.save(state, storage_writer=FileSystemWriter(directory), no_dist=True)
+
+    return make
+
+
+def as_torchtitan(name: str) -> str:
+    return name.removeprefix("model.").replace("embed_tokens", "tok_embeddings").replace("self_attn.q", "attention.w")
+
+
+def renamed(change: Callable[[str], str], **more: torch.Tensor) -> Callable[[Path], object]:
+    """A Hugging Face directory whose tensors have other names, and some more."""
+
+    def make(directory: Path) -> None:
+        pico.save(directory, "llama-2")
+        tensors = load_file(directory / "model.safetensors")
+        save_file({change(name): tensor for name, tensor in tensors.items()} | more, directory / "model.safetensors")
+
+    return make
+
+
+def of_class(auto: Any) -> Callable[[Path], object]:
+    def make(directory: Path) -> None:
+        auto.from_config(pico.make("llama-2").config).save_pretrained(directory)
+
+    return make
+
+
+def wrapper(text: str) -> Callable[[Path], object]:
+    def make(directory: Path) -> None:
+        pico.save(directory, "llama-2")
+        config = {"model_type": "llava", "text_config": {"model_type": text}, "vision_config": {"hidden_size": 8}}
+        (directory / "config.json").write_text(json.dumps(config))
+
+    return make
+
+
+def hub_entry(main: str | None, *snapshots: str) -> Callable[[Path], object]:
+    def make(directory: Path) -> None:
+        files(*(f"snapshots/{snapshot}/config.json" for snapshot in snapshots))(directory)
+        if main is not None:
+            (directory / "refs").mkdir()
+            (directory / "refs" / "main").write_text(main)
+
+    return make
+
+
+# what is there, what it is told to be, and what is said to do
+MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "an adapter": (files("adapter_config.json", "adapter_model.safetensors"), "adapter of PEFT", "merge_and_unload"),
+    "an adapter beside a model": (
+        lambda d: (pico.save(d, "llama-2"), files("adapter_config.json")(d)),
+        "adapter of PEFT",
+        "merge_and_unload",
+    ),
+    "a model with adapters in it": (
+        renamed(lambda name: name.replace("q_proj.", "q_proj.base_layer.")),
+        "PEFT's adapters in it",
+        "merge_and_unload",
+    ),
+    "accelerate's FSDP": (
+        files("pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "scheduler.pt"),
+        "accelerate's FSDP, in pieces",
+        r"accelerate merge-weights \S*/here/pytorch_model_fsdp_0 OUT.*config\.json",
+    ),
+    "what accelerate's FSDP has in it": (
+        dcp(lambda name: f"model.{name}"),
+        "accelerate's FSDP saves it",
+        "merge-weights .*here",
+    ),
+    "accelerate's FSDP in one file": (files("pytorch_model_fsdp.bin"), "in one file", r"pytorch_model\.bin"),
+    "a state dict in DCP": (dcp(str), "PyTorch's own checkpoint", "merge-weights"),
+    "model and optimizer in DCP": (dcp(str, optimizer=True), "with its optimizer", "dcp_to_torch .*here all.pt"),
+    "an optimizer in DCP": (dcp(lambda name: f"optimizer.state.{name}.exp_avg"), "without its model", "_fsdp_0"),
+    "torchtitan": (dcp(as_torchtitan), "torchtitan", "convert_to_hf.py .*here OUT"),
+    "DeepSpeed": (
+        files("latest", "zero_to_fp32.py", "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        "DeepSpeed",
+        "deepspeed.utils.zero_to_fp32 .*here OUT --safe",
+    ),
+    "DeepSpeed, universal": (files("zero/lm_head.weight/fp32.pt"), "universal", "zero_to_fp32"),
+    "verl's FSDP": (files("model_world_size_2_rank_0.pt", "fsdp_config.json"), "verl", "verl.model_merger merge"),
+    "a step of verl": (files("actor/fsdp_config.json"), "a folder with a model", "here/actor"),
+    "GGUF beside a config": (files("config.json", "model.gguf"), "GGUF", "gguf_file"),
+    "NeMo 1": (files("model.nemo"), "NeMo 1", "convert_llama_nemo_to_hf"),
+    "Meta's files": (files("consolidated.00.pth", "params.json"), "Meta's own", "convert_llama_weights_to_hf"),
+    "Mistral's files": (files("consolidated.safetensors", "params.json"), "Mistral's own", "same release"),
+    "rewards": (of_class(AutoModelForSequenceClassification), "head for rewards or classes", "language model"),
+    "a value head": (
+        renamed(str, **{"v_head.summary.weight": torch.ones(1, 64)}),
+        "head for rewards or classes",
+        "pretrained_model",
+    ),
+    "a bare model": (of_class(AutoModel), "bare model", "AutoModelForCausalLM"),
+    "a compiled model": (renamed(lambda name: f"_orig_mod.{name}"), "from within a wrapper", "model._orig_mod"),
+    "images around a Llama": (wrapper("llama"), "text model of a family that is known", "docs/foreign.md"),
+    "images around something else": (wrapper("mamba"), "of a family that is not known", "docs/convert.md"),
+    "a folder of a run": (
+        files("checkpoint-500/x", "checkpoint-1000/x", "runs/x"),
+        "a folder with checkpoints in it",
+        "here/checkpoint-1000",
+    ),
+    "a cache": (hub_entry("0a", "0a", "ff"), "Hub's cache", ".*here/snapshots/0a"),
+    "a cache without refs": (hub_entry(None, "0a", "ff"), "Hub's cache", ".*snapshots/ff"),
+    "a cache whose refs lead elsewhere": (hub_entry("../..", "0a"), "Hub's cache", ".*snapshots/0a"),
+    "a config alone": (files("config.json"), "config without weights", "no weights beside it"),
+    "weights alone": (files("model.safetensors"), "weights without a config", "copy it there"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_not_read_is_named_with_the_next_step(tmp_path: Path, name: str) -> None:
+    make, what, do = MADE[name]
+    (tmp_path / "here").mkdir()
+    make(tmp_path / "here")
+    with pytest.raises(UnknownFormat) as refused:
+        open_checkpoint(tmp_path / "here")
+    assert re.search(what, refused.value.what) and re.search(do, refused.value.do), str(refused.value)
+    assert refused.value.where == str(tmp_path / "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("model.gguf", "GGUF"), ("m.nemo", "NeMo 1"), ("model.safetensors", "a file of a checkpoint")]
+)
+def test_a_file_is_named_for_what_it_is(tmp_path: Path, name: str, what: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(UnknownFormat, match=what):
+        open_checkpoint(tmp_path / name)
+
+
+def test_a_directory_of_deepspeeds_step_is_named_by_the_one_above_which_its_program_wants(tmp_path: Path) -> None:
+    files("latest", "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt")(tmp_path / "run")
+    with pytest.raises(UnknownFormat, match=r"zero_to_fp32 \S*/run OUT"):
+        open_checkpoint(tmp_path / "run" / "global_step3")
+
+
+def test_commands_take_a_path_with_spaces(tmp_path: Path) -> None:
+    files("model_world_size_2_rank_0.pt")(tmp_path / "my run")
+    with pytest.raises(UnknownFormat, match=r"--local_dir '\S*/my run'"):
+        open_checkpoint(tmp_path / "my run")
+
+
+def test_every_one_is_documented_and_no_other() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    words = {"path": "DIR", "found": "FOUND"}
+    assert rows[1:] == [(one.what, one.sign, one.do.format(**words)) for one in (*MISTAKABLE, *TENSORS, *UNREAD)]
+
+
+def test_every_one_is_tried_here() -> None:
+    tried = [what for _, what, _ in MADE.values()] + ["a file of a checkpoint"]
+    assert [
+        one.what for one in (*MISTAKABLE, *TENSORS, *UNREAD) if not any(re.search(t, one.what) for t in tried)
+    ] == []
+
+
+def test_a_bare_model_with_tied_embeddings_is_mended_as_the_message_says(tmp_path: Path) -> None:
+    config = pico.make("llama-tied").config
+    AutoModel.from_config(config).save_pretrained(tmp_path / "bare")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "bare").save_pretrained(tmp_path / "out")
+    assert open_checkpoint(tmp_path / "out").model.tied_embeddings
