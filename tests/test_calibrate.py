@@ -361,12 +361,14 @@ def test_a_run_that_starts_from_calibration_is_one_that_warms_up_on_the_same_bat
     assert warm.fp8 is not None and given_.fp8 is not None
     ours, theirs = scales(warm.fp8), scales(given_.fp8)
     assert {key: ours[key] for key in ours} == {key: theirs[key] for key in ours}
-    caches = {module for module, _ in theirs.keys() - ours.keys()}
-    assert caches == {f"decoder.layers.{n}.self_attention.core_attention" for n in (0, 1)}, "kept for a cache"
+    assert theirs.keys() == ours.keys()
+    assert given_.path is not None and (beside := sidecar.find(given_.path)) is not None
+    caches = {f"decoder.layers.{n}.self_attention.core_attention" for n in (0, 1)}
+    assert beside.modules.keys() == caches and beside.of_weights != given_.fp8.of_weights, "carried, of other weights"
 
 
 def test_each_role_comes_from_the_first_that_recorded_it(place: Path, calibrated: Calibrated, tmp_path: Path) -> None:
-    """Carried before collected before calibrated before warm-up before the weights; the file fills what is missing."""
+    """An explicit file before what is carried or collected, that before warm-up, and that before the weights."""
     made = settings(place / "source", place / "text.txt", tmp_path / "bf16", collect_amax=True, train__steps=1)
     collected = run(made)[1].checkpoint
     everything = {"input": 8, "weight": 8, "grad_output": 8}
@@ -375,9 +377,10 @@ def test_each_role_comes_from_the_first_that_recorded_it(place: Path, calibrated
         one = settings(source, place / "text.txt", tmp_path / name, "fp8", load="weights", train__steps=1, **changes)
         return run(one)[0].fp8
 
-    assert start(collected, "collected", fp8_state=calibrated.out) == {"collected in BF16 training": everything}
+    assert start(collected, "collected") == {"collected in BF16 training": everything}
     carried = tmp_path / "collected" / "iter_0000001"
-    assert start(carried, "carried", fp8_state=calibrated.out) == {"carried": everything}
+    assert start(carried, "carried") == {"carried": everything}
+    assert start(carried, "given", fp8_state=calibrated.out) == {"calibrated": everything}
     states = sidecar.read(calibrated.out)
     fresh = Fp8State.fresh(HISTORY).roles
     parts = {name: state for name, state in states.modules.items() if name in GEMMS[:6]}
@@ -449,19 +452,25 @@ def test_a_conversion_with_the_state_is_what_a_run_with_the_state_starts_from(
     assert made["converted"][2] == made["bf16"][2]
 
 
-def test_what_a_checkpoint_carries_comes_before_the_file(place: Path, calibrated: Calibrated, tmp_path: Path) -> None:
+def test_a_file_comes_before_what_a_checkpoint_carries(place: Path, calibrated: Calibrated, tmp_path: Path) -> None:
     run(settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", train__steps=1))
     carried = open_checkpoint(tmp_path / "run").fp8
+    some = dict(list(calibrated.states.modules.items())[:3])
+    sidecar.write(tmp_path / "some", replace(calibrated.states, modules=some))
     for name, drop in (("filled", False), ("dropped", True)):
         conversion = Conversion(
-            tmp_path / "run", tmp_path / name, to="hf", drop_fp8_state=drop, fp8_state=calibrated.out
+            tmp_path / "run", tmp_path / name, to="hf", drop_fp8_state=drop, fp8_state=tmp_path / "some"
         )
         execute(plan_conversion(conversion))
     assert carried is not None
-    before, filled = scales(carried), scales(open_checkpoint(tmp_path / "filled").fp8)
-    assert {key: filled[key] for key in before} == before
-    assert {role for _, role in filled.keys() - before.keys()} == {"k", "v"}
-    assert scales(open_checkpoint(tmp_path / "dropped").fp8) == scales(calibrated.states)
+    before, given, filled = (
+        scales(each) for each in (carried, sidecar.read(tmp_path / "some"), sidecar.find(tmp_path / "filled"))
+    )
+    assert {key: filled[key] for key in given} == given
+    assert {key: filled[key] for key in filled.keys() - given.keys()} == {
+        key: before[key] for key in before.keys() - given.keys()
+    }
+    assert scales(sidecar.find(tmp_path / "dropped")) == given
 
 
 def test_an_export_takes_its_input_scales_from_the_file(place: Path, calibrated: Calibrated, tmp_path: Path) -> None:

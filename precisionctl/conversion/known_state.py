@@ -53,7 +53,7 @@ def known_state(
     drop: bool = False,
 ) -> KnownState:
     """What is known of the FP8 `gemms` (`Plan.gemms`) of an open checkpoint, under `recipe` if one is given, else under
-    the one in which it was recorded. `file` is what --fp8-state names; `drop` passes over the checkpoint's own.
+    the checkpoint's own. `file` is what --fp8-state names; `drop` passes over the checkpoint's own.
 
     Raises MappingError for state of another model, and what reading raises.
     """
@@ -66,8 +66,9 @@ def known_state(
     current = replace(own, of_weights=digest) if own and is_of_weights(own, digest, reader) else None
     notes = tuple(_file_notes(file, given, current, digest)) if file and given else ()
     usable = [states for states in (given, current) if states]
-    if recipe:
-        usable = [replace(each, recipe=recipe, modules=under_recipe(recipe, each)) for each in usable]
+    new = recipe or (usable[-1].recipe if usable else None)  # the checkpoint's own, where that is usable
+    if new:
+        usable = [replace(each, recipe=new, modules=under_recipe(new, each)) for each in usable]
     return KnownState(tuple(usable), own if current is None else None, notes)
 
 
@@ -98,6 +99,6 @@ def _file_notes(file: Path, given: Fp8States, own: Fp8States | None, digest: str
         yield f"{file} does not say with which weights its FP8 state was recorded; it is used as it is."
     elif given.of_weights != digest:
         yield f"WARNING: the FP8 state in {file} was recorded with other weights than these; it is used all the same."
-    both = [name for name in given.modules if own and name in own.modules]
-    if own and both:
-        yield f"The FP8 state of {len(both)} modules is that of {file}, not the checkpoint's own ({origin(own)})."
+    both = own.modules.keys() & given.modules.keys() if own else ()
+    instead = f", not the checkpoint's own ({origin(own)})" if own and both else ""
+    yield f"The FP8 state of {len(given.modules)} modules is that of {file}{instead}."
