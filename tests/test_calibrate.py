@@ -33,6 +33,7 @@ from precisionctl.errors import (
     UnknownFormat,
 )
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.carry import under_recipe
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import Fp8State, Role, RoleState
 from precisionctl.planning.make_plan import make_plan
@@ -462,15 +463,11 @@ def test_a_file_comes_before_what_a_checkpoint_carries(place: Path, calibrated: 
             tmp_path / "run", tmp_path / name, to="hf", drop_fp8_state=drop, fp8_state=tmp_path / "some"
         )
         execute(plan_conversion(conversion))
-    assert carried is not None
-    before, given, filled = (
-        scales(each) for each in (carried, sidecar.read(tmp_path / "some"), sidecar.find(tmp_path / "filled"))
-    )
-    assert {key: filled[key] for key in given} == given
-    assert {key: filled[key] for key in filled.keys() - given.keys()} == {
-        key: before[key] for key in before.keys() - given.keys()
-    }
-    assert scales(sidecar.find(tmp_path / "dropped")) == given
+    filled, dropped = (sidecar.find(tmp_path / name) for name in ("filled", "dropped"))
+    assert carried and filled and dropped and scales(dropped) == scales(sidecar.read(tmp_path / "some"))
+    given = under_recipe(carried.recipe, dropped)
+    rest = {name: state for name, state in carried.modules.items() if name not in some}
+    assert scales(filled) == scales(replace(carried, modules={**given, **rest}))
 
 
 def test_an_export_takes_its_input_scales_from_the_file(place: Path, calibrated: Calibrated, tmp_path: Path) -> None:
