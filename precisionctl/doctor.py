@@ -15,7 +15,7 @@ from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.commands.notes import GATE
 from precisionctl.errors import EnvironmentProblem, NotUnderstood
 from precisionctl.fp8.extra_state import Payload, read_payload
-from precisionctl.trainer.backends.choose import choose_backend
+from precisionctl.trainer.backends.choose import choose_backend, numbers
 from precisionctl.untrusted import safe_archive
 
 PACKAGES = ("torch", "transformer-engine", "megatron-core", "transformers", "safetensors", "triton")
@@ -95,7 +95,7 @@ def examine() -> Machine:
         torch.version.cuda,
         devices,
         problem,
-        recipes(weakest, _numbers(torch.version.cuda or "")),
+        recipes(weakest, numbers(torch.version.cuda or "")),
         {each.name: os.environ[each.name] for each in VARIABLES if each.name in os.environ},
     )
 
@@ -105,10 +105,6 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".") if part.isdecimal())
 
 
 def recipes(capability: Capability | None, cuda: tuple[int, ...]) -> tuple[Recipe, ...]:
@@ -191,8 +187,8 @@ def has_gate(te_version: str | None) -> bool:
     installed, as the newest does."""
     if te_version is None:
         return True
-    numbers = _numbers(te_version)
-    return numbers >= (2, 18) or (2, 17, 1) <= numbers < (2, 18) or (2, 16, 1) <= numbers < (2, 17)
+    release = numbers(te_version)
+    return release >= (2, 18) or (2, 17, 1) <= release < (2, 18) or (2, 16, 1) <= release < (2, 17)
 
 
 def _advice(forms: Counter[str], refused: int, read: list[Payload], te_version: str | None) -> list[str]:

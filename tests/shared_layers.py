@@ -1,8 +1,8 @@
-"""One pass forward and backward by tensor and expert ranks, for test_tensor_parallel.py.
+"""Passes forward and backward by several ranks, for test_tensor_parallel.py.
 
-`python shared_layers.py FILE` writes into FILE how far each rank's part of the gradients is from that of one process.
-
-In FP32, so that a sum that is missing somewhere cannot hide behind rounding.
+`python shared_layers.py FILE` writes into FILE how far each rank's part of the gradients is from that of one process:
+of tensor and expert ranks in FP32, so that a sum that is missing somewhere cannot hide behind rounding; of data ranks
+in FP8, whose scales start cold.
 """
 
 import json
@@ -23,9 +23,11 @@ from torch import Tensor
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.conversion import convert
+from precisionctl.fp8.state import Fp8State
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Optimizer, Parallel
+from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.data.batch import Batch
 from precisionctl.trainer.loop import backward
@@ -142,12 +144,63 @@ def alone(family: str) -> tuple[InMemory, float, float, dict[str, Tensor], float
     return source, loss, norm, optimizer.gradients, bent(optimizer.gradients, ALL_MINE)
 
 
+def in_fp8(
+    backend: BackendName, source: Any, world: World, preset: str, recompute: bool = False
+) -> tuple[list[float], GPT, MasterAdamW]:
+    """Losses of two passes, in the first of which all scales are 1; their gradients are collected."""
+    model = GPT(source.model, PRESETS[preset], backend, world=world, recompute=recompute)
+    optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shares)
+    live = LiveModel(source.model, optimizer.masters, parts=model.shares.parts)
+    convert.run(make_plan(source, "megatron"), source, live)
+    optimizer.publish()
+    each = ROWS // world.data_count
+    batch = batch_of(range(world.data_rank * each, (world.data_rank + 1) * each), packed=False)
+    losses = []
+    for _ in range(2):
+        losses.append(float(world.sum_of_data(backward(model, batch, ROWS * (LENGTH - 3)))))
+        optimizer.collect()
+    optimizer.reduce(world)
+    return losses, model, optimizer
+
+
+def states_of(model: GPT) -> dict[str, Fp8State]:
+    return {name: state for name, linear in fp8_linears(model).items() if (state := linear.fp8_state())}
+
+
+def by_data_ranks(source: InMemory, backend: BackendName = "emulated") -> dict[str, Any]:
+    """How far this one of two ranks, with and without recomputation, is from one process without, under delayed
+    scaling; and whether nothing is recorded between passes."""
+    expected, whole, alone = in_fp8(backend, source, ALONE, "fp8-delayed")
+    states, told = states_of(whole), {}
+    with together() as ranks:
+        dist.init_process_group("gloo", store=ranks.store, rank=ranks.rank, world_size=ranks.count)
+        for case, again in {"kept": False, "recomputed": True}.items():
+            world = World(ranks, *_meshes("cpu", ranks.count, Parallel()))
+            losses, model, optimizer = in_fp8(backend, source, world, "fp8-delayed", again)
+            live = LiveModel(source.model, optimizer.gradients, parts=model.shares.parts)
+            pairs = {
+                f"{name} {role}": (part, states[name].roles[role])
+                for name, state in states_of(model).items()
+                for role, part in state.roles.items()
+            }
+            told[case] = {
+                "losses": [ours / theirs - 1 for ours, theirs in zip(losses, expected, strict=True)],
+                "gradients": apart(live, alone.gradients),
+                "scales": {name: torch.equal(ours.scale, theirs.scale) for name, (ours, theirs) in pairs.items()},
+                "histories": {n: torch.equal(ours.amax_history, its.amax_history) for n, (ours, its) in pairs.items()},
+                "at rest": {name: not ours.amax_history[0] for name, (ours, _) in pairs.items()},
+            }
+        dist.destroy_process_group()
+    return told
+
+
 def main(file: Path) -> None:
     expected = {family: alone(family) for family in dict.fromkeys(family for _, family in CASES)}
-    told: list[Any] = []
+    told: dict[str, list[Any]] = {"shared": []}
     for count in (2, 4):
         wanted = [(how, family) for how, family in CASES if SIZES[how][0] == count]
-        told += [answer for _, answer in fork(count, lambda rank, wanted=wanted: by_ranks(wanted, expected))]
+        told["shared"] += [answer for _, answer in fork(count, lambda rank, wanted=wanted: by_ranks(wanted, expected))]
+    told["data"] = [answer for _, answer in fork(2, lambda rank: by_data_ranks(expected["llama-3"][0]))]
     file.write_text(json.dumps(told))
 
 

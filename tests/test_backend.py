@@ -1,8 +1,15 @@
 """Which backend a machine gets."""
 
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 
+from precisionctl import doctor
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backends import choose
@@ -24,6 +31,36 @@ def test_asking_for_te_without_a_gpu_says_why_not_and_what_to_do() -> None:
 
 def test_asking_for_the_emulation_gives_it_anywhere() -> None:
     assert choose_backend("emulated") == "emulated"
+
+
+def test_a_transformer_engine_that_is_too_old_is_named_and_the_emulation_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """2.8 on a GPU: it has all that the modules are made of, and no `is_fp8_available`."""
+    old = ModuleType("te")
+    monkeypatch.setitem(sys.modules, "precisionctl.trainer.backends.te", old)  # has no `fp8_problem` either
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(metadata, "version", lambda name: "2.8.0")
+    for precision in (PRESETS["bf16"], PRESETS["fp8-delayed"]):
+        assert choose_backend("auto", precision) == "emulated"
+    with pytest.raises(EnvironmentProblem, match=r"version 2\.8\.0 is too old, 2\.9 or newer is needed"):
+        choose_backend("te", PRESETS["bf16"])
+    assert doctor.examine().transformer_engine == "version 2.8.0 is too old, 2.9 or newer is needed"
+
+
+@pytest.mark.parametrize(
+    ("installed", "enough"),
+    [("2.8.0", False), ("2.9.0", True), ("2.9.0+70f53666", True), ("2.20.2", True), ("1.13.0", False), ("3.0", True)],
+)
+def test_versions_are_compared_by_their_numbers(installed: str, enough: bool) -> None:
+    assert (choose.numbers(installed) >= choose.TE_FLOOR) == enough
+
+
+def test_pyproject_asks_for_the_same_transformer_engine() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    (asked,) = project["optional-dependencies"]["te"]
+    assert asked == f"transformer_engine[pytorch]>={'.'.join(map(str, choose.TE_FLOOR))}"
 
 
 def test_a_recipe_that_the_gpu_cannot_run_is_refused_and_not_emulated_in_silence(

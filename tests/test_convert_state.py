@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import in_memory
 import pico
 import pytest
 import torch
@@ -21,9 +22,11 @@ from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state import read_payload
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.numerics import after_one_update
-from precisionctl.fp8.state import DelayedScaling
+from precisionctl.fp8.state import DelayedScaling, Fp8State, RoleState
 from precisionctl.param import Parallelism
 from precisionctl.precision import PRESETS
+
+PROJ = "decoder.layers.1.self_attention.linear_proj"
 
 
 def test_bf16_to_fp8_fills_the_weight_role_as_one_update_would(tmp_path: Path) -> None:
@@ -36,6 +39,22 @@ def test_bf16_to_fp8_fills_the_weight_role_as_one_update_would(tmp_path: Path) -
         assert torch.equal(state.roles["weight"].scale, expected.scale)
         assert torch.equal(state.roles["weight"].amax_history, expected.amax_history)
         assert not state.roles["input"].recorded
+
+
+def test_a_weight_of_zeros_is_not_said_to_wait_for_histories_that_are_there(tmp_path: Path) -> None:
+    """Its amax is never recorded, by no number of passes; what lacks a history beside it still is."""
+    model = pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    model.model.layers[1].self_attn.o_proj.weight.data.zero_()
+    model.save_pretrained(tmp_path / "hf")
+    states = in_memory.recorded(open_checkpoint(tmp_path / "hf"))
+    roles = states.modules[PROJ].roles
+    for case, lacking in {"zeros": ("weight",), "no history": ("weight", "input", "grad_output")}.items():
+        fresh = {role: RoleState.fresh(4) if role in lacking else part for role, part in roles.items()}
+        given = tmp_path / f"{case}.safetensors"
+        sidecar.write(given, replace(states, modules={**states.modules, PROJ: Fp8State(fresh)}))
+        work = run(tmp_path / "hf", tmp_path / case, "megatron", precision="fp8", fp8_state=given)
+        said = [note for note in work.notes if "come from the weights" in note]
+        assert [note.partition(" modules")[0] for note in said] == (["Weight scales of 1"] if len(lacking) > 1 else [])
 
 
 def test_fp8_to_hugging_face_and_back_loses_no_state(tmp_path: Path) -> None:

@@ -362,6 +362,13 @@ def test_state_that_is_only_carried_or_not_recorded_yet_is_not_computed_with(tra
     assert load(trained)[1] == "bfloat16"
 
 
+def test_a_weight_of_zeros_whose_scale_is_1_for_ever_leaves_no_fp8_run_in_bf16(trained):
+    name, first = next(iter(trained.fp8.modules.items()))
+    trained.tensors[f"{name}.weight"].zero_()
+    trained.fp8.modules[name] = Fp8State({**first.roles, "weight": RoleState.fresh(4)})
+    assert load(trained)[1] == "FP8 with delayed scaling, bfloat16 weights"
+
+
 @pytest.mark.parametrize("scheme", ["static", "dynamic"])
 @pytest.mark.parametrize("family", ["llama-3", "mixtral"])
 def test_pytorchs_own_fp8_gemm_gives_the_logits_that_are_emulated(tmp_path, scheme, family, monkeypatch):

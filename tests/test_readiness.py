@@ -338,6 +338,23 @@ def test_dead_and_not_finite_are_told_apart():
     assert kinds(readiness, "bf16") == {(MODULES[1], "input", "not finite")}
 
 
+@pytest.mark.parametrize("role", ["weight", "input"])
+def test_zeros_that_were_measured_do_not_wait_for_calibration(role):
+    """No pass records an amax of them, however often there is one."""
+    weights, states = healthy()
+    zeros = measure(torch.zeros(64, 64), E4M3, None)
+    waiting = Fp8State({**states.modules[MODULES[0]].roles, role: RoleState.fresh(17)})
+    states = replace(states, modules={**states.modules, MODULES[0]: waiting})
+    if role == "weight":
+        weights[MODULES[0]] = [zeros]
+    else:
+        of_module = {**states.statistics[MODULES[0]], role: zeros}
+        states = replace(states, statistics={**states.statistics, MODULES[0]: of_module})
+    readiness = judge(MODULES, weights, states)
+    assert readiness.verdicts["delayed"].ready and not kinds(readiness, "recalibrate")
+    assert kinds(readiness, "watch") == {(MODULES[0], role, "dead")}
+
+
 def test_one_bad_expert_is_enough_for_its_module():
     weights, states = healthy()
     bad = measure(with_outlier(gaussian(256, 256)), E4M3, None, square=True)

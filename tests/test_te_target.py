@@ -24,10 +24,12 @@ from precisionctl.conversion.work import execute
 from precisionctl.errors import EnvironmentProblem, MissingFp8State, RecipeError
 from precisionctl.evaluate import load
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS
 from precisionctl.te import load_te
+from precisionctl.verify.te_rules import check_te
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "fc1", "up_proj": "fc1"}
@@ -153,6 +155,32 @@ def test_the_directory_is_a_whole_model_in_bf16_with_state_of_every_gemm(source:
     amax = max(before[f"model.layers.0.self_attn.{name}_proj.weight"].abs().max() for name in "qkv").float()
     weight = states.modules["decoder.layers.0.self_attention.linear_qkv"].roles["weight"]
     assert weight.scale == 448 / amax
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["llama-3", "mixtral"])
+def test_scales_of_weights_are_of_the_weights_that_are_written(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    """The state's are of amaxes half as large again, which are no reason to take them for others' weights. Of FP32
+    weights the largest is rounded, up as often as down, as it is written."""
+    save(tmp_path / "hf", family, dtype=dtype)
+    reader = HuggingFaceReader(tmp_path / "hf")
+    states = in_memory.recorded(reader)
+    weights = in_memory.to_megatron(reader).tensors
+    modules = {}
+    for name, state in states.modules.items():
+        experts = range(*state.shape) if state.shape else ("",)
+        amax = torch.stack([weights[f"{name}.weight{number}"].abs().max().float() for number in experts])
+        before = after_one_update(1.5 * amax.reshape(state.shape), "weight", states.recipe)
+        modules[name] = Fp8State({**state.roles, "weight": before})
+    sidecar.write(tmp_path / "hf" / sidecar.RELATIVE, replace(states, modules=modules))
+    out = export(tmp_path / "hf", tmp_path / "out")
+    stored = in_memory.to_megatron(HuggingFaceReader(out)).tensors
+    for name, state in sidecar.read(out / sidecar.LIVE).modules.items():
+        experts = range(*state.shape) if state.shape else ("",)
+        amax = torch.stack([stored[f"{name}.weight{number}"].abs().max().float() for number in experts])
+        assert torch.equal(state.roles["weight"].scale, torch.full_like(amax, 448).div(amax).reshape(state.shape))
+        assert torch.equal(state.roles["weight"].amax_history[..., -1], amax.reshape(state.shape))
+    assert check_te(HuggingFaceReader(out)) == []
 
 
 def test_megatron_gives_the_same_files_and_takes_them_back(source: Path, tmp_path: Path) -> None:

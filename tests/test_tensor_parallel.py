@@ -1,4 +1,4 @@
-"""Layers that tensor and expert ranks share, held against one process: by 2 and 4 ranks, once."""
+"""Layers that ranks share, or have rows of data for, held against one process: by 2 and 4 ranks, once."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ from precisionctl.trainer.data.blend import Blend
 from precisionctl.trainer.data.rows import EvenCut, Rows
 from precisionctl.trainer.parallel import shares, world
 
-Told = list[dict[str, Any]]
+Told = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +29,27 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 def test_all_ranks_have_the_loss_and_their_parts_of_the_gradients(told: Told, how: str, family: str) -> None:
     """In FP32 all that differs is the order of sums. The largest difference of a gradient's element from one process's
     is held to 2^-17 of the tensor's largest: some gradients cancel, a norm's over all heads most of all."""
-    ranks = [rank[f"{how}: {family}"] for rank in told if f"{how}: {family}" in rank]
+    ranks = [rank[f"{how}: {family}"] for rank in told["shared"] if f"{how}: {family}" in rank]
     assert len(ranks) == SIZES[how][0]
     for found in ranks:
         assert abs(found["loss"]) < 2**-20 and abs(found["norm"]) < 2**-20
         assert not found["missing"] and abs(found["likeness"]) < 2**-20
         assert found["gradients"] and max(found["gradients"].values()) < 2**-17
+
+
+@pytest.mark.parametrize("activations", ["kept", "recomputed"])
+def test_fp8_of_data_ranks_that_starts_cold_is_that_of_one_process(told: Told, activations: str) -> None:
+    """All scales are 1 in the first pass, and hundreds or thousands of times that in the second: a weight that the
+    backward, or a layer's second computation, cast under another scale than the forward would have codes of its own,
+    and leave its amax behind. Scales and histories are the same to the last bit; the gradient of a weight is rounded
+    to BF16 for each rank, by up to 2^-9 of it, instead of once."""
+    assert len(told["data"]) == 2
+    for rank in told["data"]:
+        found = rank[activations]
+        assert found["losses"] == pytest.approx([0, 0], abs=2**-20)
+        for told_of in ("scales", "histories", "at rest"):
+            assert len(found[told_of]) == 8 * 5 and all(found[told_of].values()), told_of
+        assert max(found["gradients"].values()) < 2**-7
 
 
 @pytest.mark.parametrize(

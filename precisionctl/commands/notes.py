@@ -14,7 +14,7 @@ from precisionctl.export.input_scales import OF_ONE_STEP, of_one_step
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import StateChange
 from precisionctl.fp8.extra_state_writer import TeVersion
-from precisionctl.fp8.state import Fp8States
+from precisionctl.fp8.state import IN_USE, Fp8State, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, Parallelism
 
@@ -123,11 +123,18 @@ def state_notes(change: StateChange) -> Iterator[str]:
             f"The recorded weight amax of {len(change.stale)} modules does not fit the weights and is computed from "
             "them. The state of their inputs may be of other weights too: only an explicit --fp8-state uses it."
         )
-    if change.from_weights:
+    modules = change.states.modules
+    waiting = [name for name in change.from_weights if not _recorded_beside_weights(modules[name])]
+    if waiting:
         yield (
-            f"Weight scales of {len(change.from_weights)} modules come from the weights; their activations and "
+            f"Weight scales of {len(waiting)} modules come from the weights; their activations and "
             "gradients have no history yet. `resume` fills them in warm-up passes before its first FP8 step."
         )
+
+
+def _recorded_beside_weights(state: Fp8State) -> bool:
+    """Whether a module has all history that it needs. A weight of zeros never has any."""
+    return all(state.roles[role].recorded for role in IN_USE if role != "weight")
 
 
 def code_notes(encodings: WeightEncodings) -> Iterator[str]:

@@ -26,7 +26,8 @@ from precisionctl.errors import MissingFp8State, RecipeError
 from precisionctl.export.export import fp8_jobs
 from precisionctl.export.input_scales import input_scales
 from precisionctl.export.model_card import NAME, Card, beside
-from precisionctl.fp8.carry import amax_by_module, carry_state, from_other_experts
+from precisionctl.fp8.carry import amax_by_module, check_modules, from_other_experts
+from precisionctl.fp8.numerics import after_one_update
 from precisionctl.fp8.state import Fp8State, Fp8States
 from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.precision import Precision
@@ -38,8 +39,9 @@ _TITLE = "PyTorch with Transformer Engine"
 def plan_te(reader: Reader, encodings: WeightEncodings | None, export: InferenceExport) -> Work:
     """Plan the export of an open source.
 
-    Raises MissingFp8State where an input was never recorded, RecipeError for options that mean nothing to this target,
-    PrecisionError for sizes that no FP8 GEMM takes.
+    Scales of weights are those of the weights that are written, whatever was recorded of them. Raises MissingFp8State
+    where an input was never recorded, MappingError for state of another model, RecipeError for options that mean
+    nothing to this target, PrecisionError for sizes that no FP8 GEMM takes.
     """
     _check_options(export)
     source = export_source(reader, encodings, export, export.recipe.delayed if export.recipe else None)
@@ -59,10 +61,13 @@ def plan_te(reader: Reader, encodings: WeightEncodings | None, export: Inference
     notes.append(f'Load it with: precisionctl.te.load_te("{export.destination}")')
 
     def finish(found: Mapping[str, float]) -> Fp8States:
-        amax = amax_by_module(
-            found, {module: shape for module, shape in plan.gemms.items() if module in states.modules}
-        )
-        return carry_state(states, amax, None).states
+        gemms = {module: shape for module, shape in plan.gemms.items() if module in states.modules}
+        modules = {}
+        for module, amax in amax_by_module(found, gemms).items():
+            stored = amax.bfloat16().float()  # as the weights are rounded, so is the largest of them
+            weight = after_one_update(stored, "weight", states.recipe)
+            modules[module] = Fp8State({**states.modules[module].roles, "weight": weight})
+        return replace(states, modules=modules)
 
     digest = digest_of(plan, export, export.fp8_state, encodings)
     return Work(reader, plan, writer, output, finish, digest, notes, wants_amax=True)
@@ -98,9 +103,11 @@ def _check_options(export: InferenceExport) -> None:
 
 def _of_gemms(source: ExportSource, precision: Precision) -> Fp8States:
     """The state of every module that the recipe computes in FP8. An expert that no token has reached gets the largest
-    amax of the others. Raises MissingFp8State where the input of a module was never recorded."""
-    jobs, states = fp8_jobs(source.plan, precision), source.states
-    check_fp8_gemms(source.plan, precision)
+    amax of the others. Raises MissingFp8State where the input of a module was never recorded, MappingError for state of
+    another number of experts."""
+    plan, states = source.plan, source.states
+    jobs = fp8_jobs(plan, precision)
+    check_fp8_gemms(plan, precision)
     try:
         input_scales(states, jobs, source.known.why_none)
     except MissingFp8State as missing:
@@ -112,4 +119,6 @@ def _of_gemms(source: ExportSource, precision: Precision) -> Fp8States:
         roles = dict(states.modules[module].roles)
         roles["input"] = from_other_experts(roles["input"], "input", states.recipe)
         modules[module] = Fp8State(roles)
-    return replace(states, modules=modules, raw={}, statistics={})
+    made = replace(states, modules=modules, raw={}, statistics={})
+    check_modules(made, plan.gemms)
+    return made

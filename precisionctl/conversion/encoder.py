@@ -1,6 +1,7 @@
 """Weights on their way into FP8 codes: one pass over a job's values finds the scales, a second one makes the codes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.blocks import BlockScales, share
 from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.statistics import UNDERFLOW
 from precisionctl.param import TensorSpec
 from precisionctl.planning.encode import Encode
 
@@ -25,6 +27,30 @@ Read = Callable[[str, int, int], Iterable[tuple[int, Tensor]]]
 NAN = "NaN in "
 """How the name begins, among what jobs find out, that tells of a NaN in a tensor."""
 
+ZEROED = "zeroed in "
+"""The same of the share of a tensor's elements that are zero as codes and not as values, where that is beyond what
+`inspect --fp8` would have in FP8."""
+
+
+@dataclass
+class _Underflows:
+    """How many of a tensor's elements became zero, in every eighth piece of it: to look at all of them would take a
+    twentieth of the time of a cast, and where one scale is lost on an outlier, most pieces are."""
+
+    pieces: int = 0
+    elements: int = 0
+    zeroed: int = 0
+
+    def see(self, values: Tensor, codes: Tensor) -> None:
+        if self.pieces % 8 == 0:
+            self.elements += codes.numel()
+            self.zeroed += numerics.underflows(values, codes)
+        self.pieces += 1
+
+    @property
+    def share(self) -> float:
+        return self.zeroed / self.elements if self.elements else 0.0
+
 
 class Encoder:
     """Encodes jobs of a plan into tensors of these `specs`, handing what it makes to `put`.
@@ -39,6 +65,8 @@ class Encoder:
         self._specs, self._carried, self._buffers, self._put, self._read = specs, carried, buffers, put, read
         self.with_nan: set[str] = set()
         """The tensors that were seen to hold a NaN. Where values are neither cast nor encoded, nobody looks."""
+        self.zeroed: dict[str, float] = {}
+        """The share of elements that became zero, of tensors that lost more than UNDERFLOW."""
 
     def encode(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> dict[str, float]:
         """Write codes and scales of what `pieces` gives at each call. One pass is enough where each row has a scale of
@@ -50,6 +78,7 @@ class Encoder:
         seen = self._seen(encode, pieces)
         made = {name: self._made(found, encode.weight_scales[name], encode.numbers) for name, found in seen.items()}
         changed = dict.fromkeys((name for name, found in seen.items() if found.carried and not found.fits.all()), 0.0)
+        underflows = {name: _Underflows() for name in encode.blocks}
         for name, row, values in pieces():
             if name not in encode.blocks:
                 self.put_values(name, row, values)
@@ -59,7 +88,9 @@ class Encoder:
             encoding.encode_rows(values, row if name in made else 0, codes, self._buffers.scratch)
             if name in changed:
                 changed[name] += seen[name].changed(values, codes, row)
+            underflows[name].see(values, codes)
             self._put(name, row, codes)
+        self.zeroed |= {name: found.share for name, found in underflows.items() if found.share > UNDERFLOW}
         self.put_input_scales(encode)
         return changed
 

@@ -3,7 +3,7 @@ that is asked for, and renamed when it is whole."""
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from precisionctl.checkpoints.output import Output, directory_above, disk_proble
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.convert import OnBytes, check, run
-from precisionctl.conversion.encoder import NAN
+from precisionctl.conversion.encoder import NAN, ZEROED
 from precisionctl.conversion.journal import Journal, fingerprints, open_journal, open_share_journal
 from precisionctl.conversion.manifest import write_manifest
 from precisionctl.conversion.ranks import ALONE, Ranks
@@ -180,9 +180,12 @@ def _journal(work: Work, restart: bool, ranks: Ranks) -> Iterator[Journal]:
 
 
 def _finish(work: Work, found: Mapping[str, float], checksums: Mapping[str, str]) -> None:
-    with_nan = [name.removeprefix(NAN) for name in found if name.startswith(NAN)]
-    work.notes.extend(_nan_note(with_nan))
-    states = work.finish({name: value for name, value in found.items() if not name.startswith(NAN)})
+    with_nan, zeroed = (
+        {name.removeprefix(told): value for name, value in found.items() if name.startswith(told)}
+        for told in (NAN, ZEROED)
+    )
+    work.notes.extend([*_nan_note(with_nan), *_zeroed_note(zeroed)])
+    states = work.finish({n: value for n, value in found.items() if not n.startswith((NAN, ZEROED))})
     work.writer.finish(states)
     if states and any(job.encode for job in work.plan.jobs) and states.of_weights == digest_weights(work.reader):
         made = digest_weights(open_checkpoint(work.writer.directory))  # of the same weights, rounded to codes
@@ -195,7 +198,7 @@ def _finish(work: Work, found: Mapping[str, float], checksums: Mapping[str, str]
     work.output.commit()
 
 
-def _nan_note(names: Sequence[str]) -> Iterator[str]:
+def _nan_note(names: Collection[str]) -> Iterator[str]:
     """That there are NaN, which the result has as its source has them. They have codes of their own in FP8, so unlike
     infinite weights they are not refused."""
     if names:
@@ -203,6 +206,17 @@ def _nan_note(names: Sequence[str]) -> Iterator[str]:
         yield (
             f"WARNING: the source has NaN in {len(names)} of its tensors, and so has the result ({first}): "
             "what is computed with them is NaN."
+        )
+
+
+def _zeroed_note(shares: Mapping[str, float]) -> Iterator[str]:
+    """That tensors lost many of their elements to zero, the worst first, and what helps."""
+    if shares:
+        worst = sorted(shares, key=lambda name: (-shares[name], name))
+        first = ", ".join(f"{name} {shares[name]:.1%}" for name in worst[:3]) + (", ..." if len(worst) > 3 else "")
+        yield (
+            f"WARNING: many elements became 0 in {len(worst)} of the tensors ({first}): the largest one takes up all "
+            "of FP8's range. Leave such modules out with keep_bf16 in a --recipe, or choose a --scheme of finer scales."
         )
 
 

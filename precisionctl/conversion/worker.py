@@ -17,7 +17,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Chunked, check_rows, read_rows, rows_held, whole, write_rows
 from precisionctl.conversion.buffers import WIDEST, Buffers
-from precisionctl.conversion.encoder import NAN, Encoder, Piece
+from precisionctl.conversion.encoder import NAN, ZEROED, Encoder, Piece
 from precisionctl.conversion.unchanged_codes import scales_if_unchanged
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.fp8 import numerics
@@ -69,12 +69,14 @@ class Worker:
         """Write what a job writes.
 
         Returns what was found out on the way: the amax of the job's weight, by the job's name, where it was asked for;
-        by name of each tensor that could not keep all the scales it had, how many of its codes are others now; and 1 by
-        NAN and the name of each in which a NaN was seen.
+        by name of each tensor that could not keep all the scales it had, how many of its codes are others now; 1 by NAN
+        and the name of each in which a NaN was seen; and by ZEROED and the name of each that lost many elements to
+        zero, their share.
         """
         found = self._do(job)
         seen, self._encoder.with_nan = self._encoder.with_nan, set()
-        return found | dict.fromkeys((NAN + name for name in seen), 1.0)
+        zeroed, self._encoder.zeroed = self._encoder.zeroed, {}
+        return found | {NAN + name: 1.0 for name in seen} | {ZEROED + name: share for name, share in zeroed.items()}
 
     def _do(self, job: Job) -> dict[str, float]:
         for copy in job.copies:

@@ -95,8 +95,8 @@ def _cache_is_fp8(reader: HuggingFaceReader) -> bool:
 def _live_state(reader: Reader) -> Fp8States | None:
     """The state that the checkpoint's next step would compute with; None where that step is not in FP8.
 
-    State in a sidecar is carried, not used: its modules are in BF16. State that lacks a scale is none yet, and what was
-    recorded with other weights is none any more.
+    State in a sidecar is carried, not used: its modules are in BF16. State that lacks an input's scale is none yet (one
+    of a weight is 1 where all of it is zero), and what was recorded with other weights is none any more.
     """
     states = reader.live_fp8 if isinstance(reader, HuggingFaceReader) else reader.fp8
     if states is None or not is_of_weights(states, digest_weights(reader), reader):
@@ -105,8 +105,8 @@ def _live_state(reader: Reader) -> Fp8States | None:
         return states
     carried = sidecar.find(reader.path)
     live = states.without(carried.modules) if carried else states
-    used = [state.roles[role] for state in live.modules.values() if state.of_gemm for role in ("input", "weight")]
-    return live if used and all(role.recorded for role in used) else None
+    inputs = [state.roles["input"] for state in live.modules.values() if state.of_gemm]
+    return live if inputs and all(part.recorded for part in inputs) else None
 
 
 def _precision(reader: Reader, states: Fp8States | None, plan: Plan) -> Precision:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +58,18 @@ def amax_and_nan(values: Tensor) -> tuple[Tensor, bool]:
 def has_nan(values: Tensor) -> bool:
     """Whether there is a NaN among values on a CPU. A sum is NaN then, and made twice as fast as they are copied."""
     return bool(values.sum().isnan()) and bool(values.isnan().any())  # infinities of both signs make one, too
+
+
+def underflows(values: Tensor, codes: Tensor) -> int:
+    """How many of the values, on a CPU, are not zero and have codes that are. One in a thousand may count as none:
+    then values are not looked at."""
+    zeros = _zeros(codes.view(torch.int8))
+    return zeros - _zeros(values.view(_INTEGERS[values.dtype.itemsize])) if zeros > codes.numel() // 1000 else 0
+
+
+def _zeros(bits: Tensor) -> int:
+    """How many numbers are zero, of either sign, given as integers. NumPy counts ten times as fast as PyTorch."""
+    return bits.numel() - int(np.count_nonzero(bits.numpy() & torch.iinfo(bits.dtype).max))
 
 
 def _largest_magnitude(values: Tensor) -> Tensor:

@@ -12,6 +12,11 @@ Scaling = Literal["delayed", "current", "block", "mxfp8"]
 SCALINGS: tuple[Scaling, ...] = ("delayed", "current", "block", "mxfp8")
 NAMES: Mapping[Scaling, str] = {"delayed": "delayed", "current": "current", "block": "128-block", "mxfp8": "MXFP8"}
 
+UNDERFLOW = 0.01
+"""Share of elements that become zero, beyond which a tensor is better left out of FP8. Per tensor in E4M3, a Gaussian
+that reaches 5 sigma loses 0.001 %; it loses 1 % when its largest element is at 5,700 sigma, where the outlier has all
+of the range to itself."""
+
 
 @dataclass(frozen=True)
 class Loss:

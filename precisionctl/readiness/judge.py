@@ -151,11 +151,12 @@ def _judge_role(
     measured = [one for one in measured if one.elements]
     findings = [*_by_statistics(measured, role)]
     history = None
+    never = [] if _is_dead(measured) else [_NEVER]  # no pass records an amax of zeros
     if states and not part and role in IN_USE:
-        findings.append(_NEVER)
+        findings += never
     if states and part:
         history = read_history(part, role, states.recipe)
-        findings += _by_history(history) if history else [_NEVER]
+        findings += _by_history(history) if history else never
         if history and outdated:
             findings.append(_OUTDATED)
         elif role == "weight" and history and _is_stale(measured, recorded_amax(part, role, states.recipe)):
@@ -168,10 +169,15 @@ _NEVER = Finding("recalibrate", "never recorded", ("delayed",), "never recorded"
 _OUTDATED = Finding("recalibrate", "other weights", ("delayed",), "recorded with other weights than these")
 
 
+def _is_dead(measured: Sequence[Statistics]) -> bool:
+    """Whether nothing but zeros was measured."""
+    return bool(measured) and all(one.amax == 0 for one in measured)
+
+
 def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[Finding]:
     if not measured:
         return
-    if all(one.amax == 0 for one in measured):
+    if _is_dead(measured):
         yield Finding("watch", "dead", SCALINGS, "dead: every element is 0")
     if any(one.nonfinite for one in measured):
         yield Finding(

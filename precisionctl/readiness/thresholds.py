@@ -4,6 +4,7 @@ the two together. Where nothing is published, the source says so and why the val
 from dataclasses import dataclass
 
 from precisionctl.fp8.carry import STALE as STALE_FACTOR
+from precisionctl.fp8.statistics import UNDERFLOW as UNDERFLOW_SHARE
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,8 @@ FEWEST = Threshold(10, "10 elements", "ours")
 """Saturated elements that are passed over whatever their share: each new record amax of a healthy tensor saturates one
 or a few by a little, and a share of 0.001 % of a small calibration is less than that."""
 
-UNDERFLOW = Threshold(0.01, "1 %", "ours")
-"""Share of elements that become zero. Per tensor in E4M3, a Gaussian that reaches 5 sigma loses 0.001 %; it loses 1 %
-when its largest element is at 5,700 sigma, where the outlier has all of the range to itself."""
+UNDERFLOW = Threshold(UNDERFLOW_SHARE, "1 %", "ours")
+"""Share of elements that become zero; exports tell of it too."""
 
 KURTOSIS = Threshold(1000.0, "1,000", "Bondarenko et al., arXiv 2306.12929, table 2")
 """In that table 8-bit activations under one scale per tensor cost quality in every model whose average kurtosis is

@@ -1,5 +1,7 @@
 """Which backend this machine can run, and one made."""
 
+from contextlib import suppress
+from importlib import metadata
 from typing import Literal
 
 import torch
@@ -10,6 +12,11 @@ from precisionctl.trainer.backends.base import Backend
 from precisionctl.trainer.parallel.world import ALONE, World
 
 BackendName = Literal["te", "emulated"]
+
+
+TE_FLOOR = (2, 9)
+"""The oldest Transformer Engine that has what is called here: its `__init__.py` has had `autocast`,
+`quantized_model_init` and `is_fp8_available` since then. pyproject.toml asks for it, too."""
 
 
 def choose_backend(
@@ -35,7 +42,16 @@ def choose_backend(
     return "te"
 
 
+def numbers(version: str) -> tuple[int, ...]:
+    """`2.20.2+cu13` as (2, 20), the parts that are numbers alone."""
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
+
+
 def _te_problem() -> str | None:
+    with suppress(metadata.PackageNotFoundError):  # then its import has the reason
+        installed = metadata.version("transformer-engine")
+        if numbers(installed) < TE_FLOOR:
+            return f"version {installed} is too old, {'.'.join(map(str, TE_FLOOR))} or newer is needed"
     if not torch.cuda.is_available():
         return "no CUDA device"
     try:

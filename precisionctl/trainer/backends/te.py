@@ -17,6 +17,7 @@ from transformer_engine.common.recipe import (
     QParams,
     Recipe,
 )
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from precisionctl.fp8.numerics import without_infinite
 from precisionctl.model_shape import ModelShape
@@ -60,7 +61,11 @@ def recipe_problem(precision: Precision) -> str | None:
 
 class TransformerEngineBackend:
     """Makes TE's modules. TE itself updates their state after FP8 passes, from the amaxes of all ranks (its group for
-    that, where none is given, is all of them)."""
+    that, where none is given, is all of them).
+
+    Of weights that FSDP2 cuts TE keeps no codes for the backward, which casts them again (linear.py,
+    _linear_backward_impl). Under scales that the forward's end has updated those would be other codes than the
+    forward's, and their amax that of a pass which is over. So there, forward scales wait until the backward is done."""
 
     def __init__(
         self,
@@ -212,8 +217,16 @@ class TransformerEngineBackend:
         return Graphs(layers, positions, like, self.recipe if self.precision.fp8 else None, first)
 
     @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        """TE's, which updates forward scales when it ends with gradients enabled (quantization.py, autocast_exit)."""
+        grad = torch.is_grad_enabled()
+        with torch.set_grad_enabled(grad and not self.world.cuts):
+            with te.autocast(enabled=self.precision.fp8, recipe=self.recipe), torch.set_grad_enabled(grad):
+                yield
+
+    @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        with te.autocast(enabled=self.precision.fp8, recipe=self.recipe):
+        with self._autocast():
             yield
         if torch.is_grad_enabled():
             if self.is_first_microbatch:
@@ -229,6 +242,8 @@ class TransformerEngineBackend:
 
     def after_backward(self) -> None:
         """TE has updated the backward scales by then."""
+        if self.world.cuts:
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
 
     def forget_infinite(self, skipped: Tensor) -> None:
         histories = [module.fp8_meta[group].amax_history for module in self._stateful for group in COLUMNS]
@@ -240,6 +255,8 @@ class TransformerEngineBackend:
     def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         if self.recorder:
             return recompute(function, *arguments, again=self.recorder.computed_again())
+        if self.world.cuts:  # the scales are those of this pass still, and no amax is another one
+            return recompute(function, *arguments, again=self._autocast())
         out: Tensor = te.checkpoint(function, *arguments, use_reentrant=False)  # it keeps the scales of this pass
         return out
 
