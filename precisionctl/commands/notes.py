@@ -44,7 +44,7 @@ def _other_arithmetic(model: ModelShape, to: Layout) -> Iterator[str]:
                 f"Megatron's): {named}. config.json goes along: `resume` goes by it, and `convert` back."
             )
         else:
-            yield f"By config.json alone, as Megatron's arguments cannot say it (here / there): {named}."
+            yield f"Megatron's arguments do not say all of this model (the result / Megatron by them): {named}."
     if model.mla and model.norm_epsilon != _MLA_EPSILON:
         yield (
             f"transformers normalises the latents of attention with epsilon {_MLA_EPSILON:g}, whatever config.json "
