@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from precisionctl.errors import DamagedCheckpoint, shown
@@ -62,6 +62,16 @@ class MoE:
             ):
                 what = f"{self.topk} experts of {self.group_topk} of {self.num_groups} groups of {size}"
                 raise DamagedCheckpoint(f"{what}, each worth {self.group_scores} of its scores")
+
+    def used(self) -> dict[str, object]:
+        """The fields, by their names with `moe.`; None where one routes no token otherwise. Empty where no layer has
+        experts."""
+        used: dict[str, object] = {f"moe.{name}": value for name, value in vars(self).items()}
+        if self.num_groups is None or self.group_topk in (None, self.num_groups):
+            used |= dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"))
+        if self.score_function == "sigmoid":
+            used["moe.pre_softmax"] = None
+        return used if any(self.layer_freq) else {}
 
 
 @dataclass(frozen=True)
@@ -252,6 +262,41 @@ class ModelShape:
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layer_freq[layer]
 
+    def differences(self, other: "ModelShape") -> dict[str, tuple[object, object]]:
+        """Why the two are not the same model: each field by which they make another function of the same tensors, with
+        this model's value and the other's. Fields of experts and latent attention have a dot in their names.
+
+        What no layer uses is None, and no difference. Nor are STORED and TENSORS, which whoever reads tensors sees.
+        """
+        mine, others = self._used(), other._used()
+        return {name: (mine[name], others[name]) for name in mine if mine[name] != others.get(name, mine[name])}
+
+    def _used(self) -> dict[str, object]:
+        """The fields that say what is computed, of experts and latent attention too; None where no layer uses one."""
+        used = {name: value for name, value in vars(self).items() if name not in (*STORED, *TENSORS)}
+        moe = self.moe.used() if self.moe else {}
+        used |= {"moe": "some" if moe else None, **moe, "rope_scaling": _used_scaling(self.rope_scaling)}
+        if self.moe and all(self.moe.layer_freq):
+            used["ffn_hidden_size"] = None
+        if self.mla:
+            used |= {"mla": "some", "num_query_groups": None, "kv_channels": None}
+            used |= {f"mla.{name}": value for name, value in vars(self.mla).items()}
+        elif self.query_pre_attn_scalar == self.kv_channels:
+            used["query_pre_attn_scalar"] = None
+        windows = () if self.sliding_window is None else self.window_layers or (True,)
+        if not any(windows):
+            used |= dict.fromkeys(("sliding_window", "window_layers", "rotary_base_local"))
+        elif all(windows):
+            used["window_layers"] = None
+        if not self.gated_linear_unit:
+            used |= dict.fromkeys(("activation_clamp", "glu_offset"))
+        if self.learned_positions:
+            rotary = ("rotary_base", "rotary_base_local", "rotary_percent", "rotary_interleaved", "rope_scaling")
+            used |= dict.fromkeys(rotary)
+        elif (self.rope_scaling or {}).get("rope_type") not in ("dynamic", "longrope"):
+            used["max_position_embeddings"] = None
+        return used
+
     def padded(self, tensor_parallel: int) -> "ModelShape":
         """The same model with its vocabulary padded as a run of this tensor-parallel size pads it
         (megatron/core/tokenizers/utils/build_tokenizer.py, vocab_size_with_padding).
@@ -259,7 +304,32 @@ class ModelShape:
         Where only the padded size is known, it is taken for the size: a multiple of more ranks comes out the same.
         """
         multiple = self.make_vocab_size_divisible_by * tensor_parallel
-        return dataclasses.replace(self, padded_vocab_size=-(-self.vocab_size // multiple) * multiple)
+        return replace(self, padded_vocab_size=-(-self.vocab_size // multiple) * multiple)
+
+
+STORED = (
+    *("architecture", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),
+    *("zero_centered_gamma", "hf_zero_centered_gamma", "add_bias_linear", "add_qkv_bias"),
+)
+"""Fields that say how a model is named, padded and stored, in one layout or the other, and not what it computes."""
+
+TENSORS = ("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "mtp_num_layers")
+"""Fields that say which tensors there are beside those that every model has. Biases of zeros, which one layout may have
+and the other not, change no function, and no logits come from prediction layers."""
+
+
+def _used_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Rotary scaling without what is said and changes nothing."""
+    used = {name: value for name, value in (scaling or {}).items() if value is not None}
+    kind = used.get("rope_type", "default")
+    plain = used.get("factor") == 1 and "attention_factor" not in used and kind in ("linear", "llama3", "yarn")
+    if kind == "default" or plain:
+        return None
+    if kind == "yarn":
+        used = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True} | used
+        if not used.get("mscale_all_dim"):  # transformers heeds `mscale` beside it alone
+            used = {name: value for name, value in used.items() if not name.startswith("mscale")}
+    return used
 
 
 _SIZES = (

@@ -49,8 +49,4 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
-    note=(
-        "Megatron-Core counts a group of experts by its best `topk / group_topk`, transformers by its best one: where "
-        "experts are chosen by group (DeepSeek-V2, not Lite), some tokens are routed differently."
-    ),
 )

@@ -11,7 +11,7 @@ from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatro
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.discover import discover
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, shown
-from precisionctl.model_shape import MLA, ModelShape, MoE
+from precisionctl.model_shape import MLA, TENSORS, ModelShape, MoE
 
 _FIRST = ("llama",)
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
@@ -75,12 +75,17 @@ def _shape(fields: dict[str, Any]) -> ModelShape:
 
 
 def to_hf_config(model: ModelShape, dtype: str) -> dict[str, Any]:
-    """A config.json for a model that never had one. `dtype` is transformers' word, e.g. `bfloat16`."""
+    """A config.json for a model that never had one. `dtype` is transformers' word, e.g. `bfloat16`.
+
+    No token is named, as no tokenizer is known: a class's own may lie beyond the vocabulary, where transformers cannot
+    build an embedding that is padded with one.
+    """
     table = architecture_of(model.architecture)
     config: dict[str, Any] = {
         "architectures": [table.model_types[model.architecture]],
         "model_type": model.architecture,
         "torch_dtype": dtype,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
     for entry in table.config:
         config.update(entry.write(model))
@@ -123,13 +128,9 @@ def _as_family(model: ModelShape, model_type: str) -> ModelShape | None:
     except (PrecisionctlError, AttributeError, TypeError):  # a setting or a part that the family does not have
         return None
     told = dataclasses.replace(told, **{field: getattr(model, field) for field in MEGATRON_ONLY})
-    mine = dataclasses.replace(
-        model,
-        architecture=model_type,
-        hf_zero_centered_gamma=told.hf_zero_centered_gamma,
-        moe=_counting_groups_as(told.moe, model.moe),
-    )
-    return told if told == mine else None
+    mine = dataclasses.replace(model, moe=_counting_groups_as(told.moe, model.moe))
+    same_tensors = all(getattr(told, field) == getattr(mine, field) for field in TENSORS)
+    return told if same_tensors and not told.differences(mine) else None
 
 
 def _counting_groups_as(told: MoE | None, moe: MoE | None) -> MoE | None:

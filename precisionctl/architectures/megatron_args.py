@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
-from precisionctl.model_shape import MLA, MOST_LAYERS, ModelShape, MoE, check_size
+from precisionctl.model_shape import MLA, MOST_LAYERS, ModelShape, MoE, check_size, real
 
 # Megatron's defaults differ from these, or older versions ask for them
 _USUAL: Mapping[str, Any] = {
@@ -19,10 +19,11 @@ _USUAL: Mapping[str, Any] = {
     "apply_query_key_layer_scaling": False,
 }
 # what no table here has, and a model with it would be another one
-_WITHOUT = (
+WITHOUT = (
     *("attention_output_gate", "qk_l2_norm", "no_rope_freq", "experimental_attention_variant", "moe_latent_size"),
     *("linear_attention_freq", "heterogeneous_block_specs", "is_hybrid_model", "moe_shared_expert_gate"),
-    "apply_residual_connection_post_layernorm",
+    *("apply_residual_connection_post_layernorm", "moe_apply_probs_on_input", "moe_router_topk_limited_devices"),
+    *("head_wise_attn_gate", "rotary_base_per_layer", "enable_hyper_connections", "use_mup"),
 )
 _SAME_NAME = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings"),
@@ -60,8 +61,8 @@ MEGATRON_ONLY = (
 def to_megatron_args(model: ModelShape) -> dict[str, Any]:
     """The arguments of a model, for Megatron-LM of any version.
 
-    Megatron has no argument for some rotary scalings, soft caps, embedding scales and norms after a block;
-    config.json keeps those.
+    Megatron has no argument for some rotary scalings, soft caps, embedding scales and norms after a block:
+    `otherwise_in_megatron` names them, and config.json keeps them.
     """
     window = None if model.sliding_window is None else (model.sliding_window - 1, 0)
     every = model.rotary_base
@@ -102,6 +103,7 @@ def _activation_args(model: ModelShape) -> dict[str, Any]:
         args["bias_gelu_fusion"] = False
     if model.gated_linear_unit and not swiglu:
         args |= {"gated_linear_unit": True, "quick_geglu": model.activation == "quick_gelu"}
+    if model.gated_linear_unit and (not swiglu or model.glu_offset or model.activation_clamp):
         args |= {"glu_linear_offset": model.glu_offset, "activation_func_clamp_value": model.activation_clamp}
     return args
 
@@ -109,15 +111,22 @@ def _activation_args(model: ModelShape) -> dict[str, Any]:
 def _rope_args(model: ModelShape) -> dict[str, Any]:
     rope = model.rope_scaling or {}
     if rope.get("rope_type") == "yarn" and model.mla is None:
-        yarn = {f"yarn_{argument}": rope.get(key, default) for argument, (key, default) in _YARN.items()}
+        yarn = {f"yarn_{argument}": value for argument, value in _yarn_args(rope).items()}
         rounded = rope.get("truncate", True)
         return {"position_embedding_type": "yarn", **yarn, "yarn_correction_range_round_to_int": rounded}
-    llama3 = rope.get("rope_type") == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items())
+    kind = rope.get("rope_type") if model.mla is None else None  # MLA's own rope heeds neither
+    llama3 = kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items())
     return {
         "use_rope_scaling": llama3,
         "rope_scaling_factor": float(rope["factor"]) if llama3 else 8.0,
-        "rotary_seq_len_interpolation_factor": rope["factor"] if rope.get("rope_type") == "linear" else None,
+        "rotary_seq_len_interpolation_factor": rope["factor"] if kind == "linear" else None,
     }
+
+
+def _yarn_args(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Without `mscale_all_dim`, transformers passes over `mscale`, and Megatron does not."""
+    heard = {name: value for name, value in rope.items() if name != "mscale" or rope.get("mscale_all_dim")}
+    return {argument: heard.get(key, default) for argument, (key, default) in _YARN.items()}
 
 
 def _mla_args(model: ModelShape) -> dict[str, Any]:
@@ -129,8 +138,7 @@ def _mla_args(model: ModelShape) -> dict[str, Any]:
     rope = model.rope_scaling or {}
     if rope.get("rope_type") != "yarn":
         return args | {"rope_type": "rope"}
-    yarn = {argument: rope.get(key, default) for argument, (key, default) in _YARN.items()}
-    return args | {"rope_type": "yarn"} | yarn
+    return args | {"rope_type": "yarn"} | _yarn_args(rope)
 
 
 def _moe_args(model: ModelShape) -> dict[str, Any]:
@@ -148,6 +156,17 @@ def _moe_args(model: ModelShape) -> dict[str, Any]:
     }
 
 
+def as_in_megatron(model: ModelShape) -> ModelShape:
+    """The model that Megatron-Core's GPTModel computes when it is built from this one's arguments."""
+    return read_megatron_args(to_megatron_args(model), model.padded_vocab_size, "")
+
+
+def otherwise_in_megatron(model: ModelShape) -> dict[str, tuple[object, object]]:
+    """Does Megatron-Core's GPTModel compute this model? Each field of which it makes another one, with the model's
+    value and Megatron's; empty where it computes it."""
+    return model.differences(as_in_megatron(model))
+
+
 def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> ModelShape:
     """The inverse of `to_megatron_args`: a model whose `architecture` is still empty, as the arguments name none.
 
@@ -155,7 +174,7 @@ def read_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: o
     missing or not of its kind.
     """
     try:
-        for name in _WITHOUT:
+        for name in WITHOUT:
             if args.get(name):
                 what = f"no family known here has Megatron's {name}={shown(args[name])}"
                 raise UnknownArchitecture(what, where=where)
@@ -169,7 +188,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     check_size(heads, "num_attention_heads")
     num_layers = _need(args, "num_layers", where)
     check_size(num_layers, "num_layers", MOST_LAYERS)
-    window = args.get("window_size")
+    window = _read_window(args.get("window_size"))
     biased = bool(args.get("add_bias_linear", True))  # Megatron's default
     epsilon = args["layernorm_epsilon"] if "layernorm_epsilon" in args else _need(args, "norm_epsilon", where)
     mla = _read_mla(args, where)
@@ -192,10 +211,11 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         rotary_base=float(args.get("rotary_base", 10000)),
         rotary_percent=float(args.get("rotary_percent", 1.0)),
         rotary_interleaved=bool(args.get("rotary_interleaved")),
-        rope_scaling=_read_rope(args, mla),
-        sliding_window=int(window[0]) + 1 if window else None,
+        rope_scaling=_numbers(_read_rope(args, mla, where)),
+        sliding_window=window,
         window_layers=_read_window_layers(args.get("window_attn_skip_freq"), num_layers) if window else None,
         qk_layernorm=bool(args.get("qk_layernorm")) and mla is None,
+        query_pre_attn_scalar=_read_scale(args.get("softmax_scale")),
         softmax_offset=_one_of(args, "softmax_type", ("vanilla", "learnable"), "vanilla", where) == "learnable",
         tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
         qkv_bias=biased or bool(args.get("add_qkv_bias")),
@@ -204,20 +224,20 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         add_bias_linear=biased,
         add_qkv_bias=bool(args.get("add_qkv_bias")),
         mla=mla,
-        moe=_read_moe(args, num_layers, biased),
+        moe=_read_moe(args, num_layers, biased, where),
         mtp_num_layers=args.get("mtp_num_layers") or 0,
         **_read_activation(args),
     )
 
 
 def _read_activation(args: Mapping[str, Any]) -> dict[str, Any]:
-    if args.get("swiglu"):
-        return {"activation": "silu", "gated_linear_unit": True}
-    gated = bool(args.get("gated_linear_unit")) or bool(args.get("quick_geglu"))
+    gated = any(args.get(name) for name in ("swiglu", "gated_linear_unit", "quick_geglu"))
     fields: dict[str, Any] = {"gated_linear_unit": gated}
     if gated:
         fields["glu_offset"] = float(args.get("glu_linear_offset") or 0.0)
         fields["activation_clamp"] = args.get("activation_func_clamp_value")
+    if args.get("swiglu"):
+        return fields | {"activation": "silu"}
     if args.get("squared_relu"):
         return fields | {"activation": "squared_relu"}
     if args.get("quick_geglu"):
@@ -231,12 +251,12 @@ def _read_positions(args: Mapping[str, Any], where: object) -> Any:
     return "rope" if kind == "yarn" else kind
 
 
-def _read_rope(args: Mapping[str, Any], mla: MLA | None) -> dict[str, Any] | None:
+def _read_rope(args: Mapping[str, Any], mla: MLA | None, where: object) -> dict[str, Any] | None:
     if args.get("position_embedding_type") == "yarn":
         rounded = bool(args.get("yarn_correction_range_round_to_int", True))
-        return _read_yarn(args, "yarn_") | ({} if rounded else {"truncate": False})
-    if mla is not None and args.get("rope_type", "yarn") == "yarn":
-        return _read_yarn(args, "")
+        return _read_yarn(args, "yarn_", where) | ({} if rounded else {"truncate": False})
+    if mla is not None:
+        return _read_mla_rope(args, where)
     if args.get("use_rope_scaling"):
         return {"rope_type": "llama3", "factor": args.get("rope_scaling_factor", 8.0), **_LLAMA3}
     if args.get("rotary_seq_len_interpolation_factor"):
@@ -244,11 +264,37 @@ def _read_rope(args: Mapping[str, Any], mla: MLA | None) -> dict[str, Any] | Non
     return None
 
 
-def _read_yarn(args: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _numbers(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
+    for name, value in (scaling or {}).items():
+        if name not in ("rope_type", "truncate"):
+            real(value, name)
+    return scaling
+
+
+def _read_mla_rope(args: Mapping[str, Any], where: object) -> dict[str, Any] | None:
+    """Of plain rotary positions, MLA heeds no scaling; but its scores are scaled as YaRN's are."""
+    if _one_of(args, "rope_type", ("rope", "yarn"), "yarn", where) == "yarn":
+        return _read_yarn(args, "", where)
+    _one_of(args, "mscale_all_dim", (0, None), 0, where)
+    return None
+
+
+def _read_yarn(args: Mapping[str, Any], prefix: str, where: object) -> dict[str, Any]:
     yarn = {key: args.get(prefix + argument, default) for argument, (key, default) in _YARN.items()}
     if not yarn["mscale_all_dim"]:  # transformers heeds the two together alone
+        _one_of(args, prefix + "mscale", (1, None), 1, where)
         del yarn["mscale"], yarn["mscale_all_dim"]
     return {"rope_type": "yarn", **yarn}
+
+
+def _read_scale(scale: Any) -> float | None:
+    """The root may have cost the last digits."""
+    return None if scale is None else round(float(scale) ** -2, 9)
+
+
+def _read_window(window: Any) -> int | None:
+    """Megatron says how far to the left; -1 is without end."""
+    return None if not window or int(window[0]) == -1 else int(window[0]) + 1
 
 
 def _read_window_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | None:
@@ -267,7 +313,7 @@ def _read_mla(args: Mapping[str, Any], where: object) -> MLA | None:
     return MLA(**sizes)
 
 
-def _read_moe(args: Mapping[str, Any], num_layers: int, biased: bool) -> MoE | None:
+def _read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, where: object) -> MoE | None:
     if not args.get("num_experts"):
         return None
     found = {field: args[argument] for argument, field in _MOE.items() if args.get(argument) is not None}
@@ -284,13 +330,15 @@ def _read_moe(args: Mapping[str, Any], num_layers: int, biased: bool) -> MoE | N
     }
     if found.get("group_topk"):
         defaults["group_scores"] = found["topk"] // found["group_topk"]
-    if found.get("score_function") == "sigmoid":
-        found["pre_softmax"] = False  # means nothing to it
+    _one_of(args, "moe_router_score_function", ("softmax", "sigmoid", None), None, where)
+    sigmoid = found.get("score_function") == "sigmoid"  # to which the other way means nothing
+    found["pre_softmax"] = bool(found.get("pre_softmax")) and not sigmoid
+    found["expert_bias"] = bool(found.get("expert_bias"))
     factor = args.get("moe_router_topk_scaling_factor") or 1.0
     return MoE(**(defaults | found), topk_scaling_factor=factor)
 
 
-def _one_of(args: Mapping[str, Any], name: str, known: tuple[str, ...], default: str, where: object) -> Any:
+def _one_of(args: Mapping[str, Any], name: str, known: tuple[object, ...], default: object, where: object) -> Any:
     value = args.get(name, default)
     if value not in known:
         raise UnknownArchitecture(f"no family known here has Megatron's {name}={shown(value)}", where=where)

@@ -28,6 +28,7 @@ from precisionctl.architectures.llama_rows import (
 from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, experts
 from precisionctl.architectures.param_map import Architecture, Either, Row
 from precisionctl.architectures.rope import rope
+from precisionctl.model_shape import ModelShape
 
 _ROUTER = ("decoder.layers.{layer}.mlp.router.weight", ("moe.num_experts", "hidden_size"))
 
@@ -39,7 +40,11 @@ def _read_experts(config: Config, where: object) -> Fields:
     }
 
 
-EXPERTS_EVERYWHERE = Rule(_read_experts)
+def _write_experts(model: ModelShape) -> Config:
+    return {"intermediate_size": model.moe.ffn_hidden_size} if model.moe else {}
+
+
+EXPERTS_EVERYWHERE = Rule(_read_experts, _write_experts)
 
 ARCHITECTURE = Architecture(
     model_types={"mixtral": "MixtralForCausalLM"},

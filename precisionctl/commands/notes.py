@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from precisionctl.architectures.find import architecture_of, models_of_megatron_args
+from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.base import Reader, in_mxfp4
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
@@ -25,6 +26,8 @@ def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
     table = architecture_of(model.architecture)
     if to == "megatron" and table.note:
         yield table.note
+    if to == "megatron" or of_megatron(reader):
+        yield from _other_arithmetic(model, to)
     if to == "hf" and of_megatron(reader) and not told and not reader.companions.files:
         fitting = models_of_megatron_args(reader.args, model.padded_vocab_size, reader.path)
         if others := [other.architecture for other in fitting if other.architecture != model.architecture]:
@@ -32,6 +35,36 @@ def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
                 f"Megatron's arguments name no family: taken for {model.architecture}, but {', '.join(others)} would "
                 "fit too. Choose with --architecture, or with --reference, which gives the tokenizer as well."
             )
+
+
+def _other_arithmetic(model: ModelShape, to: Layout) -> Iterator[str]:
+    """What Megatron-Core and transformers make of the model that is not the same."""
+    if other := otherwise_in_megatron(model):
+        named = ", ".join(f"{field} {_in_words(mine)} / {_in_words(theirs)}" for field, (mine, theirs) in other.items())
+        if to == "megatron":
+            yield (
+                "Megatron-Core's GPTModel, built from the arguments of the result, computes another model (this one / "
+                f"Megatron's): {named}. config.json goes along: `resume` goes by it, and `convert` back."
+            )
+        else:
+            yield f"Megatron's arguments do not say all of this model (the result / Megatron by them): {named}."
+    if model.mla and model.norm_epsilon != _MLA_EPSILON:
+        yield (
+            f"transformers normalises the latents of attention with epsilon {_MLA_EPSILON:g}, whatever config.json "
+            f"says; Megatron-Core and `resume` with the model's {model.norm_epsilon:g}."
+        )
+
+
+_MLA_EPSILON = 1e-6
+"""transformers, modeling_deepseek_v2.py and modeling_deepseek_v3.py: `q_a_layernorm` and `kv_a_layernorm` are made
+without the config's epsilon."""
+
+
+def _in_words(setting: object) -> str:
+    """A setting, of rotary scaling its kind alone."""
+    if isinstance(setting, Mapping):
+        return str(setting["rope_type"])
+    return "none" if setting is None else str(setting)
 
 
 def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]:

@@ -7,13 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, OURS
 from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.notes import GATE
 from precisionctl.doctor import examine_payloads
-from precisionctl.errors import CheckpointError
+from precisionctl.errors import CheckpointError, UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.model_shape import ModelShape, check_size
 from precisionctl.precision import Precision
@@ -21,6 +22,25 @@ from precisionctl.recipe import Recipe
 from precisionctl.trainer.saved.run_folder import RUN_FILE, recipe_of_run
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+
+
+_OF_BRIDGE = {
+    *("attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier", "post_layernorms"),
+    *("rotary_base_local", "query_pre_attn_scalar"),
+}
+"""What Megatron-Bridge's own modules add to Megatron-Core's (models/gemma: gemma2_provider.py, gemma3_provider.py)."""
+
+
+def left_to_provider(model: ModelShape) -> list[str]:
+    """What of a model only a provider of Megatron-Bridge computes. Raises UnknownArchitecture for one that neither such
+    a provider nor Megatron-Core does."""
+    other = otherwise_in_megatron(model)
+    if missing := [field for field in other if field not in _OF_BRIDGE]:
+        raise UnknownArchitecture(
+            f"Megatron-Core computes `{model.architecture}` otherwise: {', '.join(missing)}",
+            do="`precisionctl resume` trains it as it is.",
+        )
+    return list(other)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Megatron-Bridge: lines for a recipe, on its ConfigContainer `cfg` (training/config.py, mixed_precision.py)."""
 
 from precisionctl.checkpoints.megatron.arguments import recipe_words
-from precisionctl.launch.base import Launch, Subject
+from precisionctl.launch.base import Launch, Subject, left_to_provider
 from precisionctl.megatron_flags import stateless_words
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -9,10 +9,12 @@ _MIXED = "megatron.bridge.training.mixed_precision"
 
 
 def launch(subject: Subject) -> Launch:
-    """Raises CheckpointError for a checkpoint that is not Megatron's."""
+    """Raises CheckpointError for a checkpoint that is not Megatron's, and UnknownArchitecture for a model that neither
+    Megatron-Core nor a provider of Bridge computes."""
     subject.require_megatron(
         "Megatron-Bridge", "Write one with `convert --to megatron`, or let Bridge import the Hugging Face directory."
     )
+    of_its_provider = left_to_provider(subject.model)
     recipe = "bf16_with_fp8_delayed_scaling_mixed" if subject.state else "bf16_mixed"
     lines = [
         f"from {_MIXED} import {recipe}",
@@ -39,7 +41,12 @@ def launch(subject: Subject) -> Launch:
     notes = ["weights alone are taken: Bridge's optimizer has files of its own"]
     if subject.state:
         notes.append("whether FP8 state is taken up depends on Bridge's version; its import and export drop it")
-    if not (subject.directory / "run_config.yaml").is_file():
+    if of_its_provider:
+        notes.append(
+            f"run_config.yaml describes a model without {', '.join(of_its_provider)}: take the provider of its family, "
+            "from AutoBridge"
+        )
+    elif not (subject.directory / "run_config.yaml").is_file():
         notes.append("no run_config.yaml describes the model: take the provider of its family, from AutoBridge")
     return Launch(
         "megatron-bridge",

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from typing import Any
 
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
-from precisionctl.launch.base import Launch, Subject
+from precisionctl.launch.base import Launch, Subject, left_to_provider
 from precisionctl.megatron_flags import stateless_words
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
@@ -34,11 +33,6 @@ _SWITCHES = (
 )
 _OFF = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
 """Switches that are on where nothing is said."""
-
-_HUGGING_FACE_ONLY = (
-    *("architecture", "vocab_size", "qkv_bias", "proj_bias", "mlp_bias", "output_bias", "hf_zero_centered_gamma"),
-)
-"""Fields of a model that Megatron has no argument for, and needs none."""
 
 _SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
@@ -100,15 +94,11 @@ def _require_said(model: ModelShape, said: Mapping[str, Any]) -> None:
         raise UnknownArchitecture(
             f"Megatron-LM's flags do not describe `{model.architecture}`: {error.what}"
         ) from error
-    expected = replace(model, **{name: getattr(understood, name) for name in _HUGGING_FACE_ONLY})
-    if expected.query_pre_attn_scalar == model.kv_channels:
-        expected = replace(expected, query_pre_attn_scalar=None)
-    names = [field.name for field in fields(ModelShape)]
-    differing = [name for name in names if getattr(expected, name) != getattr(understood, name)]
-    if differing:
+    if unsaid := model.differences(understood):
+        left_to_provider(model)
         raise UnknownArchitecture(
-            f"Megatron-LM has no flags for all of `{model.architecture}`: {', '.join(differing)}",
-            do="Megatron-Bridge has a provider for many such models: --framework megatron-bridge.",
+            f"Megatron-LM has no flags for all of `{model.architecture}`: {', '.join(unsaid)}",
+            do="Megatron-Bridge goes by what is described beside the weights: --framework megatron-bridge.",
         )
 
 

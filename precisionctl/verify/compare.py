@@ -6,16 +6,14 @@ memory does not grow with the model.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 
-from precisionctl.architectures.megatron_args import MEGATRON_ONLY
 from precisionctl.checkpoints.base import Reader
 from precisionctl.fp8.numerics import rounded_up
 from precisionctl.fp8.state import Fp8State, Fp8States
-from precisionctl.model_shape import MLA, ModelShape, MoE
 from precisionctl.verify.codes import CodesComparison, compare_codes
 from precisionctl.verify.engine_rules import Directory
 from precisionctl.verify.hf_tensors import HfTensors, Rows
@@ -84,41 +82,27 @@ def compare(a: Reader, b: Reader, *, fp8: bool = False, on_bytes: Callable[[int]
     return Comparison(tuple(tensors), tuple(_setting_differences(a, b)), states, codes)
 
 
-_SHOWN = {
-    *("architecture", "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "max_position_embeddings"),
-    *("tied_embeddings", "qkv_bias", "proj_bias", "mlp_bias", "hf_zero_centered_gamma", "mtp_num_layers"),
-    *MEGATRON_ONLY,
-}
-_SETTINGS = tuple(field.name for field in fields(ModelShape) if field.name not in _SHOWN)
-"""Fields of ModelShape that no tensor shows, and that make another function of the same tensors."""
-
-
 def _setting_differences(a: Reader, b: Reader) -> Iterator[str]:
     """Input scales that one side has rounded to BF16 are no difference: an export for transformers does."""
-    for field in _SETTINGS:
-        yield from _differing(field, getattr(a.model, field), getattr(b.model, field))
+    for field, (mine, others) in a.model.differences(b.model).items():
+        yield _differing(field, mine, others)
     if isinstance(a, Directory) and isinstance(b, Directory):
         for name in sorted(a.input_scales.keys() & b.input_scales.keys()):
             left, right = a.input_scales[name], b.input_scales[name]
             if right not in (left, _in_bf16(left)) and left != _in_bf16(right):
-                yield from _differing(f"{name}: input scale", left, right)
+                yield _differing(f"{name}: input scale", left, right)
 
 
 def _in_bf16(scale: float) -> float:
     return float(rounded_up(torch.tensor(scale), "BF16"))
 
 
-def _differing(name: str, left: object, right: object) -> Iterator[str]:
-    """What differs, of settings that are made of several (experts, latent attention) each."""
-    if isinstance(left, MoE | MLA) and type(left) is type(right):
-        for field in fields(left):
-            yield from _differing(f"{name}.{field.name}", getattr(left, field.name), getattr(right, field.name))
-    elif left != right:
-        yield f"{name} is {_in_words(left)} in A, {_in_words(right)} in B"
+def _differing(name: str, left: object, right: object) -> str:
+    return f"{name} is {_in_words(left)} in A, {_in_words(right)} in B"
 
 
 def _in_words(setting: object) -> str:
-    return "none" if setting is None else "some" if isinstance(setting, MoE | MLA) else str(setting)
+    return "none" if setting is None else str(setting)
 
 
 def _compare_tensor(name: str, a: HfTensors, b: HfTensors) -> TensorComparison:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.architectures.find import from_hf_config, from_megatron_args
-from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
+from precisionctl.architectures.megatron_args import MEGATRON_ONLY, as_in_megatron, read_megatron_args
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, VERL, VERL_COMPANIONS
 from precisionctl.checkpoints.megatron.logical import EMBEDDING
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_link
@@ -48,19 +48,20 @@ def model_of(
     if not args:
         return model
     told = read_megatron_args(args, rows, directory)
+    model = dataclasses.replace(model, **{field: getattr(told, field) for field in MEGATRON_ONLY})
     _check_agreement(model, told, path)
-    return dataclasses.replace(model, **{field: getattr(told, field) for field in MEGATRON_ONLY})
+    return model
 
 
 def _check_agreement(config: ModelShape, args: ModelShape, where: Path) -> None:
-    """A config.json that travelled along may be older than the run that went on from it."""
-    fields = (
-        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-        *("tied_embeddings", "norm_epsilon", "rotary_base"),
-    )
-    differing = [field for field in fields if getattr(config, field) != getattr(args, field)]
-    if differing:
-        values = ", ".join(f"{field} {getattr(config, field)} / {getattr(args, field)}" for field in differing)
+    """A config.json that travelled along may be older than the run that went on from it.
+
+    The arguments are to say what config.json says, or what they have instead where they have no word for it.
+    """
+    differing = config.differences(args)
+    contradictions = {name: differing[name] for name in as_in_megatron(config).differences(args) if name in differing}
+    if contradictions:
+        values = ", ".join(f"{name} {shown(left)} / {shown(right)}" for name, (left, right) in contradictions.items())
         raise DamagedCheckpoint(
             f"it contradicts the arguments of Megatron: {values}",
             where=where,

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from precisionctl.architectures.megatron_args import WITHOUT
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.untrusted.safe_files import read_file
 
@@ -26,6 +27,7 @@ _SAME = (
     *("normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "qk_layernorm", "add_bias_linear"),
     *("add_qkv_bias", "attention_dropout", "hidden_dropout", "position_embedding_type", "rotary_base"),
     *("rotary_percent", "rotary_interleaved", "window_size", "window_attn_skip_freq", "softmax_type"),
+    "softmax_scale",
     *("mtp_num_layers", "vocab_size", "seq_length", "make_vocab_size_divisible_by", "bf16", "fp16"),
     *("glu_linear_offset", "activation_func_clamp_value", "multi_latent_attention"),
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
@@ -47,9 +49,6 @@ _RENAMED = {  # argument: field
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
-_NOT_COPIED = ("apply_residual_connection_post_layernorm", "attention_output_gate", "qk_l2_norm", "no_rope_freq")
-"""Fields that would make it another model: read, so that whoever understands the arguments can refuse them."""
-
 _BLOCK = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
 _SILU, _GELU = "torch.nn.functional.silu", "torch.nn.functional.gelu"
 _QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
@@ -149,8 +148,10 @@ def _part(content: Any, name: str, where: Path) -> Mapping[str, Any]:
 
 def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron-LM's arguments of a provider's fields: the inverse of `to_provider`."""
-    args = {name: fields[name] for name in (*_SAME, *_NOT_COPIED) if name in fields}
+    args = {name: fields[name] for name in (*_SAME, *WITHOUT) if name in fields}
     args |= {argument: fields[name] for argument, name in _RENAMED.items() if name in fields}
+    if str(fields.get("_target_", "")).rpartition(".")[2].startswith("Gemma2"):  # by its own attention, not by a field
+        args["window_attn_skip_freq"] = 2
     groups, window = fields.get("num_query_groups"), fields.get("window_size")
     target = fields.get("activation_func")
     activation = str(target.get("_target_", "") if isinstance(target, dict) else target or "").rpartition(".")[2]
@@ -165,5 +166,5 @@ def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
         "gated_linear_unit": gated,
         "quick_geglu": gated and activation == "quick_gelu",
         "squared_relu": activation == "squared_relu",
-        "bias_gelu_fusion": bool(fields.get("bias_activation_fusion", False)),
+        "bias_gelu_fusion": bool(fields.get("bias_activation_fusion", False)) or activation == "fast_gelu",
     }

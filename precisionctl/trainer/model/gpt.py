@@ -1,7 +1,7 @@
 """GPT: the one model that is trained, a decoder with Megatron-Core's parameter names.
 
 Covers every family that has a table but those with a parallel residual: norms, activations, biases, positions,
-windows, caps, MLA and experts are what ModelShape says.
+windows, caps, MLA and experts are what ModelShape says, and what it does not compute is refused (`computes.py`).
 
 Shape letters: B batch, S sequence, T tokens (B * S, or a tensor rank's share of them), E hidden_size, F
 ffn_hidden_size, V padded_vocab_size, G num_query_groups, R query heads per group, D kv_channels (the size of a head), K
@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precisionctl.errors import UnknownArchitecture
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.base import Backend, add_post_layernorm, norm_of
 from precisionctl.trainer.backends.choose import BackendName, make_backend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.attention import MLASelfAttention, SelfAttention
+from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.mlp import MLP, MoELayer
 from precisionctl.trainer.model.rope import Positions, Rope, has_window
 from precisionctl.trainer.parallel.shares import Shares
@@ -37,8 +37,7 @@ class GPT(nn.Module):
     Parameters and activations have `dtype`; of several ranks of `world`, each keeps its rows of the parameters, layer
     by layer as they are made, and embedding, output layer and last norm together; of sizes that tensor and expert ranks
     can share (`shares.check`). Raises PrecisionError for sizes that
-    FP8 GEMMs cannot have, UnknownArchitecture for rope scaling that is not known and for what is not run: a parallel
-    residual.
+    FP8 GEMMs cannot have, UnknownArchitecture for a model of which it does not compute all (`computes.py`).
     """
 
     def __init__(
@@ -52,11 +51,7 @@ class GPT(nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
-        if model.parallel_residual:
-            raise UnknownArchitecture(
-                f"`{model.architecture}` adds attention and MLP to the residual side by side, which Megatron-Core does "
-                "not have and no trainer here runs"
-            )
+        check(model)
         self.model, self.precision = model, precision
         self.backend = make_backend(backend, precision, dtype, torch.device(device), world)
         self._ropes = {

@@ -1,0 +1,76 @@
+"""Which models GPT computes: each field of ModelShape is here with the values that it heeds, or with `ANY`."""
+
+from collections.abc import Iterator, Mapping
+from typing import get_args
+
+from precisionctl.errors import UnknownArchitecture, shown
+from precisionctl.model_shape import Activation, ModelShape
+
+ANY = None
+"""Every value that a ModelShape may have."""
+
+COMPUTED: Mapping[str, tuple[object, ...] | None] = {
+    **dict.fromkeys(("architecture", "make_vocab_size_divisible_by", "hf_zero_centered_gamma"), ANY),  # names, storage
+    **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "padded_vocab_size"), ANY),
+    **dict.fromkeys(("num_attention_heads", "num_query_groups", "kv_channels", "max_position_embeddings"), ANY),
+    **dict.fromkeys(
+        ("norm_epsilon", "zero_centered_gamma", "gated_linear_unit", "activation_clamp", "glu_offset"), ANY
+    ),
+    **dict.fromkeys(("rotary_base", "rotary_base_local", "rotary_percent", "sliding_window", "window_layers"), ANY),
+    **dict.fromkeys(("qk_layernorm", "query_pre_attn_scalar", "attn_logit_softcapping", "softmax_offset"), ANY),
+    **dict.fromkeys(("final_logit_softcapping", "embedding_multiplier", "post_layernorms", "tied_embeddings"), ANY),
+    **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "add_bias_linear", "add_qkv_bias"), ANY),
+    **dict.fromkeys(("rope_scaling", "mla", "moe"), ANY),  # kinds of scaling: `rope.py`; the others by their own fields
+    "mtp_num_layers": ANY,  # carried along: no logits come from them
+    "normalization": ("RMSNorm", "LayerNorm"),
+    "activation": get_args(Activation),
+    "position_embedding": ("rope", "learned_absolute"),
+    "rotary_interleaved": (False,),
+    "parallel_residual": (False,),
+    "output_bias": (False,),
+    **dict.fromkeys(("mla.q_lora_rank", "mla.kv_lora_rank", "mla.qk_head_dim"), ANY),
+    **dict.fromkeys(("mla.qk_pos_emb_head_dim", "mla.v_head_dim"), ANY),
+    **dict.fromkeys(("moe.num_experts", "moe.topk", "moe.ffn_hidden_size", "moe.layer_freq"), ANY),
+    **dict.fromkeys(("moe.shared_ffn_hidden_size", "moe.pre_softmax", "moe.topk_scaling_factor"), ANY),
+    **dict.fromkeys(("moe.expert_bias", "moe.router_bias"), ANY),
+    **dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"), ANY),
+    "moe.score_function": ("softmax", "sigmoid"),
+}
+
+BESIDE_MLA: Mapping[str, object] = {
+    "qk_layernorm": False,
+    "query_pre_attn_scalar": None,
+    "rotary_percent": 1.0,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+}
+"""What latent attention computes of these; grouped queries heed them."""
+
+BESIDE_EXPERTS: Mapping[str, object] = {"post_layernorms": False}
+"""What layers with experts compute of these; dense ones heed them."""
+
+
+def check(model: ModelShape) -> None:
+    """Raise UnknownArchitecture for a model of which GPT does not compute all, naming each field."""
+    unknown = [f"{name}={shown(value)}" for name, value in _not_computed(model)]
+    if unknown:
+        both = "; attention and MLP are added side by side, which Megatron-Core does not have either"
+        why = both if model.parallel_residual else ""
+        raise UnknownArchitecture(f"`{model.architecture}` is not computed here with {', '.join(unknown)}{why}")
+
+
+def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:
+    for name, value in named_values(model):
+        heeded = COMPUTED.get(name, ())
+        if heeded is not ANY and value not in heeded:
+            yield name, value
+    beside = {**(BESIDE_MLA if model.mla else {}), **(BESIDE_EXPERTS if model.moe else {})}
+    yield from ((name, getattr(model, name)) for name, value in beside.items() if getattr(model, name) != value)
+
+
+def named_values(model: ModelShape) -> Iterator[tuple[str, object]]:
+    """Each field with its value; those of experts and latent attention after these, with a dot in their names."""
+    yield from vars(model).items()
+    for group in ("moe", "mla"):
+        part = getattr(model, group)
+        yield from ((f"{group}.{name}", value) for name, value in (vars(part) if part else {}).items())

@@ -1,0 +1,475 @@
+"""Is this the same model? One comparison; and who computes which: our GPT, Megatron-Core."""
+
+import dataclasses
+import json
+import shutil
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pico
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from precisionctl.architectures.find import from_hf_config, from_megatron_args, to_hf_config
+from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args, to_megatron_args
+from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.megatron.model import model_of
+from precisionctl.checkpoints.megatron.provider import from_provider, to_provider
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.work import execute
+from precisionctl.errors import PrecisionctlError, UnknownArchitecture
+from precisionctl.launch.find import launch
+from precisionctl.model_shape import MLA, STORED, TENSORS, ModelShape, MoE
+from precisionctl.param import TensorSpec
+from precisionctl.precision import Precision
+from precisionctl.trainer.model.computes import BESIDE_EXPERTS, BESIDE_MLA, COMPUTED, named_values
+from precisionctl.trainer.model.gpt import GPT
+
+BF16 = Precision(fp8=False)
+
+
+# Arguments that contradict config.json -------------------------------------------------------------------------------
+
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "rotary_interleaved": {"rotary_interleaved": True},
+    "rotary_percent": {"rotary_percent": 0.5},
+    "normalization": {"normalization": "LayerNorm"},
+    "activation": {"swiglu": False, "squared_relu": True},
+    "gated activation": {"swiglu": False, "gated_linear_unit": True, "quick_geglu": True},
+    "clamp": {"activation_func_clamp_value": 7.0},
+    "linear offset": {"glu_linear_offset": 1.0},
+    "window": {"window_size": (7, 0)},
+    "rope scaling": {"use_rope_scaling": True},
+    "interpolation": {"rotary_seq_len_interpolation_factor": 4.0},
+    "yarn": {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 8.0},
+    "qk_layernorm": {"qk_layernorm": True},
+    "softmax type": {"softmax_type": "learnable"},
+    "softmax scale": {"softmax_scale": 0.1},
+    "learned positions": {"position_embedding_type": "learned_absolute"},
+    "experts": {"num_experts": 4},
+    "rotary_base": {"rotary_base": 5000},
+    "epsilon": {"norm_epsilon": 1e-3, "layernorm_epsilon": 1e-3},
+}
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in both layouts; its config.json beside the one of Megatron."""
+    folder = tmp_path_factory.mktemp("same")
+    pico.save(folder / "hf", "llama-2", dtype=torch.bfloat16)
+    execute(plan_conversion(Conversion(folder / "hf", folder / "megatron", "megatron")))
+    return folder
+
+
+@pytest.mark.parametrize("reference", [False, True], ids=["beside", "reference"])
+@pytest.mark.parametrize("way", CONTRADICTIONS)
+def test_arguments_that_contradict_the_config_are_refused(
+    converted: Path, tmp_path: Path, way: str, reference: bool
+) -> None:
+    source = tmp_path / "megatron"
+    shutil.copytree(converted / "megatron", source)
+    if reference:
+        shutil.rmtree(source / "release/precisionctl")
+    conversion = Conversion(source, tmp_path / "out", "hf", reference=converted / "hf" if reference else None)
+    plan_conversion(conversion)  # nothing is wrong with it yet
+    common = source / "release/common.pt"
+    state = torch.load(common, weights_only=False)
+    vars(state["args"]).update(CONTRADICTIONS[way])
+    torch.save(state, common)
+    with pytest.raises(PrecisionctlError, match="contradicts the arguments of Megatron"):
+        plan_conversion(conversion)
+
+
+READ: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"), (1, 8)),
+    **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank"), (6, None)),
+    **dict.fromkeys(("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"), (40,)),
+    **dict.fromkeys(
+        ("rotary_interleaved", "use_rope_scaling", "qk_layernorm", "multi_latent_attention"), (True, False)
+    ),
+    **dict.fromkeys(("swiglu", "squared_relu", "quick_geglu", "bias_gelu_fusion"), (True, False)),
+    "multi_latent_attention": (True, False),
+    **dict.fromkeys(("moe_router_pre_softmax", "moe_router_enable_expert_bias"), (True, False)),
+    **dict.fromkeys(("group_query_attention", "untie_embeddings_and_output_weights"), (True, False)),
+    **dict.fromkeys(("rotary_percent", "moe_router_topk_scaling_factor", "glu_linear_offset"), (0.5,)),
+    **dict.fromkeys(("activation_func_clamp_value", "softmax_scale"), (0.7,)),
+    **dict.fromkeys(("rotary_scaling_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"), (3.0,)),
+    **dict.fromkeys(("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim", "yarn_beta_fast"), (3.0,)),
+    **dict.fromkeys(("num_experts", "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk"), (2, None)),
+    **dict.fromkeys(("original_max_position_embeddings", "yarn_original_max_position_embeddings"), (16,)),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "layernorm_epsilon": (0.1,),
+    "rotary_base": (77,),
+    "rotary_seq_len_interpolation_factor": (4.0,),
+    "rope_scaling_factor": (3.0,),
+    "rope_type": ("rope", "yarn"),
+    "position_embedding_type": ("rope", "learned_absolute", "yarn"),
+    "yarn_correction_range_round_to_int": (True, False),
+    "yarn_beta_slow": (3.0,),
+    "window_size": ((3, 0), (-1, 0), None),
+    "window_attn_skip_freq": (2, 3, [1] * 3, None),
+    "softmax_type": ("learnable", "off-by-one", "vanilla"),
+    "moe_layer_freq": (2, [0, 1, 1, 1, 1, 1, 1]),
+    "moe_router_score_function": ("softmax", "sigmoid"),
+}
+"""Every argument that says what is computed, and other values of it."""
+
+SAID_OTHERWISE = {
+    *("padded_vocab_size", "vocab_size", "make_vocab_size_divisible_by", "seq_length", "max_position_embeddings"),
+    *("add_bias_linear", "add_qkv_bias", "apply_layernorm_1p", "layernorm_zero_centered_gamma", "mtp_num_layers"),
+    *("norm_epsilon", "gated_linear_unit"),  # `layernorm_epsilon` and `swiglu` win
+    *("attention_dropout", "hidden_dropout", "add_position_embedding", "use_rotary_position_embeddings"),
+    *("apply_query_key_layer_scaling", "moe_grouped_gemm", "moe_token_dispatcher_type"),
+}
+"""Those that do not, or that tensors show: which biases there are, and how norms and the vocabulary are stored."""
+
+
+LLAMA3 = pico.LLAMA3_ROPE | {"original_max_position_embeddings": 8192}
+FAMILIES = pico.FAMILIES | {"llama-3.1": {"rope_parameters": LLAMA3}}
+
+
+def config_of(family: str) -> dict[str, Any]:
+    settings = {"model_type": "llama"} | pico.SIZES | pico.NO_TOKENS | FAMILIES[family]
+    return AutoConfig.for_model(**settings).to_dict()
+
+
+def shape_of(family: str, **changes: Any) -> ModelShape:
+    return from_hf_config(config_of(family) | changes)
+
+
+def read_beside_config(family: str, args: Mapping[str, Any]) -> ModelShape:
+    """What a Megatron checkpoint with these arguments is read as, where the family's config.json lies in it."""
+    beside = Companions({"config.json": json.dumps(config_of(family)).encode()})
+    embedding = TensorSpec((256, 64), torch.bfloat16)
+    return model_of(Path("checkpoint"), args, beside, {"embedding.word_embeddings.weight": embedding})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_is_read_beside_the_arguments_that_are_written_for_it(family: str) -> None:
+    model = shape_of(family)
+    assert not read_beside_config(family, to_megatron_args(model.padded(1))).differences(model)
+
+
+def test_no_argument_is_passed_over() -> None:
+    """Whatever single argument is another one: it is refused, unless by the arguments it is still the same model. Each
+    is refused in some family, and there is none that neither table names."""
+    refused = set()
+    for family in FAMILIES:
+        args = to_megatron_args(shape_of(family).padded(1))
+        assert args.keys() - SAID_OTHERWISE <= READ.keys()
+        for name, value in ((name, value) for name, values in READ.items() for value in values):
+            try:
+                read_beside_config(family, args | {name: value})
+            except PrecisionctlError:
+                refused.add(name)
+            else:
+                told = read_megatron_args(args | {name: value}, 256, "")
+                assert not told.differences(read_megatron_args(args, 256, "")), (family, name, value)
+    assert refused == READ.keys()
+
+
+def with_fields(model: ModelShape, change: Mapping[str, Any]) -> ModelShape:
+    """The model with other values of fields, those of its parts with a dot."""
+    for name, value in change.items():
+        group, _, field = name.rpartition(".")
+        value = dataclasses.replace(getattr(model, group), **{field: value}) if group else value
+        model = dataclasses.replace(model, **{group or field: value})
+    return model
+
+
+# What our GPT computes ------------------------------------------------------------------------------------------------
+
+DENSE = ModelShape(
+    "llama", 2, 16, 24, 4, 2, 4, 50, 64, 32, sliding_window=3, window_layers=(True, False), rotary_base_local=100.0
+)
+EXPERTS = dataclasses.replace(
+    DENSE, moe=MoE(8, 4, 12, (False, True), 8, "softmax", True, 1.5, True, False, 4, 2, 1), ffn_hidden_size=24
+)
+NO_WINDOW = dataclasses.replace(DENSE, sliding_window=None, window_layers=None, rotary_base_local=None)
+LATENT = dataclasses.replace(DENSE, mla=MLA(6, 6, 4, 4, 6))
+LEARNED = dataclasses.replace(DENSE, position_embedding="learned_absolute", rotary_base_local=None)
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 8,
+    "short_factor": [1.0, 2.0],
+    "long_factor": [2.0, 3.0],
+}
+CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
+    *(
+        (DENSE, {name: value})
+        for name, value in {
+            "norm_epsilon": 0.1,
+            "normalization": "LayerNorm",
+            "activation": "gelu",
+            "gated_linear_unit": False,
+            "activation_clamp": 0.01,
+            "glu_offset": 1.0,
+            "position_embedding": "learned_absolute",
+            "rotary_base": 50.0,
+            "rotary_base_local": 3.0,
+            "rotary_percent": 0.5,
+            "rotary_interleaved": True,
+            "sliding_window": 2,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            "window_layers": (False, True),
+            "qk_layernorm": True,
+            "query_pre_attn_scalar": 9.0,
+            "attn_logit_softcapping": 0.1,
+            "final_logit_softcapping": 0.1,
+            "softmax_offset": True,
+            "embedding_multiplier": 3.0,
+            "post_layernorms": True,
+            "parallel_residual": True,
+            "tied_embeddings": True,
+            "num_query_groups": 4,
+            "kv_channels": 8,
+            "hidden_size": 32,
+            "ffn_hidden_size": 32,
+            "num_attention_heads": 2,
+            "moe": EXPERTS.moe,
+            "mla": LATENT.mla,
+        }.items()
+    ),
+    (NO_WINDOW, {"num_layers": 1}),
+    (LEARNED, {"max_position_embeddings": 64}),
+    (dataclasses.replace(DENSE, rope_scaling=LONG), {"max_position_embeddings": 64}),
+    *(
+        (EXPERTS, {f"moe.{name}": value})
+        for name, value in {
+            "topk": 2,
+            "score_function": "sigmoid",
+            "pre_softmax": False,
+            "topk_scaling_factor": 3.0,
+            "num_groups": 2,
+            "group_topk": 3,
+            "group_scores": 2,
+            "layer_freq": (True, False),
+            "num_experts": 16,
+            "ffn_hidden_size": 16,
+            "shared_ffn_hidden_size": 16,
+            "expert_bias": False,
+            "router_bias": True,
+        }.items()
+    ),
+    *((LATENT, {f"mla.{name}": 8}) for name in (field.name for field in dataclasses.fields(MLA))),
+]
+"""Models, and for each field one with another value, where a layer uses it."""
+ALL_EXPERTS = with_fields(EXPERTS, {"moe.layer_freq": (True, True)})
+NO_GATE = dataclasses.replace(DENSE, gated_linear_unit=False)
+NO_GROUPS = with_fields(EXPERTS, {"moe.num_groups": None, "moe.group_topk": None, "moe.group_scores": None})
+SIGMOID = with_fields(EXPERTS, {"moe.score_function": "sigmoid"})
+UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
+    (DENSE, {"max_position_embeddings": 64}),
+    (DENSE, {"query_pre_attn_scalar": 4}),
+    (DENSE, {"moe": dataclasses.replace(EXPERTS.moe, layer_freq=(False, False))}),
+    (DENSE, {"rope_scaling": {"rope_type": "linear", "factor": 1.0}}),
+    (DENSE, {"rope_scaling": {"rope_type": "yarn", "factor": 1, "original_max_position_embeddings": 8}}),
+    (dataclasses.replace(DENSE, window_layers=None), {"window_layers": (True, True)}),
+    (NO_WINDOW, {"window_layers": (False, True), "rotary_base_local": 7.0}),
+    (NO_WINDOW, {"window_layers": (False, False), "sliding_window": 3, "rotary_base_local": 7.0}),
+    (NO_GATE, {"activation_clamp": 0.01, "glu_offset": 2.0}),
+    (LEARNED, {"rotary_base": 5.0, "rotary_percent": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    (LATENT, {"num_query_groups": 4, "kv_channels": 6}),
+    (ALL_EXPERTS, {"ffn_hidden_size": 9}),
+    (NO_GROUPS, {"moe.num_groups": 4}),
+    (NO_GROUPS, {"moe.num_groups": 4, "moe.group_topk": 4, "moe.group_scores": 2}),
+    (SIGMOID, {"moe.pre_softmax": False}),
+]
+"""Models, and what none of their layers uses."""
+
+
+def logits(model: ModelShape) -> torch.Tensor:
+    """Of parameters that have the same values wherever they have the same name and shape."""
+    gpt = GPT(model, BF16, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in gpt.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name}{tuple(parameter.shape)}".encode()))
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        return gpt(torch.arange(12)[None] % 7)
+
+
+@pytest.mark.parametrize(("model", "change"), CHANGES, ids=lambda value: ",".join(value) if type(value) is dict else "")
+def test_a_field_that_changes_the_logits_is_a_difference_and_one_that_gpt_does_not_heed_is_refused(
+    model: ModelShape, change: dict[str, Any]
+) -> None:
+    other = with_fields(model, change)
+    assert change.keys() <= model.differences(other).keys()
+    assert model.differences(other) == {n: (a, b) for n, (b, a) in other.differences(model).items()}
+    try:
+        found = logits(other)
+    except UnknownArchitecture as error:
+        assert next(iter(change)) in str(error)
+    else:
+        assert not torch.equal(found, logits(model))
+
+
+@pytest.mark.parametrize(("model", "change"), UNUSED, ids=lambda value: ",".join(value) if type(value) is dict else "")
+def test_what_no_layer_uses_changes_no_logits_and_is_no_difference(model: ModelShape, change: dict[str, Any]) -> None:
+    other = with_fields(model, change)
+    assert other != model and not model.differences(other) and not other.differences(model)
+    torch.testing.assert_close(logits(other), logits(model), rtol=0, atol=1e-6)
+
+
+def test_every_field_of_a_model_is_one_of_those_above() -> None:
+    changed = {name for _, change in CHANGES for name in change}
+    assert changed | {*STORED, *TENSORS} == NAMES and not changed & {*STORED, *TENSORS}
+
+
+NAMES = {name for model in (EXPERTS, LATENT) for name, _ in named_values(model)}
+
+
+def test_gpt_lists_every_field_of_a_model() -> None:
+    groups = {
+        f"{group}.{field.name}" for group, kind in (("moe", MoE), ("mla", MLA)) for field in dataclasses.fields(kind)
+    }
+    assert {field.name for field in dataclasses.fields(ModelShape)} | groups == NAMES == COMPUTED.keys()
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        *((DENSE, {name: True}) for name in ("rotary_interleaved", "parallel_residual", "output_bias")),
+        (DENSE, {"position_embedding": "alibi"}),
+        (DENSE, {"normalization": "ScaleNorm"}),
+        (EXPERTS, {"moe.score_function": "sqrtsoftplus"}),
+        *((LATENT, {name: 0.5 if value else 2}) for name, value in BESIDE_MLA.items()),
+        *((EXPERTS, {name: True}) for name in BESIDE_EXPERTS),
+    ],
+    ids=str,
+)
+def test_what_gpt_does_not_compute_is_refused_by_name(model: ModelShape, change: dict[str, Any]) -> None:
+    ((name, value),) = change.items()
+    with pytest.raises(UnknownArchitecture, match=f"{name}={value!r}"):
+        GPT(with_fields(model, change), BF16)
+
+
+# What Megatron-Core computes ------------------------------------------------------------------------------------------
+
+OTHERWISE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "longrope": ("phi3-long", {}, "rope_scaling longrope / none"),
+    "dynamic": ("llama-2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling dynamic / none"),
+    "llama3, another context": ("llama-3", {}, "rope_scaling llama3 / none"),
+    "yarn, another magnitude": (
+        "llama-2",
+        {"rope_parameters": pico.YARN_ROPE | {"attention_factor": 2.0}},
+        "rope_scaling yarn / yarn",
+    ),
+    "latent attention, linear": (
+        "deepseek-v3",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling linear / none",
+    ),
+    "groups of experts": ("deepseek-v2-groups", {}, "moe.group_scores 1 / 2"),
+    "caps": ("gemma2", {}, "attn_logit_softcapping 5.0 / none"),
+}
+COMPUTES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama-2", {}),
+    "llama3": ("llama-3.1", {}),
+    "linear": ("llama-2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    "yarn": ("llama-2", {"rope_parameters": pico.YARN_ROPE}),
+    "gpt-oss": ("gpt-oss", {}),
+    "phi3": ("phi3", {}),
+    "deepseek-v3": ("deepseek-v3", {}),
+    "all biases": ("llama-attention-bias", {}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_what_megatron_computes_otherwise_is_said_and_comes_back(tmp_path: Path, case: str) -> None:
+    family, changes, words = OTHERWISE[case]
+    theirs = pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **changes)
+    there = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "megatron", "megatron"))
+    (note,) = [note for note in there.notes if "computes another model" in note]
+    assert words in note
+    execute(there)
+    back = plan_conversion(Conversion(tmp_path / "megatron", tmp_path / "back", "hf"))
+    assert any("do not say all of this model" in note and words in note for note in back.notes)
+    assert back.reader.model.differences(from_hf_config(theirs.config.to_dict())) == {}
+    with pytest.raises(UnknownArchitecture) as refused:
+        launch(tmp_path / "megatron", "megatron-lm")
+    if "--framework megatron-bridge" in str(refused.value):
+        notes = launch(tmp_path / "megatron", "megatron-bridge").notes
+        assert any("attn_logit_softcapping" in note and "AutoBridge" in note for note in notes)
+    else:
+        assert case != "caps" and "`precisionctl resume`" in str(refused.value)
+        with pytest.raises(UnknownArchitecture, match=words.split()[0]):
+            launch(tmp_path / "megatron", "megatron-bridge")
+
+
+@pytest.mark.parametrize("case", COMPUTES)
+def test_of_what_megatron_computes_nothing_is_said(case: str) -> None:
+    family, changes = COMPUTES[case]
+    assert not otherwise_in_megatron(shape_of(family, **changes))
+
+
+def test_a_fixed_epsilon_of_latent_norms_is_told(tmp_path: Path) -> None:
+    """transformers' latents have 1e-6, whatever config.json says: seen in what it makes."""
+    for epsilon, told in ((1e-6, False), (1e-5, True)):
+        folder = tmp_path / str(told)
+        theirs = pico.save(folder, "deepseek-v2", rms_norm_eps=epsilon)
+        attention = theirs.model.layers[0].self_attn
+        assert attention.kv_a_layernorm.variance_epsilon == 1e-6
+        planned = plan_conversion(Conversion(folder, tmp_path / f"{told}-megatron", "megatron"))
+        assert any("1e-06, whatever config.json says" in note for note in planned.notes) is told
+
+
+def test_megatron_s_scale_of_scores_is_read() -> None:
+    """The root costs digits; Megatron-Bridge's Gemma 3 has such a scale."""
+    for scalar in (24, 144, 168.5, 256):
+        args = to_megatron_args(shape_of("gemma3").padded(1)) | {"softmax_scale": scalar**-0.5}
+        assert read_megatron_args(args, 256, "").query_pre_attn_scalar == scalar
+        if scalar != 24:
+            with pytest.raises(PrecisionctlError, match="query_pre_attn_scalar 24 / "):
+                read_beside_config("gemma3", args)
+        else:
+            read_beside_config("gemma3", args)
+
+
+def test_a_magnitude_that_only_megatron_s_yarn_has_is_refused() -> None:
+    """megatron-core multiplies by `mscale` without `mscale_all_dim` too, transformers does not."""
+    args = to_megatron_args(shape_of("gpt-oss").padded(1))
+    with pytest.raises(UnknownArchitecture, match=r"yarn_mscale=0\.7"):
+        read_megatron_args(args | {"yarn_mscale": 0.7}, 256, "")
+
+
+# Families of arguments alone ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_a_dense_size_that_no_layer_uses_does_not_hide_the_family(family: str) -> None:
+    model = shape_of(family).padded(1)
+    args = to_megatron_args(model) | {"ffn_hidden_size": 7 * model.hidden_size}
+    found = from_megatron_args(args, 256, "args")
+    assert found.architecture == model.architecture and not found.differences(model)
+    assert to_hf_config(found, "bfloat16")["intermediate_size"] == model.moe.ffn_hidden_size  # type: ignore[union-attr]
+    assert not read_beside_config(family, args).differences(model)
+
+
+def test_latent_attention_has_no_heads_of_its_own_size() -> None:
+    """`--kv-channels` is the size of a head in runs without latent attention."""
+    model = shape_of("deepseek-v3").padded(1)
+    args = to_megatron_args(model) | {"kv_channels": 16}
+    assert from_megatron_args(args, 256, "args").architecture == "deepseek_v3"
+
+
+@pytest.mark.parametrize("family", ["llama-2", "phi3", "gemma2", "gpt2", "mixtral"])
+def test_a_config_that_is_made_up_names_no_token_beyond_its_vocabulary(family: str) -> None:
+    """Phi-3's class pads with 32000, where transformers cannot build a smaller embedding."""
+    config = to_hf_config(shape_of(family), "float32")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert model.get_input_embeddings().padding_idx is None
+
+
+def test_gemma_2_of_megatron_bridge_is_read_as_it_is_described_there() -> None:
+    """models/gemma/gemma2_provider.py: `fast_gelu`, and a window in every other layer by its own attention."""
+    args = to_megatron_args(shape_of("gemma2").padded(1)) | {"params_dtype": "torch.bfloat16"}
+    fields = to_provider(args) | {
+        "_target_": "megatron.bridge.models.gemma.gemma2_provider.Gemma2ModelProvider",
+        "activation_func": {"_target_": "megatron.core.activations.fast_gelu", "_call_": False},
+        "bias_activation_fusion": False,
+    }
+    del fields["window_attn_skip_freq"]
+    assert not read_beside_config("gemma2", from_provider(fields)).differences(shape_of("gemma2"))
