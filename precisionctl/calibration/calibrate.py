@@ -112,6 +112,10 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     with disk_problems(output), progress.locked(), stop_signals() as received:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         recorder = Recorder(recipe.precision, device, world)
+        if written := progress.finished():
+            progress.clear()
+            told = (*rows.notes, *notes, "it was written before: this command was killed right after")
+            return Calibrated(calibration.out, written, passes, at_once, told, None, world.first)
         before = progress.load(recorder)
         model = _model(source, recipe, backend, device, world)
         stopped = None
@@ -143,7 +147,8 @@ def _recipe(calibration: Calibration) -> Recipe:
 def _output(calibration: Calibration) -> Output:
     """Raises DestinationExists, and OutputError where the file would be in the checkpoint."""
     output, source = Output(calibration.out), calibration.checkpoint.resolve()
-    output.check_free()
+    if not output.partial.is_dir():  # else it may be this very calibration's, which was killed right after
+        output.check_free()
     if source in (output.path.resolve(), *output.path.resolve().parents):
         raise OutputError(
             "--out is in the checkpoint, and a source is never written to",

@@ -7,7 +7,8 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.untrusted.safe_files import read_file
+from precisionctl.untrusted.safe_files import read_files
+from precisionctl.untrusted.safe_pickle import finite
 
 # What transformers and the engines read beside the weights. Anything else in the directory is not the model.
 _COMPANIONS = (
@@ -27,15 +28,15 @@ _COMPANIONS = (
 )
 
 
-def read_companions(directory: Path, *, links: bool) -> Companions:
+def read_companions(directory: Path) -> Companions:
     """The companion files in a directory; none where there is no directory, and never one named as weights are.
 
-    `links`: whether symbolic links count, as they make up the cache of Hugging Face's hub. Raises DamagedCheckpoint
-    for one that leads elsewhere.
+    Raises DamagedCheckpoint for a link that leads elsewhere (not those of the hub's cache), for what is no file, and
+    where they are too large to be held together.
     """
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
-    found = [path for path in paths if _is_companion(path, links)]
-    return Companions({path.name: read_file(path, directory) for path in found})
+    found = [path for path in paths if _is_companion(path)]
+    return Companions(read_files(found, directory))
 
 
 def write_companions(directory: Path, companions: Companions) -> None:
@@ -45,15 +46,17 @@ def write_companions(directory: Path, companions: Companions) -> None:
         (directory / name).write_bytes(content)
 
 
-def _is_companion(path: Path, links: bool) -> bool:
+def _is_companion(path: Path) -> bool:
     named = any(fnmatchcase(path.name, pattern) for pattern in _COMPANIONS) and path.suffix != ".safetensors"
-    return named and path.is_file() and (links or not path.is_symlink())
+    folder = path.is_dir() and not path.suffix  # `tokenizer/`, which is no file that went wrong
+    return named and not folder
 
 
 def parse_json(data: bytes, where: object) -> dict[str, Any]:
-    """A JSON object of a stranger. Raises DamagedCheckpoint for anything else, and where a key has two values."""
+    """A JSON object of a stranger. Raises DamagedCheckpoint for anything else, for parts that are more than 100 deep in
+    one another, and where a key has two values."""
     try:
-        parsed = json.loads(data, object_pairs_hook=_once)
+        parsed = finite(json.loads(data, object_pairs_hook=_once))
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"not readable as JSON: {error}", where=where) from error
     if not isinstance(parsed, dict):

@@ -244,9 +244,12 @@ def test_only_a_models_companions_travel_with_it(directory, tmp_path):
     weights = ("model.safetensors", "tokenizer.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
     for name in ("tokenizer.json", "fp8_state", *weights):
         (hf / name).write_bytes(b"{}")
+    (hf / "tokenizer").mkdir()
+    assert TorchDistReader(directory).companions.files == {"tokenizer.json": b"{}"}
     (tmp_path / "secret").write_bytes(b"secret")
     (hf / "tokenizer_config.json").symlink_to(tmp_path / "secret")
-    assert TorchDistReader(directory).companions.files == {"tokenizer.json": b"{}"}
+    with pytest.raises(DamagedCheckpoint, match="symbolic link"):
+        _ = TorchDistReader(directory).companions
 
 
 @pytest.mark.parametrize("config", [b"[" * 100_000, b"[]", b"{", b"\xff"])

@@ -20,7 +20,7 @@ from precisionctl.untrusted.safe_files import check_link
 def companions_of(directory: Path) -> Companions:
     """Hugging Face's files that travel with an iteration."""
     check_link(directory / COMPANIONS, directory)
-    return read_companions(directory / COMPANIONS, links=False)
+    return read_companions(directory / COMPANIONS)
 
 
 def model_of(

@@ -7,6 +7,7 @@ written last. `torch_dist/writer.py` is the inverse.
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +34,7 @@ from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
-from precisionctl.untrusted.safe_files import read_file
+from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
 
 WEIGHTS = "weights"
 """Where NeMo 2 has the checkpoint, beside the `context` that describes it."""
@@ -43,10 +44,12 @@ _COMMON_KEYS = ("args", "checkpoint_version", "iteration", "num_floating_point_o
 
 def recognise(path: Path) -> bool:
     """Whether `path` is the directory of an iteration, or one of its entries is."""
-    return any(_is_torch_dist(marker) for marker in (path / MARKER, *path.glob(f"*/{MARKER}")))
+    return any(_is_torch_dist(marker, path) for marker in (path / MARKER, *path.glob(f"*/{MARKER}")))
 
 
-def _is_torch_dist(marker: Path) -> bool:
+def _is_torch_dist(marker: Path, path: Path) -> bool:
+    if leads_out(marker.parent, path):  # nothing there is read; opening it says so
+        return bool(re.fullmatch(rf"release|iter_\d+|{WEIGHTS}", marker.parent.name))
     try:
         content = json.loads(read_file(marker, marker.parent))
     except (OSError, DamagedCheckpoint):
@@ -77,8 +80,9 @@ class TorchDistReader(MegatronDirectory):
         container: str = "torch_dist",
         complete: Callable[[Path], bool] = has_marker,
     ) -> None:
-        nemo = path / WEIGHTS
-        self.path: Path = find_iteration(nemo if iteration is None and complete(nemo) else path, iteration, complete)
+        top = path / WEIGHTS if iteration is None and complete(path / WEIGHTS) else path
+        check_link(top, path)
+        self.path: Path = find_iteration(top, iteration, complete)
         self.container = container
         self._index = dcp.read_index(self.path)
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
@@ -117,7 +121,7 @@ class TorchDistReader(MegatronDirectory):
     def common(self) -> Mapping[str, Any]:
         """All that is no tensor and belongs to no rank: `args`, `iteration`, the optimizer's settings, ..."""
         path = self.path / COMMON
-        if path.is_file():
+        if has_file(path, self.path):
             value = torch_zip.load(read_file(path, self.path), path)
         elif COMMON_OBJECT in self._index.objects:
             value = self.read_object(COMMON_OBJECT)
