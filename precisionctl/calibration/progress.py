@@ -38,7 +38,7 @@ class Progress:
             self._world.meet()
             yield
             return
-        self._output.check_partial()
+        self._output.check_links()
         self._output.partial.mkdir(parents=True, exist_ok=True)
         with open_kept(self._output.partial / "lock") as file:
             lock(file, OutputError("another process is calibrating to this file", where=self._output.path))

@@ -43,15 +43,17 @@ class Output:
         """The journal of a rank that is not the first, in the partial directory."""
         return self.partial / f".unfinished.{rank}"
 
-    def check_partial(self) -> None:
-        """Raise OutputError where the partial directory is a link: we would write, and remove, what it leads to."""
-        if self.partial.is_symlink():
-            raise _not_ours(self.partial)
+    def check_links(self) -> None:
+        """Raise OutputError where the partial directory or the journal is a link: we would write into, and remove, what
+        it leads to."""
+        for path in (self.partial, self.journal):
+            if path.is_symlink():
+                raise _not_ours(path)
 
     def begin(self) -> None:
         """Make an empty partial directory."""
         self.check_free()
-        self.check_partial()
+        self.check_links()
         if self.partial.exists():
             shutil.rmtree(self.partial)
         self.partial.mkdir(parents=True)

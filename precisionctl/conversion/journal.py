@@ -82,7 +82,7 @@ def open_journal(
     """
     header = _header(digest, ranks, files)
     output.check_free()
-    output.check_partial()
+    output.check_links()
     output.path.parent.mkdir(parents=True, exist_ok=True)
     with open_kept(output.journal, _ANY) as file:
         lock(file, _taken(output), PATIENCE)

@@ -82,6 +82,7 @@ def open_output(destination: Path, *sources: Path | None) -> Output:
     """The place to write to, away from all `sources`. Raises DestinationExists, and OutputError where writing would
     touch what is read. A journal beside what is there may say that it is this very result (`execute`)."""
     output = Output(destination)
+    output.check_links()
     if not output.journal.is_file():
         output.check_free()
     for source in filter(None, sources):

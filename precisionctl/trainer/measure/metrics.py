@@ -16,6 +16,7 @@ from precisionctl.trainer.measure.meter import Taken
 from precisionctl.trainer.measure.tracking import trackers
 from precisionctl.trainer.shadow import Shadow
 
+_LARGEST = 1 << 30
 FILE = "metrics.jsonl"
 SHADOWS = "shadow.jsonl"
 
@@ -101,8 +102,8 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The steps of a metrics file, up to a line that a kill cut short; a `null` is NaN. Raises DataError for other
     garbage."""
-    if path.exists() and not path.is_file():  # a pipe would never end
-        raise DataError("not a file", where=path)
+    if path.exists() and not (path.is_file() and path.stat().st_size <= _LARGEST):  # nor would a pipe ever end
+        raise DataError(f"not a file of less than {_LARGEST >> 20} MB", where=path)
     *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     return [_read_line(line, number, path) for number, line in enumerate(whole, start=1)]
 
