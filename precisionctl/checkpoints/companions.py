@@ -8,7 +8,6 @@ from typing import Any
 from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.untrusted.safe_files import read_files
-from precisionctl.untrusted.safe_pickle import finite
 
 # What transformers and the engines read beside the weights. Anything else in the directory is not the model.
 _COMPANIONS = (
@@ -26,6 +25,9 @@ _COMPANIONS = (
     "preprocessor_config.json",
     "processor_config.json",
 )
+
+_MOST_PARTS, _DEEPEST = 8_000_000, 100
+"""Of JSON: beyond an index of every tensor there is, and no more than a gigabyte of lists."""
 
 
 def read_companions(directory: Path) -> Companions:
@@ -53,15 +55,30 @@ def _is_companion(path: Path) -> bool:
 
 
 def parse_json(data: bytes, where: object) -> dict[str, Any]:
-    """A JSON object of a stranger. Raises DamagedCheckpoint for anything else, for parts that are more than 100 deep in
-    one another, and where a key has two values."""
+    """A JSON object of a stranger. Raises DamagedCheckpoint for anything else, for one with more or deeper parts than
+    any has, and where a key has two values."""
+    if sum(map(data.count, (b",", b"[", b"{"))) > _MOST_PARTS:
+        raise DamagedCheckpoint(f"JSON of more than {_MOST_PARTS:,} parts", where=where, do="Is the copy whole?")
     try:
-        parsed = finite(json.loads(data, object_pairs_hook=_once))
+        parsed = json.loads(data, object_pairs_hook=_once)
+        if isinstance(parsed, dict):
+            _check_depth(parsed)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"not readable as JSON: {error}", where=where) from error
     if not isinstance(parsed, dict):
         raise DamagedCheckpoint("not a JSON object", where=where)
     return parsed
+
+
+def _check_depth(value: Any) -> None:
+    """Raise ValueError for containers so deep in one another that walking through them, or writing them, fails."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        inside = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [part for parts in inside for part in parts if isinstance(part, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"parts that are more than {_DEEPEST} deep in one another")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
