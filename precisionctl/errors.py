@@ -18,7 +18,8 @@
         DiskProblem             no space, or the disk failed; the partial output stays
       RecipeError             a recipe or setting that makes no sense
       DataError               training or evaluation data that cannot be used
-      EnvironmentProblem      this machine lacks what was asked for (GPU, package)
+      EnvironmentProblem      this machine lacks what was asked for (GPU, package, memory)
+      UnexpectedError         a bug: what no part of the program has foreseen
 
 Each error says *what* is wrong, *where*, and what to *do* about it.
 """
@@ -131,6 +132,10 @@ class DataError(PrecisionctlError):
 
 class EnvironmentProblem(PrecisionctlError):
     """This machine lacks what was asked for."""
+
+
+class UnexpectedError(PrecisionctlError):
+    """A bug: an exception that no part of the program has foreseen. Only the command line makes one."""
 
 
 class _Short(reprlib.Repr):

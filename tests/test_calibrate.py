@@ -66,6 +66,8 @@ def child(out, moment):
     rename = os.rename
     if kind == "before":
         os.rename = lambda old, new: die() if Path(new).name.startswith(number) else rename(old, new)
+    if kind == "after":
+        os.rename = lambda old, new: (rename(old, new), die() if Path(new).name.startswith(number) else None)
     last = int(number) if kind == "pass" else None
     module.calibrate(asked(Path(place), Path(out)), lambda done, total: die() if done == last else None)
     os._exit(0)
@@ -120,7 +122,15 @@ def test_every_gemm_has_a_row_for_each_pass_and_keys_and_values_too(calibrated: 
 def test_a_calibration_killed_at_any_moment_ends_as_one_that_never_was(
     place: Path, calibrated: Calibrated, tmp_path: Path
 ) -> None:
-    moments = ["before calibration.json", "pass 3", "before 00000008", "pass 9", "pass 16", "before state"]
+    moments = [
+        "before calibration.json",
+        "pass 3",
+        "before 00000008",
+        "pass 9",
+        "pass 16",
+        "before state",
+        "after state",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     out = tmp_path / "state.safetensors"
     command = [sys.executable, "-c", KILLED, place, out, *moments]
@@ -554,3 +564,16 @@ def test_a_state_file_that_is_none_is_refused_before_anything_is_made(
     with pytest.raises((DamagedCheckpoint, UnknownFormat, OSError)):
         plan_conversion(conversion)
     assert not list(tmp_path.glob("dst*")) and not list((tmp_path / "run").glob("iter_*"))
+
+
+def test_a_file_beside_what_a_killed_calibration_left_is_not_taken_for_its_result(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "state.safetensors"
+    out.write_bytes(b"of another")
+    partial = tmp_path / "state.safetensors.partial"
+    partial.mkdir()
+    for identity in (None, {"passes": 7}):
+        if identity:
+            (partial / "calibration.json").write_text(json.dumps(identity))
+        with pytest.raises(DestinationExists):
+            calibrate(asked(place, out))
+        assert out.read_bytes() == b"of another"

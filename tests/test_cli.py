@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from precisionctl.checkpoints import open as opening
 from precisionctl.cli import main
 from precisionctl.cli.options import Size
 from precisionctl.conversion import worker
@@ -68,6 +69,46 @@ def test_debug_shows_where_an_error_came_from(tmp_path):
     result = run("--debug", "inspect", tmp_path)
     assert result.exit_code == 1
     assert type(result.exception).__name__ == "UnknownFormat"
+
+
+def endless(value=None):
+    return endless([value])
+
+
+UNFORESEEN = {
+    "a bug": (lambda: {}["key"], "UnexpectedError", "KeyError: 'key'", "report it as an issue"),
+    "an assertion": (lambda: (_ for _ in ()).throw(AssertionError()), "UnexpectedError", "AssertionError", "a bug"),
+    "memory": (lambda: bytearray(1 << 60), "EnvironmentProblem", "not enough memory", "larger machine"),
+    "of a GPU": (lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA")), "EnvironmentProblem", "memory", "CUDA"),
+    "of PyTorch": (lambda: torch.empty(1 << 58), "EnvironmentProblem", "not enough memory", "larger machine"),
+    "recursion": (endless, "DamagedCheckpoint", "nested deeper", "--debug"),
+    "markup": (lambda: int("[red]\x1b[2J[/bold]"), "UnexpectedError", "[red]\\x1b[2J[/bold]", "a bug"),
+}
+
+
+@pytest.mark.last_resort
+@pytest.mark.parametrize("name", UNFORESEEN)
+def test_what_no_part_has_foreseen_is_one_panel_too(tmp_path, monkeypatch, name):
+    fails, *words = UNFORESEEN[name]
+    monkeypatch.setattr(opening, "open_checkpoint", lambda *_: fails())
+    found = CliRunner(env={"COLUMNS": "999"}).invoke(main, ["doctor", str(tmp_path)])
+    assert found.exit_code == 1 and isinstance(found.exception, SystemExit)
+    assert found.stderr.count("╭") == 1 and "Traceback" not in found.stderr
+    assert [word for word in words if word not in found.stderr] == []
+
+    found = run("--debug", "doctor", tmp_path)
+    assert not isinstance(found.exception, SystemExit)
+
+
+@pytest.mark.last_resort
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, BrokenPipeError])
+def test_what_ends_a_program_is_no_bug(tmp_path, monkeypatch, kind):
+    def stop(*_):
+        raise kind
+
+    monkeypatch.setattr(opening, "open_checkpoint", stop)
+    found = run("doctor", tmp_path)
+    assert "bug" not in found.stderr and "╭" not in found.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 import json
 import math
+import xml.etree.ElementTree
+from html import escape
 
 import pytest
 
-from precisionctl.errors import DataError
-from precisionctl.reports.compare import Comparison, find_gap
+from precisionctl.errors import DataError, printable
+from precisionctl.reports.compare import Comparison, draw, find_gap
 from precisionctl.reports.curves import Curve, read_curve, read_curves
 
 
@@ -89,3 +91,15 @@ def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):
         path.mkdir(parents=True)
         (path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
     assert [each.name for each in read_curves(paths)] == [str(paths[0]), str(paths[1]), "other"]
+
+
+@pytest.mark.parametrize(
+    "name", ["m-$x^{$", "$\\frac$", "_hidden", "<b>&", "\x1b[2J\x00\u202e", "%s %(x)s {x}", "\udcff"]
+)
+def test_a_run_may_have_any_name_and_the_picture_says_it(tmp_path, name):
+    runs = [Curve("first", {1: 2.0, 2: 1.0}), Curve(name, {1: 2.0, 2: 1.5})]
+    for curves in (runs, runs[::-1]):
+        draw(Comparison(curves, []), png=tmp_path / "a.png", html=tmp_path / "a.html")
+        page = (tmp_path / "a.html").read_text(encoding="utf-8")
+        assert page[page.index("<svg") :].count(escape(printable(name), quote=False)) >= 1
+        xml.etree.ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])

@@ -12,10 +12,12 @@ from typing import Any
 import pico
 import pytest
 import torch
+from click.testing import CliRunner
 from conversions import assert_same_tensors, run, tree
 
 from precisionctl.checkpoints import lock
 from precisionctl.checkpoints.output import Output
+from precisionctl.cli import main
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion import convert, journal, processes, worker
 from precisionctl.conversion.journal import open_journal
@@ -56,6 +58,71 @@ def test_a_kill_leaves_nothing_that_looks_whole_and_the_same_command_goes_on(tmp
     run(tmp_path / "hf", tmp_path / "killed", "megatron", precision="fp8")
     assert tree(tmp_path / "killed") == tree(tmp_path / "undisturbed")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "killed", "undisturbed"]
+
+
+KILL_LATE = """
+import os, signal, sys
+from pathlib import Path
+from precisionctl.cli import main
+unlink = Path.unlink
+def dying(path, missing_ok=False):
+    if path.name.endswith(".journal"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    unlink(path, missing_ok)
+Path.unlink = dying
+main(sys.argv[1:])
+"""
+
+
+def test_a_kill_after_the_last_rename_is_finished_by_the_same_command_and_by_no_other(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    same = ["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--to", "megatron"]
+    assert subprocess.run([sys.executable, "-c", KILL_LATE, *same]).returncode == -signal.SIGKILL
+    before = tree(tmp_path / "out")
+    assert (tmp_path / "out.journal").exists()
+
+    other = CliRunner().invoke(main, [*same, "--tp", "2"])
+    assert other.exit_code == 1 and "DestinationExists" in other.stderr
+    (tmp_path / "out.partial").mkdir()  # then what is at the destination came from elsewhere
+    assert CliRunner().invoke(main, same).exit_code == 1
+    (tmp_path / "out.partial").rmdir()
+
+    again = CliRunner().invoke(main, same)
+    assert again.exit_code == 0 and "Already done" in again.stdout
+    assert tree(tmp_path / "out") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+    assert CliRunner().invoke(main, same).exit_code == 1  # as for every result that is there
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"[" * 100_000 + b"\n",
+        b"7\n",
+        b'{"plan": ' + b"9" * 5000 + b"}\n",
+        b'{"plan": NaN, "id": [], "ranks": 1}\n',
+        b'{"plan": "plan", "ranks": 1, "source": []}\n{"done": [[]], "found": {"a": "b"}}\n',
+        b"\xff\x00\n",
+    ],
+)
+def test_a_journal_that_is_none_is_refused_or_begun_anew(tmp_path: Path, said: bytes) -> None:
+    output = Output(tmp_path / "out")
+    output.begin()
+    output.token.write_bytes(b"\xff")
+    output.journal.write_bytes(said)
+    try:
+        with open_journal(output, "plan", []) as kept:
+            assert not kept.done and not kept.found
+    except OutputError as error:
+        assert "another conversion" in str(error)
+
+
+def test_a_journal_of_holes_is_not_read(tmp_path: Path) -> None:
+    output = Output(tmp_path / "out")
+    output.journal.touch()
+    os.truncate(output.journal, 1 << 40)
+    with pytest.raises(OutputError, match="larger than"), open_journal(output, "plan", []):
+        pass
 
 
 def test_a_worker_that_is_killed_is_one_error_and_the_same_command_goes_on(

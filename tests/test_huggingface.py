@@ -10,6 +10,7 @@ from typing import Any
 import pico
 import pytest
 import torch
+from conversions import run
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -334,3 +335,23 @@ def test_links_of_the_hubs_cache_are_followed_and_others_refused(tmp_path: Path)
             HuggingFaceReader(snapshot)
         (snapshot / name).unlink()
         (snapshot / name).symlink_to(blobs / name)
+
+
+def test_a_megatron_checkpoint_in_the_hubs_cache_is_read_however_deep(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    run(tmp_path / "hf", tmp_path / "made", "megatron")
+    blobs.mkdir(parents=True)
+    for number, file in enumerate(sorted(path for path in (tmp_path / "made").rglob("*") if path.is_file())):
+        link = snapshot / file.relative_to(tmp_path / "made")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        file.rename(blobs / str(number))
+        up = "../" * (len(link.relative_to(snapshot).parts) + 1)
+        link.symlink_to(f"{up}blobs/{number}")
+    reader = open_checkpoint(snapshot)
+    assert reader.specs and "config.json" in reader.companions.files
+    (snapshot / "release" / ".metadata").unlink()
+    (tmp_path / "elsewhere").write_bytes(b"")
+    (snapshot / "release" / ".metadata").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedCheckpoint, match="symbolic link"):
+        open_checkpoint(snapshot)

@@ -113,6 +113,10 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     with disk_problems(output), progress.locked(), stop_signals() as received:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         recorder, weights = Recorder(recipe.precision, device, world), digest_weights(source)
+        if written := progress.finished():
+            progress.clear()
+            told = (*rows.notes, *notes, "it was written before: this command was killed right after")
+            return Calibrated(calibration.out, written, passes, at_once, told, None, world.first)
         before = progress.load(recorder)
         model = _model(source, recipe, backend, device, world)
         stopped = None
@@ -146,7 +150,8 @@ def _output(calibration: Calibration) -> Output:
     output, source = Output(calibration.out), calibration.checkpoint.resolve()
     if calibration.out.is_dir():
         raise OutputError("it is a directory", where=calibration.out, do="Give the file that is to be made.")
-    output.check_free()
+    if not output.partial.is_dir():  # else it may be this very calibration's, which was killed right after
+        output.check_free()
     if source in (output.path.resolve(), *output.path.resolve().parents):
         raise OutputError(
             "--out is in the checkpoint, and a source is never written to",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.lock import lock
-from precisionctl.checkpoints.output import Output, sync
+from precisionctl.checkpoints.output import Output, open_kept, replace_file, sync
 from precisionctl.errors import DamagedCheckpoint, OutputError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
@@ -38,8 +38,9 @@ class Progress:
             self._world.meet()
             yield
             return
+        self._output.check_links()
         self._output.partial.mkdir(parents=True, exist_ok=True)
-        with open(self._output.partial / "lock", "w") as file:
+        with open_kept(self._output.partial / "lock") as file:
             lock(file, OutputError("another process is calibrating to this file", where=self._output.path))
             self._sign()
             self._world.meet()
@@ -53,21 +54,16 @@ class Progress:
             return
         if others := [path.name for path in partial.iterdir() if path.name not in ours]:
             raise OutputError(f"{others[0]} is there, and no calibration left it", where=partial)
-        _write(identity, lambda path: path.write_text(json.dumps(self._identity, indent=1)))
+        self._output.check_free()
+        replace_file(identity, json.dumps(self._identity, indent=1))
 
     def load(self, recorder: Recorder) -> int:
         """Give a recorder what earlier calls left. Returns how many passes that is.
 
         Raises OutputError where they were of another calibration, DamagedCheckpoint for what none wrote.
         """
-        identity, saved = self._output.partial / _IDENTITY, self._saved()
-        try:
-            found = json.loads(identity.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise DamagedCheckpoint(f"not what a calibration writes: {error}", where=identity) from None
-        if not isinstance(found, dict):
-            raise DamagedCheckpoint("not what a calibration writes: no table", where=identity)
-        run_folder.check_same(run_folder.Saved(0, 0, found), self._identity, self._output.partial)
+        self._check_ours()
+        saved = self._saved()
         if not saved:
             return 0
         states = sidecar.read(saved[max(saved)])
@@ -75,6 +71,17 @@ class Progress:
         if self._world.first:  # they are of all ranks already
             recorder.statistics = {module: dict(roles) for module, roles in states.statistics.items()}
         return max(saved)
+
+    def _check_ours(self) -> None:
+        """Raise OutputError where what is kept is of another calibration, DamagedCheckpoint for what none wrote."""
+        identity = self._output.partial / _IDENTITY
+        try:
+            found = json.loads(identity.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise DamagedCheckpoint(f"not what a calibration writes: {error}", where=identity) from None
+        if not isinstance(found, dict):
+            raise DamagedCheckpoint("not what a calibration writes: no table", where=identity)
+        run_folder.check_same(run_folder.Saved(0, 0, found), self._identity, self._output.partial)
 
     def _saved(self) -> dict[int, Path]:
         """Files of states, by how many passes had been made."""
@@ -94,8 +101,29 @@ class Progress:
         """Write the result, and clear what was kept on the way."""
         if self._world.first:
             _write(self._output.path, lambda path: sidecar.write(path, states), beside=self._output.partial)
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove what was kept on the way; last what says which calibration it was of, so that a kill on the way can be
+        told from a file of another's."""
+        self._world.meet()  # some may still be reading it
+        if self._world.first:
+            for path in self._output.partial.iterdir():
+                if path.name != _IDENTITY:
+                    path.unlink()
             shutil.rmtree(self._output.partial)
         self._world.meet()
+
+    def finished(self) -> Fp8States | None:
+        """What this calibration wrote before it was killed, where it had come that far. Raises DestinationExists where
+        something else is at its place."""
+        if not os.path.lexists(self._output.path):
+            return None
+        try:
+            self._check_ours()
+        except OutputError:
+            self._output.check_free()
+        return sidecar.read(self._output.path)
 
 
 def _write(path: Path, write: Callable[[Path], object], beside: Path | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DamagedCheckpoint
-from precisionctl.untrusted.safe_files import read_file
+from precisionctl.untrusted.safe_files import read_file, read_files
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ _CLASS = re.compile(r"[A-Za-z_][\w-]*\.\w+")
 """`modeling_kimi.KimiForCausalLM`: a class in a file of the directory."""
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\.([\w.]+)[ \t]+import\b|import[ \t]+\.([\w.]+))", re.MULTILINE)
 _MOST_CODE = 64
+_LARGEST_CODE = 4 << 20
+"""Bytes of each."""
 
 
 def kind_of(name: str) -> Kind | None:
@@ -93,27 +95,27 @@ def is_tokenizer(name: str) -> bool:
     return kind_of(name) is TOKENIZER and name not in ("special_tokens_map.json", "added_tokens.json")
 
 
-def read_companions(directory: Path, *, links: bool) -> Companions:
+_MOST_PARTS, _DEEPEST = 8_000_000, 100
+"""Of JSON: beyond an index of every tensor there is, and no more than a gigabyte of lists."""
+
+
+def read_companions(directory: Path) -> Companions:
     """The files in a directory that travel; none where there is no directory.
 
-    `links`: whether symbolic links count, as they make up the cache of Hugging Face's hub. Raises DamagedCheckpoint
-    for one that leads elsewhere.
+    Raises DamagedCheckpoint for a link that leads elsewhere (not those of the hub's cache), for what is no file, and
+    where they are too large to be held together.
     """
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
-    there = {path.name for path in paths if path.is_file() and (links or not path.is_symlink())}
-    kinds = {name: kind_of(name) for name in sorted(there)}
-    files = {name: _content(directory, name) for name, kind in kinds.items() if kind and kind.fate == "travels"}
-    code = _Code(directory, there)
+    there = [path for path in paths if path.suffix or not path.is_dir()]  # `tokenizer/` is no file that went wrong
+    kinds = {path.name: kind_of(path.name) for path in there}
+    travelling = [path for path in there if (kind := kinds[path.name]) and kind.fate == "travels"]
+    files = read_files(travelling, directory)
+    code = _Code(directory, set(kinds))
     for name in (name for name in _NAMING_CODE if name in files):
         files[name] = code.with_code(name, files[name])
-    unknown = [name for name, kind in kinds.items() if kind is None]
+    unknown = [path.name for path in there if kinds[path.name] is None and not path.is_dir()]
     notes = [f"Stays behind, as nothing here knows what it is: {_listed(unknown)}."] if unknown else []
     return Companions(files | code.files, tuple(sorted(code.files)), (*code.notes, *notes))
-
-
-def _content(directory: Path, name: str) -> bytes:
-    """A file that travels, as it is: the one place where companions are read."""
-    return read_file(directory / name, directory)
 
 
 def write_companions(directory: Path, companions: Companions) -> None:
@@ -178,7 +180,7 @@ class _Code:
         if len(self.files) == _MOST_CODE:
             what = f"`auto_map` leads to more than {_MOST_CODE} files of code"
             raise DamagedCheckpoint(what, where=self.directory, do="Do not trust it.")
-        content = self.files[file] = _content(self.directory, file)
+        content = self.files[file] = read_file(self.directory / file, self.directory, _LARGEST_CODE)
         imports = {f"{found[1] or found[2]}.py" for found in _IMPORT.finditer(content.decode(errors="replace"))}
         for imported in sorted(imports & self.there):
             self._add(imported)
@@ -196,14 +198,30 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def parse_json(data: bytes, where: object) -> dict[str, Any]:
-    """A JSON object of a stranger. Raises DamagedCheckpoint for anything else, and where a key has two values."""
+    """A JSON object of a stranger. Raises DamagedCheckpoint for anything else, for one with more or deeper parts than
+    any has, and where a key has two values."""
+    if sum(map(data.count, (b",", b"[", b"{"))) > _MOST_PARTS:
+        raise DamagedCheckpoint(f"JSON of more than {_MOST_PARTS:,} parts", where=where, do="Is the copy whole?")
     try:
         parsed = json.loads(data, object_pairs_hook=_once)
+        if isinstance(parsed, dict):
+            _check_depth(parsed)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"not readable as JSON: {error}", where=where) from error
     if not isinstance(parsed, dict):
         raise DamagedCheckpoint("not a JSON object", where=where)
     return parsed
+
+
+def _check_depth(value: Any) -> None:
+    """Raise ValueError for containers so deep in one another that walking through them, or writing them, fails."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        inside = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [part for parts in inside for part in parts if isinstance(part, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"parts that are more than {_DEEPEST} deep in one another")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
 from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales, encoding
-from precisionctl.untrusted.safe_files import check_link
+from precisionctl.untrusted.safe_files import has_file
 
 QUANT_CONFIG = "hf_quant_config.json"
 """What ModelOpt writes beside config.json, or used to write in place of its `quantization_config`."""
@@ -162,8 +162,7 @@ def find(checkpoint: Path) -> WeightEncodings | None:
     Raises UnknownFormat for the version of another release, DamagedCheckpoint for a file that contradicts itself.
     """
     path = checkpoint / RELATIVE
-    check_link(path, checkpoint)
-    if not path.is_file():
+    if not has_file(path, checkpoint):
         return None
     tensors, metadata = read_described(path)
     stored = Within({name: (path, tensor) for name, tensor in tensors.items()})

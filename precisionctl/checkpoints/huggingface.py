@@ -17,6 +17,7 @@ from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, WeightEncodings, Within, stored_encodings
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, Spelling, index_of, read_stored, spelling_of
+from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.packed_experts import unpacked
 from precisionctl.checkpoints.safetensors_file import Stored, split_shards
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
@@ -26,14 +27,14 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.quant_methods.base import Scales, cache_scales, stored_scales
-from precisionctl.untrusted.safe_files import read_file
+from precisionctl.untrusted.safe_files import has_file, read_file
 
 MAX_SHARD_SIZE = 5_000_000_000
 
 
 def recognise(path: Path) -> bool:
     """A directory with a config.json and files of weights (or an index that names some)."""
-    return (path / "config.json").is_file() and spelling_of(path) is not None
+    return (path / "config.json").exists() and spelling_of(path) is not None
 
 
 class HuggingFaceReader:
@@ -49,7 +50,7 @@ class HuggingFaceReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._spelling = spelling_of(path) or SAFETENSORS
-        self.companions = read_companions(path, links=True)
+        self.companions = read_companions(path)
         self.config = _with_quantization(_load_json(path / "config.json"), path)
         self._check_choice()
         self.model: ModelShape = from_hf_config(self.config, path / "config.json")
@@ -98,7 +99,7 @@ class HuggingFaceReader:
         stored = Within({name: self.stored.places[name] for name in sorted(names)})
         weights = {name: self.specs[name] for name in self._scales}
         beside = self.path / QUANT_CONFIG
-        files = {QUANT_CONFIG: _read_text(beside)} if beside.is_file() else {}
+        files = {QUANT_CONFIG: _read_text(beside)} if has_file(beside, self.path) else {}
         return WeightEncodings(weights, self._scales, stored, self.config["quantization_config"], files, self.path)
 
     @cached_property
@@ -111,7 +112,7 @@ class HuggingFaceReader:
     def beside(self) -> dict[str, Any] | None:
         """What hf_quant_config.json says, where there is one."""
         path = self.path / QUANT_CONFIG
-        return _load_json(path) if path.is_file() else None
+        return _load_json(path) if has_file(path, self.path) else None
 
     @cached_property
     def live_fp8(self) -> Fp8States | None:
@@ -178,7 +179,7 @@ class HuggingFaceWriter:
     def lay_out(self) -> None:
         for file, shard in self._shards.items():
             layout = self.spelling.lay_out(shard)
-            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+            handle = open_weights(file)
             try:
                 for start, piece in layout.pieces:
                     os.pwrite(handle, piece, start)
@@ -235,7 +236,7 @@ def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
 def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """config.json, with what older ModelOpts wrote in a file of its own."""
     beside = path / QUANT_CONFIG
-    if config.get("quantization_config") or not beside.is_file():
+    if config.get("quantization_config") or not has_file(beside, path):
         return config
     quantization = _load_json(beside).get("quantization")
     if not isinstance(quantization, dict):

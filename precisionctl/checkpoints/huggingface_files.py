@@ -8,9 +8,9 @@ from pathlib import Path
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.safetensors_file import Stored, make_header, read_header
-from precisionctl.errors import DamagedCheckpoint
+from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
-from precisionctl.untrusted.safe_files import check_link, read_file
+from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def read_bin(path: Path) -> dict[str, Stored]:
     for name, tensor in saved.items():
         if type(name) is not str or not isinstance(tensor, torch_zip.Located):
             raise DamagedCheckpoint(
-                f"`{name!s:.60}` is not a contiguous tensor",
+                f"`{name}` is not a contiguous tensor" if type(name) is str else f"{shown(name)} as a name",
                 where=path,
                 do="Only weights are read. Save the model again with transformers.",
             )
@@ -112,7 +112,7 @@ def _unindexed(directory: Path, spelling: Spelling) -> list[Path]:
 def _weight_map(directory: Path, spelling: Spelling) -> dict[str, Path]:
     """Tensor name to file, from the index; empty without one."""
     index, single = directory / spelling.index, directory / spelling.single
-    if not index.is_file():
+    if not has_file(index, directory):
         return {}
     weight_map = parse_json(read_file(index, directory), index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -3,12 +3,14 @@
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from precisionctl.errors import DestinationExists, DiskProblem
+from precisionctl.errors import DestinationExists, DiskProblem, OutputError
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,17 @@ class Output:
         """The journal of a rank that is not the first, in the partial directory."""
         return self.partial / f".unfinished.{rank}"
 
+    def check_links(self) -> None:
+        """Raise OutputError where the partial directory or the journal is a link: we would write into, and remove, what
+        it leads to."""
+        for path in (self.partial, self.journal):
+            if path.is_symlink():
+                raise _not_ours(path)
+
     def begin(self) -> None:
         """Make an empty partial directory."""
         self.check_free()
+        self.check_links()
         if self.partial.exists():
             shutil.rmtree(self.partial)
         self.partial.mkdir(parents=True)
@@ -79,6 +89,49 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def open_kept(path: Path, encoding: str = "utf-8") -> IO[str]:
+    """A lock, a journal or a log, to read and to append to; made where there is none.
+
+    A folder for output may have held things before us, or be others' too: nothing is emptied by opening it. Raises
+    OutputError for a link, which would have us write into what it leads to, and for what is no file.
+    """
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | _PLAIN, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise _not_ours(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise _not_ours(path)
+    return open(handle, "a+", encoding=encoding)
+
+
+def open_weights(path: Path) -> int:
+    """A handle of a file of weights to write into, made where there is none; never what a link leads to."""
+    return os.open(path, os.O_RDWR | _PLAIN, 0o666)
+
+
+_PLAIN = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Not through a link, and without waiting for a pipe's other end."""
+
+
+def _not_ours(path: Path) -> OutputError:
+    return OutputError("a link, or no file, is where we keep one", where=path, do="Remove it, or write elsewhere.")
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a small file whole or not at all: readers see the old one or the new one, after a crash too."""
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)  # what a kill left
+    with open(new, "xb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(new, path)
+    sync(path.parent)
 
 
 def forget(file: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from precisionctl.errors import PrecisionctlError
+from precisionctl.errors import DamagedCheckpoint, EnvironmentProblem, PrecisionctlError, UnexpectedError
 
 
 class Commands(click.Group):
@@ -22,16 +22,37 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (PrecisionctlError, OSError) as error:
-            if ctx.params["debug"] or isinstance(error, BrokenPipeError):  # click ends quietly when `head` has enough
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise  # click's own; it ends quietly when `head` has enough
+        except Exception as error:
+            if ctx.params["debug"]:
                 raise
             from precisionctl import console
 
-            console.show_error(error)
+            console.show_error(error if isinstance(error, PrecisionctlError | OSError) else unexpected(error))
             ctx.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of a first day, not of the alphabet
+
+
+def unexpected(error: Exception) -> PrecisionctlError:
+    """What to tell of an error that no part of the program has foreseen."""
+    what = f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate memory" in what:
+        return EnvironmentProblem(
+            f"not enough memory: {what}",
+            do="Make the work smaller (fewer --workers, shorter rows, another recipe), or take a larger machine.",
+        )
+    if isinstance(error, RecursionError):
+        return DamagedCheckpoint(
+            "something is nested deeper in itself than can be read", do="`precisionctl --debug ...` shows where."
+        )
+    return UnexpectedError(
+        what,
+        do="This is a bug of this program. Please report it as an issue, with the command and the traceback that "
+        "`precisionctl --debug ...` shows.",
+    )
 
 
 def _replace_closed_streams() -> None:

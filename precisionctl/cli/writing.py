@@ -138,14 +138,15 @@ def do_work(plan: Callable[[], "Work"], how: Writing) -> None:
 
     if not how.dry_run:
         try:
-            work = carry_out(plan, how)
+            work, wrote = carry_out(plan, how)
         except KeyboardInterrupt:
             click.echo("Stopped. What is done is kept; the same command continues.", err=True)
             raise click.exceptions.Exit(GO_ON) from None
         if work and how.json_wanted:
             print_json(work.plan.describe() | {"notes": work.notes})
         elif work:
-            console.show_lines([f"Wrote {work.output.path}, {size(work.plan.nbytes)}.", *work.notes])
+            done = f"Wrote {work.output.path}" if wrote else f"Already done: this command wrote {work.output.path}"
+            console.show_lines([f"{done}, {size(work.plan.nbytes)}.", *work.notes])
         return
     work = plan()
     check_room(work)
@@ -157,8 +158,8 @@ def do_work(plan: Callable[[], "Work"], how: Writing) -> None:
         console.show_lines(work.notes)
 
 
-def carry_out(plan: Callable[[], "Work"], how: Writing) -> "Work | None":
-    """What was done; None at other ranks than the first."""
+def carry_out(plan: Callable[[], "Work"], how: Writing) -> "tuple[Work | None, bool]":
+    """What was asked for, None at other ranks than the first; and whether something was left to do."""
     from precisionctl import console
     from precisionctl.conversion import ranks
     from precisionctl.conversion.work import execute
@@ -168,5 +169,7 @@ def carry_out(plan: Callable[[], "Work"], how: Writing) -> "Work | None":
         work = plan()
         total = (2 if how.verify else 1) * work.plan.nbytes // here.count
         with console.bytes_progress("writing", total, quiet=not here.first) as on_bytes:
-            execute(work, workers=how.workers, restart=how.restart, verify=how.verify, ranks=here, on_bytes=on_bytes)
-    return work if here.first else None
+            wrote = execute(
+                work, workers=how.workers, restart=how.restart, verify=how.verify, ranks=here, on_bytes=on_bytes
+            )
+    return work if here.first else None, wrote

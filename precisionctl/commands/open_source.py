@@ -51,7 +51,7 @@ def _companions_of(reference: Path) -> Companions:
     """Config and tokenizer of a directory, or of a Megatron checkpoint that has them. Raises RecipeError for one that
     has none."""
     if (reference / "config.json").is_file():
-        return read_companions(reference, links=True)
+        return read_companions(reference)
     companions = open_checkpoint(reference).companions
     if "config.json" not in companions.files:
         raise RecipeError("the reference has no config.json", where=reference, do="Give a Hugging Face directory.")

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from precisionctl.checkpoints.lock import lock
-from precisionctl.checkpoints.output import Output
+from precisionctl.checkpoints.output import Output, open_kept
 from precisionctl.errors import OutputError
 
 PATIENCE = 3.0
 """Seconds to wait for the lock: workers of a run that was killed hold it until they notice, at the end of a job."""
+
+_LARGEST = 256 << 20
+"""Bytes of a journal: of some million jobs."""
 
 _ANY = "latin-1"
 """What is written here is ASCII; after a crash of the machine any bytes may be there, and each is a letter."""
@@ -40,6 +43,10 @@ class Journal:
         self.found.update(found)
         self._append({"done": names, "found": dict(found)})
 
+    def record_whole(self) -> None:
+        """Say that all is done and written but for the rename, so that a kill right after it can be told."""
+        self._append({"done": [], "found": {}, "whole": True})
+
     def _append(self, line: Mapping[str, object]) -> None:
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
@@ -56,11 +63,10 @@ class Journal:
 @contextmanager
 def open_share_journal(output: Output, rank: int) -> Iterator[Journal]:
     """The journal of a rank that is not the first. It is in the partial directory, and is discarded with it."""
-    with open(output.share_journal(rank), "a+", encoding=_ANY) as file:
+    with open_kept(output.share_journal(rank), _ANY) as file:
         lock(file, _taken(output), PATIENCE)
-        file.seek(0)
         journal = Journal(file)
-        journal._take_up(*_whole_lines(file.read()))
+        journal._take_up(*_whole_lines(_text(file, output)))
         yield journal
 
 
@@ -74,35 +80,63 @@ def open_journal(
 
     Raises OutputError where journal or directory belong to something else, or another run is writing.
     """
-    header = {"plan": digest, "ranks": ranks, "source": fingerprints(files)}
+    header = _header(digest, ranks, files)
     output.check_free()
+    output.check_links()
     output.path.parent.mkdir(parents=True, exist_ok=True)
-    with open(output.journal, "a+", encoding=_ANY) as file:
+    with open_kept(output.journal, _ANY) as file:
         lock(file, _taken(output), PATIENCE)
-        file.seek(0)
-        text = file.read()
+        text = _text(file, output)
         lines, length = _whole_lines(text)
         if not restart:
             _check_ours(output, text, lines, header)
         journal = Journal(file)
-        if not restart and lines and output.token.is_file() and output.token.read_text() == lines[0]["id"]:
+        token = output.token.read_bytes() if output.token.is_file() else None
+        if not restart and lines and token == str(lines[0].get("id")).encode():
             journal._take_up(lines[1:], length)
         else:
             _begin(output, journal, header)
         yield journal
 
 
+def was_finished(output: Output, digest: str, files: Iterable[Path], *, ranks: int = 1) -> bool:
+    """Whether what is at the destination is the whole result of this very conversion, which was killed before its
+    journal was removed. Then that is removed now.
+
+    Raises DestinationExists where something else is there.
+    """
+    if not os.path.lexists(output.path):
+        return False
+    if os.path.lexists(output.journal) and not os.path.lexists(output.partial):
+        with open_kept(output.journal, _ANY) as file:
+            lock(file, _taken(output), PATIENCE)
+            lines, _ = _whole_lines(_text(file, output))
+            if _is_of(lines, _header(digest, ranks, files)) and lines[-1].get("whole"):
+                output.journal.unlink(missing_ok=True)
+                return True
+    output.check_free()
+    return False
+
+
+def _header(digest: str, ranks: int, files: Iterable[Path]) -> dict[str, object]:
+    return {"plan": digest, "ranks": ranks, "source": fingerprints(files)}
+
+
+def _is_of(lines: list[dict[str, Any]], header: Mapping[str, object]) -> bool:
+    """Whether these are the lines of a journal with this header."""
+    return bool(lines) and {key: lines[0].get(key) for key in header} == json.loads(json.dumps(header))
+
+
 def _taken(output: Output) -> OutputError:
     return OutputError("another run is writing this output", where=output.path, do="Wait for it.")
 
 
-def _check_ours(output: Output, text: str, lines: list[Any], header: Mapping[str, object]) -> None:
+def _check_ours(output: Output, text: str, lines: list[dict[str, Any]], header: Mapping[str, object]) -> None:
     """Raise OutputError for a partial directory without a journal, or a journal with another header: they are of
     another conversion."""
-    ours = {key: lines[0].get(key) for key in header} if lines and isinstance(lines[0], dict) else {}
     partial = output.partial.is_dir() and any(output.partial.iterdir())
     torn = "\n" not in text and text.startswith('{"plan": ')  # our own first line, and a crash
-    if (not partial and (torn or not text)) or ours == json.loads(json.dumps(header)):
+    if (not partial and (torn or not text)) or _is_of(lines, header):
         return
     if not text:
         output.journal.unlink()  # it was made by looking for it
@@ -128,16 +162,37 @@ def fingerprints(files: Iterable[Path]) -> list[list[object]]:
     return [[file.name, (status := file.stat()).st_size, status.st_mtime_ns] for file in files]
 
 
-def _whole_lines(text: str) -> tuple[list[Any], int]:
-    """The JSON of all lines before the first that is torn, and how many bytes these lines take."""
-    lines: list[Any] = []
+def _text(file: IO[str], output: Output) -> str:
+    """All of a journal. Raises OutputError for what is too large to be one: holes cost nothing on a disk."""
+    if os.fstat(file.fileno()).st_size > _LARGEST:
+        what = f"larger than {_LARGEST >> 20} MB, as no journal is"
+        raise OutputError(what, where=output.journal, do="Remove it, or choose another destination.")
+    file.seek(0)
+    return file.read()
+
+
+def _whole_lines(text: str) -> tuple[list[dict[str, Any]], int]:
+    """All lines before the first that is torn or not ours, and how many bytes these lines take."""
+    lines: list[dict[str, Any]] = []
     length = 0
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
             break
         try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
+            said = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(said, dict) or (lines and not _is_record(said)):
+            break
+        lines.append(said)
         length += len(line)
     return lines, length
+
+
+def _is_record(line: dict[str, Any]) -> bool:
+    match line:
+        case {"done": list(done), "found": dict(found)}:
+            return all(isinstance(name, str) for name in done) and all(
+                isinstance(value, int | float) for value in found.values()
+            )
+    return False

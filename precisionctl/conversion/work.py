@@ -20,7 +20,7 @@ from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.convert import OnBytes, check, run
 from precisionctl.conversion.encoder import NAN, ZEROED
-from precisionctl.conversion.journal import Journal, fingerprints, open_journal, open_share_journal
+from precisionctl.conversion.journal import Journal, fingerprints, open_journal, open_share_journal, was_finished
 from precisionctl.conversion.manifest import write_manifest
 from precisionctl.conversion.ranks import ALONE, Ranks
 from precisionctl.conversion.weights_digest import digest_weights
@@ -83,9 +83,11 @@ def digest_of(plan: Plan, command: object, fp8_state: Path | None, encodings: We
 
 def open_output(destination: Path, *sources: Path | None) -> Output:
     """The place to write to, away from all `sources`. Raises DestinationExists, and OutputError where writing would
-    touch what is read."""
+    touch what is read. A journal beside what is there may say that it is this very result (`execute`)."""
     output = Output(destination)
-    output.check_free()
+    output.check_links()
+    if not output.journal.is_file():
+        output.check_free()
     for source in filter(None, sources):
         read, written = source.resolve(), (output.path.resolve(), output.partial.resolve(), output.journal.resolve())
         if any(read == path or read in path.parents or path in read.parents for path in written):
@@ -105,12 +107,15 @@ def execute(
     verify: bool = False,
     ranks: Ranks = ALONE,
     on_bytes: OnBytes = lambda count: None,
-) -> None:
+) -> bool:
     """Run a planned command. The destination appears when it is complete, and not before; after a failure the same
     command goes on where it stopped.
 
-    `verify` reads everything back first. `on_bytes` is told of bytes written, and of bytes read back.
+    `verify` reads everything back first. `on_bytes` is told of bytes written, and of bytes read back. Returns False
+    where there was nothing left to do: the command was killed right after the destination had appeared.
     """
+    if _was_finished(work, ranks):
+        return False
     with disk_problems(work.output), _journal(work, restart, ranks) as journal:
         before = fingerprints(work.reader.files)
         if ranks.first and isinstance(work.trained, TorchDistReader) and work.trained.in_buckets:
@@ -135,7 +140,17 @@ def execute(
                 do="Wait until nothing writes to it, and run the same command with --restart.",
             )
         if ranks.first:
-            _finish(work, found, checksums)
+            _finish(work, journal, found, checksums)
+    return True
+
+
+def _was_finished(work: Work, ranks: Ranks) -> bool:
+    """What the first rank finds."""
+    if not ranks.first:
+        return ranks.hear("finished") == "True"
+    finished = was_finished(work.output, work.digest, work.reader.files, ranks=ranks.count)
+    ranks.tell("finished", str(finished))
+    return finished
 
 
 def _read_back(work: Work, workers: int, ranks: Ranks, on_bytes: OnBytes) -> dict[str, str]:
@@ -179,7 +194,7 @@ def _journal(work: Work, restart: bool, ranks: Ranks) -> Iterator[Journal]:
         yield journal
 
 
-def _finish(work: Work, found: Mapping[str, float], checksums: Mapping[str, str]) -> None:
+def _finish(work: Work, journal: Journal, found: Mapping[str, float], checksums: Mapping[str, str]) -> None:
     with_nan, zeroed = (
         {name.removeprefix(told): value for name, value in found.items() if name.startswith(told)}
         for told in (NAN, ZEROED)
@@ -195,6 +210,7 @@ def _finish(work: Work, found: Mapping[str, float], checksums: Mapping[str, str]
     write_manifest(work.writer.directory, work.reader, work.plan.digest, checksums)
     if work.plan.target == "megatron":
         write_tracker(work.output.partial, work.iteration)
+    journal.record_whole()
     work.output.commit()
 
 

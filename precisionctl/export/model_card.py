@@ -3,7 +3,6 @@
 It names no path and no time, so equal exports of one name have equal cards.
 """
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 
 from precisionctl import __version__
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.output import sync
+from precisionctl.checkpoints.output import replace_file
 from precisionctl.conversion.manifest import fingerprint
 from precisionctl.errors import OutputError, RecipeError
 
@@ -96,10 +95,7 @@ def write_quality(directory: Path, lines: Iterable[str]) -> None:
     if not start or not end:
         raise OutputError("there is no model card of an export", where=path, do="Leave --card out.")
     measured = "".join(f"- {_plain(line)}\n" for line in lines)
-    new = path.with_name(f"{NAME}.new")
-    new.write_text(before + start + measured + end + after, encoding="utf-8")
-    sync(new)
-    os.replace(new, path)
+    replace_file(path, before + start + measured + end + after)
 
 
 def beside(name: str) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from precisionctl.errors import DamagedCheckpoint, RecipeError, UnknownFormat
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
 from precisionctl.fp8.statistics import NUMBERS, Statistics
-from precisionctl.untrusted.safe_files import check_link
+from precisionctl.untrusted.safe_files import has_file
 
 RELATIVE = Path("precisionctl/fp8_state.safetensors")
 """Place inside a checkpoint; never at its top, where inference engines read every safetensors file."""
@@ -74,8 +74,7 @@ def _own(tensor: Tensor) -> Tensor:
 def find(checkpoint: Path, relative: Path = RELATIVE) -> Fp8States | None:
     """The states in the sidecar of a checkpoint's directory, if it has one. Raises as `read` does."""
     path = checkpoint / relative
-    check_link(path, checkpoint)
-    return read(path) if path.is_file() else None
+    return read(path) if has_file(path, checkpoint) else None
 
 
 def read(path: Path) -> Fp8States:
@@ -84,7 +83,9 @@ def read(path: Path) -> Fp8States:
     Raises UnknownFormat for the version of another release, DamagedCheckpoint for a file that is truncated or
     contradicts itself.
     """
-    if path.is_file() and path.stat().st_size > _LARGEST:  # holes cost nothing on a disk
+    if path.exists() and not path.is_file():
+        raise DamagedCheckpoint("an FP8 sidecar that is not a file", where=path)
+    if path.exists() and path.stat().st_size > _LARGEST:  # holes cost nothing on a disk
         raise DamagedCheckpoint(f"an FP8 sidecar of more than {_LARGEST >> 30} GB", where=path, do="Is the copy whole?")
     try:
         with safe_open(path, framework="pt") as file:

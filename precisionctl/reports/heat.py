@@ -5,7 +5,8 @@ Colours are steps, told apart by the colour-blind, in light and dark: blue ones 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from precisionctl.reports.page import escaped
 
 COOL, WARM = 5, 3
 """Steps up to a limit, and beyond it."""
@@ -77,7 +78,7 @@ class Scale:
 
 def legend(items: Sequence[tuple[str, str]]) -> str:
     """Classes and what they mean."""
-    swatches = "".join(f'<span><i class="{name}"></i>{escape(text)}</span>' for name, text in items)
+    swatches = "".join(f'<span><i class="{name}"></i>{escaped(text)}</span>' for name, text in items)
     return f'<p class="legend">{swatches}</p>'
 
 
@@ -100,12 +101,14 @@ def heat_map(rows: Mapping[str, Mapping[Column, Cell]], columns: Sequence[Column
     for kind, _ in columns:
         kinds[kind] = kinds.get(kind, 0) + 1
     first = {column for number, column in enumerate(columns) if number == 0 or columns[number - 1][0] != column[0]}
-    head = "".join(f'<th colspan="{count}" title="{escape(kind)}">{_short(kind)}</th>' for kind, count in kinds.items())
-    heads = "".join(f"<th>{escape(role)}</th>" for _, role in columns)
-    body = "".join(
-        f"<tr><th>{escape(label)}</th>{''.join(_cell(cells.get(column), column in first) for column in columns)}</tr>\n"
-        for label, cells in rows.items()
+    head = "".join(
+        f'<th colspan="{count}" title="{escaped(kind)}">{_short(kind)}</th>' for kind, count in kinds.items()
     )
+    heads = "".join(f"<th>{escaped(role)}</th>" for _, role in columns)
+    body = ""
+    for label, cells in rows.items():
+        drawn = "".join(_cell(cells.get(column), column in first) for column in columns)
+        body += f"<tr><th>{escaped(label)}</th>{drawn}</tr>\n"
     return (
         f'<div class="heat"><table>\n<thead><tr><th></th>{head}</tr>\n<tr><th>layer</th>{heads}</tr></thead>\n'
         f"<tbody>\n{body}</tbody></table></div>"
@@ -116,12 +119,12 @@ def _cell(cell: Cell | None, first: bool) -> str:
     name = " first" if first else ""
     if cell is None:
         return f'<td class="{name.strip()}"></td>' if first else "<td></td>"
-    return f'<td class="{cell.step}{name}" title="{escape(cell.title)}">{escape(cell.text)}</td>'
+    return f'<td class="{cell.step}{name}" title="{escaped(cell.title)}">{escaped(cell.text)}</td>'
 
 
 def _short(kind: str) -> str:
     """Without the block that it is in: `mlp.experts.linear_fc1` is `experts.linear_fc1`; the title has all."""
-    return escape(kind.partition(".")[2] or kind)
+    return escaped(kind.partition(".")[2] or kind)
 
 
 def tabs(name: str, panels: Mapping[str, str]) -> str:
@@ -130,7 +133,7 @@ def tabs(name: str, panels: Mapping[str, str]) -> str:
     rules = ", ".join(f"#{each}:checked ~ .{each}" for each in ids)
     inputs = "".join(
         f'<input type="radio" name="{name}" id="{each}"{" checked" if number == 0 else ""}>'
-        f'<label for="{each}">{escape(label)}</label>'
+        f'<label for="{each}">{escaped(label)}</label>'
         for number, (each, label) in enumerate(zip(ids, panels, strict=True))
     )
     bodies = "".join(

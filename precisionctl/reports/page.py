@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
+from precisionctl.errors import printable
 from precisionctl.reports.table import Table
 
 _STYLE = """
@@ -35,24 +36,29 @@ def page(title: str, parts: Sequence[str], style: str = "") -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}{style}</style>\n</head>\n"
-        f"<body>\n<main>\n<h1>{escape(title)}</h1>\n{body}\n</main>\n</body>\n</html>\n"
+        f"<title>{escaped(title)}</title>\n<style>{_STYLE}{style}</style>\n</head>\n"
+        f"<body>\n<main>\n<h1>{escaped(title)}</h1>\n{body}\n</main>\n</body>\n</html>\n"
     )
+
+
+def escaped(text: str) -> str:
+    """Text as HTML, without letters that turn the direction of reading round or cannot be encoded."""
+    return escape(printable(text))
 
 
 def heading(text: str) -> str:
     """A heading within a page."""
-    return f"<h2>{escape(text)}</h2>"
+    return f"<h2>{escaped(text)}</h2>"
 
 
 def paragraph(text: str) -> str:
     """A paragraph of plain text."""
-    return f"<p>{escape(text)}</p>"
+    return f"<p>{escaped(text)}</p>"
 
 
 def commands(lines: Sequence[str]) -> str:
     """Command lines as they were run."""
-    return f"<pre>{escape(chr(10).join(lines))}</pre>"
+    return f"<pre>{escaped(chr(10).join(lines))}</pre>"
 
 
 def html_table(table: Table) -> str:
@@ -66,4 +72,4 @@ def html_table(table: Table) -> str:
 
 def _cell(tag: str, table: Table, column: int, text: str) -> str:
     number = ' class="number"' if table.is_numeric(column) else ""
-    return f"<{tag}{number}>{escape(text)}</{tag}>"
+    return f"<{tag}{number}>{escaped(text)}</{tag}>"

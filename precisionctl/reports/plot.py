@@ -8,6 +8,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from precisionctl.errors import printable
 from precisionctl.reports.curves import Curve
 
 COLOURS = ("#7c8798", "#2f6fdb", "#d9622b", "#2a9d6f", "#9b4dca", "#b8860b")
@@ -19,13 +20,14 @@ def draw(curves: Sequence[Curve]) -> Figure:
     figure = Figure(figsize=(9, 6.2), layout="constrained")
     losses, gaps = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for number, curve in enumerate(curves):
-        style = {"color": COLOURS[number % len(COLOURS)], "linewidth": 1.4, "label": curve.name}
+        style = {"color": COLOURS[number % len(COLOURS)], "linewidth": 1.4, "label": f"run {number}"}
         losses.plot(list(curve.losses), list(curve.losses.values()), **style)
         by_step = curve.against(curves[0])
         gaps.plot(list(by_step), [100 * value for value in by_step.values()], **style)
-    losses.legend(frameon=False)
+    for text, curve in zip(losses.legend(frameon=False).get_texts(), curves, strict=True):
+        text.set(parse_math=False, text=printable(curve.name))  # a folder's name: no formula, nor hidden for its `_`
     losses.set_ylabel("training loss")
-    gaps.set_ylabel(f"gap to {curves[0].name}, %")
+    gaps.set_ylabel(f"gap to {printable(curves[0].name)}, %", parse_math=False)
     gaps.set_xlabel("step")
     _plain((losses, gaps))
     return figure

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from precisionctl.fp8.statistics import NAMES, SCALINGS
@@ -13,7 +12,7 @@ from precisionctl.readiness.thresholds import ALL, GROWTH, KURTOSIS, SATURATION,
 from precisionctl.reports import heat
 from precisionctl.reports.heat import Cell, Column, Scale
 from precisionctl.reports.inspect import Description, summary
-from precisionctl.reports.page import commands, heading, html_table, page, paragraph
+from precisionctl.reports.page import commands, escaped, heading, html_table, page, paragraph
 from precisionctl.reports.readiness import REMEDIES, findings, hints, keep_bf16, share
 from precisionctl.reports.table import Table
 
@@ -67,12 +66,12 @@ def _cards(readiness: Readiness) -> str:
     for scaling, verdict in readiness.verdicts.items():
         colour = "open" if not verdict.ready else "some" if verdict.kept or verdict.margin else "good"
         name = f"{NAMES[scaling][0].upper()}{NAMES[scaling][1:]} scaling"
-        cards.append(f'<div class="card {colour}"><b>{escape(name)}</b><span>{escape(verdict.words)}</span></div>')
+        cards.append(f'<div class="card {colour}"><b>{escaped(name)}</b><span>{escaped(verdict.words)}</span></div>')
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
 def _folded(title: str, text: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{commands([text])}</details>"
+    return f"<details><summary>{escaped(title)}</summary>{commands([text])}</details>"
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ happens to it. Its steps are no longer in `metrics.jsonl`, as they are made agai
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from precisionctl.checkpoints.output import sync
+from precisionctl.checkpoints.output import replace_file
 from precisionctl.errors import damage
 
 FILE = "rollback.json"
@@ -44,11 +43,7 @@ class Jump:
 
 def write_jump(folder: Path, jump: Jump) -> None:
     """At once: readers see none of it or all."""
-    beside = folder / f"{FILE}.new"
-    beside.write_text(json.dumps(asdict(jump), indent=1))
-    sync(beside)
-    os.replace(beside, folder / FILE)
-    sync(folder)
+    replace_file(folder / FILE, json.dumps(asdict(jump), indent=1))
 
 
 def read_jump(folder: Path) -> Jump | None:

@@ -13,6 +13,7 @@ import torch
 
 from precisionctl.checkpoints.lock import lock
 from precisionctl.checkpoints.megatron.keys import directory_name
+from precisionctl.checkpoints.output import open_kept
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.known_state import KnownState, origin
 from precisionctl.errors import OutputError
@@ -188,7 +189,7 @@ def _locked(out: Path, world: World) -> Iterator[None]:
         yield
         return
     out.mkdir(parents=True, exist_ok=True)
-    with open(out / "run.lock", "w") as file:
+    with open_kept(out / "run.lock") as file:
         lock(file, OutputError("another process is training there", where=out, do="Wait for it, or stop it."))
         world.meet()
         yield

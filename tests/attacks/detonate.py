@@ -34,6 +34,7 @@ def command(path: Path) -> None:
     destination = path.with_name(f"{path.name}-destination")
     done = CliRunner(env={"COLUMNS": "999"}).invoke(program, ["convert", str(path), str(destination), "--to", layout])
     panels = done.stderr.count("\u256d")
+    assert "UnexpectedError" not in done.stderr, done.stderr
     if isinstance(done.exception, SystemExit) and done.exit_code == 1 and panels == 1:
         assert not destination.exists()
         partial = destination.with_name(f"{destination.name}.partial")

@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import shutil
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,23 +68,49 @@ def config(**fields: object) -> Attack:
     return lambda d: say(d / "config.json", **fields)
 
 
-def hole(name: str) -> Attack:
+def hole(name: str, size: int = HOLES) -> Attack:
     def dig(directory: Path) -> None:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).touch()
-        os.truncate(directory / name, HOLES)
+        os.truncate(directory / name, size)
 
     return dig
 
 
-def pipe(name: str) -> Attack:
-    """Whoever opens it waits for ever."""
+def instead(name: str, make: Callable[[Path], object]) -> Attack:
+    """Something else in the place of a file."""
 
     def lay(directory: Path) -> None:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).unlink(missing_ok=True)
-        os.mkfifo(directory / name)
+        make(directory / name)
 
     return lay
+
+
+def pipe(name: str) -> Attack:
+    """Whoever opens it waits for ever."""
+    return instead(name, os.mkfifo)
+
+
+def socket(name: str) -> Attack:
+    return instead(name, lambda path: os.mknod(path, stat.S_IFSOCK | 0o600))
+
+
+def folder(name: str) -> Attack:
+    return instead(name, Path.mkdir)
+
+
+def elsewhere(name: str) -> Attack:
+    """The whole checkpoint is beside the directory, and a link of this name leads there."""
+
+    def move(directory: Path) -> None:
+        there = directory.rename(directory.with_name(f"{directory.name}-elsewhere"))
+        directory.mkdir()
+        (directory / name).symlink_to(there)
+        (directory / "latest_checkpointed_iteration.txt").write_text(name.removeprefix("iter_"))
+
+    return move
 
 
 def link(name: str, target: str | None = None) -> Attack:
@@ -195,6 +222,8 @@ SIDECAR = "precisionctl/fp8_state.safetensors"
 BIN = "pytorch_model.bin"
 SCALES = (float("nan"), float("inf"), -1.0)
 
+NAMES_OF_FILES = ("tokenizer.json", SIDECAR, "precisionctl/encodings.safetensors")
+NO_FILE = "not a file"
 ELSEWHERE = "a symbolic link leads out of the directory"
 LARGE = "larger than .* MB"
 NAME = "allow-list"
@@ -208,10 +237,22 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "eps that is no number": ("hf", config(rms_norm_eps="1"), "not a positive number"),
     "a deep config": ("hf", write("config.json", b'{"a":' + b"[" * 100_000), "not readable as JSON"),
     "a config with holes": ("hf", hole("config.json"), LARGE),
-    "a config that is a pipe": ("hf", pipe("config.json"), "weights without a config"),
+    "a config that is a pipe": ("hf", pipe("config.json"), "not a file"),
     "a config elsewhere": ("hf", link("config.json"), ELSEWHERE),
     "a tokenizer elsewhere": ("hf", link("tokenizer.json", "/etc/passwd"), ELSEWHERE),
     "a tokenizer with holes": ("hf", hole("tokenizer.json"), LARGE),
+    **{f"a {name} that is a pipe": ("hf", pipe(name), NO_FILE) for name in NAMES_OF_FILES},
+    **{f"a {name} that is a socket": ("hf", socket(name), NO_FILE) for name in NAMES_OF_FILES},
+    **{f"a {name} that is a folder": ("hf", folder(name), NO_FILE) for name in NAMES_OF_FILES},
+    **{f"a {name} that leads to itself": ("hf", link(name, Path(name).name), "to itself") for name in NAMES_OF_FILES},
+    "a tokenizer that leads nowhere": ("hf", link("tokenizer.json", "nothing"), NO_FILE),
+    "tokenizers with holes": (
+        "hf",
+        lambda d: [hole(f"tokenizer{number}.json", 255 << 20)(d) for number in range(12)],
+        "with the files before it larger than",
+    ),
+    "a config 500 deep": ("hf", config(x=json.loads("[" * 500 + "]" * 500)), "100 deep"),
+    "a config of gigabytes of lists": ("hf", write("config.json", b'{"a":[' + b"[]," * 10_000_000 + b"0]}"), "parts"),
     "weights that are a pipe": ("hf", pipe("model.safetensors"), "not a file"),
     "weights elsewhere": ("hf", link("model.safetensors"), ELSEWHERE),
     "weights with holes": ("hf", hole("model.safetensors"), f"{HOLES} bytes where its header describes"),
@@ -222,6 +263,11 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "an index that is a list": ("shards", write("model.safetensors.index.json", b"[]"), "not a JSON object"),
     "a gadget in a .bin": ("bin", lambda d: torch.save({"a": Gadget()}, d / BIN), f"system.*{NAME}"),
     "a chain of getattr": ("bin", write(BIN, archived(getattr_chain())), f"import_module.*{NAME}"),
+    "a .bin with a number as a name": (
+        "bin",
+        lambda d: torch.save({1 << 20_000: torch.ones(1)}, d / BIN),
+        "a number of 20001 bits as a name",
+    ),
     "a plain pickle": ("bin", write(BIN, pickle.dumps(Gadget())), "no ZIP archive"),
     **{
         f"a .bin of {name}": (
@@ -239,6 +285,11 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
         f"a sidecar with {value}": ("hf", sidecar(value), "scale is not a positive finite number")
         for value in (*SCALES, 0.0)
     },
+    "an iteration elsewhere": ("dist", elsewhere("release"), ELSEWHERE),
+    "ranks elsewhere": ("legacy", elsewhere("iter_0000001"), ELSEWHERE),
+    "weights of NeMo elsewhere": ("dist", elsewhere("weights"), ELSEWHERE),
+    "an index that is a pipe": ("shards", pipe("model.safetensors.index.json"), NO_FILE),
+    "common data that is a pipe": ("dist", pipe("common.pt"), NO_FILE),
     "metadata elsewhere": ("dist", link(".metadata"), ELSEWHERE),
     "metadata with holes": ("dist", hole(".metadata"), LARGE),
     "metadata that is a pipe": ("dist", pipe(".metadata"), "not a file"),
@@ -258,12 +309,16 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "companions elsewhere": ("dist", link("precisionctl/hf"), ELSEWHERE),
     "YAML that calls": ("dist", described(f"model: {YAML}"), "no `model`"),
     "YAML that calls for a size": ("dist", described(MODEL % YAML), "num_layers is None"),
-    "YAML without end": ("dist", described(LAUGHS + MODEL % "*a60"), "num_layers is .* not a size"),
+    "YAML without end": ("dist", described(LAUGHS + MODEL % "*a60"), "aliases"),
+    "YAML in itself": ("dist", described("model: &r [*r]"), "aliases"),
+    "YAML that is deep": ("dist", described("model: " + "[" * 500), "deeper in one another"),
+    "YAML of a million parts": ("dist", described("model: [" + "1," * 1_000_000 + "]"), "more parts"),
+    "YAML with a fraction to the base of 60": ("dist", described(MODEL % ("1:" * 400 + "1.5")), "100 letters"),
     "YAML with a number to the base of 60": ("dist", described(MODEL % ("1:" * 500_000 + "1")), "100 letters"),
     "YAML that is a pipe": (
         "dist",
         lambda d: (without_args(d), pipe("run_config.yaml")(d)),
-        "does not say which model it is",
+        "not a file",
     ),
     "a rank that is a gadget": ("legacy", rank(archived(pickle.dumps(Gadget(), protocol=2))), f"system.*{NAME}"),
     "a rank that is a chain": ("legacy", rank(archived(getattr_chain())), f"import_module.*{NAME}"),

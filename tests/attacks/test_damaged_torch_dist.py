@@ -22,6 +22,7 @@ from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
 from precisionctl.fp8.opcodes import Global, Made, dumps
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ROWS, Parallelism, TensorSpec
+from precisionctl.trainer.saved import run_folder
 
 MODEL = ModelShape("llama", 1, 8, 8, 2, 2, 4, 16, 16, 32)
 NAME = "embedding.word_embeddings.weight"
@@ -238,15 +239,30 @@ def test_a_tracker_that_names_no_iteration_is_refused(directory, content):
         TorchDistReader(directory.parent)
 
 
+def test_what_a_run_says_of_itself_must_be_a_file(directory):
+    said = directory / run_folder.RUN_FILE
+    said.parent.mkdir(exist_ok=True)
+    os.mkfifo(said)
+    with pytest.raises(DamagedCheckpoint, match="not a file"):
+        run_folder.read_saved(TorchDistReader(directory))
+    said.unlink()
+    said.symlink_to("/etc/hostname")
+    with pytest.raises(DamagedCheckpoint, match="symbolic link"):
+        run_folder.read_saved(TorchDistReader(directory))
+
+
 def test_only_a_models_companions_travel_with_it(directory, tmp_path):
     hf = directory / "precisionctl" / "hf"
     hf.mkdir(parents=True)
     weights = ("model.safetensors", "tokenizer.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
     for name in ("tokenizer.json", "fp8_state", *weights):
         (hf / name).write_bytes(b"{}")
+    (hf / "tokenizer").mkdir()
+    assert TorchDistReader(directory).companions.files == {"tokenizer.json": b"{}"}
     (tmp_path / "secret").write_bytes(b"secret")
     (hf / "tokenizer_config.json").symlink_to(tmp_path / "secret")
-    assert TorchDistReader(directory).companions.files == {"tokenizer.json": b"{}"}
+    with pytest.raises(DamagedCheckpoint, match="symbolic link"):
+        _ = TorchDistReader(directory).companions
 
 
 @pytest.mark.parametrize("config", [b"[" * 100_000, b"[]", b"{", b"\xff"])

@@ -1,6 +1,5 @@
 """How Megatron's `torch_dist` names things: iterations' directories, stacked layers, sharded objects."""
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from precisionctl.checkpoints import torch_zip
+from precisionctl.checkpoints.output import replace_file
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
-from precisionctl.untrusted.safe_files import read_file
+from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER = "latest_train_state.pt"
@@ -119,9 +119,7 @@ def iteration_of(directory: Path, common: Mapping[str, Any]) -> int | None:
 
 def write_tracker(top: Path, iteration: int | None) -> None:
     """Say which iteration is the newest, at once: readers see the old one or the new one."""
-    beside = top / (TRACKER + ".new")
-    beside.write_text("release" if iteration is None else str(iteration))
-    os.replace(beside, top / TRACKER)
+    replace_file(top / TRACKER, "release" if iteration is None else str(iteration))
 
 
 def has_marker(directory: Path) -> bool:
@@ -134,7 +132,8 @@ def find_iteration(path: Path, iteration: int | None = None, complete: Callable[
 
     `complete` says whether a directory is a checkpoint.
 
-    Raises CheckpointError for an iteration that is not there, and DamagedCheckpoint for a tracker that misleads.
+    Raises CheckpointError for an iteration that is not there, and DamagedCheckpoint for a tracker that misleads or an
+    iteration that lies elsewhere.
     """
     if iteration is None and complete(path):
         return path
@@ -143,12 +142,13 @@ def find_iteration(path: Path, iteration: int | None = None, complete: Callable[
     found = path / directory_name(_tracked(path, advice) if iteration is None else iteration)
     if found.name not in there:
         raise CheckpointError(f"{found.name} is not a complete checkpoint", where=path, do=advice)
+    check_link(found, path)
     return found
 
 
 def _tracked(path: Path, advice: str) -> int | None:
-    if not (path / TRACKER).is_file():
-        if (path / BRIDGE_TRACKER).is_file():
+    if not has_file(path / TRACKER, path):
+        if has_file(path / BRIDGE_TRACKER, path):
             return _tracked_by_bridge(path / BRIDGE_TRACKER)
         raise CheckpointError(f"no {TRACKER} says which iteration is meant", where=path, do=advice)
     with open(path / TRACKER, errors="replace") as tracker:

@@ -22,7 +22,7 @@ def companions_of(directory: Path) -> Companions:
     check_link(directory / COMPANIONS, directory)
     beside = directory.parent / VERL_COMPANIONS
     verls = directory.name == VERL and not (directory / COMPANIONS).is_dir() and not beside.is_symlink()
-    return read_companions(beside if verls else directory / COMPANIONS, links=False)
+    return read_companions(beside if verls else directory / COMPANIONS)
 
 
 def model_of(

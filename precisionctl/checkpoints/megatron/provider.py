@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from precisionctl.architectures.megatron_args import WITHOUT
-from precisionctl.errors import DamagedCheckpoint
-from precisionctl.untrusted.safe_files import read_file
+from precisionctl.errors import DamagedCheckpoint, damage
+from precisionctl.untrusted.safe_files import has_file, read_file
 
 BRIDGE = "run_config.yaml"
 NEMO = Path("context/model.yaml")
@@ -105,38 +105,51 @@ def described_args(directory: Path) -> Mapping[str, Any]:
     Raises DamagedCheckpoint for a description that is none.
     """
     bridge, nemo = directory / BRIDGE, directory.parent / NEMO
-    if bridge.is_file():
+    if has_file(bridge, directory):
         return from_provider(_part(_parse(bridge, directory), "model", bridge))
-    if directory.name == "weights" and nemo.is_file():
+    if directory.name == "weights" and has_file(nemo, directory.parent):
         return from_provider(_part(_parse(nemo, directory.parent), "config", nemo))
     return {}
 
 
+_MOST_PARTS, _DEEPEST = 100_000, 100
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Plain values only. A tag of Python's (NeMo writes some) becomes nothing; merges of mappings, which make endless
-    things out of a few bytes, are refused."""
+    """Plain values only, each said once. A tag of Python's (NeMo writes some) becomes nothing; aliases and merges of
+    mappings, which make endless things out of a few bytes, are refused."""
+
+    _parts = _depth = 0
 
     def flatten_mapping(self, node: Any) -> None:
         if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
             raise yaml.YAMLError("mappings are not merged")
 
-    def construct_yaml_int(self, node: Any) -> Any:
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._parts, self._depth = self._parts + 1, self._depth + 1
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases, which Bridge and NeMo do not write")
+        if self._parts > _MOST_PARTS or self._depth > _DEEPEST:
+            raise yaml.YAMLError("more parts, or deeper in one another, than a description has")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_scalar(self, node: Any) -> Any:
         """Numbers to the base of 60, as YAML 1.1 has them, take time with the square of their length."""
-        if len(node.value) > 100:
+        if node.tag in _NUMBERS and len(node.value) > 100:
             raise yaml.YAMLError("a number of more than 100 letters")
-        return super().construct_yaml_int(node)
+        return super().construct_scalar(node)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_multi_constructor("", lambda loader, suffix, node: None)
 
 
 def _parse(path: Path, directory: Path) -> Any:
     content = read_file(path, directory, _LARGEST)
-    try:
+    with damage("not YAML of plain values", path):
         return yaml.load(content, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"not YAML of plain values: {str(error)[:200]}", where=path) from error
 
 
 def _part(content: Any, name: str, where: Path) -> Mapping[str, Any]:

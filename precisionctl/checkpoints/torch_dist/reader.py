@@ -7,6 +7,7 @@ written last. `torch_dist/writer.py` is the inverse.
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +35,7 @@ from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
-from precisionctl.untrusted.safe_files import read_file
+from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
 
 INNER = ("weights", VERL, f"model/{VERL}")
 """Where NeMo 2 has the checkpoint, beside the `context` that describes it, and where verl does, in its `actor`."""
@@ -45,10 +46,12 @@ _COMMON_KEYS = ("args", "checkpoint_version", "iteration", "num_floating_point_o
 def recognise(path: Path) -> bool:
     """Whether `path` is the directory of an iteration, or one of its entries is."""
     markers = (path / MARKER, *path.glob(f"*/{MARKER}"), *(path / name / MARKER for name in INNER))
-    return any(_is_torch_dist(marker) for marker in markers)
+    return any(_is_torch_dist(marker, path) for marker in markers)
 
 
-def _is_torch_dist(marker: Path) -> bool:
+def _is_torch_dist(marker: Path, path: Path) -> bool:
+    if leads_out(marker.parent, path):  # nothing there is read; opening it says so
+        return bool(re.fullmatch(rf"release|iter_\d+|weights|{VERL}", marker.parent.name))
     try:
         content = json.loads(read_file(marker, marker.parent))
     except (OSError, DamagedCheckpoint):
@@ -80,7 +83,9 @@ class TorchDistReader(MegatronDirectory):
         complete: Callable[[Path], bool] = has_marker,
     ) -> None:
         inner = [path / name for name in INNER if iteration is None and complete(path / name)]
-        self.path: Path = find_iteration(inner[0] if inner else path, iteration, complete)
+        top = inner[0] if inner else path
+        check_link(top, path)
+        self.path: Path = find_iteration(top, iteration, complete)
         self.container = container
         self._index = dcp.read_index(self.path)
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
@@ -119,7 +124,7 @@ class TorchDistReader(MegatronDirectory):
     def common(self) -> Mapping[str, Any]:
         """All that is no tensor and belongs to no rank: `args`, `iteration`, the optimizer's settings, ..."""
         path = self.path / COMMON
-        if path.is_file():
+        if has_file(path, self.path):
             value = torch_zip.load(read_file(path, self.path), path)
         elif COMMON_OBJECT in self._index.objects:
             value = self.read_object(COMMON_OBJECT)

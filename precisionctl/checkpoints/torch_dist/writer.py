@@ -24,6 +24,7 @@ from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, O
 from precisionctl.checkpoints.megatron.logical import MASTER, OPTIMIZER, STATE
 from precisionctl.checkpoints.megatron.provider import write_run_config
 from precisionctl.checkpoints.megatron.run import NO_RUN, Carried
+from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.torch_dist.placement import layers_differ, place, stored_tensors
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import sidecar
@@ -81,7 +82,7 @@ class TorchDistWriter:
         """Write all but the tensors' bytes, which stay holes; those of a file that is there are left alone."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for path, placed in itertools.groupby(self._placed, key=lambda placed: placed.path):
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            file = open_weights(path)
             try:
                 for each in placed:
                     each.write_around(file)

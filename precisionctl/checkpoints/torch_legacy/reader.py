@@ -45,6 +45,7 @@ from precisionctl.checkpoints.torch_zip import Inert, Located, read_located
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import REPLICATED, ROWS, Parallel, TensorSpec
+from precisionctl.untrusted.safe_files import has_file
 
 _GROUPED = (".mlp.experts.linear_fc1._extra_state", ".mlp.experts.linear_fc2._extra_state")
 _QKV = (".linear_qkv.weight", ".linear_qkv.bias")
@@ -79,7 +80,7 @@ class LegacyReader(MegatronDirectory):
     @property
     def files(self) -> Sequence[Path]:
         beside = [rank.path.with_name(BUCKETS) for rank in self._ranks]
-        return [*(rank.path for rank in self._ranks), *(path for path in beside if path.is_file())]
+        return [*(rank.path for rank in self._ranks), *(path for path in beside if has_file(path, self.path))]
 
     @cached_property
     def args(self) -> Mapping[str, Any]:
@@ -167,7 +168,7 @@ class LegacyReader(MegatronDirectory):
                 states = list(optimizer_tensors(rank.content, stages[rank.path], rank.path))
             for name, tensor in states:
                 yield rank, name, tensor
-            for name, tensor in bucket_tensors(beside, stages[rank.path]) if beside.is_file() else ():
+            for name, tensor in bucket_tensors(beside, stages[rank.path]) if has_file(beside, self.path) else ():
                 yield Rank(rank.tensor, rank.pipeline, rank.expert, beside, {}), name, tensor
 
     def _parallel(self, name: str, shard: Located, size: int) -> Parallel:

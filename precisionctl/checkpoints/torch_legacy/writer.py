@@ -30,6 +30,7 @@ from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, expert_of, 
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER, STATE
 from precisionctl.checkpoints.megatron.order import Modules, ordered
 from precisionctl.checkpoints.megatron.run import NO_RUN, Carried
+from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.torch_legacy.names import grouped_name, renumbered
 from precisionctl.checkpoints.torch_legacy.optimizer import MOMENTS, optimizer_state
 from precisionctl.checkpoints.torch_legacy.ranks import FILE, directory_name, places
@@ -173,7 +174,7 @@ class LegacyWriter:
         for rank in self._ranks:
             rank.path.parent.mkdir(parents=True, exist_ok=True)
             archive = self._archive(rank, payloads[rank.path], fp8)
-            file = os.open(rank.path, os.O_RDWR | os.O_CREAT, 0o666)
+            file = open_weights(rank.path)
             try:
                 archive.write_around(file)
                 os.ftruncate(file, archive.length)

@@ -18,6 +18,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from precisionctl.checkpoints.output import open_kept
 from precisionctl.errors import DataError, DiskProblem
 from precisionctl.trainer.data.formats.find import files_of, records
 from precisionctl.trainer.data.tokenize import Tokenized, tokenize
@@ -109,7 +110,7 @@ def kept(cache: Path | None, key: str, build: Callable[[Path], About]) -> Iterat
         folder = place / key
         try:
             place.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(folder.with_suffix(".lock"), "w"))
+            lock = stack.enter_context(open_kept(folder.with_suffix(".lock")))
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.is_dir():
                 _make(folder, build)

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
-from precisionctl.checkpoints.output import sync
+from precisionctl.checkpoints.output import open_kept, replace_file
 from precisionctl.errors import DataError
 from precisionctl.recipe import Tracking
 from precisionctl.trainer.measure.json_numbers import numbers, to_json
@@ -16,6 +16,7 @@ from precisionctl.trainer.measure.meter import Taken
 from precisionctl.trainer.measure.tracking import trackers
 from precisionctl.trainer.shadow import Shadow
 
+_LARGEST = 1 << 30
 FILE = "metrics.jsonl"
 SHADOWS = "shadow.jsonl"
 
@@ -55,9 +56,9 @@ class MetricsLog:
     def __init__(self, folder: Path, step: int, tracking: Tracking, config: Mapping[str, Any]) -> None:
         kept = _keep_up_to(folder / FILE, step)
         self.tokens = int(kept[-1].get("tokens", 0)) if kept else 0
-        self._file = open(folder / FILE, "a", encoding="utf-8")
+        self._file = open_kept(folder / FILE)
         self._shadows = folder / SHADOWS
-        self._shadow_file: TextIO | None = None
+        self._shadow_file: IO[str] | None = None
         if self._shadows.exists():
             _keep_up_to(self._shadows, step)
         self._trackers, self.notes = trackers(folder, step, tracking, config)
@@ -74,7 +75,7 @@ class MetricsLog:
 
     def _write_shadow(self, shadow: Shadow) -> None:
         if self._shadow_file is None:
-            self._shadow_file = open(self._shadows, "a", encoding="utf-8")
+            self._shadow_file = open_kept(self._shadows)
         self._shadow_file.write(to_json(shadow.as_dict()) + "\n")
         self._shadow_file.flush()
         self._track(shadow.step, {f"shadow/{key}": value for key, value in shadow.numbers().items()})
@@ -88,7 +89,7 @@ class MetricsLog:
         for file in self._open_files():
             os.fsync(file.fileno())
 
-    def _open_files(self) -> list[TextIO]:
+    def _open_files(self) -> list[IO[str]]:
         return [self._file, *([self._shadow_file] if self._shadow_file else [])]
 
     def close(self) -> None:
@@ -101,6 +102,8 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The steps of a metrics file, up to a line that a kill cut short; a `null` is NaN. Raises DataError for other
     garbage."""
+    if path.exists() and not (path.is_file() and path.stat().st_size <= _LARGEST):  # nor would a pipe ever end
+        raise DataError(f"not a file of less than {_LARGEST >> 20} MB", where=path)
     *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     return [_read_line(line, number, path) for number, line in enumerate(whole, start=1)]
 
@@ -121,8 +124,5 @@ def _read_line(line: str, number: int, path: Path) -> dict[str, Any]:
 def _keep_up_to(path: Path, step: int) -> list[dict[str, Any]]:
     """What is kept; the file is replaced at once."""
     kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
-    beside = path.with_suffix(".jsonl.partial")
-    beside.write_text("".join(to_json(row) + "\n" for row in kept), encoding="utf-8")
-    sync(beside)
-    os.replace(beside, path)
+    replace_file(path, "".join(to_json(row) + "\n" for row in kept))
     return kept

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from precisionctl.checkpoints.output import replace_file
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.recipe import Tracking
 
@@ -88,5 +89,5 @@ def _identity(file: Path) -> str:
     """The identity of a run at W&B: made once, and kept in a file."""
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
-        file.write_text(secrets.token_hex(4))
+        replace_file(file, secrets.token_hex(4))
     return file.read_text()

@@ -22,6 +22,7 @@ from precisionctl.recipe import Guard, Recipe, Tracking, recipe_of
 from precisionctl.trainer.measure.json_numbers import numbers, to_json
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.trainer.skips import Skips
+from precisionctl.untrusted.safe_files import has_file, read_file
 
 RUN_FILE = Path("precisionctl/run.json")
 _PARTIAL = ".partial"  # what Output builds
@@ -132,10 +133,10 @@ def _is_ours(path: Path) -> bool:
 def read_saved(reader: TorchDistReader) -> Saved | None:
     """None where another program wrote the checkpoint. Raises DamagedCheckpoint."""
     file = reader.path / RUN_FILE
-    if not file.is_file():
+    if not has_file(file, reader.path):
         return None
     try:
-        saved = Saved(**json.loads(file.read_bytes()))
+        saved = Saved(**json.loads(read_file(file, reader.path)))
         saved = replace(saved, guard=saved.guard and numbers(saved.guard))  # its gaps
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None

@@ -1,0 +1,111 @@
+"""What lies in wait where we write: links, pipes and folders in the place of locks, journals, logs and parts of output.
+Nothing is written to, or emptied, that they lead to."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pico
+import pytest
+import torch
+from training import run, settings
+
+from precisionctl.checkpoints.megatron.keys import TRACKER as LATEST
+from precisionctl.checkpoints.megatron.keys import write_tracker
+from precisionctl.checkpoints.output import Output, open_kept, replace_file
+from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.conversion.journal import open_journal, open_share_journal
+from precisionctl.conversion.work import execute
+from precisionctl.errors import DataError, OutputError
+from precisionctl.trainer.jump import Jump, read_jump, write_jump
+from precisionctl.trainer.measure.metrics import FILE as METRICS
+
+TARGET = b"somebody else's\n"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A file of somebody else's."""
+    path = tmp_path / "elsewhere"
+    path.write_bytes(TARGET)
+    return path
+
+
+WAITING: dict[str, Callable[[Path], object]] = {
+    "a link": lambda path: path.symlink_to(path.parent / "elsewhere"),
+    "a link to nothing": lambda path: path.symlink_to(path.parent / "nothing"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/null"),
+}
+
+
+@pytest.mark.parametrize("waiting", WAITING)
+def test_what_lies_in_the_place_of_a_lock_or_a_journal_is_left_alone(
+    tmp_path: Path, target: Path, waiting: str
+) -> None:
+    output = Output(tmp_path / "out")
+    WAITING[waiting](output.journal)
+    output.partial.mkdir()
+    WAITING["a link" if waiting == "a link to itself" else waiting](tmp_path / "lock")
+    WAITING[waiting](output.share_journal(1))
+    with pytest.raises(OutputError, match="a link, or no file"), open_journal(output, "plan", []):
+        pass
+    with pytest.raises(OutputError, match="a link, or no file"), open_share_journal(output, 1):
+        pass
+    with pytest.raises(OutputError, match="a link, or no file"):
+        open_kept(tmp_path / "lock")
+    assert target.read_bytes() == TARGET
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_opening_a_log_empties_nothing(target: Path) -> None:
+    with open_kept(target) as file:
+        assert target.read_bytes() == TARGET
+        file.write("a line\n")
+    assert target.read_bytes() == TARGET + b"a line\n"
+
+
+def test_a_small_file_is_replaced_and_never_written_through(tmp_path: Path, target: Path) -> None:
+    for name in ("a", "a.new"):
+        (tmp_path / name).symlink_to(target)
+    replace_file(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "new" and not (tmp_path / "a").is_symlink()
+    assert target.read_bytes() == TARGET
+    for name in (LATEST, f"{LATEST}.new", "rollback.json.new"):
+        (tmp_path / name).symlink_to(target)
+    write_tracker(tmp_path, 7)
+    write_jump(tmp_path, Jump(1, None, 1.0, 0.1, 0))
+    assert (tmp_path / LATEST).read_text() == "7" and read_jump(tmp_path) is not None
+    assert target.read_bytes() == TARGET
+
+
+def test_a_tracker_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda handle: (did.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle)))
+    monkeypatch.setattr(os, "rename", lambda old, new: (did.append("rename"), rename(old, new)))
+    write_tracker(tmp_path, 7)
+    assert did == [str(tmp_path / f"{LATEST}.new"), "rename", str(tmp_path)]
+
+
+def test_a_conversion_does_not_write_into_a_linked_folder(tmp_path: Path) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").write_bytes(TARGET)
+    (tmp_path / "out.partial").symlink_to(tmp_path / "elsewhere")
+    for restart in (False, True):
+        with pytest.raises(OutputError, match="a link, or no file"):
+            execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=restart)
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["kept"]
+
+
+def test_a_run_does_not_follow_links_in_its_folder(place: Path, tmp_path: Path, target: Path) -> None:
+    for name, error in (("run.lock", OutputError), (METRICS, DataError)):
+        out = tmp_path / f"run-{name}"
+        out.mkdir()
+        (out / name).symlink_to(target)
+        with pytest.raises(error):
+            run(settings(place / "source", place / "text.txt", out))
+        assert target.read_bytes() == TARGET
