@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 import torch
+from torch import Tensor
 
 from precisionctl.architectures.find import architecture_of
 from precisionctl.checkpoints.base import Chunk, Chunked, Reader
-from precisionctl.conversion.encoder import Piece
 from precisionctl.conversion.worker import Nowhere, Source, Worker
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
-from precisionctl.planning.segments import lower
+from precisionctl.planning.segments import Segment, lower
 
 _ROWS = 4
 """Of each matrix: the first, the last, and some between."""
@@ -51,40 +51,53 @@ class _Values:
 def _digest(plan: Plan, source: Source) -> str:
     sampler, total = _Sampler(plan, source, Nowhere(plan.targets)), sha256()
     for job in sorted(plan.jobs, key=lambda job: job.name):
-        for name, row, values in sampler.samples(job):
+        for name, values in sampler.samples(job):
             if bool(values.any()):  # biases of zeros are in one layout and not in the other
-                total.update(f"{name} {row}\n".encode())
-                total.update(values.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().data)
+                total.update(f"{name}\n".encode())
+                total.update(values.to(torch.bfloat16).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
 class _Sampler(Worker):
     """Reads a few rows of what jobs would write."""
 
-    def samples(self, job: Job) -> Iterator[Piece]:
-        """Some rows of what a job writes, each by itself: the tensor's name, the row's number, `[1, columns]`."""
-        if not job.writes:
-            return
-        if self._plan.computes(job):
-            made = self._plan.compute(job, [self._whole(name, torch.float32) for name in job.reads])
+    def samples(self, job: Job) -> Iterator[tuple[str, Tensor]]:
+        """By the name of each tensor that a job writes, its sampled rows `[rows, columns]`: of a matrix the first, the
+        last and some between, of a vector all, and never the padding of a vocabulary."""
+        plan = self._plan
+        rows = {name: self._sampled(job, name) for name in job.writes}
+        if job.writes and plan.computes(job):
+            made = plan.compute(job, [self._whole(name, torch.float32) for name in job.reads])
             for name, tensor in zip(job.writes, made, strict=False):
-                rows = tensor.reshape(self._plan.targets[name].rows, -1)
-                yield from ((name, row, rows[row : row + 1]) for row in self._sampled(job, name))
+                yield name, tensor.reshape(plan.targets[name].rows, -1)[rows[name]]
             return
+        found = {name: torch.zeros(len(rows[name]), plan.targets[name].columns) for name in job.writes}
         reads = {name: self._reader.specs[name].rows for name in job.reads}
-        for segment in lower(job.row, self._plan.model, self._plan.source, self._plan.target, reads, job.writes):
-            last = segment.write_row + segment.rows
-            for row in self._sampled(job, segment.write):
-                if segment.write_row <= row < last:
-                    one = replace(segment, read_row=segment.read_row + row - segment.write_row, write_row=row, rows=1)
-                    yield from self._moved(one)
+        for segment in lower(job.row, plan.model, plan.source, plan.target, reads, job.writes) if job.writes else ():
+            for part in self._within(segment, rows[segment.write]):
+                first = rows[segment.write].index(part.write_row)
+                for _, row, values in self._moved(part):
+                    start = first + row - part.write_row
+                    found[segment.write][start : start + len(values)] = values
+        yield from found.items()
 
-    def _sampled(self, job: Job, name: str) -> list[int]:
-        """The numbers of the rows to read of a tensor, none of them padding of the vocabulary."""
+    def _within(self, segment: Segment, rows: range | list[int]) -> Iterator[Segment]:
+        """The parts of a segment that hold these rows: a run of them, or each by itself."""
+        first, last = segment.write_row, segment.write_row + segment.rows
+        if isinstance(rows, range):
+            runs = [(max(first, rows.start), min(last, rows.stop))]
+        else:
+            runs = [(row, row + 1) for row in rows if first <= row < last]
+        for start, stop in runs:
+            if start < stop:
+                yield replace(segment, read_row=segment.read_row + start - first, write_row=start, rows=stop - start)
+
+    def _sampled(self, job: Job, name: str) -> range | list[int]:
+        """The numbers of the rows to read."""
         spec, model = self._plan.targets[name], self._plan.model
         rows = spec.rows
         if self._plan.target == "megatron" and spec.shape:
             rows = min(rows, job.row.shape(replace(model, padded_vocab_size=model.vocab_size))[0])
         if spec.columns == 1:
-            return list(range(rows))
+            return range(rows)
         return sorted({number * (rows - 1) // (_ROWS - 1) for number in range(_ROWS)})
