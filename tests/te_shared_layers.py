@@ -37,8 +37,8 @@ FAMILIES = ("llama-3", "llama-all-biases", "gemma2", "gpt2", "gpt-oss", "deepsee
 def in_fp8(backend: BackendName, source: Any, world: World, preset: str) -> dict[str, Any]:
     """Losses of two passes, gradients, and histories by module and role."""
     model = GPT(source.model, PRESETS[preset], backend, world=world)
-    optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shares)
-    live = LiveModel(source.model, optimizer.masters, parts=model.shares.parts)
+    optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shards)
+    live = LiveModel(source.model, optimizer.masters, shards=model.shards.tensors)
     convert.run(make_plan(source, "megatron"), source, live)
     each = ROWS // world.data_count
     batch = batch_of(range(world.data_rank * each, (world.data_rank + 1) * each), packed=False)

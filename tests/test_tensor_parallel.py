@@ -12,7 +12,7 @@ from precisionctl.errors import RecipeError
 from precisionctl.recipe import Parallel, load_recipe
 from precisionctl.trainer.data.blend import Blend
 from precisionctl.trainer.data.rows import EvenCut, Rows
-from precisionctl.trainer.parallel import shares, world
+from precisionctl.trainer.parallel import shards, world
 
 Told = list[dict[str, Any]]
 
@@ -49,7 +49,7 @@ def test_all_ranks_have_the_loss_and_their_parts_of_the_gradients(told: Told, ho
 )
 def test_a_model_that_ranks_cannot_share_is_refused(family: str, sizes: Parallel, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        shares.check(source_of(family).model, sizes)
+        shards.check(source_of(family).model, sizes)
 
 
 @pytest.mark.parametrize(

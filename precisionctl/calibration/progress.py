@@ -35,14 +35,14 @@ class Progress:
         """Make the place, say whose it is, and keep others out. Raises OutputError where another process is at it, or
         something else is there."""
         if not self._world.first:
-            self._world.meet()
+            self._world.barrier()
             yield
             return
         self._output.partial.mkdir(parents=True, exist_ok=True)
         with open(self._output.partial / "lock", "w") as file:
             lock(file, OutputError("another process is calibrating to this file", where=self._output.path))
             self._sign()
-            self._world.meet()
+            self._world.barrier()
             yield
 
     def _sign(self) -> None:
@@ -95,7 +95,7 @@ class Progress:
         if self._world.first:
             _write(self._output.path, lambda path: sidecar.write(path, states), beside=self._output.partial)
             shutil.rmtree(self._output.partial)
-        self._world.meet()
+        self._world.barrier()
 
 
 def _write(path: Path, write: Callable[[Path], object], beside: Path | None = None) -> None:

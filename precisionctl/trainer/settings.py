@@ -14,7 +14,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Data, Recipe, load_recipe
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
 from precisionctl.trainer.measure.tracking import require
-from precisionctl.trainer.saved.parts import Load, Part
+from precisionctl.trainer.saved.loading import Load, StatePart
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Settings:
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
     load: Load | None = None
-    skip: tuple[Part, ...] = ()
+    skip: tuple[StatePart, ...] = ()
     backend: Literal["auto", "te", "emulated"] = "auto"
     cold_start: bool = False
     collect_amax: bool = False

@@ -116,9 +116,9 @@ class Backend(Protocol):
         ...
 
     def packed_attention(self, model: ModelShape, scale: float) -> nn.Module | None:
-        """A kernel for texts that share rows, called with all queries of a batch `[T, G * R, D]`, keys and values
-        `[T, G, D]`, the batch's Segments and the window; gives `[T, G * R * D]`. It knows neither soft caps nor sinks.
-        None where there is none: texts are then attended to one after another."""
+        """A kernel for texts that share rows, called with all queries of a batch `[T, G * R, D]`, keys and values `[T,
+        G, D]`, the batch's PackedSequences and the window; gives `[T, G * R * D]`. It knows neither soft caps nor
+        sinks. None where there is none: texts are then attended to one after another."""
         ...
 
     def same_weights(self) -> AbstractContextManager[None]:

@@ -63,7 +63,7 @@ class Linear(nn.Module):
         if self.mode == "column":
             values = self.ranks.enter(values)
         elif self.mode == "inner column":
-            values = self.ranks.share(values)
+            values = self.ranks.copy(values)
         if self.mode != "row" or self.ranks.size == 1:
             return self._product(values, self.bias)
         total = self.ranks.leave(self._product(values, None))
@@ -153,7 +153,7 @@ class GroupedLinear(nn.Module):
         in_features, out_features = cut_sizes(mode, ranks.size, in_features, out_features)
         self.backend, self.name = backend, name
         self.adds_bias = bias and (mode != "row" or ranks.rank == 0)
-        self.experts = backend.world.experts.mine(experts)
+        self.experts = backend.world.experts.local_experts(experts)
         self.quantizers = [backend.quantizers(name, in_features, out_features) for _ in range(experts)]
         for expert in self.experts:
             backend.add_weight(self, f"weight{expert}", self.quantizers[expert], out_features, in_features)
@@ -294,7 +294,7 @@ class EmulatedBackend:
 
         @contextmanager
         def again() -> Iterator[None]:
-            with self._forward.as_before(scale), recorder.computed_again() if recorder else nullcontext():
+            with self._forward.as_before(scale), recorder.recomputing() if recorder else nullcontext():
                 yield
 
         return recompute(function, *arguments, again=again())

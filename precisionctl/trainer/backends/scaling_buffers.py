@@ -40,7 +40,7 @@ class ScalingBuffers:
 
     def update(self) -> None:
         row_0 = self.state.amax_history[:, 0]
-        row_0.copy_(self._world.largest(row_0))
+        row_0.copy_(self._world.all_reduce_max(row_0))
         self.state = numerics.update_delayed(self.state, self.dtype, self.recipe)
 
     @contextmanager

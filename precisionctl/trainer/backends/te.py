@@ -128,7 +128,7 @@ class TransformerEngineBackend:
     ) -> nn.Module:
         in_features, out_features = cut_sizes(mode, self.world.tensor.size, in_features, out_features)
         apart = bias and mode == "row" and self.world.tensor.size > 1
-        here = self.world.experts.mine(experts)
+        here = self.world.experts.local_experts(experts)
         with self._weights(name):
             module = GroupedLinear(
                 len(here),
@@ -239,7 +239,7 @@ class TransformerEngineBackend:
 
     def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         if self.recorder:
-            return recompute(function, *arguments, again=self.recorder.computed_again())
+            return recompute(function, *arguments, again=self.recorder.recomputing())
         out: Tensor = te.checkpoint(function, *arguments, use_reentrant=False)  # it keeps the scales of this pass
         return out
 

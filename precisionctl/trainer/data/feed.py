@@ -27,7 +27,7 @@ class Feed:
         numbers = share_of(self._order.take(position, self._train.batch_size), self._rank, self._ranks)
         return list(in_batches(self.rows, numbers, self._train.micro_batch_size, self._device))
 
-    def coming(self, position: int) -> Iterator[tuple[Batch, int]]:
+    def upcoming(self, position: int) -> Iterator[tuple[Batch, int]]:
         """The micro-batches of that update and all later ones, each with the targets of its update."""
         for start in count(position, self._train.batch_size):
             batches = self.batches(start)

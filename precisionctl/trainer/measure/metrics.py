@@ -12,7 +12,7 @@ from precisionctl.checkpoints.output import sync
 from precisionctl.errors import DataError
 from precisionctl.recipe import Tracking
 from precisionctl.trainer.measure.json_numbers import numbers, to_json
-from precisionctl.trainer.measure.meter import Taken
+from precisionctl.trainer.measure.meter import StepCost
 from precisionctl.trainer.measure.tracking import trackers
 from precisionctl.trainer.shadow import Shadow
 
@@ -37,14 +37,14 @@ class StepMetrics:
     held_out_loss: float | None = None
     fp8: bool | None = None
     shadow: Shadow | None = None
-    taken: Taken | None = None
+    cost: StepCost | None = None
     skipped: int | None = None
     """Where the update was not made, as something was no number: how many running were not."""
 
     def as_dict(self) -> dict[str, Any]:
         """Without what was not measured, and without the shadow, which has a file of its own."""
-        values = {key: value for key, value in vars(self).items() if key not in ("shadow", "taken")}
-        values |= vars(self.taken) if self.taken else {}
+        values = {key: value for key, value in vars(self).items() if key not in ("shadow", "cost")}
+        values |= vars(self.cost) if self.cost else {}
         return {key: value for key, value in values.items() if value is not None}
 
 

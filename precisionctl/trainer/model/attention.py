@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from precisionctl.model_shape import MLA, ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
-from precisionctl.trainer.model.rope import Positions, rotate, sliding_window_mask, yarn_mscale
+from precisionctl.trainer.model.positions import Positions, rotate, sliding_window_mask, yarn_mscale
 
 
 class CoreAttention(nn.Module):
@@ -28,20 +28,18 @@ class CoreAttention(nn.Module):
         )
         self.softmax_offset = nn.Parameter(sinks) if model.softmax_offset else None
         self.plain = self.softcap is None and self.softmax_offset is None
-        self.packed = backend.packed_attention(model, scale) if self.plain else None
+        self.packed_kernel = backend.packed_attention(model, scale) if self.plain else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
         """Queries `[B, S, G * R, D]`, keys and values `[B, S, G, D]`; gives `[T, G * R * D]`."""
-        if positions.segments is None:
+        if positions.packed is None:
             return self._attend((query, key, value), positions.window).flatten(2).flatten(0, 1)
         laid = [tensor.flatten(0, 1) for tensor in (query, key, value)]
-        if self.packed is not None:
-            attended: Tensor = self.packed(*laid, positions.segments, positions.window)
+        if self.packed_kernel is not None:
+            attended: Tensor = self.packed_kernel(*laid, positions.packed, positions.window)
         else:
             # each text by itself: a mask over all would grow with the square of the row, and no flash kernel takes one
-            texts = zip(
-                *(torch.split(tensor[None], list(positions.segments.lengths), 1) for tensor in laid), strict=True
-            )
+            texts = zip(*(torch.split(tensor[None], list(positions.packed.lengths), 1) for tensor in laid), strict=True)
             attended = torch.cat([self._attend(text, positions.window) for text in texts], 1)
         return attended.view(query.shape[:2].numel(), -1)
 
@@ -99,8 +97,8 @@ class SelfAttention(nn.Module):
         query = rotate(self.q_layernorm(query), positions)
         key = rotate(self.k_layernorm(key), positions)
         if recorder := self.backend.recorder:
-            recorder.cached(self.name, "k", key)
-            recorder.cached(self.name, "v", value)
+            recorder.kv_cache(self.name, "k", key)
+            recorder.kv_cache(self.name, "v", value)
         out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions))
         return out
 
@@ -144,7 +142,7 @@ class MLASelfAttention(nn.Module):
         latent, placed = torch.split(down, [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1)
         up = self.linear_kv_up_proj(latent).view(*heads, mla.qk_head_dim + mla.v_head_dim)
         key, value = torch.split(up, [mla.qk_head_dim, mla.v_head_dim], -1)
-        placed = ranks.share(placed).view(*positions.shape, 1, mla.qk_pos_emb_head_dim)
+        placed = ranks.copy(placed).view(*positions.shape, 1, mla.qk_pos_emb_head_dim)
         placed = _rotate_neighbours(placed, positions)
         self._show_cached(latent, placed)
         key = torch.cat([key, placed.expand(*key.shape[:-1], -1)], -1)
@@ -157,8 +155,8 @@ class MLASelfAttention(nn.Module):
         """An inference cache holds neither keys nor values, but what both are made of: the normalised latent and the
         part with positions, under one scale (vLLM's concat_and_cache_mla). That is `k`, and there is no `v`."""
         if recorder := self.backend.recorder:
-            recorder.cached(self.name, "k", self.linear_kv_up_proj.gemm_input(latent).to(latent.dtype))
-            recorder.cached(self.name, "k", placed)
+            recorder.kv_cache(self.name, "k", self.linear_kv_up_proj.gemm_input(latent).to(latent.dtype))
+            recorder.kv_cache(self.name, "k", placed)
 
     def _queries(self, hidden: Tensor) -> Tensor:
         queries: Tensor

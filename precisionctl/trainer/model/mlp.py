@@ -96,10 +96,10 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.number).tolist()
         numbers, recorder = order // chosen.shape[1], self.backend.recorder
-        dispatch = self.backend.world.experts.dispatch(counts, tokens.device)
-        with recorder.arranged(numbers, dispatch) if recorder else nullcontext():
-            inner = self.linear_fc1(dispatch.there(tokens[numbers]), dispatch.counts)
-            outputs = dispatch.back(self.linear_fc2(activate(inner, self.model), dispatch.counts))
+        dispatch = self.backend.world.experts.token_dispatch(counts, tokens.device)
+        with recorder.reordered(numbers, dispatch) if recorder else nullcontext():
+            inner = self.linear_fc1(dispatch.dispatch(tokens[numbers]), dispatch.counts)
+            outputs = dispatch.combine(self.linear_fc2(activate(inner, self.model), dispatch.counts))
         by_token: Tensor = outputs[order.argsort()].view(*chosen.shape, -1)
         return (by_token * weights[..., None]).sum(1).to(tokens.dtype)
 

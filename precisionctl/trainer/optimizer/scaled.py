@@ -12,14 +12,14 @@ _LARGEST = {torch.float8_e4m3fn: FP8_MAX[torch.float8_e4m3fn], torch.float16: to
 
 
 @dataclass(eq=False)
-class Scaled:
+class ScaledTensor:
     """`codes` of any shape (E4M3 or FP16) times `scale_inv`, FP32 `[1]`. FP32 codes are the values themselves."""
 
     codes: Tensor
     scale_inv: Tensor
 
     @classmethod
-    def zeros(cls, like: Tensor, dtype: torch.dtype) -> "Scaled":
+    def zeros(cls, like: Tensor, dtype: torch.dtype) -> "ScaledTensor":
         """Zeros of the shape and on the device of `like`, as codes of `dtype` under a scale of 1."""
         codes = torch.zeros_like(like, dtype=dtype, requires_grad=False)
         return cls(codes, torch.ones(1, device=like.device))
@@ -50,13 +50,13 @@ class Scaled:
         # the kernel that casts to FP8 keeps the reciprocal of the scale, which may be another number than `inverse`
         self.set(values, scale, scale.reciprocal() if self.codes.dtype == torch.float8_e4m3fn else inverse)
 
-    def unmoved_by(self, change: float) -> Tensor:
+    def count_unmoved_by(self, change: float) -> Tensor:
         """How many FP16 values are so large that adding this to them is rounded away, int64 `[]`."""
         exponent = torch.frexp(self.codes.float()).exponent
         half_a_step = torch.exp2((exponent - 12).float()) * self.scale_inv  # of 11 bits, the first being worth 2^(e-1)
         return ((half_a_step > change) & (self.codes != 0)).sum()
 
-    def mend(self) -> None:
+    def zero_underflow(self) -> None:
         """Make zeros of what FusedAdam has made of numbers too small for a scale (`write`)."""
         lost = self.scale_inv.reciprocal().isinf()
         self.codes.view(torch.uint8).masked_fill_(lost, 0)
