@@ -23,7 +23,7 @@ from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, MissingTensor, RecipeError, UnmappedTensor
 from precisionctl.recipe import load_recipe
 from precisionctl.reports.run import beginning
-from precisionctl.trainer.data.rows import EvenCut, Rows
+from precisionctl.trainer.data.rows import EqualRows, Rows
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
@@ -31,7 +31,7 @@ from precisionctl.trainer.optimizer.megatron_schedule import read_schedule
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved import loading
 
-ROWS = Rows(np.zeros(2, np.int32), None, EvenCut(1, 1), padding=0, largest=0, digest="")
+ROWS = Rows(np.zeros(2, np.int32), None, EqualRows(1, 1), padding=0, largest=0, digest="")
 GOING_ON = {"load": "full", "train__steps": 8, "train__save_every": 3, "train__batch_size": BATCH}
 
 

@@ -16,7 +16,7 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.emulated import EmulatedBackend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
-from precisionctl.trainer.data.packing import pack
+from precisionctl.trainer.data.rows import pack
 from precisionctl.trainer.loop import summed_loss
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.positions import PackedSequences

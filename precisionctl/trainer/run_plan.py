@@ -101,7 +101,7 @@ def check_graphs(recipe: Recipe, model: ModelShape, backend: BackendName, ranks:
 def check_graph_rows(recipe: Recipe, rows: Rows | Blend) -> None:
     """Raise RecipeError, with the reason, for data over which layers cannot be captured as CUDA graphs."""
     reason = "rows of conversations, and texts that share rows, have another shape in each pass"
-    _refuse_graphs(recipe, [] if rows.is_even else [reason])
+    _refuse_graphs(recipe, [] if rows.has_equal_rows else [reason])
 
 
 def _refuse_graphs(recipe: Recipe, reasons: list[str]) -> None:

@@ -185,22 +185,23 @@ Quantizers = Mapping[Role, Quantizer]
 
 def stateless_quantizers(precision: Precision, dtype: torch.dtype) -> Quantizers:
     """The quantizers of a recipe whose scales come from the tensors themselves, for tensors of `dtype`."""
-    return {role: _stateless(precision, role, dtype) for role in IN_USE}
-
-
-def _stateless(precision: Precision, role: Role, dtype: torch.dtype) -> Quantizer:
-    codes = precision.dtype(role)
-    if precision.scaling == "current":
-        return CurrentQuantizer(codes)
-    if precision.scaling == "mxfp8":
-        return GroupQuantizer(codes, MX_BLOCK, partial(numerics.mx_scale, dtype=codes))
-    scale_of = partial(
-        numerics.block_scale,
-        dtype=codes,
-        power_of_2=not precision.block.use_f32_scales,
-        largest=torch.finfo(dtype).max,
-    )
-    return SquareQuantizer(codes, BLOCK, scale_of) if role == "weight" else GroupQuantizer(codes, BLOCK, scale_of)
+    quantizers: dict[Role, Quantizer] = {}
+    for role in IN_USE:
+        codes = precision.dtype(role)
+        if precision.scaling == "current":
+            quantizers[role] = CurrentQuantizer(codes)
+        elif precision.scaling == "mxfp8":
+            quantizers[role] = GroupQuantizer(codes, MX_BLOCK, partial(numerics.mx_scale, dtype=codes))
+        else:
+            scale_of = partial(
+                numerics.block_scale,
+                dtype=codes,
+                power_of_2=not precision.block.use_f32_scales,
+                largest=torch.finfo(dtype).max,
+            )
+            in_blocks = SquareQuantizer if role == "weight" else GroupQuantizer
+            quantizers[role] = in_blocks(codes, BLOCK, scale_of)
+    return quantizers
 
 
 class Fp8Matmul(torch.autograd.Function):

@@ -29,14 +29,13 @@ class ScalingBuffers:
         first = self._taken
         self._taken += 1 if experts is None else experts
         if (missing := self._taken - len(self.state.scale)) > 0:
-            self._grow(max(missing, len(self.state.scale)))  # doubled: a model may have tens of thousands
+            scale, history = self.state.scale, self.state.amax_history
+            rows = max(missing, len(scale))  # doubled: a model may have tens of thousands
+            self.state = RoleState(
+                torch.cat([scale, scale.new_ones(rows)]),
+                torch.cat([history, history.new_zeros(rows, history.shape[1])]),
+            )
         return Slot(self, first if experts is None else slice(first, self._taken))
-
-    def _grow(self, rows: int) -> None:
-        scale, history = self.state.scale, self.state.amax_history
-        self.state = RoleState(
-            torch.cat([scale, scale.new_ones(rows)]), torch.cat([history, history.new_zeros(rows, history.shape[1])])
-        )
 
     def update(self) -> None:
         row_0 = self.state.amax_history[:, 0]

@@ -1,5 +1,5 @@
-"""What a run writes down of itself: `metrics.jsonl`, a line a step, and `shadow.jsonl`, a line each time its guard
-looks; the same goes to trackers."""
+"""The metrics of a run: `metrics.jsonl`, a line for each step, and `shadow.jsonl`, a line for each comparison of its
+guard with BF16; the same goes to trackers."""
 
 import json
 import os
@@ -63,21 +63,18 @@ class MetricsLog:
         self._trackers, self.notes = trackers(folder, step, tracking, config)
 
     def write(self, metrics: StepMetrics) -> None:
-        """One line, which a kill of the process leaves behind."""
+        """Write one line, and flush it, so that it survives a kill of the process."""
         self.tokens = metrics.tokens
         values = metrics.as_dict()
         self._file.write(to_json(values) + "\n")
         self._file.flush()
         self._track(values.pop("step"), values)
-        if metrics.shadow:
-            self._write_shadow(metrics.shadow)
-
-    def _write_shadow(self, shadow: Shadow) -> None:
-        if self._shadow_file is None:
-            self._shadow_file = open(self._shadows, "a", encoding="utf-8")
-        self._shadow_file.write(to_json(shadow.as_dict()) + "\n")
-        self._shadow_file.flush()
-        self._track(shadow.step, {f"shadow/{key}": value for key, value in shadow.numbers().items()})
+        if shadow := metrics.shadow:
+            if self._shadow_file is None:
+                self._shadow_file = open(self._shadows, "a", encoding="utf-8")
+            self._shadow_file.write(to_json(shadow.as_dict()) + "\n")
+            self._shadow_file.flush()
+            self._track(shadow.step, {f"shadow/{key}": value for key, value in shadow.numbers().items()})
 
     def _track(self, step: int, values: Mapping[str, float]) -> None:
         for tracker in self._trackers:
@@ -119,7 +116,7 @@ def _read_line(line: str, number: int, path: Path) -> dict[str, Any]:
 
 
 def _keep_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """What is kept; the file is replaced at once."""
+    """What is kept. The file is replaced atomically."""
     kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
     beside = path.with_suffix(".jsonl.partial")
     beside.write_text("".join(to_json(row) + "\n" for row in kept), encoding="utf-8")

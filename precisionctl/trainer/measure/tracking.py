@@ -1,5 +1,5 @@
-"""Where a run's numbers go beside its own files: TensorBoard, where that is installed, and Weights & Biases, where the
-recipe names a project. Both libraries are optional, and imported here alone."""
+"""Trackers of a run's metrics: TensorBoard, where that is installed, and Weights & Biases, where the recipe names a
+project. Both libraries are optional, and imported here alone."""
 
 import importlib.util
 import secrets
@@ -66,9 +66,13 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, settings: Tracking, config: Mapping[str, Any]) -> None:
         import wandb
 
+        identity = folder / "wandb" / "run_id"  # made once, and kept
+        if not identity.exists():
+            identity.parent.mkdir(exist_ok=True)
+            identity.write_text(secrets.token_hex(4))
         self._run: Any = wandb.init(
             project=settings.wandb,
-            id=_identity(folder / "wandb" / "run_id"),
+            id=identity.read_text(),
             name=folder.resolve().name,
             dir=str(folder),
             resume="allow",
@@ -82,11 +86,3 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _identity(file: Path) -> str:
-    """The identity of a run at W&B: made once, and kept in a file."""
-    if not file.exists():
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(secrets.token_hex(4))
-    return file.read_text()

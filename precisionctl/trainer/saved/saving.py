@@ -22,7 +22,7 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron.logical import STATE
 from precisionctl.checkpoints.megatron.run import Carried
-from precisionctl.checkpoints.module import LazyTensors, LiveModel, LocalRows, Snapshot, TensorShard
+from precisionctl.checkpoints.module import LazyTensors, LiveModel, LocalRows, Snapshot
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.conversion.worker import Worker
@@ -104,7 +104,10 @@ class Saver:
         """Make files of their final sizes, with holes for the tensors, in a partial directory."""
         run = self._run
         output = Output(self._out / directory_name(run.step))
-        stored = {name: _as_stored(run, name) for name in run.model.shards.tensors}
+        stored = dict(run.model.shards.tensors)
+        for name, parameter in run.optimizer.parameters.items():
+            if not isinstance(parameter, DTensor):  # those are FP32 in memory, and stored in the model's dtype
+                stored[name] = replace(stored[name], spec=replace(stored[name].spec, dtype=parameter.dtype))
         plan = with_optimizer(make_plan(LiveModel(run.model.model, {}, shards=stored), "megatron"))
         writer = TorchDistWriter(
             output.partial, plan.model, plan.targets, run=_megatron_state(run), companions=self._companions
@@ -194,14 +197,6 @@ def with_optimizer(plan: Plan) -> Plan:
             jobs.append(replace(job, name=write, reads=(write,), writes=(write,)))
             targets[write] = replace(plan.targets[job.name], dtype=torch.float32)
     return replace(plan, jobs=tuple(jobs), targets=targets)
-
-
-def _as_stored(run: Run, name: str) -> TensorShard:
-    """A parameter that FSDP2 shards is FP32 in memory, and stored in the model's dtype."""
-    shard, here = run.model.shards.tensors[name], run.optimizer.parameters.get(name)
-    if here is None or isinstance(here, DTensor):
-        return shard
-    return replace(shard, spec=replace(shard.spec, dtype=here.dtype))
 
 
 def _live_model(run: Run) -> LiveModel:
