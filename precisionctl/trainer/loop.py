@@ -71,7 +71,7 @@ def train(
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer step that the device has been told to make. `numbers`, FP32: its summed loss, the norm of its
+    """An optimizer step that has been queued on the device. `numbers`, FP32: its summed loss, the norm of its
     gradients and, where FP8 was watched, `Fp8Health.fractions`. Where loss or norm is not finite it was skipped."""
 
     step: int

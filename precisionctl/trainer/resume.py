@@ -75,9 +75,9 @@ def resume(
     on_step: OnStep,
     on_tokens: OnTokens = lambda count: None,
 ) -> Finished:
-    """Go on with the run in `settings.out`, or start it from the checkpoint; train to the recipe's last step. Under
-    torchrun all its ranks do so together, and the callbacks are the first one's. Where the guard takes the run back,
-    it starts once more.
+    """Continue the run in `settings.out`, or start it from the checkpoint; train to the recipe's last step. Under
+    torchrun all ranks do so together, and the callbacks are the first one's. After a rollback the run is built again
+    from its folder.
 
     Raises RecipeError, DataError, OutputError (another run is in `out`), and what opening a checkpoint raises. Of
     several ranks one does; the others raise SystemExit.
@@ -114,8 +114,8 @@ def _locked(out: Path, world: World) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Setup(RunPlan):
-    """All of a run but how far it has come. `identity` tells it from others; `memory_notes` are on the memory that it
-    will take."""
+    """All of a run but its progress. `identity` is `run_folder.identity`; `memory_notes` are on the memory that it will
+    take."""
 
     world: World
     rows: Rows | Blend

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """A rank's part of a run. `step` counts the updates made, and `position` the rows taken from the order. The passes
-    of a BF16 run may be shown to a recorder; so are those of an FP8 run while it computes in BF16."""
+    """A rank's part of a run. `step` counts the updates made, and `position` the rows taken from the order. A BF16
+    run may have a recorder; so has an FP8 run while it computes in BF16."""
 
     recipe: Recipe
     model: GPT
@@ -61,7 +61,7 @@ class Run:
             yield from ((batch, targets) for batch in batches)
 
     def recording(self) -> AbstractContextManager[None]:
-        """A context in which the model's passes are shown to the recorder, if there is one."""
+        """A context in which the recorder, if there is one, records the model's passes."""
         return self.model.recorded_by(self.recorder) if self.recorder else nullcontext()
 
     def learning_rate(self, step: int) -> float:

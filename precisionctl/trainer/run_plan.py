@@ -56,7 +56,7 @@ class RunPlan:
         return replace(data, path=data.held_out, blend=(), packing=False) if data.held_out else None
 
     def identity_with(self, data: str) -> Mapping[str, Any]:
-        """What tells this run, over data with this fingerprint, from others."""
+        """The identity of this run over data with this fingerprint (`run_folder.identity`)."""
         start = dict(self.settings.start) | ({"schedule": "the checkpoint's"} if self.schedule else {})
         return run_folder.identity(self.source, data, self.recipe, load=self.load, **start)
 

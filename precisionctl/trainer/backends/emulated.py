@@ -204,7 +204,7 @@ class EmulatedBackend:
         self.fp8_weights = fp8_weights
         self.recorder: Recorder | None = None
         self.casts: Casts | None = None
-        """While there are some, weights are cast once."""
+        """Within `same_weights`, the casts of weights so far."""
         recipe = precision.delayed
         self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device, world)
         self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device, world)
@@ -294,7 +294,7 @@ class EmulatedBackend:
 
         @contextmanager
         def again() -> Iterator[None]:
-            with self._forward.as_before(scale), recorder.recomputing() if recorder else nullcontext():
+            with self._forward.recomputing(scale), recorder.recomputing() if recorder else nullcontext():
                 yield
 
         return recompute(function, *arguments, again=again())

@@ -1,4 +1,4 @@
-"""Recorder: what the casts of FP8 training would have recorded, taken from passes in BF16.
+"""Recorder: records in passes in BF16 what the casts of FP8 training would have recorded.
 
 Warm-up passes, `calibrate` and `resume --collect-amax` are all this: while a backend has a recorder its GEMMs compute
 in BF16 and show it their tensors, and each pass with gradients is a row of the histories, as each pass in FP8 is. Not
@@ -42,7 +42,7 @@ class Recorder:
         self._recomputing = False
         self.statistics: dict[str, dict[Role, Statistics]] = {}
         self.scattered: set[str] = set()
-        """Modules of whose outputs each tensor rank is shown its own tokens alone."""
+        """Modules of whose outputs each tensor rank sees its own tokens alone."""
 
     @contextmanager
     def forward_pass(self, padding_mask: Tensor | None = None) -> Iterator[None]:
@@ -138,7 +138,7 @@ class Recorder:
         return made
 
     def load(self, states: Mapping[str, Fp8State]) -> None:
-        """Go on from states, under the recorder's own recipe."""
+        """Continue from states, under the recorder's own recipe."""
         for module, state in states.items():
             for role, part in state.roles.items():
                 self._slot(module, role, part.scale).set_state(part)

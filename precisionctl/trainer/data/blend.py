@@ -78,7 +78,7 @@ class BlendedOrder:
         self._first = [0, *accumulate(rows)]
 
     def take(self, position: int, count: int) -> list[int]:
-        """Row numbers `[position, position + count)` of the order. `position` alone says where a run stands."""
+        """Row numbers `[position, position + count)` of the order. The order depends on nothing but `position`."""
         rows = []
         for place in range(position, position + count):
             period, index = divmod(place, len(self._parts))

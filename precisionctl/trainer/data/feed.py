@@ -1,5 +1,5 @@
-"""In which order rows are taken, which of them each rank takes, and in which batches. One number says where a run
-stands."""
+"""In which order rows are taken, which of them each rank takes, and in which batches. The position in that order is one
+number."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
@@ -30,7 +30,7 @@ class Order:
         self._permutation: NDArray[np.int64] = np.empty(0, np.int64)
 
     def take(self, position: int, count: int) -> list[int]:
-        """Row numbers `[position, position + count)` of the order. `position` alone says where a run stands."""
+        """Row numbers `[position, position + count)` of the order. The order depends on nothing but `position`."""
         return [self.row(place) for place in range(position, position + count)]
 
     def row(self, place: int) -> int:
@@ -43,10 +43,10 @@ class Order:
 
 
 def share_of(rows: Sequence[Item], rank: int, ranks: int) -> Sequence[Item]:
-    """What a rank takes of the rows of an update: its block, so that the ranks in turn have them all in their order.
+    """The rows of an update that a rank takes: a block of neighbours, so that all ranks' blocks are the rows in order.
 
-    Where a run stands is then the same number on each rank, and another number of ranks goes on from it with the same
-    updates. Raises DataError for rows that cannot be dealt out evenly.
+    The position is then the same number on each rank, and a run continues with the same updates on another number of
+    ranks. Raises DataError for rows that cannot be dealt out evenly.
     """
     each, rest = divmod(len(rows), ranks)
     if rest:

@@ -1,4 +1,4 @@
-"""What a row is by its keys: a text to go on with, a conversation, or a prompt with its completion."""
+"""What a record is by its keys: a text, a conversation, or a prompt with its completion."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,13 +43,13 @@ Sample = Text | Conversation | Completion
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows with these keys, and what they are made into; raises _NotSo for values of the wrong types."""
+    """Rows with these keys, and what they are made into; raises _BadRow for values of the wrong types."""
 
     keys: tuple[str, ...]
     make: Callable[[Row], Sample]
 
 
-class _NotSo(Exception):
+class _BadRow(Exception):
     """What is wrong with a row."""
 
 
@@ -59,7 +59,7 @@ def sample_of(record: Record) -> Sample:
         if all(record.row.get(key) is not None for key in shape.keys):
             try:
                 return shape.make(record.row)
-            except _NotSo as problem:
+            except _BadRow as problem:
                 raise DataError(str(problem), where=record.where) from None
     known = "; ".join(" and ".join(f"`{key}`" for key in shape.keys) for shape in SHAPES)
     raise DataError(f"a row with none of the known keys: {str(dict(record.row))[:80]}", where=record.where, do=known)
@@ -73,9 +73,9 @@ def _sharegpt(row: Row) -> Conversation:
             messages.append(turn)
             continue
         if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
-            raise _NotSo(f"a turn without `from` and `value`: {str(turn)[:80]}")
+            raise _BadRow(f"a turn without `from` and `value`: {str(turn)[:80]}")
         if turn["from"] not in SHAREGPT_ROLES:
-            raise _NotSo(f"a turn from {turn['from'][:60]!r}; known are {', '.join(SHAREGPT_ROLES)}")
+            raise _BadRow(f"a turn from {turn['from'][:60]!r}; known are {', '.join(SHAREGPT_ROLES)}")
         messages.append({"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
     return Conversation(messages, _tools(row))
 
@@ -97,7 +97,7 @@ def _alpaca(row: Row) -> Conversation:
     before: list[Message] = []
     for pair in _list(row, "history") if row.get("history") else []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(said, str) for said in pair)):
-            raise _NotSo(f"`history` is pairs of what was asked and answered, and not {str(pair)[:80]}")
+            raise _BadRow(f"`history` is pairs of what was asked and answered, and not {str(pair)[:80]}")
         before += [_said("user", pair[0]), _said("assistant", pair[1])]
     return Conversation([*_system(row), *before, _said("user", asked), _said("assistant", _string(row, "output"))])
 
@@ -132,10 +132,10 @@ def _system(row: Row) -> list[Message]:
 
 def _messages(messages: Any) -> list[Message]:
     if not isinstance(messages, list):
-        raise _NotSo(f"not a list of messages: {str(messages)[:80]}")
+        raise _BadRow(f"not a list of messages: {str(messages)[:80]}")
     for message in messages:
         if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
-            raise _NotSo(f"a message without a role: {str(message)[:80]}")
+            raise _BadRow(f"a message without a role: {str(message)[:80]}")
     return messages
 
 
@@ -145,7 +145,7 @@ def _tools(row: Row) -> list[Any] | None:
 
 def _list(row: Row, key: str) -> list[Any]:
     if not isinstance(row[key], list):
-        raise _NotSo(f"`{key}` is not a list: {str(row[key])[:80]}")
+        raise _BadRow(f"`{key}` is not a list: {str(row[key])[:80]}")
     return list(row[key])
 
 
@@ -153,5 +153,5 @@ def _string(row: Row, key: str, default: str | None = None) -> str:
     value = row.get(key)
     value = default if value is None else value
     if not isinstance(value, str):
-        raise _NotSo(f"`{key}` is not a string: {str(value)[:80]}")
+        raise _BadRow(f"`{key}` is not a string: {str(value)[:80]}")
     return value

@@ -141,7 +141,7 @@ class Fp8Health:
         before = self._scales()
         yield
         limits = self._limits = self._limits or self._make_limits()
-        if self._recipe.amax_history_len == 1:  # a history of one row rests at zero, and then its scale tells
+        if self._recipe.amax_history_len == 1:  # its one row is zero between passes: derive the amaxes from the scales
             amaxes = limits.largest * 2.0**-self._recipe.margin / self._scales()
         else:
             views = [view for each in self._linears for _, view in each.fp8_views()]

@@ -30,8 +30,8 @@ def require(settings: Tracking) -> None:
 def trackers(
     folder: Path, step: int, settings: Tracking, config: Mapping[str, Any]
 ) -> tuple[list[Tracker], tuple[str, ...]]:
-    """The trackers of the run in `folder`, which goes on after `step` and is described by `config`; and notes on those
-    that are missing."""
+    """The trackers of the run in `folder`, which continues after `step` and is described by `config`; and notes on
+    those that are missing."""
     found: list[Tracker] = []
     notes: tuple[str, ...] = ()
     try:
@@ -60,7 +60,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run of a project, whatever process goes on with it; its files are in `wandb/`. Steps that are made again
+    """One run of a project, whichever process continues it; its files are in `wandb/`. Steps that are made again
     after a kill are there already, and W&B passes over them."""
 
     def __init__(self, folder: Path, settings: Tracking, config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The learning rates that a Megatron run would have gone on with, from what its checkpoint says of its schedule.
+"""Megatron's learning rate schedule, continued from what its checkpoint says.
 
 The arithmetic is that of megatron/core/optimizer_param_scheduler.py (OptimizerParamScheduler.get_lr), which counts
 samples, not updates. What its state leaves out (the rate at which warm-up begins, how WSD decays) is in the arguments.

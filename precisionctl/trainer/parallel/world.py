@@ -31,7 +31,7 @@ from precisionctl.trainer.parallel.group_ranks import NO_TENSOR_PARALLELISM, Exp
 Module = TypeVar("Module", bound=nn.Module)
 
 _SPEAKING = 2.0
-"""Seconds that the rank which says what happened is given for it: torchrun stops all others when the first one ends."""
+"""Seconds for the one rank that reports an error: torchrun stops all others when the first one ends."""
 
 
 class World:
@@ -149,8 +149,8 @@ def local(values: Tensor) -> Tensor:
 
 @contextmanager
 def together() -> Iterator[Ranks]:
-    """The ranks that torchrun or Slurm describe. Where one fails all end, and one of them says why: the others raise
-    SystemExit."""
+    """The ranks that torchrun or Slurm describe. Where one fails all end, and one of them raises the reason: the others
+    raise SystemExit."""
     ranks = from_environment()
     try:
         with ranks.together():
@@ -179,7 +179,7 @@ def together() -> Iterator[Ranks]:
 
 @contextmanager
 def world(ranks: Ranks, recipe: Recipe) -> Iterator[World]:
-    """What ranks are to each other in a run of this recipe. Raises RecipeError where they cannot share its work."""
+    """The World of a run of this recipe. Raises RecipeError where so many ranks cannot share its work."""
     check(ranks.count, recipe)
     if ranks.count == 1:
         yield World()
@@ -219,7 +219,7 @@ def shards_parameters(count: int, recipe: Recipe) -> bool:
 
 
 def check(count: int, recipe: Recipe) -> None:
-    """Raise RecipeError for a run that cannot be dealt out to so many ranks."""
+    """Raise RecipeError for a recipe that does not fit so many ranks."""
     sizes = recipe.parallel
     if count % (sizes.replicate * sizes.tensor):
         of = f" of {sizes.tensor} tensor-parallel ranks" if sizes.tensor > 1 else ""

@@ -7,7 +7,7 @@ generators and FP8 state unless they are skipped. By parameter, whichever way Me
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, TypeGuard
 
 import torch
 
@@ -31,7 +31,6 @@ from precisionctl.trainer.saved.run_folder import Saved, read_saved
 
 Load = Literal["full", "weights"]
 StatePart = Literal["optimizer", "schedule", "data", "rng", "fp8"]
-STATE_PARTS: tuple[StatePart, ...] = get_args(StatePart)
 _OF_THE_RUN: tuple[StatePart, ...] = ("optimizer", "schedule", "data", "rng")
 """What `--load weights` skips: FP8 state is of the weights, not of the run."""
 
@@ -133,7 +132,7 @@ def _saved(source: Reader) -> Saved | None:
 
 
 def load_weights(source: Reader, run: Run) -> None:
-    """Fill the masters, in FP32 whatever the source holds, and round them into the model."""
+    """Fill the master weights, in FP32 from whatever dtype, and round them into the model."""
     plan = make_plan(source, "megatron", dtype=torch.float32)
     with run.optimizer.loading("param") as masters:
         convert(plan, source, LiveModel(run.model.model, masters, shards=run.model.shards.tensors))
@@ -189,7 +188,7 @@ def load_optimizer(source: MegatronReader, run: Run) -> None:
     if isinstance(source, TorchDistReader) and OPTIMIZER in source.objects:
         with damage("what no optimizer of ours keeps", source.path, _WITHOUT):
             run.optimizer.load_extra_state(source.read_object(OPTIMIZER))
-    for kind in KINDS:  # one after the other: an optimizer that keeps them in fewer bits has one at a time in FP32
+    for kind in KINDS:  # one after another: an optimizer with fewer bits then has one kind at a time in FP32
         jobs = tuple(job for job in plan.jobs if job.name.startswith(f"{STATE}{kind}."))
         with run.optimizer.loading(kind) as tensors:
             named = {f"{STATE}{kind}.{name}": tensor for name, tensor in tensors.items()}

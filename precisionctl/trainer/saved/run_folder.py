@@ -50,8 +50,7 @@ _KEYS_NOT_IN_IDENTITY = (
     *(f"tracking.{key.name}" for key in fields(Tracking)),
 )
 """Recipe keys that change no number of a run; `data.path` and `data.blend` are covered by what is in the files.
-A guard, and the bound on skipped steps, change none until they act, and then a user must be able to tell them something
-else."""
+A guard, and the bound on skipped steps, change none until they act, and then a user must be able to change them."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def _iterations(out: Path, suffix: str) -> dict[int, Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a run wrote this; a kill may have left an iteration with no file in it yet."""
+    """Whether a run of ours wrote this; a kill may have left an iteration with no file in it yet."""
     begun = path.name.endswith(_PARTIAL) and not any(file.is_file() for file in path.rglob("*"))
     return begun or (path / RUN_FILE).is_file()
 
@@ -193,14 +192,14 @@ def check_same(saved: Saved, wanted: Mapping[str, Any], out: Path) -> None:
 
 
 def sign(partial: Path, saved: Saved) -> None:
-    """Say whose this is before there is anything else: only what is ours may be pruned."""
+    """Write `run.json` before anything else: only what has one may be pruned."""
     (partial / RUN_FILE).parent.mkdir()
     (partial / RUN_FILE).write_text(to_json(asdict(saved), indent=1))
 
 
 def prune(out: Path, step: int, keep: int) -> None:
-    """Drop iterations before `step`, and what kills left of others. Renamed first: half an iteration must not look
-    whole."""
+    """Remove iterations before `step` beyond `keep`, and what kills left of others. They are renamed first: half an
+    iteration must not look complete."""
     older = {number: path for number, path in _iterations(out, "").items() if number < step and _is_ours(path)}
     for number in sorted(older, reverse=True)[keep - 1 :]:
         older[number].rename(older[number].with_name(older[number].name + _REMOVED))
