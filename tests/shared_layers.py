@@ -124,7 +124,7 @@ def by_ranks(
                 "norm": length / norm - 1,
                 "likeness": bent(optimizer.gradients, model.shards) - likeness,
                 "gradients": apart(live, gradients),
-                "missing": [name for name in gradients if name not in live.tensors and live.parts[name].boxes],
+                "missing": [name for name in gradients if name not in live.tensors and live.shards[name].boxes],
             }
         dist.destroy_process_group()
     return told
