@@ -134,7 +134,10 @@ def _passes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
     tokens, parameters = length * recipe.train.micro_batch_size, Parameters.of(model)
     codes = [kept.codes * each for each in parameters.layers(recipe.parallel)]
     layers = [_layer(model, each, kept, length) * tokens + codes[each] for each in range(model.num_layers)]
-    working = kept.working * _widest(model) * tokens // kept.tensor + (8 * max(_tensors(model)) if kept.codes else 0)
+    widest = [model.fc1_size, model.qkv_size if model.mla is None else model.query_size]  # channels of activations
+    if model.moe:
+        widest += [model.moe.topk * model.expert_fc1_size, model.moe.topk * model.hidden_size]
+    working = kept.working * max(widest) * tokens // kept.tensor + (8 * max(_tensors(model)) if kept.codes else 0)
     logits = LOGIT * model.padded_vocab_size * tokens // kept.tensor
     last = (kept.norm + 2) * model.hidden_size * tokens
     if recipe.train.recompute == "layer":
@@ -214,15 +217,6 @@ def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
     shared = kept.input * hidden + channel * moe.shared_ffn_hidden_size if moe.shared_ffn_hidden_size else 0
     routed = moe.topk * (kept.input * hidden + channel * moe.ffn_hidden_size + 2 * hidden)
     return router + shared + routed
-
-
-def _widest(model: ModelShape) -> int:
-    """Channels of the widest activation in a layer."""
-    moe = model.moe
-    inner = [model.fc1_size, model.qkv_size if model.mla is None else model.query_size]
-    if moe:
-        inner += [moe.topk * model.expert_fc1_size, moe.topk * model.hidden_size]
-    return max(inner)
 
 
 def _tensors(model: ModelShape) -> Iterator[int]:

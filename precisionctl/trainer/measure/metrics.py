@@ -99,20 +99,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The steps of a metrics file, up to a line that a kill cut short; a `null` is NaN. Raises DataError for other
     garbage."""
     *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [_read_line(line, number, path) for number, line in enumerate(whole, start=1)]
-
-
-def _read_line(line: str, number: int, path: Path) -> dict[str, Any]:
-    try:
-        row: dict[str, Any] = numbers(json.loads(line))
-        counted = {"tokens": int(row["tokens"])} if "tokens" in row else {}
-        return row | {"step": int(row["step"]), "loss": float(row["loss"])} | counted
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise DataError(
-            f"line {number} is not a step's metrics: {line[:80]!r}",
-            where=path,
-            do="Remove that line; a run can go on without it.",
-        ) from None
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            row: dict[str, Any] = numbers(json.loads(line))
+            counted = {"tokens": int(row["tokens"])} if "tokens" in row else {}
+            rows.append(row | {"step": int(row["step"]), "loss": float(row["loss"])} | counted)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            raise DataError(
+                f"line {number} is not a step's metrics: {line[:80]!r}",
+                where=path,
+                do="Remove that line; a run can go on without it.",
+            ) from None
+    return rows
 
 
 def _keep_up_to(path: Path, step: int) -> list[dict[str, Any]]:
