@@ -30,7 +30,7 @@ from precisionctl.errors import PrecisionctlError, printable
 from precisionctl.reports.table import Table, size
 
 if TYPE_CHECKING:  # it brings torch with it, which an error panel has no time for
-    from precisionctl.trainer.measure.meter import Taken
+    from precisionctl.trainer.measure.meter import StepCost
     from precisionctl.trainer.measure.metrics import StepMetrics
 
 _out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)  # a file has no edge to wrap at
@@ -159,7 +159,7 @@ def _log_line(step: "StepMetrics", steps: int) -> None:
         return
     held_out = "" if step.held_out_loss is None else f"  held out {step.held_out_loss:.4f}"
     rate = f"{step.tokens_per_second:,.0f} tokens/s"
-    compute = f"  {_compute(step.taken)}" if step.taken else ""
+    compute = f"  {_compute(step.cost)}" if step.cost else ""
     _err.print(
         f"step {step.step}/{steps}  loss {step.loss:.4f}{held_out}  lr {step.lr:.2e}  {rate}{compute}", soft_wrap=True
     )
@@ -177,23 +177,23 @@ def _run_so_far(seen: Sequence["StepMetrics"], steps: int) -> Group:
         numbers.add_row("held out", f"{held_out[-1]:.4f}")
     numbers.add_row("lr, gradient norm", f"{last.lr:.2e}, {last.grad_norm:.3f}")
     numbers.add_row("tokens", f"{last.tokens:,}, {last.tokens_per_second:,.0f} a second")
-    if last.taken:
-        numbers.add_row("compute", _compute(last.taken))
-        numbers.add_row("memory", _memory(last.taken))
-        if last.taken.fp8_clipped is not None and last.taken.fp8_underflow is not None:
-            clipped, underflow = f"{last.taken.fp8_clipped:.1%}", f"{last.taken.fp8_underflow:.1%}"
+    if last.cost:
+        numbers.add_row("compute", _compute(last.cost))
+        numbers.add_row("memory", _memory(last.cost))
+        if last.cost.fp8_clipped is not None and last.cost.fp8_underflow is not None:
+            clipped, underflow = f"{last.cost.fp8_clipped:.1%}", f"{last.cost.fp8_underflow:.1%}"
             numbers.add_row("FP8", f"{clipped} of modules clipped, {underflow} underflowed")
     return Group(bar, numbers)
 
 
-def _compute(taken: "Taken") -> str:
-    rate = f"{taken.tflops:.4g} TFLOP/s"
-    return rate if taken.mfu_bf16 is None else f"{rate}, {taken.mfu_bf16:.1%} of the BF16 peak"
+def _compute(cost: "StepCost") -> str:
+    rate = f"{cost.tflops:.4g} TFLOP/s"
+    return rate if cost.mfu_bf16 is None else f"{rate}, {cost.mfu_bf16:.1%} of the BF16 peak"
 
 
-def _memory(taken: "Taken") -> str:
-    host = f"{size(taken.host_bytes)} of the host"
-    return host if taken.gpu_bytes is None else f"{size(taken.gpu_bytes)} of the GPU, {host}"
+def _memory(cost: "StepCost") -> str:
+    host = f"{size(cost.host_bytes)} of the host"
+    return host if cost.gpu_bytes is None else f"{size(cost.gpu_bytes)} of the GPU, {host}"
 
 
 def _sparkline(losses: Sequence[float], width: int = 40) -> str:

@@ -165,7 +165,7 @@ def fails(*_: object) -> None:
 
 def saving_it(what: Callable[..., object]) -> Callable[[], None]:
     """Has the coming save meet something."""
-    return lambda: setattr(saving.RowsOf, "sync", what)
+    return lambda: setattr(saving.LocalRows, "sync", what)
 
 
 def signalled() -> None:

@@ -32,11 +32,11 @@ from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.data.batch import Batch
 from precisionctl.trainer.loop import backward
 from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
-from precisionctl.trainer.parallel.shares import ALL_MINE, Shares
+from precisionctl.trainer.parallel.shards import UNSHARDED, ModelShards
 from precisionctl.trainer.parallel.world import ALONE, World, _meshes, together
-from precisionctl.trainer.segments import Segments
-from precisionctl.trainer.shadow import liken
+from precisionctl.trainer.shadow import compare_gradients
 
 SIZES = {
     "tensor": (2, Parallel(tensor=2)),
@@ -72,7 +72,7 @@ def batch_of(rows: range, packed: bool) -> Batch:
     tokens = torch.randint(250, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))[rows.start : rows.stop]
     labels, real = tokens[:, 1:].clone(), torch.ones(len(rows), LENGTH, dtype=torch.bool)
     labels[:, -3:], real[:, -3:] = -100, False
-    return Batch(tokens[:, :-1], labels, real, Segments((5, 8, 3) * len(rows)) if packed else None)
+    return Batch(tokens[:, :-1], labels, real, PackedSequences((5, 8, 3) * len(rows)) if packed else None)
 
 
 def passed(
@@ -81,10 +81,10 @@ def passed(
     """Loss and norm of the gradients, which are collected."""
     recompute = family == "qwen3"
     model = GPT(source.model, PRESETS["bf16"], backend, dtype=torch.float32, world=world, recompute=recompute)
-    optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shares)
+    optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shards)
     plan = make_plan(source, "megatron")
-    convert.run(plan, source, LiveModel(plan.model, optimizer.masters, parts=model.shares.parts))
-    total = world.sum_of_data(backward(model, batch_of(rows, packed=family == "llama-3"), ROWS * (LENGTH - 3)))
+    convert.run(plan, source, LiveModel(plan.model, optimizer.masters, shards=model.shards.tensors))
+    total = world.sum_over_data_ranks(backward(model, batch_of(rows, packed=family == "llama-3"), ROWS * (LENGTH - 3)))
     optimizer.collect()
     optimizer.reduce(world)
     return float(total), float(optimizer.clip()), model, optimizer
@@ -120,28 +120,28 @@ def by_ranks(
             mine = range(world.data_rank * each, (world.data_rank + 1) * each)
             source, loss, norm, gradients, likeness = expected[family]
             ours, length, model, optimizer = passed(source, world, mine, family, backend)
-            live = LiveModel(source.model, optimizer.gradients, parts=model.shares.parts)
+            live = LiveModel(source.model, optimizer.gradients, shards=model.shards.tensors)
             told[f"{how}: {family}"] = {
                 "loss": ours / loss - 1,
                 "norm": length / norm - 1,
-                "likeness": bent(optimizer.gradients, model.shares) - likeness,
+                "likeness": bent(optimizer.gradients, model.shards) - likeness,
                 "gradients": apart(live, gradients),
-                "missing": [name for name in gradients if name not in live.tensors and live.parts[name].boxes],
+                "missing": [name for name in gradients if name not in live.tensors and live.shards[name].boxes],
             }
         dist.destroy_process_group()
     return told
 
 
-def bent(gradients: Mapping[str, Tensor], shares: Shares) -> float:
+def bent(gradients: Mapping[str, Tensor], shards: ModelShards) -> float:
     """The cosine of gradients and of them with larger ones of norms, which tensor ranks have alike."""
     larger = {name: 9 * each if re.search("layer_?norm", name) else each for name, each in gradients.items()}
-    return liken(larger, gradients, shares)[0].cosine
+    return compare_gradients(larger, gradients, shards)[0].cosine
 
 
 def alone(family: str) -> tuple[InMemory, float, float, dict[str, Tensor], float]:
     source = source_of(family)
     loss, norm, _, optimizer = passed(source, ALONE, range(ROWS), family)
-    return source, loss, norm, optimizer.gradients, bent(optimizer.gradients, ALL_MINE)
+    return source, loss, norm, optimizer.gradients, bent(optimizer.gradients, UNSHARDED)
 
 
 def in_fp8(
@@ -149,15 +149,15 @@ def in_fp8(
 ) -> tuple[list[float], GPT, MasterAdamW]:
     """Losses of two passes, in the first of which all scales are 1; their gradients are collected."""
     model = GPT(source.model, PRESETS[preset], backend, world=world, recompute=recompute)
-    optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shares)
-    live = LiveModel(source.model, optimizer.masters, parts=model.shares.parts)
+    optimizer = MasterAdamW(model, Optimizer(clip_norm=0), model.shards)
+    live = LiveModel(source.model, optimizer.masters, shards=model.shards.tensors)
     convert.run(make_plan(source, "megatron"), source, live)
     optimizer.publish()
     each = ROWS // world.data_count
     batch = batch_of(range(world.data_rank * each, (world.data_rank + 1) * each), packed=False)
     losses = []
     for _ in range(2):
-        losses.append(float(world.sum_of_data(backward(model, batch, ROWS * (LENGTH - 3)))))
+        losses.append(float(world.sum_over_data_ranks(backward(model, batch, ROWS * (LENGTH - 3)))))
         optimizer.collect()
     optimizer.reduce(world)
     return losses, model, optimizer
@@ -177,7 +177,7 @@ def by_data_ranks(source: InMemory, backend: BackendName = "emulated") -> dict[s
         for case, again in {"kept": False, "recomputed": True}.items():
             world = World(ranks, *_meshes("cpu", ranks.count, Parallel()))
             losses, model, optimizer = in_fp8(backend, source, world, "fp8-delayed", again)
-            live = LiveModel(source.model, optimizer.gradients, parts=model.shares.parts)
+            live = LiveModel(source.model, optimizer.gradients, shards=model.shards.tensors)
             pairs = {
                 f"{name} {role}": (part, states[name].roles[role])
                 for name, state in states_of(model).items()

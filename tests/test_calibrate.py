@@ -39,7 +39,7 @@ from precisionctl.fp8.state import Fp8State, Role, RoleState
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.resume import resume
-from precisionctl.trainer.saved.state import COLLECTED
+from precisionctl.trainer.saved.loading import COLLECTED
 from precisionctl.trainer.start import CALIBRATED
 
 HISTORY = 32

@@ -9,7 +9,7 @@ from rich.console import Console
 from precisionctl import console
 from precisionctl.errors import DataError
 from precisionctl.reports.table import Table, percent, size
-from precisionctl.trainer.measure.meter import Taken
+from precisionctl.trainer.measure.meter import StepCost
 from precisionctl.trainer.measure.metrics import StepMetrics
 
 
@@ -25,7 +25,7 @@ def step(number: int, loss: float, held_out: float | None = None) -> StepMetrics
     return StepMetrics(number, loss, 1e-3, 1.0, number * 64, 640.0, 0.1, held_out)
 
 
-TAKEN = Taken(412.34, 0.417, 62_100_000_000, 12_000_000_000, 0.125, 0.0)
+TAKEN = StepCost(412.34, 0.417, 62_100_000_000, 12_000_000_000, 0.125, 0.0)
 
 
 def test_an_error_shows_what_where_and_what_to_do(shown: io.StringIO) -> None:
@@ -52,7 +52,7 @@ def test_the_panel_says_what_a_step_took_and_needs_no_more_than_80_columns(shown
     with console.RunView() as view:
         view.start("FP8, delayed scaling", 250_000)
         for number in range(100_000, 100_050):
-            wide = StepMetrics(number, 2.0, 1e-3, 1.0, 10**13, 1234567.0, 10.0, 2.5, taken=TAKEN)
+            wide = StepMetrics(number, 2.0, 1e-3, 1.0, 10**13, 1234567.0, 10.0, 2.5, cost=TAKEN)
             view.step(wide)
     text = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", shown.getvalue())
     drawn = text[text.rindex("╭") : text.rindex("╯") + 1].splitlines()
@@ -69,7 +69,7 @@ def test_the_panel_says_what_a_step_took_and_needs_no_more_than_80_columns(shown
 def test_of_a_cpu_no_peak_and_no_gpu_are_shown(shown: io.StringIO) -> None:
     with console.RunView() as view:
         view.start("BF16", 3)
-        view.step(replace(step(1, 2.0), taken=Taken(0.0123, None, None, 500_000_000)))
+        view.step(replace(step(1, 2.0), cost=StepCost(0.0123, None, None, 500_000_000)))
     for part in ("0.0123 TFLOP/s", "500.0 MB of the host"):
         assert part in shown.getvalue()
     assert "peak" not in shown.getvalue() and "GPU" not in shown.getvalue() and "clipped" not in shown.getvalue()

@@ -16,7 +16,7 @@ from precisionctl.errors import DataError
 from precisionctl.recipe import Data, Share, Train
 from precisionctl.trainer.data import Blend, Feed, Order, Rows, load_data, load_rows, share_of
 from precisionctl.trainer.data.blend import LONGEST_PERIOD, BlendedOrder, one_period, turns_of
-from precisionctl.trainer.data.packing import pack
+from precisionctl.trainer.data.rows import pack
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, of what megatron-core imports from it
@@ -171,14 +171,16 @@ def test_conversations_share_rows_and_every_token_keeps_its_label(tmp_path: Path
     assert "3 conversations are packed into 2 rows, which are 82% full" in packed.notes
     assert single.fingerprint != packed.fingerprint
     batch = packed.batch([0, 1])
-    assert batch.segments is not None and batch.segments.lengths == (14, 14, 4, 14, 8, 10)
+    assert batch.packed is not None and batch.packed.lengths == (14, 14, 4, 14, 8, 10)
     assert targets(packed) == targets(single)
-    assert batch.segments.places(batch.tokens.device)[30:56].tolist() == [2, 3, *range(14), *range(8), 0, 1]
-    assert batch.segments.cu_seqlens(batch.tokens.device).tolist() == [0, 14, 28, 32, 46, 54, 64]
-    assert single.batch([0, 1]).segments is None and packed.batch([0]).segments is None
+    assert batch.packed.positions(batch.tokens.device)[30:56].tolist() == [2, 3, *range(14), *range(8), 0, 1]
+    assert batch.packed.cu_seqlens(batch.tokens.device).tolist() == [0, 14, 28, 32, 46, 54, 64]
+    assert single.batch([0, 1]).packed is None and packed.batch([0]).packed is None
 
 
 def targets(rows: Rows) -> Counter[tuple[int, int]]:
     """How often each label follows each token."""
     batch = rows.batch(range(len(rows)))
-    return Counter(zip(batch.tokens[batch.real].tolist(), batch.labels[batch.real].tolist(), strict=True))
+    return Counter(
+        zip(batch.tokens[batch.padding_mask].tolist(), batch.labels[batch.padding_mask].tolist(), strict=True)
+    )

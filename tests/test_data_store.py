@@ -111,7 +111,7 @@ def test_a_truncated_file_is_one_clear_error(tmp_path: Path, text: Path) -> None
 
 
 def test_a_long_tokenization_is_heard_of(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "HEAR_EVERY", 3)
+    monkeypatch.setattr(store, "CALL_EVERY", 3)
     heard: list[int] = []
     for _ in range(2):  # the second one finds them
         load_rows(text, tokenizer(), 3, cache=tmp_path / "cache", on_tokens=heard.append)

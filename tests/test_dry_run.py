@@ -12,9 +12,9 @@ from training import contents, make_place, make_source, run, settings
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DiskProblem, PrecisionctlError
 from precisionctl.reports import run as report
-from precisionctl.trainer import dry_run as dry_run_module
-from precisionctl.trainer.dry_run import dry_run
-from precisionctl.trainer.saved.room import checkpoint_bytes
+from precisionctl.trainer import run_plan
+from precisionctl.trainer.measure.preflight import checkpoint_bytes
+from precisionctl.trainer.run_plan import dry_run
 from precisionctl.trainer.settings import Settings
 
 
@@ -68,7 +68,7 @@ def test_what_a_run_refuses_before_it_reads_data_and_weights_a_dry_run_refuses_a
 
 def test_a_dry_run_of_a_run_that_goes_on_says_where(place: Path) -> None:
     dry = dry_run(asked(place, {"out": "run", "train__steps": 2, "train__save_every": 1}))
-    assert (dry.going_on, dry.step, dry.room.more) == (True, 2, 0)
+    assert (dry.going_on, dry.step, dry.disk.more) == (True, 2, 0)
 
 
 def test_a_checkpoint_takes_what_its_tensors_take(place: Path) -> None:
@@ -89,7 +89,7 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
 def test_a_run_without_room_for_one_checkpoint_is_refused_before_its_data_is_read(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    each = dry_run(asked(place, {})).room.each
+    each = dry_run(asked(place, {})).disk.each
     with_free(monkeypatch, each - 1)
     with pytest.raises(DiskProblem, match=f"takes {each:,} bytes, and {each - 1:,} are free"):
         run(asked(place, {"out": tmp_path / "run", "data": "nowhere.txt"}))
@@ -108,8 +108,8 @@ def test_room_for_fewer_than_are_kept_and_one_is_a_warning(
 ) -> None:
     """In `run` there is one already, and it stays among those that are kept."""
     changes = {"out": out, "train__keep": keep, "train__steps": 9, "schedule__kind": "constant"}
-    monkeypatch.setattr(dry_run_module, "_going_on", lambda plan: None)
-    each = dry_run(asked(place, changes)).room.each
+    monkeypatch.setattr(run_plan, "run_in_folder", lambda plan: None)
+    each = dry_run(asked(place, changes)).disk.each
     with_free(monkeypatch, free * each)
     dry = dry_run(asked(place, changes))
     lines = [line for line in report.dry_run(dry) if "at a time" in line]

@@ -12,7 +12,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.segments import Segments
+from precisionctl.trainer.model.positions import PackedSequences
 
 LENGTH = 16
 
@@ -22,12 +22,12 @@ def shape(family: str) -> ModelShape:
     return from_hf_config(config.to_dict())
 
 
-def counted(model: ModelShape, rows: int, segments: Segments | None = None) -> int:
+def counted(model: ModelShape, rows: int, packed: PackedSequences | None = None) -> int:
     """What torch counts of a pass forward and backward; attention as plain products, which are what it can count."""
     gpt = GPT(model, PRESETS["bf16"], dtype=torch.float32)
     tokens = torch.randint(model.vocab_size, (rows, LENGTH))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        gpt(tokens, segments=segments).sum().backward()
+        gpt(tokens, packed=packed).sum().backward()
     return counter.get_total_flops()
 
 
@@ -48,7 +48,7 @@ def test_torch_counts_the_same_products(family: str) -> None:
 
 def test_texts_that_share_a_row_do_not_see_one_another() -> None:
     model, lengths = shape("llama-3"), [4, 12, 9, 7]
-    found = counted(model, 2, Segments(tuple(lengths)))
+    found = counted(model, 2, PackedSequences(tuple(lengths)))
     assert found == training_flops(model, lengths) + left_out(model, lengths)
     assert training_flops(model, lengths) < training_flops(model, [LENGTH] * 2)
 

@@ -38,16 +38,16 @@ class Threads:
         class Rank:
             rank, count = number, self.count
 
-            def sum(self, values: Tensor) -> Tensor:
+            def all_reduce_sum(self, values: Tensor) -> Tensor:
                 return torch.stack(all_say(values)).sum(0)
 
-            def largest(self, values: Tensor) -> Tensor:
+            def all_reduce_max(self, values: Tensor) -> Tensor:
                 return torch.stack(all_say(values)).amax(0)
 
-            def exchanged(self, parts: Tensor) -> Tensor:
+            def all_to_all(self, parts: Tensor) -> Tensor:
                 return torch.stack([each[number] for each in all_say(parts)])
 
-            def gathered(self, part: Tensor) -> Tensor:
+            def all_gather(self, part: Tensor) -> Tensor:
                 return torch.stack(all_say(part))
 
         return Rank()
@@ -76,7 +76,7 @@ def reduced(rank: Any, mine: dict[str, Tensor], mu: float = 1.0) -> Fp8Gradients
     made = Fp8Gradients({name: torch.zeros(shape) for name, shape in SHAPES.items()})
     made.mu = mu
     given = dict(mine)
-    made.take(given, rank)
+    made.all_reduce(given, rank)
     assert not given  # let go of
     return made
 
@@ -157,7 +157,7 @@ def test_mu_is_halved_when_too_many_codes_are_the_largest_and_doubles_in_a_thous
     def work(rank: Any, value: float, mu: float = 1.0) -> tuple[float, bool]:
         made = reduced(rank, {"a": torch.full(SHAPES["a"], value)}, mu)
         saturated = bool((made.held["a"].codes.float() == 448).any())
-        made.settle()
+        made.end_update()
         assert not made.held
         return made.mu, saturated
 
@@ -173,7 +173,7 @@ def test_gradients_that_were_only_looked_at_leave_mu_as_it_is() -> None:
     def work(rank: Any) -> float:
         made = reduced(rank, {"a": torch.full(SHAPES["a"], 440.0)})
         made.clear()
-        made.settle()
+        made.end_update()
         return made.mu
 
     assert on_all(2, work)[0] == [1.0, 1.0]
@@ -181,7 +181,7 @@ def test_gradients_that_were_only_looked_at_leave_mu_as_it_is() -> None:
 
 def test_one_process_exchanges_nothing() -> None:
     found, ranks = on_all(1, lambda rank: reduced(rank, {"a": torch.full(SHAPES["a"], 440.0)}))
-    found[0].settle()
+    found[0].end_update()
     assert not ranks.moved and found[0].mu == 1.0
 
 

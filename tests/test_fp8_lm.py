@@ -22,8 +22,8 @@ from precisionctl.recipe import Optimizer
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.optimizer.fp8_lm import Fp8LmAdamW
 from precisionctl.trainer.parallel.world import ALONE
+from precisionctl.trainer.saved.loading import OPTIMIZER
 from precisionctl.trainer.saved.run_folder import RUN_FILE
-from precisionctl.trainer.saved.state import OPTIMIZER
 
 SETTINGS = Optimizer(preset="fp8-lm", lr=0.01, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=0.0)
 F = np.float32
@@ -121,7 +121,7 @@ def test_state_is_that_of_te_s_fused_adam_to_the_last_bit() -> None:
         for name, expected in slow.items():
             for kind, kept in (("param", expected.master), ("exp_avg", expected.m), ("exp_avg_sq", expected.v)):
                 assert numbers(optimizer.tensors[kind][name]) == kept.read(), (seed, name, kind)
-                assert optimizer.kept["scale_inv"][kind][name] == kept.scale
+                assert optimizer.extra_state["scale_inv"][kind][name] == kept.scale
             rounded = optimizer.tensors["param"][name].bfloat16()
             assert torch.equal(module.get_parameter(name), rounded)
 
@@ -219,13 +219,13 @@ def test_an_optimizer_rebuilt_from_what_is_kept_goes_on_to_the_last_bit() -> Non
     first = Fp8LmAdamW(halves, SETTINGS)
     train(halves, first, range(3))
     second = Fp8LmAdamW(halves, SETTINGS)
-    second.restore(first.kept)
+    second.load_extra_state(first.extra_state)
     for kind, tensors in first.tensors.items():
         with second.loading(kind) as empty:
             for name, tensor in empty.items():
                 tensor.copy_(tensors[name])
     second.steps = first.steps
-    assert second.kept == first.kept
+    assert second.extra_state == first.extra_state
     second.publish()
     train(halves, second, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), halves.parameters(), strict=True))
@@ -302,16 +302,16 @@ def test_a_save_while_the_run_goes_on_is_that_of_one_that_waits(place: Path, tmp
 def test_what_no_such_optimizer_keeps_is_damage(kept: Any) -> None:
     optimizer = Fp8LmAdamW(model(), SETTINGS)
     with pytest.raises(DamagedCheckpoint), damage("what no optimizer of ours keeps", None):
-        optimizer.restore(kept)
+        optimizer.load_extra_state(kept)
 
 
 def test_scales_that_do_not_give_the_values_back_are_not_believed() -> None:
     first, second = (Fp8LmAdamW(model(), SETTINGS) for _ in range(2))
     train(model(), first, range(2))
-    wrong = {kind: dict.fromkeys(scales, 3.0) for kind, scales in first.kept["scale_inv"].items()}
+    wrong = {kind: dict.fromkeys(scales, 3.0) for kind, scales in first.extra_state["scale_inv"].items()}
     wrong["param"] = dict.fromkeys(wrong["param"], math.nan)
     wrong["exp_avg"] = dict.fromkeys(wrong["exp_avg"], 0.0)
-    second.restore({"mu": 1.0, "scale_inv": wrong})
+    second.load_extra_state({"mu": 1.0, "scale_inv": wrong})
     for kind, tensors in first.tensors.items():
         with second.loading(kind) as empty:
             for name, tensor in empty.items():

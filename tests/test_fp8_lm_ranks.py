@@ -13,8 +13,8 @@ from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import RecipeError
 from precisionctl.recipe import load_recipe
 from precisionctl.trainer.parallel import world
+from precisionctl.trainer.saved.loading import OPTIMIZER
 from precisionctl.trainer.saved.run_folder import RUN_FILE
-from precisionctl.trainer.saved.state import OPTIMIZER
 
 STEPS = SMALL["train.steps"]
 

@@ -15,10 +15,10 @@ from precisionctl.errors import EnvironmentProblem, RecipeError
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Data, Recipe, Train
 from precisionctl.trainer.data import Blend, Rows, load_data
-from precisionctl.trainer.graphs import check, check_rows
 from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.resume import resume
+from precisionctl.trainer.run_plan import check_graph_rows, check_graphs
 
 GRAPHED = Recipe(PRESETS["fp8-delayed"], Train(graphs=True))
 CONVERSATION = {"messages": [{"role": role, "content": WORDS[3]} for role in ("user", "assistant")]}
@@ -61,8 +61,8 @@ def test_a_run_is_refused_with_the_reason(
     recipe = replace(GRAPHED, train=replace(GRAPHED.train, **changes.get("train", {})))
     model, data = shape(changes.get("family", "llama-3")), rows[changes.get("rows", "text")]
     with pytest.raises(RecipeError, match=reason) if reason else nullcontext():
-        check(recipe, model, changes.get("backend", "te"), changes.get("ranks", 1))
-        check_rows(recipe, data)
+        check_graphs(recipe, model, changes.get("backend", "te"), changes.get("ranks", 1))
+        check_graph_rows(recipe, data)
 
 
 def test_resume_says_so_and_the_emulation_captures_none(tmp_path: Path) -> None:

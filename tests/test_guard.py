@@ -30,7 +30,7 @@ from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.resume import Started, resume
 from precisionctl.trainer.saved.run_folder import RUN_FILE, Saved, read_saved, sign
 from precisionctl.trainer.settings import Settings, read_recipe, read_rows
-from precisionctl.trainer.shadow import Likeness, Shadow, liken
+from precisionctl.trainer.shadow import GradientSimilarity, Shadow, compare_gradients
 
 COARSE = {"checkpoint": "trained", "load": "weights", "precision__delayed__margin": 17}
 """FP8 made bad on purpose: scales so small that most of a tensor underflows, under a model that has learned."""
@@ -129,17 +129,17 @@ def test_what_is_seen_is_what_two_models_give(place: Path, tmp_path: Path) -> No
 
 def test_gradients_that_are_zero_or_not_there_have_a_likeness_too() -> None:
     there, zero = torch.tensor([3.0, 4.0]), torch.zeros(2)
-    whole, modules = liken(
+    whole, modules = compare_gradients(
         {"a.weight": there, "b.weight": zero, "c.weight": zero, "d.weight": there},
         {"a.weight": 2 * there.flip(0), "b.weight": there, "c.weight": zero},
     )
     assert modules == {
-        "a": Likeness(pytest.approx(24 / 25), 0.5),
-        "b": Likeness(0.0, 0.0),
-        "c": Likeness(1.0, 1.0),
-        "d": Likeness(0.0, math.inf),
+        "a": GradientSimilarity(pytest.approx(24 / 25), 0.5),
+        "b": GradientSimilarity(0.0, 0.0),
+        "c": GradientSimilarity(1.0, 1.0),
+        "d": GradientSimilarity(0.0, math.inf),
     }
-    assert whole == Likeness(pytest.approx(48 / math.sqrt(50 * 125)), pytest.approx(math.sqrt(50 / 125)))
+    assert whole == GradientSimilarity(pytest.approx(48 / math.sqrt(50 * 125)), pytest.approx(math.sqrt(50 / 125)))
 
 
 def test_bad_fp8_is_warned_of_and_stops_the_run_for_good(place: Path, tmp_path: Path) -> None:
@@ -322,8 +322,8 @@ def test_compare_tells_what_the_guards_of_runs_have_seen(tmp_path: Path) -> None
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 2.0}\n')
     shadows = [
-        Shadow(1, 2.02, 2.0, Likeness(0.9, 1.0), {"x": Likeness(0.9, 1.0)}, decision="warn"),
-        Shadow(2, 1.99, 2.0, Likeness(0.8, 0.5), {"x": Likeness(0.8, 0.5)}),
+        Shadow(1, 2.02, 2.0, GradientSimilarity(0.9, 1.0), {"x": GradientSimilarity(0.9, 1.0)}, decision="warn"),
+        Shadow(2, 1.99, 2.0, GradientSimilarity(0.8, 0.5), {"x": GradientSimilarity(0.8, 0.5)}),
     ]
     file = tmp_path / "b" / SHADOWS
     file.write_text("".join(json.dumps(shadow.as_dict()) + "\n" for shadow in shadows))

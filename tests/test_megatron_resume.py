@@ -23,15 +23,15 @@ from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, MissingTensor, RecipeError, UnmappedTensor
 from precisionctl.recipe import load_recipe
 from precisionctl.reports.run import beginning
-from precisionctl.trainer.data.rows import EvenCut, Rows
+from precisionctl.trainer.data.rows import EqualRows, Rows
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.optimizer.megatron_schedule import read_schedule
 from precisionctl.trainer.run import Run
-from precisionctl.trainer.saved import state
+from precisionctl.trainer.saved import loading
 
-ROWS = Rows(np.zeros(2, np.int32), None, EvenCut(1, 1), padding=0, largest=0, digest="")
+ROWS = Rows(np.zeros(2, np.int32), None, EqualRows(1, 1), padding=0, largest=0, digest="")
 GOING_ON = {"load": "full", "train__steps": 8, "train__save_every": 3, "train__batch_size": BATCH}
 
 
@@ -60,7 +60,7 @@ def made_run(source: Any) -> Run:
 def test_masters_and_moments_that_megatron_core_saved_are_those_it_had(megatron: Path, way: str) -> None:
     source: Any = open_checkpoint(megatron / way)
     held = made_run(source)
-    state.load_optimizer(source, held)
+    loading.load_optimizer(source, held)
     assert held.optimizer.steps == 1
     expected = torch.load(megatron / "expected.pt", weights_only=True)
     assert {local(name) for name in held.optimizer.masters} == set(expected)
@@ -180,7 +180,7 @@ def test_each_part_of_a_checkpoint_can_be_left_behind(megatron: Path, tmp_path: 
             "position": note["position"],
             "fp8": set(started.fp8),
             "first loss": losses[0],
-            "rng": saved.read_object(state.RNG)["torch_rng_state"].tolist(),
+            "rng": saved.read_object(loading.RNG)["torch_rng_state"].tolist(),
         }
     everything = {"step": 4, "updates": 6, "position": 24, "fp8": {"carried"}}
     assert found[""].items() >= everything.items()

@@ -63,8 +63,8 @@ def health(family: str, role: Role, module: str, coded: float, history: int = 4)
     seen = Fp8Health(model)
     with seen.watch():
         one_pass()
-    assert seen.shares is not None
-    return seen.shares.tolist()
+    assert seen.fractions is not None
+    return seen.fractions.tolist()
 
 
 QKV, FC2 = "decoder.layers.0.self_attention.linear_qkv", "decoder.layers.1.mlp.linear_fc2"
@@ -103,4 +103,4 @@ def test_without_delayed_scaling_there_is_nothing_to_see() -> None:
         seen = Fp8Health(model)
         with seen.watch():
             model(torch.arange(16).view(1, 16)).sum().backward()
-        assert seen.shares is None
+        assert seen.fractions is None

@@ -18,7 +18,7 @@ from precisionctl.reports.compare import find_looks
 from precisionctl.reports.curves import read_curve, read_shadows
 from precisionctl.trainer.measure.metrics import FILE, SHADOWS, MetricsLog, StepMetrics, read_metrics
 from precisionctl.trainer.measure.tracking import require
-from precisionctl.trainer.shadow import Likeness, Shadow
+from precisionctl.trainer.shadow import GradientSimilarity, Shadow
 
 
 def step(number: int, loss: float = 1.0) -> StepMetrics:
@@ -54,7 +54,7 @@ def test_what_was_not_measured_is_not_written(tmp_path: Path) -> None:
 
 
 def test_what_is_no_number_is_null_in_the_file_and_nan_to_whoever_reads_it(tmp_path: Path) -> None:
-    likeness = Likeness(math.nan, math.inf)
+    likeness = GradientSimilarity(math.nan, math.inf)
     shadow = Shadow(2, math.nan, 1.0, likeness, {"a": likeness})
     broken = replace(step(2, loss=math.nan), grad_norm=math.inf, skipped=1, shadow=shadow)
     for after in (0, 2):  # again, as the start of a run that goes on writes what it keeps

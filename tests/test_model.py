@@ -23,7 +23,7 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
-from precisionctl.trainer.model.rope import sliding_window_mask
+from precisionctl.trainer.model.positions import sliding_window_mask
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 
 BF16 = PRESETS["bf16"]

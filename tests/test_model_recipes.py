@@ -24,7 +24,7 @@ from precisionctl.planning.plan import check_fp8_gemms
 from precisionctl.recipe import Parallel, bundled_recipes, load_recipe
 from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.parallel import shares
+from precisionctl.trainer.parallel import shards
 from precisionctl.trainer.parallel.world import check
 from precisionctl.trainer.settings import check_length
 
@@ -157,7 +157,7 @@ def test_its_batches_divide_among_the_gpus_that_its_first_line_names(name: str) 
     recipe, gpus = load_recipe(name), real_of(name).gpus
     assert f" {gpus} GPUs of 80 GB" in bundled_recipes()[name].read_text().replace("\n# ", " ")
     check(gpus, recipe)
-    shares.check(from_hf_config(dict(real_of(name).config)), recipe.parallel)
+    shards.check(from_hf_config(dict(real_of(name).config)), recipe.parallel)
     assert recipe.train.batch_size % (gpus // recipe.parallel.tensor * recipe.train.micro_batch_size) == 0
     assert 0 < recipe.schedule.warmup_steps < recipe.train.steps / 2
     for precision in ("fp8-delayed", "bf16"):

@@ -16,10 +16,10 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.emulated import EmulatedBackend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
-from precisionctl.trainer.data.packing import pack
+from precisionctl.trainer.data.rows import pack
 from precisionctl.trainer.loop import summed_loss
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.segments import Segments
+from precisionctl.trainer.model.positions import PackedSequences
 
 SIZES = (34, 47, 40, 35, 45, 36, 39)
 """Of texts; longer than the windows and than the contexts that rope scaling starts from in CASES, which must be the
@@ -65,7 +65,7 @@ def test_packed_and_unpacked_texts_have_the_same_loss_and_gradients(case: str, t
     theirs = transformers_model(family, **changes)
     model = as_gpt(converted(theirs, tmp_path))
     alone, packed = batches()
-    assert alone.segments is None and packed.segments is not None and alone.targets == packed.targets
+    assert alone.packed is None and packed.packed is not None and alone.targets == packed.targets
     expected, one_by_one = gradients(model, alone)
     total, together = gradients(model, packed)
     assert total == pytest.approx(expected, rel=1e-6)
@@ -74,7 +74,7 @@ def test_packed_and_unpacked_texts_have_the_same_loss_and_gradients(case: str, t
     for name, gradient in together.items():
         largest = float(one_by_one[name].abs().max())
         torch.testing.assert_close(gradient, one_by_one[name], rtol=0, atol=2e-5 * largest, msg=name)
-    leaking = float(summed_loss(model, Batch(packed.tokens, packed.labels, packed.real)).detach())
+    leaking = float(summed_loss(model, Batch(packed.tokens, packed.labels, packed.padding_mask)).detach())
     assert abs(leaking - expected) > 1e-5 * expected  # ten times what is allowed above
 
 
@@ -102,9 +102,9 @@ class DenseMask(nn.Module):
         super().__init__()
         self.scale = scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, window: int | None) -> Tensor:
         tokens, heads, _ = query.shape
-        ends = segments.cu_seqlens(query.device)
+        ends = packed.cu_seqlens(query.device)
         assert ends.dtype == torch.int32 and int(ends[-1]) == tokens
         number = torch.arange(tokens)
         text = torch.bucketize(number, ends[1:], right=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from precisionctl.calibration.calibrate import _merged
-from precisionctl.checkpoints.module import Part
+from precisionctl.checkpoints.module import TensorShard
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Role
 from precisionctl.fp8.statistics import Statistics
@@ -22,7 +22,7 @@ from precisionctl.precision import Precision
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.parallel.group_ranks import TensorRanks
-from precisionctl.trainer.parallel.shares import Shares
+from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import World
 
 FUSED = {
@@ -233,7 +233,7 @@ def test_experts_are_recorded_one_by_one_without_padding() -> None:
     tokens = torch.tensor([0, 1, 3, 2, 0, 3, 1, 2])  # the token at each place, expert by expert
     arranged = values.flatten(0, 1)[tokens].requires_grad_()
     gradient = torch.randn(8, 16)
-    with recorder.forward_pass(real), recorder.arranged(tokens):
+    with recorder.forward_pass(real), recorder.reordered(tokens):
         out = torch.cat([part @ weight.T for part, weight in zip(arranged.split(counts), weights, strict=True)])
         recorder.grouped_gemm("experts", arranged, counts, weights, out)
     out.backward(gradient)
@@ -295,9 +295,11 @@ def test_of_scattered_outputs_all_tensor_ranks_tokens_are_counted(sequence: bool
         out = torch.zeros(4 if sequence else 8, 16, requires_grad=True) * 1
         with recorder.forward_pass():
             recorder.gemm(module, torch.randn(8, 8), torch.randn(16, 8), out, scattered=True)
-        out.backward(world.tensor.mine(gradient))
-        shares = Shares({f"{module}.weight": Part(TensorSpec((16, 16), torch.bfloat16, COLUMNS), [])}, world)
-        world.sum = world.largest = lambda numbers: counted.append(numbers) or numbers  # type: ignore[method-assign]
+        out.backward(world.tensor.local_tokens(gradient))
+        shares = ModelShards(
+            {f"{module}.weight": TensorShard(TensorSpec((16, 16), torch.bfloat16, COLUMNS), [])}, world
+        )
+        world.all_reduce_sum = world.all_reduce_max = lambda numbers: counted.append(numbers) or numbers  # type: ignore[method-assign]
         _merged(recorder, recorder.states(), shares)
     roles = list(ROLES)
     total = (counted[0] + counted[2])[roles.index("grad_output")].tolist()

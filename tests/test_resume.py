@@ -51,7 +51,7 @@ def child(out, moment, precision):
     if kind == "drop":
         saving.prune = die
     if kind == "write":
-        saving.RowsOf.sync = die
+        saving.LocalRows.sync = die
     precision, _, more = precision.partition(" ")
     changes = {
         "": {},

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from precisionctl.trainer.model.rope import Positions, rotate
+from precisionctl.trainer.model.positions import Positions, rotate
 
 
 def by_formula(heads: Tensor, positions: Positions) -> Tensor:

@@ -56,7 +56,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_one_at_a_time_is(
     """The disk is as slow as two steps take: the checkpoint of step 2 is written after the update of step 3, and the
     one of step 4 begins when it is there."""
     out, may_write, order = tmp_path / "run", threading.Event(), list[str]()
-    sync = saving.RowsOf.sync
+    sync = saving.LocalRows.sync
 
     def slow(rows: Any) -> None:
         assert threading.current_thread() is not threading.main_thread()
@@ -72,7 +72,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_one_at_a_time_is(
         if step.step == 5:
             assert "iter_0000002" in steps_of(out)
 
-    monkeypatch.setattr(saving.RowsOf, "sync", slow)
+    monkeypatch.setattr(saving.LocalRows, "sync", slow)
     resume(going_on(place, out), lambda started: None, on_step)
     assert order[:3] == ["step 1", "step 2", "step 3"] and order.count("written") == 3
     assert contents(out / "iter_0000002") == contents(whole / "iter_0000002")
@@ -81,7 +81,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_one_at_a_time_is(
 def test_a_full_disk_is_told_at_the_next_step_and_nothing_looks_whole(
     place: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, sync, count = tmp_path / "run", saving.RowsOf.sync, iter(range(9))
+    out, sync, count = tmp_path / "run", saving.LocalRows.sync, iter(range(9))
 
     def full(rows: Any) -> None:
         if next(count) == 1:
@@ -90,9 +90,9 @@ def test_a_full_disk_is_told_at_the_next_step_and_nothing_looks_whole(
 
     made, seen = going_on(place, out), list[int]()
     with monkeypatch.context() as patch:
-        patch.setattr(saving.RowsOf, "sync", full)
-        stage = saving._Going.stage.fget
-        patch.setattr(saving._Going, "stage", property(lambda going: going.thread.join() or stage(going)))
+        patch.setattr(saving.LocalRows, "sync", full)
+        stage = saving.PendingSave.stage.fget
+        patch.setattr(saving.PendingSave, "stage", property(lambda going: going.thread.join() or stage(going)))
         with pytest.raises(DiskProblem, match="No space left on device"):
             resume(made, lambda started: None, lambda step: seen.append(step.step))
     assert seen == [1, 2, 3, 4, 5]

@@ -19,12 +19,13 @@ from training import contents, losses, settings
 from precisionctl.errors import PrecisionError
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Recipe, Train
-from precisionctl.trainer import loop, segments, telling
+from precisionctl.trainer import loop
 from precisionctl.trainer import resume as trainer
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import batch as batches
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
+from precisionctl.trainer.model import positions
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.resume import resume
@@ -87,8 +88,8 @@ class Texts:
 @contextmanager
 def on_meta(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
     monkeypatch.setattr(torch.optim, "AdamW", Unread)
-    for module in (segments, batches):
-        monkeypatch.setattr(module, "sent", lambda values, device: values.to(device, non_blocking=True))
+    for module in (positions, batches):
+        monkeypatch.setattr(module, "to_device", lambda values, device: values.to(device, non_blocking=True))
     with Copies() as copies:
         monkeypatch.setattr(torch, "tensor", copies.tensor)
         yield copies
@@ -119,20 +120,20 @@ def test_nothing_is_read_from_the_device_within_a_step_and_nothing_sent_that_is_
         run = Run(recipe, gpt, MasterAdamW(gpt, recipe.optimizer), rows)
         if precision == "bf16" and lengths != PADDED:
             run.recorder = Recorder(PRESETS["fp8-delayed"], run.device)
-        with run.shown():
+        with run.recording():
             loop.update(run)
             copies.waiting.clear()  # what is made once has been made
             numbers, targets = loop.update(run)
         assert numbers.is_meta and targets == 4 * sum(lengths)
         assert (run.meter.health is not None) == (precision == "fp8-delayed")
-        assert run.meter.metered().flops > 0
+        assert run.meter.pending_cost().flops > 0
     assert copies.waiting == []
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-    monkeypatch.setattr(telling, "is_told_late", lambda run: run.guard is None)
+    monkeypatch.setattr(loop, "reports_late", lambda run: run.guard is None)
 
 
 def test_a_run_that_is_told_of_late_skips_is_killed_and_ends_as_one_that_is_told_of_at_once(
@@ -143,7 +144,7 @@ def test_a_run_that_is_told_of_late_skips_is_killed_and_ends_as_one_that_is_told
     outs = [tmp_path / name for name in ("at once", "late", "killed")]
     made = [settings(place / "source", place / "text.txt", out, "fp8", **changes) for out in outs]
     resume(made[0], lambda started: None, lambda step: None)
-    monkeypatch.setattr(telling, "is_told_late", lambda run: run.guard is None)
+    monkeypatch.setattr(loop, "reports_late", lambda run: run.guard is None)
     resume(made[1], lambda started: None, lambda step: None)
     run_with_kills(made[2], {1, 2, 4, 5, 6})
     for out in outs[1:]:

@@ -11,8 +11,8 @@ from shared_layers import CASES, SIZES, source_of
 from precisionctl.errors import RecipeError
 from precisionctl.recipe import Parallel, load_recipe
 from precisionctl.trainer.data.blend import Blend
-from precisionctl.trainer.data.rows import EvenCut, Rows
-from precisionctl.trainer.parallel import shares, world
+from precisionctl.trainer.data.rows import EqualRows, Rows
+from precisionctl.trainer.parallel import shards, world
 
 Told = dict[str, list[dict[str, Any]]]
 
@@ -64,7 +64,7 @@ def test_fp8_of_data_ranks_that_starts_cold_is_that_of_one_process(told: Told, a
 )
 def test_a_model_that_ranks_cannot_share_is_refused(family: str, sizes: Parallel, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        shares.check(source_of(family).model, sizes)
+        shards.check(source_of(family).model, sizes)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_tensor_ranks_have_the_same_rows_and_others_have_their_own() -> None:
 
 def test_rows_are_padded_so_that_each_rank_s_tokens_are_what_fp8_gemms_take() -> None:
     tokens = np.arange(3 * 41)
-    rows = Rows(tokens, None, EvenCut(3, 40), padding=0, largest=122, digest="")
+    rows = Rows(tokens, None, EqualRows(3, 40), padding=0, largest=122, digest="")
     assert [rows.shared_by(ranks).batch([0, 2]).tokens.shape for ranks in (1, 2, 4)] == [(2, 64), (2, 64), (2, 128)]
     both = Blend([rows, rows], [1.0, 1.0])
     assert both.shared_by(4).batch([0]).tokens.shape == (1, 128)

@@ -70,7 +70,7 @@ def per_block(values: Tensor, weight: Tensor) -> Product:
     """Inputs in groups of 128, weights in squares: what an export in blocks computes."""
     x, w = GroupInputs(BLOCK, native=True).quantize(values).rows, coded(weight, (BLOCK, BLOCK))
     by_element = w[1].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    expected = x.inside() @ (w[0].float() * by_element[: len(weight), : weight.shape[1]]).t()
+    expected = x.summands() @ (w[0].float() * by_element[: len(weight), : weight.shape[1]]).t()
     return partial(NativeBlocks(*w).under, x), expected
 
 

@@ -33,8 +33,8 @@ from precisionctl.trainer.data import Blend, Feed, Rows
 from precisionctl.trainer.data.tokenizer import load_tokenizer
 from precisionctl.trainer.loop import backward
 from precisionctl.trainer.model.gpt import GPT
-from precisionctl.trainer.parallel import shares
-from precisionctl.trainer.parallel.shares import Shares
+from precisionctl.trainer.parallel import shards
+from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import World, together, world
 from precisionctl.trainer.saved import run_folder
 from precisionctl.trainer.settings import check_length, read_rows, with_data
@@ -101,7 +101,7 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     backend, output = choose_backend(calibration.backend), _output(calibration)
     source = open_checkpoint(calibration.checkpoint, calibration.iteration)
     check_length(recipe, source.model)
-    shares.check(make_plan(source, "megatron").model, recipe.parallel)
+    shards.check(make_plan(source, "megatron").model, recipe.parallel)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
     rows = read_rows(recipe.data, load_tokenizer(source.companions), source.model)
     rows = rows.shared_by(recipe.parallel.token_ranks)
@@ -125,10 +125,10 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
                 on_pass(done, passes)
             stopped = agreed_signal(world, received) if done < passes else None
             if stopped or (done < passes and done % SAVE_EVERY == 0):
-                progress.save(done, _states(recorder, source.iteration, weights, model.shares))
+                progress.save(done, _states(recorder, source.iteration, weights, model.shards))
             if stopped:
                 break
-        states = _states(recorder, source.iteration, weights, model.shares)
+        states = _states(recorder, source.iteration, weights, model.shards)
         if not stopped:
             progress.finish(states)
     return Calibrated(calibration.out, states, passes, at_once, (*rows.notes, *notes), stopped, world.first)
@@ -185,7 +185,7 @@ def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.d
     parameters = dict(model.named_parameters())
     # what is cut for several ranks is FP32 and rounded when it is put together
     plan = make_plan(source, "megatron", dtype=torch.bfloat16 if world.count == 1 else torch.float32)
-    convert.run(plan, source, LiveModel(shape, parameters, parts=model.shares.parts))
+    convert.run(plan, source, LiveModel(shape, parameters, shards=model.shards.tensors))
     return model.requires_grad_(False)
 
 
@@ -194,10 +194,10 @@ def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, 
     world = model.backend.world
     feed = Feed(rows, recipe.train, recorder.device, rank=world.data_rank, ranks=world.data_count)
     with model.recorded_by(recorder):
-        for number, (batch, mine) in zip(numbers, islice(feed.coming(0), numbers.start, None), strict=False):
+        for number, (batch, mine) in zip(numbers, islice(feed.upcoming(0), numbers.start, None), strict=False):
             recorder.measuring = (number + 1) % MEASURE_EVERY == 0 or number + 1 == numbers.stop
-            targets = int(world.sum_of_data(torch.tensor(mine)))
-            if not math.isfinite(float(world.sum_of_data(backward(model, batch, targets)))):
+            targets = int(world.sum_over_data_ranks(torch.tensor(mine)))
+            if not math.isfinite(float(world.sum_over_data_ranks(backward(model, batch, targets)))):
                 raise PrecisionError(
                     f"the loss of pass {number + 1} is not a number",
                     do="Is the checkpoint sound? `precisionctl eval` says what it makes of a text.",
@@ -205,7 +205,7 @@ def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, 
             yield number + 1
 
 
-def _states(recorder: Recorder, iteration: int | None, weights: str, held: Shares) -> Fp8States:
+def _states(recorder: Recorder, iteration: int | None, weights: str, shards: ModelShards) -> Fp8States:
     """What all ranks have recorded of a model with `weights` of this digest."""
     modules = recorder.states()
     return Fp8States(
@@ -213,27 +213,27 @@ def _states(recorder: Recorder, iteration: int | None, weights: str, held: Share
         modules,
         producer=CALIBRATED,
         iteration=iteration,
-        statistics=_merged(recorder, modules, held),
+        statistics=_merged(recorder, modules, shards),
         of_weights=weights,
     )
 
 
 def _merged(
-    recorder: Recorder, modules: Mapping[str, Fp8State], held: Shares
+    recorder: Recorder, modules: Mapping[str, Fp8State], shards: ModelShards
 ) -> Mapping[str, Mapping[Role, Statistics]]:
     """Statistics of all ranks; of what is the same on several, those of the first."""
-    world, mine = held.world, recorder.statistics
+    world, mine = shards.world, recorder.statistics
     if world.count == 1:
         return mine
     keys = [(module, role) for module, state in sorted(modules.items()) for role in state.roles]
     found = [mine.get(module, {}).get(role, Statistics()) for module, role in keys]
     listed = [
-        (one if held.counts(module, role, module in recorder.scattered) else Statistics()).numbers()
+        (one if shards.contributes_to_sum(module, role, module in recorder.scattered) else Statistics()).numbers()
         for one, (module, role) in zip(found, keys, strict=True)
     ]
     numbers = torch.tensor(listed, dtype=torch.float64, device=recorder.device)
-    total = world.sum(numbers)
-    total[:, AMAX] = world.largest(numbers[:, AMAX])
+    total = world.all_reduce_sum(numbers)
+    total[:, AMAX] = world.all_reduce_max(numbers[:, AMAX])
     merged: dict[str, dict[Role, Statistics]] = {}
     for (module, role), row in zip(keys, total.tolist(), strict=True):
         if row[0]:

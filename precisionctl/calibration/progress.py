@@ -35,7 +35,7 @@ class Progress:
         """Make the place, say whose it is, and keep others out. Raises OutputError where another process is at it, or
         something else is there."""
         if not self._world.first:
-            self._world.meet()
+            self._world.barrier()
             yield
             return
         self._output.check_links()
@@ -43,7 +43,7 @@ class Progress:
         with open_kept(self._output.partial / "lock") as file:
             lock(file, OutputError("another process is calibrating to this file", where=self._output.path))
             self._sign()
-            self._world.meet()
+            self._world.barrier()
             yield
 
     def _sign(self) -> None:
@@ -106,13 +106,13 @@ class Progress:
     def clear(self) -> None:
         """Remove what was kept on the way; last what says which calibration it was of, so that a kill on the way can be
         told from a file of another's."""
-        self._world.meet()  # some may still be reading it
+        self._world.barrier()  # some may still be reading it
         if self._world.first:
             for path in self._output.partial.iterdir():
                 if path.name != _IDENTITY:
                     path.unlink()
             shutil.rmtree(self._output.partial)
-        self._world.meet()
+        self._world.barrier()
 
     def finished(self) -> Fp8States | None:
         """What this calibration wrote before it was killed, where it had come that far. Raises DestinationExists where

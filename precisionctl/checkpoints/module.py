@@ -1,8 +1,8 @@
 """A live model as the source or the target of a conversion: its chunks are its tensors themselves.
 
-It has no files, and its FP8 state is taken and set module by module (`fp8_state`, `set_fp8_state`). Of a model that is
-cut for several ranks, a rank has a part of each tensor (tensor parallelism), of that some rows (FSDP's DTensors), and
-reads and writes those alone.
+It has no files, and its FP8 state is read and set module by module (`fp8_state`, `set_fp8_state`). Of a model that is
+sharded over several ranks, a rank has a shard of each tensor (tensor parallelism), of that some rows (FSDP's DTensors),
+and reads and writes those alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ from precisionctl.param import Layout, TensorSpec
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank has of a tensor that is all that `spec` says: `boxes`, one below the other, or none."""
+class TensorShard:
+    """What a rank has of a tensor that as a whole is `spec`: `boxes`, one below the other, or none."""
 
     spec: TensorSpec
     boxes: Sequence[Box]
@@ -30,19 +30,19 @@ class Part:
 @dataclass(frozen=True)
 class LiveModel:
     """Tensors by Megatron name: parameters, or FP32 tensors that stand for them (masters, moments). Of a model that
-    tensor or expert ranks share, these are `parts`; what there is no part of is whole."""
+    tensor or expert ranks share, these are `shards`; a tensor without one is whole."""
 
     model: ModelShape
     tensors: Mapping[str, Tensor]
     layout: Layout = "megatron"
     encodings: Mapping[str, Encoding] = field(default_factory=dict)
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    shards: Mapping[str, TensorShard] = field(default_factory=dict)
     path: None = None
     """It is in memory."""
 
     @cached_property  # a run asks for it several times a piece
     def specs(self) -> Mapping[str, TensorSpec]:
-        specs = {name: part.spec for name, part in self.parts.items()}
+        specs = {name: shard.spec for name, shard in self.shards.items()}
         for name, tensor in self.tensors.items():
             spec = specs.get(name, TensorSpec(tuple(tensor.shape), tensor.dtype))
             specs[name] = replace(spec, dtype=tensor.dtype)
@@ -52,7 +52,7 @@ class LiveModel:
         if name not in self.tensors:
             return []
         first, mine = _rows(self.tensors[name])
-        boxes = self.parts[name].boxes if name in self.parts else [whole(self.specs[name])]
+        boxes = self.shards[name].boxes if name in self.shards else [whole(self.specs[name])]
         found, start = [], 0
         for box in boxes:  # whose first row is number `start` of the rank's own
             top, bottom = max(start, first), min(start + box.rows, first + len(mine))
@@ -79,8 +79,8 @@ def _rows(tensor: Tensor) -> tuple[int, Tensor]:
     return first, mine
 
 
-class Made(Mapping[str, Tensor]):
-    """Tensors that are made when they are asked for. The last one is kept: it is asked for piece by piece."""
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors that are made when they are read. The last one is kept, as it is read piece by piece."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
         self._makers = makers
@@ -114,11 +114,11 @@ class Snapshot:
 
     @staticmethod
     def of(live: LiveModel) -> "Snapshot":
-        """Tensors that are one and the same are copied once; those that are made for it, each."""
+        """Tensors that are one and the same are copied once; lazy ones, each."""
         copies: dict[int, Sequence[Chunk]] = {}
         held: dict[str, Sequence[Chunk]] = {}
         for name, tensor in live.tensors.items():
-            known = {} if isinstance(live.tensors, Made) else copies
+            known = {} if isinstance(live.tensors, LazyTensors) else copies
             if id(tensor) not in known:
                 known[id(tensor)] = [replace(chunk, place=_copied(chunk)) for chunk in live.chunks(name)]
             held[name] = known[id(tensor)]
@@ -129,9 +129,9 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class RowsOf:
-    """The part of a target that this rank writes: the rows that are `live` here, in the files of a Writer that the
-    first rank has laid out."""
+class LocalRows:
+    """The rows of a target that this rank writes: those that are `live` here, in the files of a Writer that the first
+    rank has laid out."""
 
     writer: Writer
     live: Chunked

@@ -65,8 +65,8 @@ def resume(overrides: tuple[str, ...], megatron: tuple[str, ...], dry_run: bool,
     from precisionctl import console
     from precisionctl.reports import run as report
     from precisionctl.trainer import resume as trainer
-    from precisionctl.trainer.dry_run import dry_run as look
     from precisionctl.trainer.measure.metrics import StepMetrics
+    from precisionctl.trainer.run_plan import dry_run as look
     from precisionctl.trainer.settings import Settings
 
     settings = Settings(overrides=(*megatron, *overrides), **what)

@@ -129,7 +129,7 @@ def _sums(model: GPT, reference: GPT | None, batch: Batch) -> Tensor:
     wanted = batch.labels != IGNORED
     labels = batch.labels[wanted]
     models = [model, reference] if reference else [model]
-    hidden = [each.hidden(batch.tokens, batch.real, batch.segments)[wanted] for each in models]
+    hidden = [each.hidden(batch.tokens, batch.padding_mask, batch.packed)[wanted] for each in models]
     total = torch.zeros(4, dtype=torch.float64)
     piece = max(1, LOGITS_AT_A_TIME // model.model.padded_vocab_size)
     for start in range(0, len(labels), piece):

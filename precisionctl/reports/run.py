@@ -7,12 +7,10 @@ from precisionctl.calibration.calibrate import Calibrated
 from precisionctl.fp8.state import Role
 from precisionctl.fp8.statistics import NAMES
 from precisionctl.reports.table import percent, size
-from precisionctl.trainer.dry_run import DryRun
 from precisionctl.trainer.measure.metrics import StepMetrics
-from precisionctl.trainer.measure.preflight import would_fit
+from precisionctl.trainer.measure.preflight import DiskSpace, would_fit
 from precisionctl.trainer.resume import Finished, Started
-from precisionctl.trainer.run_plan import RunPlan
-from precisionctl.trainer.saved.room import Room
+from precisionctl.trainer.run_plan import DryRun, RunPlan
 from precisionctl.trainer.shadow import Shadow
 from precisionctl.trainer.start import Source
 
@@ -20,14 +18,14 @@ from precisionctl.trainer.start import Source
 def beginning(started: Started) -> list[str]:
     """Where the run stands, where the FP8 state of each role is from, and what else is worth knowing."""
     recipe = started.recipe
-    taken = "weights only" if "optimizer" in started.left else "weights and optimizer"
+    taken = "weights only" if "optimizer" in started.skipped else "weights and optimizer"
     lines = [
         f"{precision(started)} in {started.out}: from step {started.step} to {recipe.train.steps}, "
         f"{'continued' if started.going_on else taken}, {started.backend} backend"
     ]
     if started.fp8:
         lines.append(f"FP8 state: {fp8_sources(started.fp8)}")
-    return [*lines, *_disk(started.room), *started.notes]
+    return [*lines, *_disk(started.disk), *started.notes]
 
 
 def dry_run(dry: DryRun) -> list[str]:
@@ -47,18 +45,18 @@ def dry_run(dry: DryRun) -> list[str]:
     ]
     if not ahead.fits:
         lines.append(f"It does not fit. {would_fit(ahead)}")
-    return [*lines, *_disk(dry.room), "Nothing was started."]
+    return [*lines, *_disk(dry.disk), "Nothing was started."]
 
 
-def _disk(room: Room) -> list[str]:
+def _disk(space: DiskSpace) -> list[str]:
     """What checkpoints take, of a run that will write some."""
-    if not room.more:
+    if not space.more:
         return []
-    lines = [f"Disk: a checkpoint takes {size(room.each)}, and {size(room.free)} are free"]
-    if room.each > room.free:
+    lines = [f"Disk: a checkpoint takes {size(space.each)}, and {size(space.free)} are free"]
+    if space.each > space.free:
         lines.append("It does not fit. Make room, or choose another --out.")
-    elif not room.holds_all:
-        lines.append(f"  {room.more} more at a time (train.keep and the one that is written) do not fit: make room")
+    elif not space.holds_all:
+        lines.append(f"  {space.more} more at a time (train.keep and the one that is written) do not fit: make room")
     return lines
 
 

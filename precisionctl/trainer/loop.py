@@ -1,97 +1,169 @@
-"""The training loop: rows in, updates of the model out, and nothing else kept in mind but two numbers.
+"""The training loop: takes rows, updates the model, and reports each step.
 
-`step` (updates made) and `position` (rows taken from the order) are all that a run needs beside its tensors
-to go on exactly where it was.
+`step` (updates made) and `position` (rows taken from the order) are all that a run needs beside its tensors to continue
+exactly where it was.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from precisionctl.errors import PrecisionError
 from precisionctl.trainer.data import IGNORED, Batch, Blend, Rows
-from precisionctl.trainer.jump import Jump
-from precisionctl.trainer.measure.metrics import MetricsLog
+from precisionctl.trainer.measure.meter import PendingStepCost
+from precisionctl.trainer.measure.metrics import MetricsLog, StepMetrics
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
 from precisionctl.trainer.run import Run
-from precisionctl.trainer.stopping import Stop, agreed, stop_signals
-from precisionctl.trainer.telling import OnStep, Told, Update
-from precisionctl.trainer.transfers import Coming, Moment
+from precisionctl.trainer.saved.run_folder import Rollback
+from precisionctl.trainer.saved.saving import Saver
+from precisionctl.trainer.shadow import Shadow
+from precisionctl.trainer.stopping import Stop, agreed_stop, stop_signals
+from precisionctl.trainer.transfers import AsyncRead, DeviceEvent
 
-
-class Saves(Protocol):
-    """What the loop asks of whoever saves a run (`saving.Saver`)."""
-
-    def save(self) -> None: ...
-    def poll(self) -> None: ...
-    def finish(self) -> None: ...
+OnStep = Callable[[StepMetrics], None]
 
 
 def train(
-    run: Run, log: MetricsLog | None, saves: Saves, on_step: OnStep, until: float = math.inf
-) -> Stop | Jump | None:
-    """Go on to the recipe's last step, saving as it says. On SIGTERM or SIGINT, and when `time.monotonic()` is at
-    `until`, save and return why. Of several ranks the first has a log and hears of steps, and what stops one stops all.
-    Where the guard sees a jump, that is returned; what is under way is saved.
+    run: Run, log: MetricsLog | None, saver: Saver, on_step: OnStep, until: float = math.inf
+) -> Stop | Rollback | None:
+    """Train to the recipe's last step, saving as the recipe says. On SIGTERM or SIGINT, and when `time.monotonic()`
+    reaches `until`, save and return why. Of several ranks only the first has a log and calls `on_step`; what stops one
+    rank stops all. Where the guard decides on a rollback, that is returned, once a pending save is complete.
 
-    Raises PrecisionError where too many steps running have no loss or gradients that are numbers, and where the guard
-    has stopped the run, which is saved.
+    Raises PrecisionError after too many skipped steps in a row, and where the guard has stopped the run, which is
+    saved.
     """
-    told = Told(run, log, on_step)
-    if run.recipe.train.graphs:
-        run.capture()
+    train, reporter = run.recipe.train, StepReporter(run, log, on_step)
+    if train.graphs:
+        run.capture_graphs()
     with stop_signals() as received:
         try:
-            while run.step < run.recipe.train.steps:
+            while run.step < train.steps:
                 if run.guard:
-                    run.guard.begin(run)
-                with run.shown():
-                    loss = told.of(_measured_step(run))
-                saves.poll()
-                if run.guard and (jump := run.guard.after_step(run, loss)):
-                    saves.finish()
-                    return jump
-                if (stop := agreed(run.world, received, until)) or _is_due(run):
-                    told.finish()
+                    run.guard.before_step(run)
+                with run.recording():
+                    loss = reporter.report(_measured_update(run))
+                saver.poll()
+                if run.guard and (rollback := run.guard.after_step(run, loss)):
+                    saver.finish()
+                    return rollback
+                stop = agreed_stop(run.world, received, until)
+                last = run.step == train.steps or (run.guard is not None and run.guard.stops)
+                if stop or last or run.step % train.save_every == 0:
+                    reporter.flush()
                     if log:
                         log.sync()
-                    saves.save()
+                    saver.save()
                 if stop:
-                    saves.finish()
+                    saver.finish()
                     return stop
         except PrecisionError:  # of all ranks
-            saves.finish()
+            saver.finish()
             raise
-        saves.finish()
+        saver.finish()
     return None
 
 
-def _is_due(run: Run) -> bool:
-    """Whether the run is to be saved as it stands."""
-    train = run.recipe.train
-    return run.step % train.save_every == 0 or run.step == train.steps or (run.guard is not None and run.guard.stops)
+@dataclass(frozen=True)
+class Update:
+    """An optimizer step that has been queued on the device. `numbers`, FP32: its summed loss, the norm of its
+    gradients and, where FP8 was watched, `Fp8Health.fractions`. Where loss or norm is not finite it was skipped."""
+
+    step: int
+    targets: int
+    numbers: AsyncRead
+    cost: PendingStepCost
+    begun: DeviceEvent
+    ended: DeviceEvent
+    held_out_loss: float | None = None
+    fp8: bool | None = None
+    shadow: Shadow | None = None
+
+
+class StepReporter:
+    """Reports each step immediately on a CPU; on CUDA one step late, so that the GPU never waits. A run with a guard
+    reports immediately everywhere, as the guard judges a step before the next one."""
+
+    def __init__(self, run: Run, log: MetricsLog | None, on_step: OnStep) -> None:
+        self._run, self._log, self._on_step = run, log, on_step
+        self._pending: Update | None = None
+
+    def report(self, update: Update) -> float:
+        """Report a step, now or with the next one. Returns its loss; NaN while it is not known. Raises PrecisionError
+        as `SkippedSteps.count`."""
+        self.flush()
+        self._pending = update
+        return math.nan if reports_late(self._run) else self.flush()
+
+    def flush(self) -> float:
+        """Wait for the step that is not reported yet, and report it. Returns its loss; NaN where there is none."""
+        update, self._pending = self._pending, None
+        if update is None:
+            return math.nan
+        run = self._run
+        total, norm, *health = update.numbers.read()
+        loss, seconds = total / update.targets, update.begun.seconds_until(update.ended)
+        run.skipped.count(update.step, loss, norm, run.recipe.train.max_skipped)
+        metrics = StepMetrics(
+            step=update.step,
+            loss=loss,
+            lr=run.learning_rate(update.step),
+            grad_norm=norm,
+            tokens=update.targets + (self._log.tokens if self._log else 0),
+            tokens_per_second=update.targets / seconds,
+            seconds=seconds,
+            held_out_loss=update.held_out_loss,
+            fp8=update.fp8,
+            shadow=update.shadow,
+            cost=update.cost.finish(seconds, health),
+            skipped=run.skipped.running or None,
+        )
+        if self._log:
+            self._log.write(metrics)
+            self._on_step(metrics)
+        return loss
+
+
+def reports_late(run: Run) -> bool:
+    """Whether a step is reported after the next one has been queued."""
+    return run.device.type == "cuda" and run.guard is None
+
+
+def _measured_update(run: Run) -> Update:
+    run.meter.begin()
+    begun = DeviceEvent(run.device)
+    numbers, targets = update(run)
+    if run.meter.health is not None:
+        numbers = torch.cat([numbers, run.meter.health])
+    reading, cost, ended = AsyncRead(numbers), run.meter.pending_cost(), DeviceEvent(run.device)
+    train, held_out = run.recipe.train, None
+    if run.held_out is not None and (run.step % train.eval_every == 0 or run.step == train.steps):
+        held_out = held_out_loss(run.model, run.held_out, train.micro_batch_size)
+    fp8 = run.recorder is None if run.guard else None
+    shadow = run.guard.take_shadow() if run.guard else None
+    return Update(run.step, targets, reading, cost, begun, ended, held_out, fp8, shadow)
 
 
 def update(run: Run) -> tuple[Tensor, int]:
     """One optimizer step. Returns its summed loss and the gradients' norm, FP32 `[2]`, and its targets.
 
-    Where one is no number, on every rank alike, the weights and the optimizer stay as they are, and the step counts;
-    the device decides that."""
+    Where one of the two is not finite, which it is on all ranks alike, weights and optimizer stay as they are, and the
+    step counts. The device decides that."""
     batches, targets = run.batches(run.position)
     run.meter.count(batches)
     if run.guard:
-        run.guard.before_passes(run, batches, targets)
-    total = passes(run, batches, targets)
+        run.guard.before_gradients(run, batches, targets)
+    total = accumulate_gradients(run, batches, targets)
     if run.guard:
-        run.guard.after_passes(run, lambda: float(total) / targets)
+        run.guard.after_gradients(run, lambda: float(total) / targets)
     numbers = torch.stack([total, run.optimizer.clip()])
     skip = ~numbers.isfinite().all()
-    run.optimizer.step(run.rate(run.step + 1), skip)
+    run.optimizer.step(run.learning_rate(run.step + 1), skip)
     run.model.backend.forget_infinite(skip)
     if run.recorder:
         run.recorder.forget_infinite(skip)
@@ -100,7 +172,7 @@ def update(run: Run) -> tuple[Tensor, int]:
     return numbers, targets
 
 
-def passes(run: Run, batches: Sequence[Batch], targets: int) -> Tensor:
+def accumulate_gradients(run: Run, batches: Sequence[Batch], targets: int) -> Tensor:
     """Forward and backward of an update's micro-batches; the optimizer has the sum of their gradients. Returns their
     loss, summed over its `targets`, FP32 `[]`."""
     total = torch.zeros((), device=run.device)
@@ -110,7 +182,7 @@ def passes(run: Run, batches: Sequence[Batch], targets: int) -> Tensor:
                 total += backward(run.model, batch, targets)
             run.optimizer.collect()
     run.optimizer.reduce(run.world)
-    return run.world.sum_of_data(total)
+    return run.world.sum_over_data_ranks(total)
 
 
 def backward(model: GPT, batch: Batch, targets: int) -> Tensor:
@@ -133,37 +205,15 @@ def held_out_loss(model: GPT, rows: Rows | Blend, micro_batch_size: int) -> floa
             if turn + world.data_rank < len(starts):
                 total += summed
                 targets += batch.targets
-        world.rest(model)
+        world.reshard(model)
     mine = torch.tensor([total, targets], dtype=torch.float64, device=device)
-    all_total, all_targets = world.sum_of_data(mine).tolist()
+    all_total, all_targets = world.sum_over_data_ranks(mine).tolist()
     return float(all_total / all_targets)
-
-
-def _measured_step(run: Run) -> Update:
-    run.meter.begin()
-    begun = Moment(run.device)
-    numbers, targets = update(run)
-    if run.meter.health is not None:
-        numbers = torch.cat([numbers, run.meter.health])
-    coming, taken, ended = Coming(numbers), run.meter.metered(), Moment(run.device)
-    train = run.recipe.train
-    look = run.held_out is not None and (run.step % train.eval_every == 0 or run.step == train.steps)
-    return Update(
-        run.step,
-        targets,
-        coming,
-        taken,
-        begun,
-        ended,
-        held_out_loss=held_out_loss(run.model, run.held_out, train.micro_batch_size) if look and run.held_out else None,
-        fp8=run.recorder is None if run.guard else None,
-        shadow=run.guard.seen() if run.guard else None,
-    )
 
 
 def summed_loss(model: GPT, batch: Batch) -> Tensor:
     """Cross entropy summed over a batch's targets, FP32 `[]`."""
-    logits = model(batch.tokens, batch.real if batch.padded else None, batch.segments)
+    logits = model(batch.tokens, batch.padding_mask if batch.padded else None, batch.packed)
     mask, ranks = batch.labels != IGNORED, model.backend.world.tensor
     total, _ = loss(logits, batch.labels, mask, model.model.vocab_size, ranks)
     return total

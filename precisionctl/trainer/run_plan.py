@@ -1,5 +1,5 @@
-"""A run as it is planned: what it is asked and what it starts from, held against one another before data and tensors
-are read. `resume` begins here, and `--dry-run` looks no further."""
+"""A planned run: what is asked for and the checkpoint it starts from, checked against each other before data and
+tensors are read. `resume` begins here, and `--dry-run` ends here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,24 +9,29 @@ from typing import Any
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.conversion.known_state import KnownState, known_state
+from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.recipe import Data, Recipe
-from precisionctl.trainer import graphs
 from precisionctl.trainer.backends.choose import BackendName, choose_backend
+from precisionctl.trainer.data import Blend, Rows
+from precisionctl.trainer.data.rows import check_there
+from precisionctl.trainer.data.tokenizer import load_tokenizer
+from precisionctl.trainer.measure.preflight import DiskSpace, Preflight, checkpoint_bytes, disk_space, look_ahead
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
-from precisionctl.trainer.parallel import shares, world
-from precisionctl.trainer.saved import parts, run_folder
-from precisionctl.trainer.saved.parts import Load, Part
-from precisionctl.trainer.settings import Settings, check_length
+from precisionctl.trainer.parallel import shards, world
+from precisionctl.trainer.parallel.world import together
+from precisionctl.trainer.saved import loading, run_folder
+from precisionctl.trainer.saved.loading import Load, StatePart
+from precisionctl.trainer.settings import Settings, check_length, read_recipe
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run but for its data. `load` and `skipped` say what is taken from the `source`, `plan` how its tensors become
-    the model's; `schedule` is the checkpoint's where that goes on, `known` the FP8 state to start from."""
+    """A run but for its data. `load` and `skipped` say what is loaded from the `source`, `plan` how its tensors become
+    the model's. `schedule` is the checkpoint's where that continues, `known` the FP8 state to start from."""
 
     settings: Settings
     recipe: Recipe
@@ -34,7 +39,7 @@ class RunPlan:
     source: Reader
     plan: Plan
     load: Load
-    skipped: frozenset[Part]
+    skipped: frozenset[StatePart]
     schedule: MegatronSchedule | None
     backend: BackendName
     known: KnownState
@@ -50,7 +55,7 @@ class RunPlan:
         return replace(data, path=data.held_out, blend=(), packing=False) if data.held_out else None
 
     def identity_with(self, data: str) -> Mapping[str, Any]:
-        """What tells this run, over data with this fingerprint, from others."""
+        """The identity of this run over data with this fingerprint (`run_folder.identity`)."""
         start = dict(self.settings.start) | ({"schedule": "the checkpoint's"} if self.schedule else {})
         return run_folder.identity(self.source, data, self.recipe, load=self.load, **start)
 
@@ -65,16 +70,80 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
     world.check(ranks, recipe)
     run_folder.check_place(settings.folder, settings.checkpoint)
     source = open_checkpoint(settings.checkpoint)
-    load, skipped = parts.left(source, settings.load, settings.skip)
-    schedule = parts.schedule_of(source, skipped, settings.overrides)
+    load, skipped = loading.what_to_load(source, settings.load, settings.skip)
+    schedule = loading.schedule_of(source, skipped, settings.overrides)
     plan = make_plan(source, "megatron")
     backend = choose_backend(settings.backend, recipe.precision)
     check_length(recipe, plan.model)
-    shares.check(plan.model, recipe.parallel)
-    graphs.check(recipe, plan.model, backend, ranks)
+    shards.check(plan.model, recipe.parallel)
+    check_graphs(recipe, plan.model, backend, ranks)
     precision = recipe.precision.of_layers(plan.model.num_layers)
     GPT(plan.model, precision, device="meta")  # which takes no memory, and has all that it refuses
     if settings.collect_amax:
         check_fp8_gemms(plan, replace(precision, fp8=True))
     known = known_state(source, plan.gemms, settings.fp8_state, drop="fp8" in skipped)
     return RunPlan(settings, recipe, settings.folder, source, plan, load, skipped, schedule, backend, known)
+
+
+def check_graphs(recipe: Recipe, model: ModelShape, backend: BackendName, ranks: int) -> None:
+    """Raise RecipeError, with the reason, for a run of so many ranks whose layers cannot be captured as CUDA graphs:
+    what is replayed has one shape, and asks its host nothing."""
+    reasons = {
+        "Transformer Engine captures them on a GPU, and this run is emulated": backend != "te",
+        "ranks put parameters together for each pass": world.shards_parameters(ranks, recipe),
+        "how large an expert's GEMM is, the host is told in each pass": model.moe is not None,
+        "train.recompute computes layers once more outside of them": recipe.train.recompute != "none",
+    }
+    _refuse_graphs(recipe, [reason for reason, holds in reasons.items() if holds])
+
+
+def check_graph_rows(recipe: Recipe, rows: Rows | Blend) -> None:
+    """Raise RecipeError, with the reason, for data over which layers cannot be captured as CUDA graphs."""
+    reason = "rows of conversations, and texts that share rows, have another shape in each pass"
+    _refuse_graphs(recipe, [] if rows.has_equal_rows else [reason])
+
+
+def _refuse_graphs(recipe: Recipe, reasons: list[str]) -> None:
+    if recipe.train.graphs and reasons:
+        raise RecipeError(f"train.graphs asks for CUDA graphs of the layers, but {reasons[0]}", do="Leave it out.")
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run would be. `going_on` where its folder has an iteration already, at `step`. Of several ranks the first
+    one `speaks`."""
+
+    plan: RunPlan
+    step: int
+    going_on: bool
+    ahead: Preflight
+    disk: DiskSpace
+    speaks: bool
+
+
+def dry_run(settings: Settings) -> DryRun:
+    """What `resume` would do, without doing any of it: nothing is written, no data and no weights are read.
+
+    Raises what `resume` would before its first step, but for what is in the data and in tensors.
+    """
+    with together() as ranks:
+        plan = plan_run(settings, read_recipe(settings), ranks.count)
+        tokenizer = load_tokenizer(plan.source.companions)
+        for data in filter(None, (plan.recipe.data, plan.held_out)):
+            for path in [share.path for share in data.blend] or [data.path]:
+                check_there(Path(path), tokenizer)
+        saved, train = run_in_folder(plan), plan.recipe.train
+        step = saved.step if saved else loading.first_step(plan.source, plan.skipped, train.steps)
+        ahead = look_ahead(plan.model, plan.recipe, plan.backend, ranks.count)
+        disk = disk_space(checkpoint_bytes(plan.source), train, plan.out)
+        return DryRun(plan, step, saved is not None, ahead, disk, ranks.first)
+
+
+def run_in_folder(plan: RunPlan) -> run_folder.Saved | None:
+    """The run that is in the folder. Raises OutputError where that is another one, as far as can be told without its
+    data."""
+    newest = run_folder.newest(plan.out)
+    saved = run_folder.read_saved(newest) if newest else None
+    if saved:
+        run_folder.check_same(saved, plan.identity_with(saved.identity["data"]), plan.out)
+    return saved

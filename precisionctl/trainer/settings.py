@@ -1,4 +1,4 @@
-"""What a run is asked: the command line, and the recipe and the data that it names."""
+"""The settings of a run: the command line, and the recipe and the data that it names."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Data, Recipe, load_recipe
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
 from precisionctl.trainer.measure.tracking import require
-from precisionctl.trainer.saved.parts import Load, Part
+from precisionctl.trainer.saved.loading import Load, StatePart
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Settings:
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
     load: Load | None = None
-    skip: tuple[Part, ...] = ()
+    skip: tuple[StatePart, ...] = ()
     backend: Literal["auto", "te", "emulated"] = "auto"
     cold_start: bool = False
     collect_amax: bool = False
@@ -43,7 +43,7 @@ class Settings:
 
     @property
     def start(self) -> Mapping[str, object]:
-        """What of it makes a run another one, beside checkpoint, data and recipe."""
+        """What is part of a run's identity, beside checkpoint, data and recipe."""
         start: dict[str, object] = {"cold_start": self.cold_start}
         if self.skip:
             start["skip"] = sorted(set(self.skip))
@@ -56,7 +56,7 @@ class Settings:
 
 
 def read_recipe(settings: Settings) -> Recipe:
-    """The recipe with what the command line says over it; without one, the plain recipe of the precision."""
+    """The recipe, with what the command line overrides; without one, the plain recipe of the precision."""
     name = settings.recipe or {"bf16": "bf16", "fp8": "fp8-delayed"}[settings.precision]
     recipe = load_recipe(name, settings.overrides)
     recipe = replace(recipe, precision=replace(recipe.precision, fp8=settings.precision == "fp8"))
@@ -89,12 +89,12 @@ def read_recipe(settings: Settings) -> Recipe:
 
 
 def is_guarded(recipe: Recipe) -> bool:
-    """Whether something decides, at each step, what to compute in."""
+    """Whether the precision of each step is decided during the run."""
     return bool(recipe.guard.shadow_every or recipe.guard.jump_at or recipe.precision.schedule)
 
 
 def with_data(recipe: Recipe, path: Path | None) -> Recipe:
-    """The recipe with the data that the command line names, if it names some. Raises RecipeError where nobody does."""
+    """The recipe with the data that the command line names, if any. Raises RecipeError where neither names data."""
     if path:
         recipe = replace(recipe, data=replace(recipe.data, path=str(path), blend=()))
     if not (recipe.data.path or recipe.data.blend):

@@ -1,27 +1,27 @@
-"""Shadow: the same batch forward and backward in BF16 and in FP8 from the same weights, and how far apart they are.
+"""Shadow: the same batch forward and backward in FP8 and in BF16 from the same weights, and how far apart they are.
 
-The passes in FP8 are the update's own, so that what is judged is what is trained with; the passes in BF16 are made
-before them, and nothing is left of those but their loss and gradients.
+The passes in FP8 are the update's own, so that what is judged is what the run trains with. The passes in BF16 are made
+before them, and only their loss and gradients are kept.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from precisionctl.trainer.parallel.shares import ALL_MINE, Shares
+from precisionctl.trainer.parallel.shards import UNSHARDED, ModelShards
 from precisionctl.trainer.parallel.world import local
 
 Decision = Literal["ok", "warn", "stop", "bf16"]
 
 
 @dataclass(frozen=True)
-class Likeness:
-    """FP8's gradients beside BF16's: the cosine between the two, and the norm of FP8's over that of BF16's."""
+class GradientSimilarity:
+    """Of FP8's gradients to BF16's: the cosine between the two, and the norm of FP8's over that of BF16's."""
 
     cosine: float
     norm_ratio: float
@@ -29,14 +29,14 @@ class Likeness:
 
 @dataclass(frozen=True)
 class Shadow:
-    """One look. Losses are means over the update's targets, held-out ones over all targets of that data, before the
-    update. `decision` is what the guard made of it, at the `beyond`-th look running that was beyond its limit."""
+    """One comparison. Losses are means over the update's targets, held-out ones over all targets of that data, before
+    the update. `decision` is the guard's, and `beyond` the number of comparisons in a row beyond its limit."""
 
     step: int
     loss: float
     loss_bf16: float
-    gradients: Likeness
-    modules: Mapping[str, Likeness]
+    gradients: GradientSimilarity
+    modules: Mapping[str, GradientSimilarity]
     held_out: tuple[float, float] | None = None
     """In FP8 and in BF16."""
     decision: Decision = "ok"
@@ -57,11 +57,8 @@ class Shadow:
         gaps = [abs(self.gap), *([abs(_gap(*self.held_out))] if self.held_out else [])]
         return math.nan if any(map(math.isnan, gaps)) else max(gaps)
 
-    def decided(self, decision: Decision, beyond: int) -> "Shadow":
-        return replace(self, decision=decision, beyond=beyond)
-
     def numbers(self) -> dict[str, float]:
-        """Those of the model as a whole."""
+        """Of the model as a whole, by name."""
         found = {
             "loss_bf16": self.loss_bf16,
             "gap": self.gap,
@@ -75,7 +72,7 @@ class Shadow:
 
     def as_dict(self) -> dict[str, Any]:
         """A line of `shadow.jsonl`; of each module `[cosine, norm ratio]`."""
-        modules = {name: [like.cosine, like.norm_ratio] for name, like in self.modules.items()}
+        modules = {name: [each.cosine, each.norm_ratio] for name, each in self.modules.items()}
         decided = {"decision": self.decision, "beyond": self.beyond}
         return {"step": self.step, "loss": self.loss, **self.numbers(), **decided, "modules": modules}
 
@@ -84,33 +81,31 @@ def _gap(fp8: float, bf16: float) -> float:
     return (fp8 - bf16) / bf16 if bf16 else (0.0 if fp8 == bf16 else math.inf)
 
 
-def liken(
-    fp8: Mapping[str, Tensor], bf16: Mapping[str, Tensor], shares: Shares = ALL_MINE
-) -> tuple[Likeness, dict[str, Likeness]]:
-    """Gradients by parameter: all of them together, and by module. One that is not there is zero. Each rank has its
-    part of them; copies of the model count alike in all products, and so in no likeness, but what tensor ranks have
-    alike counts once."""
+def compare_gradients(
+    fp8: Mapping[str, Tensor], bf16: Mapping[str, Tensor], shards: ModelShards = UNSHARDED
+) -> tuple[GradientSimilarity, dict[str, GradientSimilarity]]:
+    """Compare gradients by parameter name: all of them together, and by module. A missing one is zero.
+
+    Each rank has its part of them, and the sums of products are all-reduced. Data-parallel copies of the model count
+    alike in all products, which cancels out; what tensor ranks have alike counts once.
+    """
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
     for name in {**bf16, **fp8}:
-        sums[name.rpartition(".")[0]] += _products(fp8.get(name), bf16.get(name)) if shares.is_own(name) else 0
+        products = sums[name.rpartition(".")[0]]
+        ours, theirs = fp8.get(name), bf16.get(name)
+        for number, (a, b) in enumerate(((ours, ours), (ours, theirs), (theirs, theirs))):
+            if a is not None and b is not None and shards.is_own(name):
+                products[number] += float((local(a) * local(b)).sum(dtype=torch.float64))
     device = next(iter({**bf16, **fp8}.values())).device
-    whole = shares.world.sum(torch.stack([*sums.values()]).to(device)).cpu()
-    modules = {module: _likeness(products) for module, products in zip(sums, whole, strict=True)}
-    return _likeness(whole.sum(0)), modules
+    whole = shards.world.all_reduce_sum(torch.stack([*sums.values()]).to(device)).cpu()
+    modules = {module: _similarity(products) for module, products in zip(sums, whole, strict=True)}
+    return _similarity(whole.sum(0)), modules
 
 
-def _products(fp8: Tensor | None, bf16: Tensor | None) -> Tensor:
-    """`[3]`, FP64: FP8's gradient with itself, with BF16's, and BF16's with itself."""
-    pairs = ((fp8, fp8), (fp8, bf16), (bf16, bf16))
-    return torch.tensor(
-        [0.0 if a is None or b is None else float((local(a) * local(b)).sum(dtype=torch.float64)) for a, b in pairs],
-        dtype=torch.float64,
-    )
-
-
-def _likeness(products: Tensor) -> Likeness:
+def _similarity(products: Tensor) -> GradientSimilarity:
+    """Of `[3]`, FP64: the products of FP8's gradients with themselves, with BF16's, and of BF16's with themselves."""
     fp8, between, bf16 = products.tolist()
     if fp8 == bf16 == 0:
-        return Likeness(1.0, 1.0)
+        return GradientSimilarity(1.0, 1.0)
     both = math.sqrt(fp8) * math.sqrt(bf16)
-    return Likeness(between / both if both else 0.0, math.sqrt(fp8 / bf16) if bf16 else math.inf)
+    return GradientSimilarity(between / both if both else 0.0, math.sqrt(fp8 / bf16) if bf16 else math.inf)

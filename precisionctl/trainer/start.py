@@ -34,7 +34,7 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.loop import backward
 from precisionctl.trainer.parallel.world import local
 from precisionctl.trainer.run import Run
-from precisionctl.trainer.saved.state import COLLECTED
+from precisionctl.trainer.saved.loading import COLLECTED
 
 Source = Literal[
     "carried",
@@ -120,7 +120,7 @@ def _all_gemms(linears: Mapping[str, Fp8Linear]) -> Mapping[Role, int]:
 
 def _weight_amax(run: Run, linears: Mapping[str, Fp8Linear]) -> dict[str, float]:
     """Largest magnitudes, by the weights' names."""
-    split = ((name, *name.rpartition(".")[::2]) for name in run.model.shares.parts)
+    split = ((name, *name.rpartition(".")[::2]) for name in run.model.shards.tensors)
     weights = [name for name, module, leaf in split if module in linears and leaf.startswith("weight")]
     if not weights:
         return {}
@@ -128,7 +128,7 @@ def _weight_amax(run: Run, linears: Mapping[str, Fp8Linear]) -> dict[str, float]
     mine = torch.stack(
         [amax(local(here[name]).to(run.model.backend.dtype)) if name in here else none for name in weights]
     )
-    return dict(zip(weights, run.world.largest(mine).tolist(), strict=True))
+    return dict(zip(weights, run.world.all_reduce_max(mine).tolist(), strict=True))
 
 
 Known = Sequence[tuple[Source, Mapping[str, Fp8State]]]
@@ -192,7 +192,7 @@ def _sources(ways: Sequence[tuple[Source, Tensor]]) -> Counter[Source]:
 def _warm_up(run: Run) -> dict[str, Fp8State]:
     recorder = Recorder(run.recipe.precision, run.device, run.world)
     with run.model.recorded_by(recorder):
-        for batch, targets in islice(run.coming(), run.recipe.train.warmup_passes):
+        for batch, targets in islice(run.upcoming(), run.recipe.train.warmup_passes):
             backward(run.model, batch, targets)
             run.model.zero_grad()
     return recorder.states()

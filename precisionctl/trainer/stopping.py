@@ -1,15 +1,17 @@
-"""What ends a run before its last step: a signal, or the time that it was given."""
+"""What ends a run before its last step: a signal, the time limit, or too many skipped steps."""
 
 import math
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
 
 import torch
 
+from precisionctl.errors import PrecisionError
 from precisionctl.trainer.parallel.world import World
 
 Stop = signal.Signals | Literal["time limit"]
@@ -18,16 +20,16 @@ _OUT_OF_TIME = 1 << 10
 """Above every signal's number."""
 
 
-def agreed(world: World, received: list[signal.Signals], until: float) -> Stop | None:
+def agreed_stop(world: World, received: list[signal.Signals], until: float) -> Stop | None:
     """What some rank has to stop for: a signal that it received, or its clock (`time.monotonic`) at `until`."""
     mine = _OUT_OF_TIME if time.monotonic() >= until else received[0] if received else 0
-    number = int(world.largest(torch.tensor(int(mine))))
+    number = int(world.all_reduce_max(torch.tensor(int(mine))))
     return "time limit" if number == _OUT_OF_TIME else signal.Signals(number) if number else None
 
 
 def agreed_signal(world: World, received: list[signal.Signals]) -> signal.Signals | None:
-    """The same of what no time was given to."""
-    stop = agreed(world, received, math.inf)
+    """As `agreed_stop`, of what has no time limit."""
+    stop = agreed_stop(world, received, math.inf)
     return None if stop == "time limit" else stop
 
 
@@ -51,3 +53,28 @@ def stop_signals() -> Iterator[list[signal.Signals]]:
         yield received
     finally:
         restore()
+
+
+@dataclass
+class SkippedSteps:
+    """Steps that updated nothing because their loss or gradient norm was NaN or infinite: how many in `total`, and how
+    many in a row (`running`) since the last update."""
+
+    total: int = 0
+    running: int = 0
+
+    def count(self, step: int, loss: float, norm: float, most: int) -> None:
+        """Take note of a step. Raises PrecisionError beyond `most` skipped ones in a row."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.running = 0
+            return
+        self.total += 1
+        self.running += 1
+        if self.running > most:
+            running = f", the last of {self.running} running that were skipped" if most else ""
+            raise PrecisionError(
+                f"step {step} has loss {loss} and gradient norm {norm}{running}",
+                do="These steps changed nothing. Lower optimizer.lr, or look at the newest checkpoint with "
+                "`precisionctl inspect --fp8`; running again starts from it. train.max_skipped bounds how many there "
+                "may be.",
+            )

@@ -1,5 +1,5 @@
-"""What a host and its device tell each other without either waiting for the other: a GPU that waits for its host stands
-still for as long as that takes to tell it what is next."""
+"""Copies between host and GPU that neither waits for: a GPU whose host waits for it idles until it is told what is
+next."""
 
 import time
 
@@ -7,26 +7,26 @@ import torch
 from torch import Tensor
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """What is in memory, on a device; the host goes on while it is copied."""
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to a device; on CUDA from pinned memory, while the host goes on."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
-class Coming:
-    """Numbers `[n]` of a device, on their way into memory."""
+class AsyncRead:
+    """Numbers `[n]` of a device that are being copied to the host."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self._here = numbers.detach().to("cpu", non_blocking=True)
-        self._there = Moment(numbers.device)
+        self._on_host = numbers.detach().to("cpu", non_blocking=True)
+        self._copied = DeviceEvent(numbers.device)
 
     def read(self) -> list[float]:
-        """Wait for them."""
-        self._there.wait()
-        return [float(number) for number in self._here.tolist()]
+        """Wait for the copy."""
+        self._copied.wait()
+        return [float(number) for number in self._on_host.tolist()]
 
 
-class Moment:
-    """When a device has done all that it was told until now."""
+class DeviceEvent:
+    """The moment at which a device has done all that was queued until now; on a CPU, now."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -38,8 +38,8 @@ class Moment:
         if self._event:
             self._event.synchronize()
 
-    def until(self, later: "Moment") -> float:
-        """Seconds; waits for the later one."""
+    def seconds_until(self, later: "DeviceEvent") -> float:
+        """Waits for the later one."""
         if self._event is None or later._event is None:
             return later._time - self._time
         later.wait()

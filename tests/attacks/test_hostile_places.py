@@ -17,8 +17,8 @@ from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.journal import open_journal, open_share_journal
 from precisionctl.conversion.work import execute
 from precisionctl.errors import DataError, OutputError
-from precisionctl.trainer.jump import Jump, read_jump, write_jump
 from precisionctl.trainer.measure.metrics import FILE as METRICS
+from precisionctl.trainer.saved.run_folder import Rollback, read_rollback, write_rollback
 
 TARGET = b"somebody else's\n"
 
@@ -76,8 +76,8 @@ def test_a_small_file_is_replaced_and_never_written_through(tmp_path: Path, targ
     for name in (LATEST, f"{LATEST}.new", "rollback.json.new"):
         (tmp_path / name).symlink_to(target)
     write_tracker(tmp_path, 7)
-    write_jump(tmp_path, Jump(1, None, 1.0, 0.1, 0))
-    assert (tmp_path / LATEST).read_text() == "7" and read_jump(tmp_path) is not None
+    write_rollback(tmp_path, Rollback(1, None, 1.0, 0.1, 0))
+    assert (tmp_path / LATEST).read_text() == "7" and read_rollback(tmp_path) is not None
     assert target.read_bytes() == TARGET
 
 

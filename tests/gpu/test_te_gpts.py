@@ -12,7 +12,7 @@ from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.loss import loss
-from precisionctl.trainer.segments import Segments
+from precisionctl.trainer.model.positions import PackedSequences
 
 
 def test_both_gpts_have_the_same_names_and_no_extra_state() -> None:
@@ -49,8 +49,8 @@ def test_both_gpts_of_other_families_compute_the_same_loss(shape: ModelShape, pr
 def test_both_gpts_attend_alike_to_texts_that_share_rows(window: int | None) -> None:
     theirs, ours = gpts(PRESETS["bf16"], replace(SHAPE, sliding_window=window))
     tokens = torch.randint(500, (2, 128), device="cuda")
-    segments = Segments((50, 70, 8, 128))
-    together, one_by_one = (model(tokens, segments=segments) for model in (theirs, ours))
+    packed = PackedSequences((50, 70, 8, 128))
+    together, one_by_one = (model(tokens, packed=packed) for model in (theirs, ours))
     assert sqnr(together, one_by_one) > 35
     assert sqnr(theirs(tokens), together) < 25, "texts would see one another"
 

@@ -42,5 +42,5 @@ def test_the_module_is_seen_whose_scale_is_wrong(
     with health.watch():
         train_step(model, tokens)
     count = len(fp8_linears(model))
-    assert health.shares is not None
-    assert health.shares.tolist() == pytest.approx([each / count for each in seen])
+    assert health.fractions is not None
+    assert health.fractions.tolist() == pytest.approx([each / count for each in seen])

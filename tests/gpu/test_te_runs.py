@@ -8,7 +8,7 @@ import pytest
 import torch
 from training import contents, losses, make_place, settings
 
-from precisionctl.trainer import loop, telling
+from precisionctl.trainer import loop
 from precisionctl.trainer.resume import resume
 from precisionctl.trainer.run import Run
 
@@ -56,7 +56,7 @@ def test_graphs_and_telling_late_change_nothing_and_nothing_is_waited_for(
     with monkeypatch.context() as watched:
         watched.setattr(loop, "update", update)
         run(place, tmp_path / "plain", **CASES[case])
-    monkeypatch.setattr(telling, "is_told_late", lambda run: False)
+    monkeypatch.setattr(loop, "reports_late", lambda run: False)
     run(place, tmp_path / "at once", **CASES[case])
     for other in ("graphs", "plain"):
         assert numbers(tmp_path / other) == numbers(tmp_path / "at once")

@@ -32,13 +32,13 @@ def run(out, meanwhile, kill=None, how=""):
             place / "source", place / "text.txt", out, precision,
             train__steps=steps, train__save_every=2, train__async_save=bool(meanwhile), optimizer__lr=1e-3,
         )
-        step, take, sync = [0], saving.Run.batches, saving.RowsOf.sync
+        step, take, sync = [0], saving.Run.batches, saving.LocalRows.sync
         def batches(run, position):
             step[0] = run.step + 1
             return die() if how == "step" and step[0] == kill else take(run, position)
         if rank == ranks - 1:
             saving.Run.batches = batches
-            saving.RowsOf.sync = lambda rows: die() if how == "save" and step[0] >= kill else sync(rows)
+            saving.LocalRows.sync = lambda rows: die() if how == "save" and step[0] >= kill else sync(rows)
         resume(made, lambda started: None, lambda step: None)
     return [code for code, _ in fork(ranks, job)]
 

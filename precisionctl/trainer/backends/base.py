@@ -22,13 +22,13 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.parallel.world import World
 
 Mode = Literal["column", "inner column", "row"]
-"""How a linear is cut for tensor ranks, as Megatron's are. `column`: by its outputs, and a region begins with it, so
-that with `sequence` it is given a rank's tokens; an `inner` one is given all of them. `row`: by its inputs, and a
-region ends with it."""
+"""How tensor ranks shard a linear, as Megatron does. `column`: by its outputs; a region begins with it, so that under
+sequence parallelism it is called with this rank's tokens. `inner column`: likewise, but called with all tokens. `row`:
+by its inputs, and a region ends with it."""
 
 
 def cut_sizes(mode: Mode | None, ranks: int, in_features: int, out_features: int) -> tuple[int, int]:
-    """Inputs and outputs of a rank's part of a linear."""
+    """Inputs and outputs of a rank's shard of a linear."""
     if mode is None:
         return in_features, out_features
     return (in_features // ranks, out_features) if mode == "row" else (in_features, out_features // ranks)
@@ -43,13 +43,13 @@ class Fp8Linear(Protocol):
         ...
 
     def set_fp8_state(self, state: Fp8State) -> None:
-        """Take over scales and histories; a history of another length keeps its newest rows.
+        """Set scales and histories; a history of another length keeps its newest rows.
         Raises PrecisionError where the GEMM keeps no state."""
         ...
 
     def fp8_views(self) -> Iterator[tuple[Role, RoleState]]:
-        """What stands there now of the roles in use, where it is: true until the next pass; nothing where the GEMM
-        keeps no state. A linear of several experts may give a role once for each."""
+        """Views of the state of the roles in use, on the device, true until the next pass; none where the GEMM keeps no
+        state. A linear of several experts may give a role once for each."""
         ...
 
 
@@ -97,7 +97,7 @@ class Backend(Protocol):
     device: torch.device
     world: World
     recorder: Recorder | None
-    """While there is one, GEMMs run in BF16 and show it their tensors; passes are its, not the backend's."""
+    """While there is one, GEMMs run in BF16 and show it their tensors; its `forward_pass` replaces the backend's."""
 
     def linear(
         self, name: str, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
@@ -112,19 +112,19 @@ class Backend(Protocol):
         """A linear for each of the `world.experts`' own, `weight{expert}` and `bias{expert}`, called with tokens
         `[tokens, in]` in the order of their experts and the number of each expert's: any number. Its state is of
         `[experts]`, of all of them; of an expert without tokens, that of input and gradient stays as it is. The region
-        of tensor ranks that it is in begins and ends elsewhere: what it gives is a part, or a part of a sum."""
+        of tensor ranks that it is in begins and ends elsewhere: what it returns is a shard, or a partial sum."""
         ...
 
     def packed_attention(self, model: ModelShape, scale: float) -> nn.Module | None:
-        """A kernel for texts that share rows, called with all queries of a batch `[T, G * R, D]`, keys and values
-        `[T, G, D]`, the batch's Segments and the window; gives `[T, G * R * D]`. It knows neither soft caps nor sinks.
-        None where there is none: texts are then attended to one after another."""
+        """A kernel for texts that share rows, called with all queries of a batch `[T, G * R, D]`, keys and values `[T,
+        G, D]`, the batch's PackedSequences and the window; gives `[T, G * R * D]`. It knows neither soft caps nor
+        sinks. None where there is none: texts are then attended to one after another."""
         ...
 
     def same_weights(self) -> AbstractContextManager[None]:
         """A context for passes forward and backward between which no weight changes: each weight is cast in the
         first one alone. Under delayed scaling that is one row of its history, and one scale in all of them, as in
-        Megatron. Not for a model that FSDP2 cuts, whose weights are nowhere whole between two passes."""
+        Megatron. Not for a model that FSDP2 shards, whose weights are not whole between two passes."""
         ...
 
     def forward_pass(self) -> AbstractContextManager[None]:
@@ -145,18 +145,18 @@ class Backend(Protocol):
         ...
 
     def forget_infinite(self, skipped: Tensor) -> None:
-        """After an update that was not made if `skipped`, bool `[]` on the device, is True: then the infinite amaxes of
-        its passes leave the histories, where they would hold the scales."""
+        """After an update that was skipped if `skipped`, bool `[]` on the device, is True: then remove the infinite
+        amaxes of its passes from the histories, where they would freeze the scales."""
         ...
 
     def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """`function(*arguments)`, of which nothing else is kept for the backward, where it is made once more with the
-        scales of this pass, to the same bits. Its amaxes are recorded once."""
+        """`function(*arguments)` under activation recomputation: the backward computes it once more, with the scales of
+        this pass, to the same bits. Its amaxes are recorded once."""
         ...
 
 
 def recompute(function: Callable[..., Tensor], *arguments: Any, again: AbstractContextManager[None]) -> Tensor:
-    """`function(*arguments)`, which is called once more in the backward, in the context `again`."""
+    """`function(*arguments)`, which the backward calls once more, in the context `again`."""
     made: Tensor = checkpoint(
         function,
         *arguments,

@@ -79,7 +79,7 @@ def make_backend(
     """Parameters of its modules have `dtype`; FP8 state lives on `device`, and is one for all ranks of `world`.
 
     With `fp8_weights`, under delayed scaling and for inference, weights of FP8 GEMMs are codes and nothing else. Values
-    that are loaded are cast under the scale that stands there by then, so a linear takes its state first."""
+    are cast when they are loaded, under the scale in the state, so set the state first."""
     if name == "te":
         from precisionctl.trainer.backends.te import TransformerEngineBackend
 

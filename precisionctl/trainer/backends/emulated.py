@@ -31,9 +31,9 @@ from precisionctl.trainer.parallel.world import ALONE, World
 
 
 class Linear(nn.Module):
-    """`values @ weight.T + bias`, in FP8 where it has quantizers, else in the parameters' dtype; of tensor ranks, a
-    rank's part of it. Tokens are put together before they are cast: one cast under one scale, whoever had them. The
-    sum of all ranks' products gets the bias, each product having been rounded, as TE's does."""
+    """`values @ weight.T + bias`, in FP8 where it has quantizers, else in the parameters' dtype; under tensor
+    parallelism this rank's shard of it. Tokens are gathered before they are cast, so that there is one cast under one
+    scale. Products of `row` shards are rounded, then summed over ranks, and then get the bias, as TE's do."""
 
     weight: nn.Parameter
 
@@ -63,7 +63,7 @@ class Linear(nn.Module):
         if self.mode == "column":
             values = self.ranks.enter(values)
         elif self.mode == "inner column":
-            values = self.ranks.share(values)
+            values = self.ranks.copy(values)
         if self.mode != "row" or self.ranks.size == 1:
             return self._product(values, self.bias)
         total = self.ranks.leave(self._product(values, None))
@@ -131,11 +131,11 @@ class NormModule(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """A linear for each expert of this rank's, each with quantizers of its own, as TE's has. There are quantizers of
-    other ranks' experts too: they have the state that all ranks have alike.
+    """A linear for each of this rank's experts, each with quantizers of its own, as TE's has. There are quantizers of
+    other ranks' experts too, as all ranks have the FP8 state of all experts.
 
-    Tokens of an expert need no alignment here: TE's are padded with rows of zeros, which change no amax and no sum. Of
-    tensor ranks whose results will be summed, the first adds the bias.
+    An expert's tokens need no alignment here; TE's are padded with rows of zeros, which change no amax and no sum.
+    Where tensor ranks' results will be summed, the first rank adds the bias.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class GroupedLinear(nn.Module):
         in_features, out_features = cut_sizes(mode, ranks.size, in_features, out_features)
         self.backend, self.name = backend, name
         self.adds_bias = bias and (mode != "row" or ranks.rank == 0)
-        self.experts = backend.world.experts.mine(experts)
+        self.experts = backend.world.experts.local_experts(experts)
         self.quantizers = [backend.quantizers(name, in_features, out_features) for _ in range(experts)]
         for expert in self.experts:
             backend.add_weight(self, f"weight{expert}", self.quantizers[expert], out_features, in_features)
@@ -162,19 +162,19 @@ class GroupedLinear(nn.Module):
 
     def forward(self, values: Tensor, counts: Sequence[int]) -> Tensor:
         """Tokens `[tokens, in]`, `counts[0]` of this rank's first expert and so on, to `[tokens, out]`."""
-        parts = torch.split(values, list(counts))
-        out = torch.cat([self._of(expert, part) for expert, part in zip(self.experts, parts, strict=True)])
+        outputs = []
+        for expert, part in zip(self.experts, torch.split(values, list(counts)), strict=True):
+            weight, quantizers = self.get_parameter(f"weight{expert}"), self.quantizers[expert]
+            bias = self.get_parameter(f"bias{expert}") if self.adds_bias else None
+            if self.backend.recorder or not quantizers:
+                outputs.append(F.linear(part, weight, bias))
+            else:
+                outputs.append(fp8_gemm(part, weight, bias, quantizers, self.backend.casts))
+        out = torch.cat(outputs)
         if self.backend.recorder:
             weights = [self.get_parameter(f"weight{expert}") for expert in self.experts]
             self.backend.recorder.grouped_gemm(self.name, values, counts, weights, out)
         return out
-
-    def _of(self, expert: int, values: Tensor) -> Tensor:
-        weight, quantizers = self.get_parameter(f"weight{expert}"), self.quantizers[expert]
-        bias = self.get_parameter(f"bias{expert}") if self.adds_bias else None
-        if self.backend.recorder or not quantizers:
-            return F.linear(values, weight, bias)
-        return fp8_gemm(values, weight, bias, quantizers, self.backend.casts)
 
     def fp8_state(self) -> Fp8State | None:
         states = [state for quantizers in self.quantizers if (state := state_of(quantizers))]
@@ -204,7 +204,7 @@ class EmulatedBackend:
         self.fp8_weights = fp8_weights
         self.recorder: Recorder | None = None
         self.casts: Casts | None = None
-        """While there are some, weights are cast once."""
+        """Within `same_weights`, the casts of weights so far."""
         recipe = precision.delayed
         self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device, world)
         self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device, world)
@@ -294,7 +294,7 @@ class EmulatedBackend:
 
         @contextmanager
         def again() -> Iterator[None]:
-            with self._forward.as_before(scale), recorder.computed_again() if recorder else nullcontext():
+            with self._forward.recomputing(scale), recorder.recomputing() if recorder else nullcontext():
                 yield
 
         return recompute(function, *arguments, again=again())

@@ -34,23 +34,24 @@ from precisionctl.trainer.backends.scaling_buffers import Slot
 
 
 class Operand(NamedTuple):
-    """FP8 codes `[rows, summed over]`, and the FP32 multipliers that decode them: `[]` for all, `[rows, 1]` for a row,
-    or `[rows, groups]` for equal groups of neighbours in a row, of which zeros may fill the last."""
+    """One side of a GEMM: FP8 codes `[rows, K]`, K being what the product sums over, and the FP32 multipliers that
+    decode them: `[]` for all, `[rows, 1]` for each row, or `[rows, groups]` for equal groups of neighbours in a row,
+    the last of which may be filled up with zeros."""
 
     codes: Tensor
     scale_inv: Tensor
 
     @property
     def in_groups(self) -> bool:
-        """Whether multipliers belong inside the sum."""
+        """Whether multipliers vary along K, and so belong inside the sum."""
         return self.scale_inv.dim() == 2 and self.scale_inv.shape[1] != 1
 
     def transposed(self) -> "Operand":
-        """The transposed operand; its codes have one multiplier."""
+        """The transposed operand, for codes with one multiplier."""
         return Operand(self.codes.t(), self.scale_inv)
 
-    def inside(self) -> Tensor:
-        """What is summed over, FP32."""
+    def summands(self) -> Tensor:
+        """What the product sums over, FP32 `[rows, K]`: values of codes, times multipliers that vary along K."""
         codes = self.codes if self.codes.dtype == torch.float32 else numerics.worths(self.codes)
         if not self.in_groups:
             return codes
@@ -58,34 +59,34 @@ class Operand(NamedTuple):
         size = codes.shape[1] // max(groups, 1)  # an expert without tokens has no groups along them
         return (codes.reshape(rows, groups, size) * self.scale_inv[..., None]).flatten(1)
 
-    def outside(self) -> Tensor:
+    def multiplier(self) -> Tensor:
         """What sums are multiplied by, FP32 `[]` or `[rows, 1]`."""
         return self.scale_inv.new_ones(()) if self.in_groups else self.scale_inv
 
-    def under(self, left: "Operand") -> Tensor:
-        """The product of `left` and this transposed, FP32 `[rows of left, rows of this]`."""
-        return (left.inside() @ self.inside().t()).mul_(left.outside() * self.outside().t())
+    def gemm(self, left: "Operand") -> Tensor:
+        """`left @ self.T`, FP32 `[rows of left, rows of this]`."""
+        return (left.summands() @ self.summands().t()).mul_(left.multiplier() * self.multiplier().t())
 
 
 class NativeOperand(Operand):
-    """One whose products are left to PyTorch's own FP8 GEMM, as the right side; it takes the codes as they are."""
+    """The right side of products by PyTorch's own FP8 GEMM, which takes the codes as they are."""
 
-    def under(self, left: Operand) -> Tensor:
+    def gemm(self, left: Operand) -> Tensor:
         one = self.scale_inv.new_ones(())
         sums = torch._scaled_mm(left.codes, self.codes.t(), one, one, out_dtype=torch.float32)
-        return sums.mul_(left.outside() * self.outside().t())
+        return sums.mul_(left.multiplier() * self.multiplier().t())
 
 
 class NativeBlocks(Operand):
-    """One of squares of BLOCK, `scale_inv` FP32 `[rows / BLOCK, columns / BLOCK]`, under a left side in groups of
-    BLOCK: a product of PyTorch's own too, by cuBLASLt on Hopper, which rounds it to BF16. Rows and columns are
+    """The right side, in squares of BLOCK, `scale_inv` FP32 `[rows / BLOCK, columns / BLOCK]`, of products with a left
+    side in groups of BLOCK: PyTorch's own too, by cuBLASLt on Hopper, which rounds them to BF16. Rows and columns are
     multiples of 16, as FP8 GEMMs want it.
 
     It takes scales with rows and blocks of rows as neighbours; those of a column of squares are filled up to a
     multiple of four, tokens to one of 16 (PyTorch's ScaledBlas.cpp, _scaled_block1x128_block128x128).
     """
 
-    def under(self, left: Operand) -> Tensor:
+    def gemm(self, left: Operand) -> Tensor:
         rows, groups = left.scale_inv.shape
         filled = F.pad(left.codes.view(torch.uint8), (0, 0, 0, -rows % 16)).view(left.codes.dtype)
         by_group = F.pad(left.scale_inv.t(), (0, -rows % 16), value=1.0).contiguous()
@@ -103,8 +104,8 @@ class NativeBlocks(Operand):
 
 
 class Quantized(NamedTuple):
-    """What a tensor is to products that sum over its columns, and to those that sum over its rows, which are the
-    backward's: None where there is none."""
+    """A tensor as the operand of products that sum over its columns, and of the backward's, which sum over its rows;
+    None where there is no backward."""
 
     rows: Operand
     columns: Operand | None = None
@@ -120,16 +121,16 @@ class Quantizer(Protocol):
 
 @dataclass(frozen=True)
 class DelayedQuantizer:
-    """Casts with the scale in its slot, and records the amax for the next one. Codes are taken for what such a cast has
-    given before."""
+    """Casts with the scale in its slot, and records the amax for the next one. Values that are codes already are not
+    cast again."""
 
     slot: Slot
 
     def quantize(self, values: Tensor) -> Quantized:
         if values.dtype == self.slot.buffers.dtype:
-            return _under(values, self.slot.scale)
+            return _with_one_scale(values, self.slot.scale)
         self.slot.record(numerics.amax(values))
-        return _under(numerics.encode(values, self.slot.scale, self.slot.buffers.dtype), self.slot.scale)
+        return _with_one_scale(numerics.encode(values, self.slot.scale, self.slot.buffers.dtype), self.slot.scale)
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,10 @@ class CurrentQuantizer:
 
     def quantize(self, values: Tensor) -> Quantized:
         scale = numerics.current_scale(numerics.amax(values), self.dtype)
-        return _under(numerics.encode(values, scale, self.dtype), scale)
+        return _with_one_scale(numerics.encode(values, scale, self.dtype), scale)
 
 
-def _under(codes: Tensor, scale: Tensor) -> Quantized:
+def _with_one_scale(codes: Tensor, scale: Tensor) -> Quantized:
     rows = Operand(codes, scale.reciprocal())
     return Quantized(rows, rows.transposed())
 
@@ -185,22 +186,23 @@ Quantizers = Mapping[Role, Quantizer]
 
 def stateless_quantizers(precision: Precision, dtype: torch.dtype) -> Quantizers:
     """The quantizers of a recipe whose scales come from the tensors themselves, for tensors of `dtype`."""
-    return {role: _stateless(precision, role, dtype) for role in IN_USE}
-
-
-def _stateless(precision: Precision, role: Role, dtype: torch.dtype) -> Quantizer:
-    codes = precision.dtype(role)
-    if precision.scaling == "current":
-        return CurrentQuantizer(codes)
-    if precision.scaling == "mxfp8":
-        return GroupQuantizer(codes, MX_BLOCK, partial(numerics.mx_scale, dtype=codes))
-    scale_of = partial(
-        numerics.block_scale,
-        dtype=codes,
-        power_of_2=not precision.block.use_f32_scales,
-        largest=torch.finfo(dtype).max,
-    )
-    return SquareQuantizer(codes, BLOCK, scale_of) if role == "weight" else GroupQuantizer(codes, BLOCK, scale_of)
+    quantizers: dict[Role, Quantizer] = {}
+    for role in IN_USE:
+        codes = precision.dtype(role)
+        if precision.scaling == "current":
+            quantizers[role] = CurrentQuantizer(codes)
+        elif precision.scaling == "mxfp8":
+            quantizers[role] = GroupQuantizer(codes, MX_BLOCK, partial(numerics.mx_scale, dtype=codes))
+        else:
+            scale_of = partial(
+                numerics.block_scale,
+                dtype=codes,
+                power_of_2=not precision.block.use_f32_scales,
+                largest=torch.finfo(dtype).max,
+            )
+            in_blocks = SquareQuantizer if role == "weight" else GroupQuantizer
+            quantizers[role] = in_blocks(codes, BLOCK, scale_of)
+    return quantizers
 
 
 class Fp8Matmul(torch.autograd.Function):
@@ -223,7 +225,7 @@ class Fp8Matmul(torch.autograd.Function):
         x = quantizers["input"].quantize(values)
         ctx.save_for_backward(*(x.columns or ()), *(w.columns or ()))
         ctx.grad_quantizer, ctx.dtype = quantizers["grad_output"], dtype
-        product = w.rows.under(x.rows)
+        product = w.rows.gemm(x.rows)
         if bias is not None:
             product += bias.bfloat16()  # TE casts it for FP32 activations too: cuBLAS has no FP8 GEMM with an FP32 bias
         return product.to(dtype)
@@ -234,23 +236,23 @@ class Fp8Matmul(torch.autograd.Function):
         g = ctx.grad_quantizer.quantize(grad_output)
         dgrad = wgrad = bias_grad = None
         if ctx.needs_input_grad[0]:
-            dgrad = Operand(w_codes, w_scale_inv).under(g.rows).to(ctx.dtype)
+            dgrad = Operand(w_codes, w_scale_inv).gemm(g.rows).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            wgrad = Operand(x_codes, x_scale_inv).under(g.columns).to(ctx.dtype)
+            wgrad = Operand(x_codes, x_scale_inv).gemm(g.columns).to(ctx.dtype)
         if ctx.needs_input_grad[2]:
             bias_grad = grad_output.sum(0, dtype=torch.float32).to(ctx.dtype)
         return dgrad, wgrad, bias_grad, None, None, None
 
 
 Casts = dict[Tensor, Quantized]
-"""Weights as they were cast, for passes in which they are the same."""
+"""Casts of weights, which are reused in passes between which the weights do not change."""
 
 
 def fp8_gemm(
     values: Tensor, weight: Tensor, bias: Tensor | None, quantizers: Quantizers, casts: Casts | None = None
 ) -> Tensor:
-    """`Fp8Matmul` of values `[..., in]`, in the weight's dtype, or their own where the weight is codes. The weight is
-    cast unless it is among the `casts`, and joins them."""
+    """`Fp8Matmul` of values `[..., in]`, in the weight's dtype, or in their own where the weight is codes. The weight
+    is cast unless it is among the `casts`, to which its cast is added."""
     dtype = values.dtype if weight.dtype in numerics.FP8_MAX else weight.dtype
     rows, w = values.flatten(0, -2), casts.get(weight) if casts else None
     if w is None:
@@ -274,7 +276,7 @@ def state_of(quantizers: Quantizers) -> Fp8State | None:
 
 
 def views_of(quantizers: Quantizers) -> Iterator[tuple[Role, RoleState]]:
-    """What stands there now of the roles in use."""
+    """Views of the state of the roles in use, true until the next pass."""
     return ((role, q.slot.view) for role, q in delayed(quantizers).items() if role in IN_USE)
 
 

@@ -1,4 +1,4 @@
-"""Recorder: what the casts of FP8 training would have recorded, taken from passes in BF16.
+"""Recorder: records in passes in BF16 what the casts of FP8 training would have recorded.
 
 Warm-up passes, `calibrate` and `resume --collect-amax` are all this: while a backend has a recorder its GEMMs compute
 in BF16 and show it their tensors, and each pass with gradients is a row of the histories, as each pass in FP8 is. Not
@@ -7,7 +7,7 @@ None outside FP8 (linear.py, _get_quantizers).
 
 Recorded are the roles that a GEMM casts: input, weight and grad_output. TE fills `output` and `grad_input` for GEMMs
 that give out FP8 alone, and the roles of attention for attention in FP8, neither of which a trainer here has. Besides,
-what a cache for inference would hold: `k` after rotary, and `v`. Padding takes no part: FP8 training records it, but
+what a KV cache for inference would hold: `k` after rotary, and `v`. Padding is left out: FP8 training records it, but
 nothing is lost by clamping what no target ever sees.
 """
 
@@ -23,11 +23,8 @@ from precisionctl.fp8.state import ATTENTION_BACKWARD, BACKWARD, ROLES, Fp8State
 from precisionctl.fp8.statistics import Statistics
 from precisionctl.precision import Precision
 from precisionctl.trainer.backends.scaling_buffers import ScalingBuffers, Slot
-from precisionctl.trainer.parallel.group_ranks import AT_HOME, Dispatch
+from precisionctl.trainer.parallel.group_ranks import LOCAL_DISPATCH, TokenDispatch
 from precisionctl.trainer.parallel.world import ALONE, World
-
-Seen = Tensor | Sequence[Tensor]
-"""A tensor, or one of each expert."""
 
 
 class Recorder:
@@ -40,20 +37,20 @@ class Recorder:
         self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device, world)
         self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device, world)
         self._slots: dict[str, dict[Role, Slot]] = {}
-        self._real: Tensor | None = None
+        self._padding_mask: Tensor | None = None
         self.measuring = False
-        self._silent = False
+        self._recomputing = False
         self.statistics: dict[str, dict[Role, Statistics]] = {}
         self.scattered: set[str] = set()
-        """Modules of whose outputs each tensor rank is shown its own tokens alone."""
+        """Modules of whose outputs each tensor rank sees its own tokens alone."""
 
     @contextmanager
-    def forward_pass(self, real: Tensor | None = None) -> Iterator[None]:
-        """A context for a pass over tokens `[B, S]`; `real`, bool of that shape, is False at padding. Without gradients
-        nothing is recorded."""
-        self._real = None if real is None or bool(real.all()) else real.flatten()
+    def forward_pass(self, padding_mask: Tensor | None = None) -> Iterator[None]:
+        """A context for a pass over tokens `[B, S]`; `padding_mask`, bool of that shape, is False at padding. Without
+        gradients nothing is recorded."""
+        self._padding_mask = None if padding_mask is None or bool(padding_mask.all()) else padding_mask.flatten()
         yield
-        self._real = None
+        self._padding_mask = None
         if torch.is_grad_enabled():
             self._forward.update()
 
@@ -67,64 +64,65 @@ class Recorder:
         self._backward.forget_infinite(skipped)
 
     @contextmanager
-    def arranged(self, tokens: Tensor, dispatch: Dispatch = AT_HOME) -> Iterator[None]:
+    def reordered(self, tokens: Tensor, dispatch: TokenDispatch = LOCAL_DISPATCH) -> Iterator[None]:
         """A context for modules that see the pass's tokens in another order, or several times: `tokens` are their
         numbers. `dispatch` then sends those to their experts."""
-        before = self._real
+        before = self._padding_mask
         if dispatch.order is not None:  # other ranks may have padding
-            real = torch.ones_like(tokens, dtype=torch.bool) if before is None else before[tokens]
-            self._real = dispatch.there(real)
+            mask = torch.ones_like(tokens, dtype=torch.bool) if before is None else before[tokens]
+            self._padding_mask = dispatch.dispatch(mask)
         else:
-            self._real = None if before is None else before[tokens]
+            self._padding_mask = None if before is None else before[tokens]
         yield
-        self._real = before
+        self._padding_mask = before
 
     @contextmanager
-    def computed_again(self) -> Iterator[None]:
+    def recomputing(self) -> Iterator[None]:
         """A context for computing a pass once more: nothing is recorded, as it has been already."""
-        self._silent = True
+        self._recomputing = True
         try:
             yield
         finally:
-            self._silent = False
+            self._recomputing = False
 
     def gemm(self, module: str, values: Tensor, weight: Tensor, out: Tensor, scattered: bool = False) -> None:
-        """Be shown a GEMM: values `[..., in]`, in FP32 where the cast would come before their rounding, weight
+        """Record a GEMM: values `[..., in]`, in FP32 where the cast would come before their rounding, weight
         `[out, in]` and its output `[..., out]`, whose gradient is recorded when it comes. Of an output that is
-        `scattered` this tensor rank has its tokens."""
+        `scattered` this tensor rank has its own tokens alone."""
         if not self._wants(module):
             return
-        real = self._real
-        real_out = self._world.tensor.mine(real) if scattered and real is not None else real
+        mask = mask_out = self._padding_mask
+        if scattered and mask is not None:
+            mask_out = self._world.tensor.local_tokens(mask)
         if scattered and self._world.tensor.sequence:
             self.scattered.add(module)
-        self._take(module, "input", _only(values, real))
-        self._take(module, "weight", weight)
+        self._record(module, "input", _without_padding(values, mask))
+        self._record(module, "weight", weight)
         if out.requires_grad:
             out.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: self._take(module, "grad_output", _only(gradient, real_out))
+                lambda gradient: self._record(module, "grad_output", _without_padding(gradient, mask_out))
             )
 
     def grouped_gemm(
         self, module: str, values: Tensor, counts: Sequence[int], weights: Sequence[Tensor], out: Tensor
     ) -> None:
-        """Be shown one GEMM for each of this rank's experts: values `[tokens, in]` and out `[tokens, out]`, `counts[0]`
+        """Record one GEMM for each of this rank's experts: values `[tokens, in]` and out `[tokens, out]`, `counts[0]`
         of the first one and so on, and the experts' weights `[out, in]`."""
         if not self._wants(module):
             return
-        real = self._real
-        self._take(module, "input", _by_expert(values, counts, real))
-        self._take(module, "weight", weights)
+        mask = self._padding_mask
+        self._record(module, "input", _by_expert(values, counts, mask))
+        self._record(module, "weight", weights)
         if out.requires_grad:
             out.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: self._take(module, "grad_output", _by_expert(gradient, counts, real))
+                lambda gradient: self._record(module, "grad_output", _by_expert(gradient, counts, mask))
             )
 
-    def cached(self, module: str, role: Role, values: Tensor) -> None:
-        """Be shown what an inference cache would hold, `[B, S, ..., channels]`; several parts under one scale in
-        several calls. All layers are recorded, whatever their GEMMs compute in."""
+    def kv_cache(self, module: str, role: Role, values: Tensor) -> None:
+        """Record what a KV cache would hold, `[B, S, ..., channels]`; several parts under one scale in several calls.
+        All layers are recorded, whatever their GEMMs compute in."""
         if torch.is_grad_enabled():
-            self._take(module, role, _only(values, self._real))
+            self._record(module, role, _without_padding(values, self._padding_mask))
 
     def states(self) -> dict[str, Fp8State]:
         """What is recorded, by module; of a GEMM all roles, as TE keeps them."""
@@ -140,7 +138,7 @@ class Recorder:
         return made
 
     def load(self, states: Mapping[str, Fp8State]) -> None:
-        """Go on from states, under the recorder's own recipe."""
+        """Continue from states, under the recorder's own recipe."""
         for module, state in states.items():
             for role, part in state.roles.items():
                 self._slot(module, role, part.scale).set_state(part)
@@ -149,38 +147,25 @@ class Recorder:
         return torch.is_grad_enabled() and self.precision.in_fp8(module)
 
     @torch.no_grad()
-    def _take(self, module: str, role: Role, seen: Seen) -> None:
-        if self._silent:
-            return
-        amax = numerics.amax(seen) if isinstance(seen, Tensor) else self._of_experts(seen)
-        slot = self._slot(module, role, amax)
-        if self.measuring:
-            self._measure(module, role, seen, slot)
-        slot.record(amax)
-
-    def _of_experts(self, seen: Sequence[Tensor]) -> Tensor:
-        """Amaxes of all experts, `[experts]`: 0 for those of other ranks, whose amaxes come when all have met."""
-        amaxes = torch.zeros(len(seen) * self._world.experts.size, device=self.device)
-        amaxes[self._mine(amaxes)] = torch.stack([numerics.amax(one) for one in seen])
-        return amaxes
-
-    def _mine(self, of_experts: Tensor) -> slice:
-        """Where this rank's experts are in `[experts]`."""
-        numbers = self._world.experts.mine(len(of_experts))
-        return slice(numbers.start, numbers.stop)
-
-    def _measure(self, module: str, role: Role, seen: Seen, slot: Slot) -> None:
-        found = self.statistics.setdefault(module, {})
-        if role == "weight" and role in found:
+    def _record(self, module: str, role: Role, seen: Tensor | Sequence[Tensor]) -> None:
+        """Record a tensor, or one of each of this rank's experts."""
+        if self._recomputing:
             return
         if isinstance(seen, Tensor):
-            parts, scales = [seen], slot.scale[None]
-        else:
-            parts, scales = [*seen], slot.scale[self._mine(slot.scale)]
-        for part, scale in zip(parts, scales, strict=True):
-            delayed = scale if scale != 1 else None  # 1 is that of no pass
-            one = measure(part, slot.buffers.dtype, delayed, square=role == "weight")
-            found[role] = found[role].merge(one) if role in found else one
+            amax, parts, here = numerics.amax(seen), [seen], None
+        else:  # of all experts: 0 for those of other ranks, whose amaxes come with the next all-reduce
+            amax, parts = torch.zeros(len(seen) * self._world.experts.size, device=self.device), [*seen]
+            numbers = self._world.experts.local_experts(len(amax))
+            here = slice(numbers.start, numbers.stop)
+            amax[here] = torch.stack([numerics.amax(one) for one in seen])
+        slot = self._slot(module, role, amax)
+        found = self.statistics.setdefault(module, {}) if self.measuring else {}
+        if self.measuring and not (role == "weight" and role in found):
+            for part, scale in zip(parts, slot.scale[here], strict=True):
+                delayed = scale if scale != 1 else None  # 1 is that of no pass
+                one = measure(part, slot.buffers.dtype, delayed, square=role == "weight")
+                found[role] = found[role].merge(one) if role in found else one
+        slot.record(amax)
 
     def _slot(self, module: str, role: Role, like: Tensor) -> Slot:
         """Where a role is recorded; made for a scale of the shape of `like`."""
@@ -191,16 +176,16 @@ class Recorder:
         return slots[role]
 
 
-def _only(values: Tensor, real: Tensor | None) -> Tensor:
+def _without_padding(values: Tensor, mask: Tensor | None) -> Tensor:
     """The tokens of `[B, S, ...]` or `[T, ...]` that are no padding. They are looked at alone: a layer that is computed
     once more keeps nothing for a backward that it would not keep then."""
     values = values.detach()
-    return values if real is None else values.reshape(len(real), -1, values.shape[-1])[real]
+    return values if mask is None else values.reshape(len(mask), -1, values.shape[-1])[mask]
 
 
-def _by_expert(values: Tensor, counts: Sequence[int], real: Tensor | None) -> Sequence[Tensor]:
+def _by_expert(values: Tensor, counts: Sequence[int], mask: Tensor | None) -> Sequence[Tensor]:
     """The tokens of each expert that are no padding."""
     parts = torch.split(values.detach(), list(counts))
-    if real is None:
+    if mask is None:
         return parts
-    return [part[mine] for part, mine in zip(parts, torch.split(real, list(counts)), strict=True)]
+    return [part[mine] for part, mine in zip(parts, torch.split(mask, list(counts)), strict=True)]

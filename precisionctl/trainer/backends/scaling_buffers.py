@@ -15,8 +15,8 @@ from precisionctl.trainer.parallel.world import ALONE, World
 class ScalingBuffers:
     """State of tensors of one code dtype: `state.scale` is FP32 `[room]`, `state.amax_history` `[room, history]`.
 
-    There is room for more tensors than have a slot; what nobody records is never changed by an update. All ranks of
-    `world` have the same tensors, and the same state: amaxes are those of all.
+    There is room for more tensors than have a slot; an update changes nothing that was never recorded. All ranks of
+    `world` have the same tensors and the same state, as each update all-reduces the amaxes.
     """
 
     def __init__(self, dtype: torch.dtype, recipe: DelayedScaling, device: torch.device, world: World = ALONE) -> None:
@@ -29,24 +29,23 @@ class ScalingBuffers:
         first = self._taken
         self._taken += 1 if experts is None else experts
         if (missing := self._taken - len(self.state.scale)) > 0:
-            self._grow(max(missing, len(self.state.scale)))  # doubled: a model may have tens of thousands
+            scale, history = self.state.scale, self.state.amax_history
+            rows = max(missing, len(scale))  # doubled: a model may have tens of thousands
+            self.state = RoleState(
+                torch.cat([scale, scale.new_ones(rows)]),
+                torch.cat([history, history.new_zeros(rows, history.shape[1])]),
+            )
         return Slot(self, first if experts is None else slice(first, self._taken))
-
-    def _grow(self, rows: int) -> None:
-        scale, history = self.state.scale, self.state.amax_history
-        self.state = RoleState(
-            torch.cat([scale, scale.new_ones(rows)]), torch.cat([history, history.new_zeros(rows, history.shape[1])])
-        )
 
     def update(self) -> None:
         row_0 = self.state.amax_history[:, 0]
-        row_0.copy_(self._world.largest(row_0))
+        row_0.copy_(self._world.all_reduce_max(row_0))
         self.state = numerics.update_delayed(self.state, self.dtype, self.recipe)
 
     @contextmanager
-    def as_before(self, scale: Tensor) -> Iterator[None]:
-        """A context for computing a pass once more: values are cast with the scales that there were, `[room]`, and
-        their amaxes are forgotten, as a history has them already."""
+    def recomputing(self, scale: Tensor) -> Iterator[None]:
+        """A context for computing a pass once more: values are cast with the scales of that pass, `[room]`, and their
+        amaxes are dropped, as the history has them already."""
         now = self.state
         self.state = RoleState(scale, torch.zeros(len(scale), 1, device=scale.device))
         try:
@@ -58,8 +57,7 @@ class ScalingBuffers:
         self.state.amax_history[:, 0] = 0
 
     def forget_infinite(self, skipped: Tensor) -> None:
-        """If `skipped`, bool `[]`, is True: let no pass of that update hold the scales, as an infinite amax would while
-        it is in a history."""
+        """As `Backend.forget_infinite`."""
         history = numerics.without_infinite(self.state.amax_history, skipped)
         self.state = RoleState(self.state.scale, history)
 
@@ -77,13 +75,13 @@ class Slot:
         return self.buffers.state.scale[self.place]
 
     def record(self, amax: Tensor) -> None:
-        """Note an amax, FP32 `[]` or `[experts]`, in the row of the running step; the largest of a step counts."""
+        """Record an amax, FP32 `[]` or `[experts]`, in row 0, the running step's; the largest of a step counts."""
         row_0 = self.buffers.state.amax_history[self.place, 0]
         row_0.copy_(torch.fmax(row_0, amax))
 
     @property
     def view(self) -> RoleState:
-        """What is there until the next update."""
+        """A view, true until the next update."""
         return RoleState(self.scale, self.buffers.state.amax_history[self.place])
 
     @property
@@ -92,6 +90,6 @@ class Slot:
         return RoleState(self.view.scale.cpu().clone(), self.view.amax_history.cpu().clone())
 
     def set_state(self, new: RoleState) -> None:
-        """Take over a state; of a history of another length, the newest rows."""
+        """Set the state; of a history of another length, the newest rows."""
         self.buffers.state.scale[self.place] = new.scale
         self.buffers.state.amax_history[self.place] = new.resized(self.buffers.recipe.amax_history_len).amax_history

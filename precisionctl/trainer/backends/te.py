@@ -133,7 +133,7 @@ class TransformerEngineBackend:
     ) -> nn.Module:
         in_features, out_features = cut_sizes(mode, self.world.tensor.size, in_features, out_features)
         apart = bias and mode == "row" and self.world.tensor.size > 1
-        here = self.world.experts.mine(experts)
+        here = self.world.experts.local_experts(experts)
         with self._weights(name):
             module = GroupedLinear(
                 len(here),
@@ -220,7 +220,7 @@ class TransformerEngineBackend:
     def _autocast(self) -> Iterator[None]:
         """TE's, which updates forward scales when it ends with gradients enabled (quantization.py, autocast_exit)."""
         grad = torch.is_grad_enabled()
-        with torch.set_grad_enabled(grad and not self.world.cuts):
+        with torch.set_grad_enabled(grad and not self.world.shards_parameters):
             with te.autocast(enabled=self.precision.fp8, recipe=self.recipe), torch.set_grad_enabled(grad):
                 yield
 
@@ -242,7 +242,7 @@ class TransformerEngineBackend:
 
     def after_backward(self) -> None:
         """TE has updated the backward scales by then."""
-        if self.world.cuts:
+        if self.world.shards_parameters:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
 
     def forget_infinite(self, skipped: Tensor) -> None:
@@ -254,8 +254,8 @@ class TransformerEngineBackend:
 
     def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         if self.recorder:
-            return recompute(function, *arguments, again=self.recorder.computed_again())
-        if self.world.cuts:  # the scales are those of this pass still, and no amax is another one
+            return recompute(function, *arguments, again=self.recorder.recomputing())
+        if self.world.shards_parameters:  # the scales are those of this pass still, and no amax is another one
             return recompute(function, *arguments, again=self._autocast())
         out: Tensor = te.checkpoint(function, *arguments, use_reentrant=False)  # it keeps the scales of this pass
         return out

@@ -16,7 +16,7 @@ from transformer_engine.common.recipe import Recipe
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8.state import BACKWARD, FORWARD, IN_USE, ROLES, Fp8State, Role, RoleState
 from precisionctl.trainer.backends.base import Mode, Norm, require_alignment
-from precisionctl.trainer.segments import Segments
+from precisionctl.trainer.model.positions import PackedSequences
 
 if TYPE_CHECKING:
     from precisionctl.trainer.backends.te import TransformerEngineBackend
@@ -176,11 +176,11 @@ class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
     def fp8_state(self) -> Fp8State | None:
         if not self.keeps_state:
             return None
-        gathered = self.backend.world.experts.gathered
+        gathered = self.backend.world.experts.all_gather
         return Fp8State({role: RoleState(*(gathered(part).cpu().clone() for part in self._of(role))) for role in ROLES})
 
     def set_fp8_state(self, state: Fp8State) -> None:
-        mine = self.backend.world.experts.mine(len(state.roles["weight"].scale))
+        mine = self.backend.world.experts.local_experts(len(state.roles["weight"].scale))
         here = slice(mine.start, mine.stop)
         roles = state.roles.items()
         super().set_fp8_state(
@@ -188,7 +188,7 @@ class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
         )
 
     def _product(self, values: Tensor, counts: list[int]) -> Tensor:
-        group, first = self.backend.world.experts.alike, self.backend.is_first_microbatch
+        group, first = self.backend.world.experts.replicas, self.backend.is_first_microbatch
         if self.in_fp8 and group is not None and not self.backend.recorder:
             # its amaxes are those of the ranks that have the same experts
             with te.autocast(enabled=True, recipe=self.backend.recipe, amax_reduction_group=group):
@@ -202,9 +202,9 @@ class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
 class PackedAttention(_Stateless, te.DotProductAttention):  # type: ignore[misc]
     """te.DotProductAttention over texts that share rows, in the parameters' dtype."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, window: int | None) -> Tensor:
         """Queries `[T, G * R, D]`, keys and values `[T, G, D]` to `[T, G * R * D]`."""
-        ends = segments.cu_seqlens(query.device)
+        ends = packed.cu_seqlens(query.device)
         with te.autocast(enabled=False):
             out: Tensor = super().forward(
                 query.contiguous(),
@@ -213,8 +213,8 @@ class PackedAttention(_Stateless, te.DotProductAttention):  # type: ignore[misc]
                 qkv_format="thd",
                 cu_seqlens_q=ends,
                 cu_seqlens_kv=ends,
-                max_seqlen_q=segments.longest,
-                max_seqlen_kv=segments.longest,
+                max_seqlen_q=packed.longest,
+                max_seqlen_kv=packed.longest,
                 attn_mask_type="padding_causal",
                 window_size=(-1 if window is None else window - 1, 0),  # TE does not count the query itself
             )

@@ -1,4 +1,4 @@
-"""What a step of training is given: tokens and labels, padded, and where one text of a row ends and the next begins."""
+"""Batches: tokens and labels, a padding mask, and the packed sequences where texts share rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from precisionctl.fp8.numerics import MX_BLOCK
-from precisionctl.trainer.segments import Segments
-from precisionctl.trainer.transfers import sent
+from precisionctl.trainer.model.positions import PackedSequences
+from precisionctl.trainer.transfers import to_device
 
 IGNORED = -100
 """The label of a position that is no target: torch's default `ignore_index`."""
@@ -33,36 +33,36 @@ class Piece(NamedTuple):
 @dataclass(frozen=True)
 class Batch:
     """`tokens` and `labels`, int64 `[rows, length]`: `labels[r, i]` follows `tokens[r, i]`, or is IGNORED.
-    `real`, bool, is False at padding. `segments` where several texts share a row. What is counted is counted in
-    memory, so that a device need not be asked: `origin` is the batch there, of one on a device."""
+    `padding_mask`, bool, is False at padding. `packed` where several texts share a row. `on_host` is the batch in
+    memory of one on a device: what is counted is counted there, so that nobody waits for the device."""
 
     tokens: Tensor
     labels: Tensor
-    real: Tensor
-    segments: Segments | None = None
-    origin: "Batch | None" = None
+    padding_mask: Tensor
+    packed: PackedSequences | None = None
+    on_host: "Batch | None" = None
 
     @property
     def targets(self) -> int:
         """How many positions count towards the loss."""
-        return int(((self.origin or self).labels != IGNORED).sum())
+        return int(((self.on_host or self).labels != IGNORED).sum())
 
     @property
     def padded(self) -> bool:
-        return not bool((self.origin or self).real.all())
+        return not bool((self.on_host or self).padding_mask.all())
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each text, without padding."""
-        real = (self.origin or self).real
-        if self.segments is None:
-            return [int(length) for length in real.sum(1)]
-        texts = torch.split(real.flatten(), list(self.segments.lengths))
+        mask = (self.on_host or self).padding_mask
+        if self.packed is None:
+            return [int(length) for length in mask.sum(1)]
+        texts = torch.split(mask.flatten(), list(self.packed.lengths))
         return [len(text) for text in texts if bool(text[0])]
 
     def to(self, device: torch.device) -> "Batch":
-        tokens, labels, real = (sent(tensor, device) for tensor in (self.tokens, self.labels, self.real))
-        return Batch(tokens, labels, real, self.segments, self)
+        tokens, labels, mask = (to_device(tensor, device) for tensor in (self.tokens, self.labels, self.padding_mask))
+        return Batch(tokens, labels, mask, self.packed, self)
 
 
 def make_batch(rows: Sequence[Sequence[Piece]], padding: int, ranks: int = 1) -> Batch:
@@ -74,23 +74,21 @@ def make_batch(rows: Sequence[Sequence[Piece]], padding: int, ranks: int = 1) ->
     longest = max(piece.positions for row in rows for piece in row)
     tokens = torch.full((len(rows), width), padding)
     labels = torch.full((len(rows), width), IGNORED)
-    real = torch.zeros((len(rows), width), dtype=torch.bool)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
     lengths: list[int] = []
     for row, pieces in enumerate(rows):
-        place = 0
+        start = 0
         for piece in pieces:
             ids = torch.from_numpy(piece.tokens.astype(np.int64))
-            here = slice(place, place + piece.positions)
+            here = slice(start, start + piece.positions)
             tokens[row, here] = ids[:-1]
-            labels[row, here] = ids[1:] if piece.learned is None else _only(ids[1:], piece.learned[1:])
+            labels[row, here] = ids[1:]
+            if piece.learned is not None:
+                labels[row, here] = ids[1:].where(torch.from_numpy(piece.learned[1:].copy()), IGNORED)
             lengths.append(piece.positions)
-            place += piece.positions
-        real[row, :place] = True
+            start += piece.positions
+        mask[row, :start] = True
         # no longer than the texts: the longest one decides what attention costs
-        lengths += [min(longest, width - start) for start in range(place, width, longest)]
+        lengths += [min(longest, width - begin) for begin in range(start, width, longest)]
     shared = any(len(pieces) > 1 for pieces in rows)
-    return Batch(tokens, labels, real, Segments(tuple(lengths)) if shared else None)
-
-
-def _only(labels: Tensor, learned: NDArray[np.bool_]) -> Tensor:
-    return labels.where(torch.from_numpy(learned.copy()), IGNORED)
+    return Batch(tokens, labels, mask, PackedSequences(tuple(lengths)) if shared else None)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from precisionctl.recipe import Data
 from precisionctl.trainer.data.batch import Batch, make_batch
-from precisionctl.trainer.data.order import Order
+from precisionctl.trainer.data.feed import Order
 from precisionctl.trainer.data.rows import Rows, load_rows
 from precisionctl.trainer.data.store import OnTokens
 
@@ -35,9 +35,9 @@ class Blend:
         return sum(map(len, self.parts))
 
     @property
-    def is_even(self) -> bool:
-        """As `Rows.is_even`: a recipe has one length for all of them."""
-        return all(part.is_even for part in self.parts)
+    def has_equal_rows(self) -> bool:
+        """As `Rows.has_equal_rows`: a recipe has one length for all of them."""
+        return all(part.has_equal_rows for part in self.parts)
 
     @property
     def fingerprint(self) -> str:
@@ -78,13 +78,14 @@ class BlendedOrder:
         self._first = [0, *accumulate(rows)]
 
     def take(self, position: int, count: int) -> list[int]:
-        """Row numbers `[position, position + count)` of the order. `position` alone says where a run stands."""
-        return [self._row(place) for place in range(position, position + count)]
-
-    def _row(self, place: int) -> int:
-        period, index = divmod(place, len(self._parts))
-        part = int(self._parts[index])
-        return self._first[part] + self._orders[part].row(period * self._turns[part] + int(self._places[index]))
+        """Row numbers `[position, position + count)` of the order. The order depends on nothing but `position`."""
+        rows = []
+        for place in range(position, position + count):
+            period, index = divmod(place, len(self._parts))
+            part = int(self._parts[index])
+            row = self._orders[part].row(period * self._turns[part] + int(self._places[index]))
+            rows.append(self._first[part] + row)
+        return rows
 
 
 def load_data(

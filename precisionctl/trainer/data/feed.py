@@ -1,22 +1,67 @@
-"""Rows in the order and the batches in which training takes them."""
+"""In which order rows are taken, which of them each rank takes, and in which batches. The position in that order is one
+number."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from precisionctl.errors import DataError
 from precisionctl.recipe import Train
 from precisionctl.trainer.data.batch import Batch
-from precisionctl.trainer.data.blend import Blend
-from precisionctl.trainer.data.order import share_of
-from precisionctl.trainer.data.rows import Rows
+
+if TYPE_CHECKING:
+    from precisionctl.trainer.data.blend import Blend
+    from precisionctl.trainer.data.rows import Rows
+
+Item = TypeVar("Item")
+
+
+class Order:
+    """The endless order of rows: each epoch is a permutation of its own, made from `seed` and the epoch."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self._rows = rows
+        self._seed = seed
+        self._epoch = -1
+        self._permutation: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def take(self, position: int, count: int) -> list[int]:
+        """Row numbers `[position, position + count)` of the order. The order depends on nothing but `position`."""
+        return [self.row(place) for place in range(position, position + count)]
+
+    def row(self, place: int) -> int:
+        epoch, index = divmod(place, self._rows)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            self._permutation = torch.randperm(self._rows, generator=generator).numpy()
+            self._epoch = epoch
+        return int(self._permutation[index])
+
+
+def share_of(rows: Sequence[Item], rank: int, ranks: int) -> Sequence[Item]:
+    """The rows of an update that a rank takes: a block of neighbours, so that all ranks' blocks are the rows in order.
+
+    The position is then the same number on each rank, and a run continues with the same updates on another number of
+    ranks. Raises DataError for rows that cannot be dealt out evenly.
+    """
+    each, rest = divmod(len(rows), ranks)
+    if rest:
+        raise DataError(
+            f"{len(rows)} rows of an update cannot be dealt out to {ranks} ranks evenly",
+            do="Choose a train.batch_size that the number of ranks divides.",
+        )
+    return rows[rank * each : (rank + 1) * each]
 
 
 class Feed:
     """Rows in the order and the batches in which a recipe's training takes them, or one rank of several does."""
 
     def __init__(
-        self, rows: Rows | Blend, train: Train, device: torch.device, *, rank: int = 0, ranks: int = 1
+        self, rows: "Rows | Blend", train: Train, device: torch.device, *, rank: int = 0, ranks: int = 1
     ) -> None:
         self.rows, self._train, self._device = rows, train, device
         self._rank, self._ranks = rank, ranks
@@ -27,7 +72,7 @@ class Feed:
         numbers = share_of(self._order.take(position, self._train.batch_size), self._rank, self._ranks)
         return list(in_batches(self.rows, numbers, self._train.micro_batch_size, self._device))
 
-    def coming(self, position: int) -> Iterator[tuple[Batch, int]]:
+    def upcoming(self, position: int) -> Iterator[tuple[Batch, int]]:
         """The micro-batches of that update and all later ones, each with the targets of its update."""
         for start in count(position, self._train.batch_size):
             batches = self.batches(start)
@@ -35,7 +80,7 @@ class Feed:
             yield from ((batch, targets) for batch in batches)
 
 
-def in_batches(rows: Rows | Blend, numbers: Iterable[int], size: int, device: torch.device) -> Iterator[Batch]:
+def in_batches(rows: "Rows | Blend", numbers: Iterable[int], size: int, device: torch.device) -> Iterator[Batch]:
     """Rows of these numbers in batches of `size`, the last of which may be smaller, on a device."""
     listed = list(numbers)
     for start in range(0, len(listed), size):

@@ -7,7 +7,6 @@ the ids' type (uint8), the numbers of sequences and of document ends (uint64 eac
 
 import hashlib
 import struct
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.data.store import About, Tokens, kept, key_of
+from precisionctl.trainer.data.store import About, Tokens, cached_folder, key_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -53,7 +52,7 @@ def load(prefix: Path, tokenizer: PreTrainedTokenizerBase, cache: Path | None) -
     try:
         ids, document_ends = _open(index, data)
         build = partial(_look_through, ids=ids, ends=document_ends, tokenizer=tokenizer, data=data)
-        with kept(cache, key_of([index, data], tokenizer), build) as (_, about):
+        with cached_folder(cache, key_of([index, data], tokenizer), build) as (_, about):
             return Tokens(ids, about)
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=prefix) from None
@@ -105,7 +104,8 @@ def _look_through(
     _: Path, *, ids: NDArray[Any], ends: NDArray[np.int64], tokenizer: PreTrainedTokenizerBase, data: Path
 ) -> About:
     digest, largest = hashlib.sha256(f"{ids.dtype.str}".encode()), 0
-    for piece in _pieces(ids):
+    for start in range(0, len(ids), _AT_ONCE):
+        piece = ids[start : start + _AT_ONCE]
         if int(piece.min()) < 0:
             raise DataError(f"a token {int(piece.min())}", where=data)
         largest = max(largest, int(piece.max()))
@@ -114,11 +114,6 @@ def _look_through(
     unended = int((ids[last] != tokenizer.eos_token_id).sum())
     without = f"{unended} documents do not end in the tokenizer's end-of-text token; nothing else divides them"
     return About(len(ids), None, largest, digest.hexdigest(), [without] if unended else [])
-
-
-def _pieces(ids: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    for start in range(0, len(ids), _AT_ONCE):
-        yield ids[start : start + _AT_ONCE]
 
 
 def _with(prefix: Path, suffix: str) -> Path:

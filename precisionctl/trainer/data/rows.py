@@ -1,10 +1,11 @@
-"""Rows of tokens to train on: where each begins and ends in one flat array, which may lie on a disk.
+"""Rows of tokens to train on: where each begins and ends in one flat array, which may be memory-mapped.
 
 Documents are laid end to end and cut into rows of `sequence_length` targets. Of conversations each is a row, or as
 many share one as fit into it.
 """
 
 import hashlib
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from precisionctl.errors import DataError
 from precisionctl.trainer.data import megatron
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
+from precisionctl.trainer.data.feed import Order
 from precisionctl.trainer.data.formats.find import files_of
-from precisionctl.trainer.data.order import Order
-from precisionctl.trainer.data.packing import pack
 from precisionctl.trainer.data.store import OnTokens, Samples, Tokens, key_of, tokenized
 
 
-class Cut(Protocol):
+class RowLayout(Protocol):
     """Where rows are in the flat array: a row is one piece, or several."""
 
     def __len__(self) -> int: ...
@@ -32,12 +32,12 @@ class Cut(Protocol):
 
     @property
     def identity(self) -> bytes:
-        """Equal for equal cuts alone."""
+        """Equal for equal layouts alone."""
         ...
 
 
 @dataclass(frozen=True)
-class EvenCut:
+class EqualRows:
     """Rows of `length` targets; each row's first token is the last one's last target, so none is lost between."""
 
     rows: int
@@ -55,7 +55,7 @@ class EvenCut:
 
 
 @dataclass(frozen=True)
-class PieceCut:
+class VariableRows:
     """Row `i` has the pieces `[first[i], first[i + 1])`, and piece `p` the tokens `[starts[p], ends[p])`. int64."""
 
     first: NDArray[np.int64]
@@ -84,7 +84,7 @@ class Rows:
 
     tokens: NDArray[np.integer[Any]]
     learned: NDArray[np.bool_] | None
-    cut: Cut
+    layout: RowLayout
     padding: int
     largest: int
     digest: str
@@ -92,12 +92,12 @@ class Rows:
     ranks: int = 1
 
     def __len__(self) -> int:
-        return len(self.cut)
+        return len(self.layout)
 
     @property
-    def is_even(self) -> bool:
+    def has_equal_rows(self) -> bool:
         """Whether all rows are of one text, and of one length."""
-        return isinstance(self.cut, EvenCut)
+        return isinstance(self.layout, EqualRows)
 
     def shared_by(self, ranks: int) -> "Rows":
         return replace(self, ranks=ranks)
@@ -105,7 +105,7 @@ class Rows:
     @property
     def fingerprint(self) -> str:
         """A hash of what is trained on, wherever the file is."""
-        return hashlib.sha256(self.digest.encode() + self.cut.identity).hexdigest()
+        return hashlib.sha256(self.digest.encode() + self.layout.identity).hexdigest()
 
     def require_vocabulary(self, size: int) -> None:
         """Raise DataError for a token that a model with `size` of them does not know."""
@@ -117,8 +117,10 @@ class Rows:
             )
 
     def pieces(self, row: int) -> list[Piece]:
-        cuts = self.cut.pieces(row)
-        return [Piece(self.tokens[cut], None if self.learned is None else self.learned[cut]) for cut in cuts]
+        learned = self.learned
+        return [
+            Piece(self.tokens[piece], None if learned is None else learned[piece]) for piece in self.layout.pieces(row)
+        ]
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The rows of these numbers, padded at the right."""
@@ -157,7 +159,7 @@ def load_rows(
     return Rows(
         tokens.ids,
         None,
-        EvenCut(count, sequence_length),
+        EqualRows(count, sequence_length),
         tokenizer.eos_token_id,
         tokens.about.largest,
         tokens.about.digest,
@@ -193,5 +195,34 @@ def _sample_rows(tokens: Tokens, samples: Samples, length: int, padding: int, pa
         starts, sizes = starts[order], sizes[order]
         full = (sizes - 1).sum() / (len(packed) * length)
         notes.append(f"{len(sizes)} conversations are packed into {len(packed)} rows, which are {full:.0%} full")
-    where = PieceCut(first.astype(np.int64), starts, starts + sizes)
+    where = VariableRows(first.astype(np.int64), starts, starts + sizes)
     return Rows(tokens.ids, samples.learned, where, padding, tokens.about.largest, tokens.about.digest, tuple(notes))
+
+
+def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing: the longest first, each into the row that it leaves least room in.
+
+    Gives the numbers of the texts in each row, and no row is filled beyond `capacity`, which no size may exceed. The
+    sizes alone decide. It needs at most 11/9 of the fewest rows possible, and one more (Johnson, 1974).
+    """
+    rows: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # rows by the room that is left in them
+    rooms: list[int] = []  # the keys of it, in order
+    for text in np.argsort(-np.asarray(sizes, np.int64), kind="stable").tolist():
+        size = int(sizes[text])
+        nearest = bisect_left(rooms, size)
+        if nearest == len(rooms):
+            room, row = capacity, len(rows)
+            rows.append([])
+        else:
+            room = rooms[nearest]
+            row = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[nearest]
+        rows[row].append(text)
+        left = room - size
+        if left not in with_room:
+            with_room[left] = []
+            insort(rooms, left)
+        with_room[left].append(row)
+    return rows

@@ -1,4 +1,4 @@
-"""What a row is by its keys: a text to go on with, a conversation, or a prompt with its completion."""
+"""What a record is by its keys: a text, a conversation, or a prompt with its completion."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,13 +43,13 @@ Sample = Text | Conversation | Completion
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows with these keys, and what they are made into; raises _NotSo for values of the wrong types."""
+    """Rows with these keys, and what they are made into; raises _BadRow for values of the wrong types."""
 
     keys: tuple[str, ...]
     make: Callable[[Row], Sample]
 
 
-class _NotSo(Exception):
+class _BadRow(Exception):
     """What is wrong with a row."""
 
 
@@ -59,33 +59,25 @@ def sample_of(record: Record) -> Sample:
         if all(record.row.get(key) is not None for key in shape.keys):
             try:
                 return shape.make(record.row)
-            except _NotSo as problem:
+            except _BadRow as problem:
                 raise DataError(str(problem), where=record.where) from None
     known = "; ".join(" and ".join(f"`{key}`" for key in shape.keys) for shape in SHAPES)
     raise DataError(f"a row with none of the known keys: {str(dict(record.row))[:80]}", where=record.where, do=known)
 
 
-def _text(row: Row) -> Text:
-    return Text(_string(row, "text"))
-
-
-def _messages(row: Row) -> Conversation:
-    return Conversation(_checked(row["messages"]), _tools(row))
-
-
 def _sharegpt(row: Row) -> Conversation:
     turns = _list(row, "conversations")
-    return Conversation([*_system(row), *(_turn(turn) for turn in turns)], _tools(row))
-
-
-def _turn(turn: Any) -> Message:
-    if isinstance(turn, dict) and "role" in turn:
-        return turn  # the words of `messages` under the other name
-    if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
-        raise _NotSo(f"a turn without `from` and `value`: {str(turn)[:80]}")
-    if turn["from"] not in SHAREGPT_ROLES:
-        raise _NotSo(f"a turn from {turn['from'][:60]!r}; known are {', '.join(SHAREGPT_ROLES)}")
-    return {"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]}
+    messages = _system(row)
+    for turn in turns:
+        if isinstance(turn, dict) and "role" in turn:  # the keys of `messages` under the other name
+            messages.append(turn)
+            continue
+        if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
+            raise _BadRow(f"a turn without `from` and `value`: {str(turn)[:80]}")
+        if turn["from"] not in SHAREGPT_ROLES:
+            raise _BadRow(f"a turn from {turn['from'][:60]!r}; known are {', '.join(SHAREGPT_ROLES)}")
+        messages.append({"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
+    return Conversation(messages, _tools(row))
 
 
 SHAREGPT_ROLES = {
@@ -102,29 +94,27 @@ SHAREGPT_ROLES = {
 def _alpaca(row: Row) -> Conversation:
     """`input` follows `instruction` on a line of its own, as LLaMA-Factory joins them (data/README.md)."""
     asked = "\n".join(part for part in (_string(row, "instruction"), _string(row, "input", "")) if part)
-    before = [turn for pair in (_list(row, "history") if row.get("history") else []) for turn in _exchange(pair)]
+    before: list[Message] = []
+    for pair in _list(row, "history") if row.get("history") else []:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(said, str) for said in pair)):
+            raise _BadRow(f"`history` is pairs of what was asked and answered, and not {str(pair)[:80]}")
+        before += [_said("user", pair[0]), _said("assistant", pair[1])]
     return Conversation([*_system(row), *before, _said("user", asked), _said("assistant", _string(row, "output"))])
-
-
-def _exchange(pair: Any) -> list[Message]:
-    if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(said, str) for said in pair)):
-        raise _NotSo(f"`history` is pairs of what was asked and answered, and not {str(pair)[:80]}")
-    return [_said("user", pair[0]), _said("assistant", pair[1])]
 
 
 def _completion(row: Row) -> Conversation | Completion:
     if isinstance(row["prompt"], list):
-        prompt = _checked(row["prompt"])
-        return Conversation([*prompt, *_checked(row["completion"])], _tools(row), len(prompt))
+        prompt = _messages(row["prompt"])
+        return Conversation([*prompt, *_messages(row["completion"])], _tools(row), len(prompt))
     return Completion(_string(row, "prompt"), _string(row, "completion"))
 
 
 SHAPES = (
-    Shape(("messages",), _messages),
+    Shape(("messages",), lambda row: Conversation(_messages(row["messages"]), _tools(row))),
     Shape(("conversations",), _sharegpt),
     Shape(("instruction", "output"), _alpaca),
     Shape(("prompt", "completion"), _completion),
-    Shape(("text",), _text),
+    Shape(("text",), lambda row: Text(_string(row, "text"))),
 )
 """The first whose keys a row has is what it is: alpaca data often has all of it again as `text`."""
 
@@ -140,12 +130,12 @@ def _system(row: Row) -> list[Message]:
     return [_said("system", said)] if (said := _string(row, "system", "")) else []
 
 
-def _checked(messages: Any) -> list[Message]:
+def _messages(messages: Any) -> list[Message]:
     if not isinstance(messages, list):
-        raise _NotSo(f"not a list of messages: {str(messages)[:80]}")
+        raise _BadRow(f"not a list of messages: {str(messages)[:80]}")
     for message in messages:
         if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
-            raise _NotSo(f"a message without a role: {str(message)[:80]}")
+            raise _BadRow(f"a message without a role: {str(message)[:80]}")
     return messages
 
 
@@ -155,7 +145,7 @@ def _tools(row: Row) -> list[Any] | None:
 
 def _list(row: Row, key: str) -> list[Any]:
     if not isinstance(row[key], list):
-        raise _NotSo(f"`{key}` is not a list: {str(row[key])[:80]}")
+        raise _BadRow(f"`{key}` is not a list: {str(row[key])[:80]}")
     return list(row[key])
 
 
@@ -163,5 +153,5 @@ def _string(row: Row, key: str, default: str | None = None) -> str:
     value = row.get(key)
     value = default if value is None else value
     if not isinstance(value, str):
-        raise _NotSo(f"`{key}` is not a string: {str(value)[:80]}")
+        raise _BadRow(f"`{key}` is not a string: {str(value)[:80]}")
     return value

@@ -1,4 +1,4 @@
-"""Tokens on a disk, memory-mapped: made once from files and a tokenizer, found again by both, never half there."""
+"""Tokens in memory-mapped files: made once from data files and a tokenizer, found again by both, written atomically."""
 
 import fcntl
 import hashlib
@@ -27,9 +27,9 @@ VERSION = 1
 """The version of a folder's format; a folder of another one is made anew."""
 
 OnTokens = Callable[[int], None]
-"""Hears now and then of how many tokens were made so far."""
+"""Called now and then with how many tokens were made so far."""
 
-HEAR_EVERY = 10_000_000
+CALL_EVERY = 10_000_000
 
 ABOUT, TOKENS, LEARNED, ENDS, FIRST = "about.json", "tokens.bin", "learned.bin", "ends.bin", "first_target.bin"
 
@@ -74,7 +74,7 @@ def tokenized(
     def build(folder: Path) -> About:
         return _write(folder, tokenize(records(files), tokenizer), on_tokens)
 
-    with kept(cache, key_of(files, tokenizer), build) as (folder, about):
+    with cached_folder(cache, key_of(files, tokenizer), build) as (folder, about):
         ids = _mapped(folder / TOKENS, np.dtype(np.int32), about.tokens)
         if about.samples is None:
             return Tokens(ids, about)
@@ -100,7 +100,7 @@ def key_of(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 @contextmanager
-def kept(cache: Path | None, key: str, build: Callable[[Path], About]) -> Iterator[tuple[Path, About]]:
+def cached_folder(cache: Path | None, key: str, build: Callable[[Path], About]) -> Iterator[tuple[Path, About]]:
     """The folder `key` in `cache`, made by `build` where it is not there: by one process, while others wait for it.
 
     It is renamed when whole. Without a cache the folder is a temporary one, gone afterwards: what was mapped stays.
@@ -118,7 +118,11 @@ def kept(cache: Path | None, key: str, build: Callable[[Path], About]) -> Iterat
             raise DiskProblem(
                 f"the tokens cannot be kept: {error.strerror}", where=folder, do="Make room, or choose a data.cache."
             ) from None
-        yield folder, _read_about(folder)
+        try:
+            about = About(**json.loads((folder / ABOUT).read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
+            raise _damaged(folder, str(error)) from None
+        yield folder, about
 
 
 def _make(folder: Path, build: Callable[[Path], About]) -> None:
@@ -130,13 +134,6 @@ def _make(folder: Path, build: Callable[[Path], About]) -> None:
         with open(file, "rb") as written:
             os.fsync(written)
     partial.rename(folder)
-
-
-def _read_about(folder: Path) -> About:
-    try:
-        return About(**json.loads((folder / ABOUT).read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise _damaged(folder, str(error)) from None
 
 
 def _write(folder: Path, samples: Iterator[Tokenized], on_tokens: OnTokens) -> About:
@@ -156,7 +153,7 @@ def _write(folder: Path, samples: Iterator[Tokenized], on_tokens: OnTokens) -> A
             put(TOKENS, np.ascontiguousarray(sample.tokens, np.int32))
             before, count = count, count + len(sample.tokens)
             number, notes = number + 1, sample.notes
-            if count // HEAR_EVERY > before // HEAR_EVERY:
+            if count // CALL_EVERY > before // CALL_EVERY:
                 on_tokens(count)
             largest = max(largest, int(sample.tokens.max(initial=0)))
             if sample.learned is not None:

@@ -18,7 +18,10 @@ MULTIPLY_ADD = 2
 def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
     """Forward and backward of texts of these lengths, in tokens. Texts that share a row do not see one another."""
     each = list(lengths)
-    products = sum(each) * weights_used(model) + model.num_layers * _attention(model, each)
+    # of attention queries with keys, and scores with values, at or below the diagonal: a key's and a value's channels
+    per_pair = model.query_size + model.projection_size
+    attention = sum(length * length for length in each) * per_pair // 2
+    products = sum(each) * weights_used(model) + model.num_layers * attention
     return FORWARD_AND_BACKWARD * MULTIPLY_ADD * products
 
 
@@ -49,12 +52,6 @@ def inner_used(model: ModelShape, layer: int) -> int:
     if model.moe is None or not model.has_experts(layer):
         return model.ffn_hidden_size
     return model.moe.topk * model.moe.ffn_hidden_size + (model.moe.shared_ffn_hidden_size or 0)
-
-
-def _attention(model: ModelShape, lengths: list[int]) -> int:
-    """Multiplications of queries with keys, and of scores with values, at or below the diagonal."""
-    per_pair = model.query_size + model.projection_size  # the one a key's channels, the other a value's, of all heads
-    return sum(length * length for length in lengths) * per_pair // 2
 
 
 BF16_PEAK: Mapping[str, float] = {

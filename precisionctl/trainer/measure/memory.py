@@ -22,7 +22,7 @@ class Memory:
 
     `weights` are what layers compute with, `optimizer` is masters and moments, `gradients` those that are summed over
     micro-batches. `passes` is what a pass forward and backward takes beside them: activations, logits, codes of FP8
-    weights, the layers that are put together, gradients before they are summed. `process` is the program itself.
+    weights, the layers that FSDP2 gathers, gradients before they are summed. `process` is the program itself.
     """
 
     weights: int
@@ -38,8 +38,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many a rank has to do with: in each layer's dense part and its experts, and outside of layers (layers that
-    predict further tokens, which are carried along, among them)."""
+    """Numbers of parameters: of each layer's dense part, of each layer's experts, and outside of layers (multi-token
+    prediction layers, which are carried along, included)."""
 
     dense: tuple[int, ...]
     experts: tuple[int, ...]
@@ -71,7 +71,7 @@ class Parameters:
         return sum(self.dense) + sum(self.experts) + self.outside
 
     def layers(self, parallel: Parallel) -> list[int]:
-        """What each layer is on a rank while it computes."""
+        """Of each layer on a rank while it computes."""
         each = zip(self.dense, self.experts, strict=True)
         return [(dense + experts // parallel.expert) // parallel.tensor for dense, experts in each]
 
@@ -81,7 +81,7 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
     parameters, alone = Parameters.of(model), ranks == 1
     mine = parameters.all // (ranks // recipe.parallel.replicate)
     fp8_lm = recipe.optimizer.preset == "fp8-lm"
-    whole = alone or fp8_lm  # cut for several ranks, parameters are their own masters
+    whole = alone or fp8_lm  # parameters that FSDP2 shards are their own masters
     masters, moments, gradient = (2, 1 + 2, 2) if fp8_lm else (4, 4 + 4, 4)
     several = recipe.train.batch_size * recipe.parallel.tensor // ranks > recipe.train.micro_batch_size
     after = max(2 * parameters.all if whole else 0, 0 if several else gradient * mine)
@@ -91,7 +91,7 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
         after += 6 * 4 * max(_tensors(model))
     passes = _passes(model, recipe, backend)
     most = max(after, passes)
-    if recipe.train.graphs:  # their memory is nobody else's; layers have inputs, and gradients of outputs, of their own
+    if recipe.train.graphs:  # which share no memory; layers have inputs, and gradients of outputs, of their own
         tokens = recipe.data.sequence_length * recipe.train.micro_batch_size
         most = after + passes + (2 + 2) * model.hidden_size * tokens * model.num_layers
     copies = (2 + 4 + 4 + 4) * mine if recipe.train.async_save and not gpu else 0
@@ -134,7 +134,10 @@ def _passes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
     tokens, parameters = length * recipe.train.micro_batch_size, Parameters.of(model)
     codes = [kept.codes * each for each in parameters.layers(recipe.parallel)]
     layers = [_layer(model, each, kept, length) * tokens + codes[each] for each in range(model.num_layers)]
-    working = kept.working * _widest(model) * tokens // kept.tensor + (8 * max(_tensors(model)) if kept.codes else 0)
+    widest = [model.fc1_size, model.qkv_size if model.mla is None else model.query_size]  # channels of activations
+    if model.moe:
+        widest += [model.moe.topk * model.expert_fc1_size, model.moe.topk * model.hidden_size]
+    working = kept.working * max(widest) * tokens // kept.tensor + (8 * max(_tensors(model)) if kept.codes else 0)
     logits = LOGIT * model.padded_vocab_size * tokens // kept.tensor
     last = (kept.norm + 2) * model.hidden_size * tokens
     if recipe.train.recompute == "layer":
@@ -214,15 +217,6 @@ def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
     shared = kept.input * hidden + channel * moe.shared_ffn_hidden_size if moe.shared_ffn_hidden_size else 0
     routed = moe.topk * (kept.input * hidden + channel * moe.ffn_hidden_size + 2 * hidden)
     return router + shared + routed
-
-
-def _widest(model: ModelShape) -> int:
-    """Channels of the widest activation in a layer."""
-    moe = model.moe
-    inner = [model.fc1_size, model.qkv_size if model.mla is None else model.query_size]
-    if moe:
-        inner += [moe.topk * model.expert_fc1_size, moe.topk * model.hidden_size]
-    return max(inner)
 
 
 def _tensors(model: ModelShape) -> Iterator[int]:

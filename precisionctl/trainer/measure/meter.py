@@ -18,8 +18,8 @@ from precisionctl.trainer.model.gpt import GPT
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What an update took.
+class StepCost:
+    """What an update took: compute, memory, and how its FP8 fared.
 
     `tflops` are those of the model a second, on each device (`flops.py` says what counts); `mfu_bf16` is their share of
     the device's BF16 peak, in FP8 too. `gpu_bytes` is the most that tensors took in the update, `host_bytes` the most
@@ -39,21 +39,22 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Metered:
-    """An update, as far as the host knows of it while a device may still be at it: FLOPs of each device, and memory."""
+class PendingStepCost:
+    """The cost of an update as far as the host knows it while the device may still compute: FLOPs of each device, and
+    memory. What it will have taken is known with its seconds."""
 
     flops: float
     peak: float | None
     gpu_bytes: int | None
     host_bytes: int
 
-    def taken(self, seconds: float, health: Sequence[float]) -> Taken:
-        """What it took, having taken so long; `health` as `Fp8Health.shares`, if anything was seen."""
-        a_second = self.flops / seconds
-        clipped, underflow = health or (None, None)
-        return Taken(
-            tflops=a_second / 1e12,
-            mfu_bf16=a_second / self.peak if self.peak else None,
+    def finish(self, seconds: float, fp8: Sequence[float]) -> StepCost:
+        """The cost of an update that took so long; `fp8` as `Fp8Health.fractions`, empty where FP8 was not watched."""
+        flops_per_second = self.flops / seconds
+        clipped, underflow = fp8 or (None, None)
+        return StepCost(
+            tflops=flops_per_second / 1e12,
+            mfu_bf16=flops_per_second / self.peak if self.peak else None,
             gpu_bytes=self.gpu_bytes,
             host_bytes=self.host_bytes,
             fp8_clipped=clipped,
@@ -73,12 +74,12 @@ class Meter:
 
     def begin(self) -> None:
         """Before an update."""
-        self._lengths, self._health.shares = [], None
+        self._lengths, self._health.fractions = [], None
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def count(self, batches: Sequence[Batch]) -> None:
-        """What the update goes through on this rank."""
+        """Count the tokens of an update on this rank."""
         self._lengths += [length for batch in batches for length in batch.lengths]
 
     @contextmanager
@@ -92,16 +93,16 @@ class Meter:
 
     @property
     def health(self) -> Tensor | None:
-        """What the update's last pass was seen to do in FP8, on the device: as `Fp8Health.shares`."""
-        return self._health.shares
+        """`Fp8Health.fractions` of the update's last pass, on the device; None where FP8 was not watched."""
+        return self._health.fractions
 
-    def metered(self) -> Metered:
-        """After an update. What ranks say to each other here is in memory, and waits for no device."""
+    def pending_cost(self) -> PendingStepCost:
+        """After an update. These all-reduces are of CPU tensors, so that no device is waited for."""
         flops = training_flops(self._model.model, self._lengths)
         gpu = torch.cuda.max_memory_allocated(self._device) if self._cuda else 0
-        done = self._world.sum_of_data(torch.tensor(float(flops), dtype=torch.float64))
-        most = self._world.largest(torch.tensor([gpu, host_bytes()])).tolist()
-        return Metered(float(done) / self._world.count, self._peak, most[0] if self._cuda else None, most[1])
+        done = self._world.sum_over_data_ranks(torch.tensor(float(flops), dtype=torch.float64))
+        most = self._world.all_reduce_max(torch.tensor([gpu, host_bytes()])).tolist()
+        return PendingStepCost(float(done) / self._world.count, self._peak, most[0] if self._cuda else None, most[1])
 
 
 def host_bytes() -> int:
@@ -122,40 +123,38 @@ class _Limits:
 
 
 class Fp8Health:
-    """Holds the amaxes of a pass against the scales that it cast with. `shares` is what was seen last, on the model's
-    device, FP32 `[2]`: of modules that clipped, and of those that underflowed."""
+    """Compares the amaxes of a pass with the scales that it cast with. `fractions`, FP32 `[2]` on the model's device,
+    is what was seen last: the fraction of modules that clipped, and of those that underflowed."""
 
     def __init__(self, model: GPT) -> None:
         self._linears = list(fp8_linears(model).values())
         self._recipe = model.precision.delayed
         self._limits: _Limits | None = None
-        self.shares: Tensor | None = None
+        self.fractions: Tensor | None = None
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """A context for a pass forward and backward; afterwards `shares` is what FP8 did in it."""
+        """A context for a pass forward and backward, after which `fractions` is that pass's."""
         if not self._linears:
             yield
             return
         before = self._scales()
         yield
-        limits = self._limits = self._limits or self._find_limits()
-        codes = self._newest(limits) * before
+        limits = self._limits = self._limits or self._make_limits()
+        if self._recipe.amax_history_len == 1:  # its one row is zero between passes: derive the amaxes from the scales
+            amaxes = limits.largest * 2.0**-self._recipe.margin / self._scales()
+        else:
+            views = [view for each in self._linears for _, view in each.fp8_views()]
+            amaxes = torch.cat([view.amax_history[..., -1].reshape(-1) for view in views])
+        codes = amaxes * before
         wrong = torch.stack([codes > limits.clips, (codes > 0) & (codes < limits.normal)]).float()
         by_module = wrong.new_zeros(2, len(self._linears)).index_add_(1, limits.module, wrong)
-        self.shares = (by_module > 0).float().mean(1)
+        self.fractions = (by_module > 0).float().mean(1)
 
     def _scales(self) -> Tensor:
         return torch.cat([view.scale.reshape(-1) for each in self._linears for _, view in each.fp8_views()])
 
-    def _newest(self, limits: _Limits) -> Tensor:
-        """Amaxes of the newest pass; a history of one row rests at zero, and then its scale tells."""
-        if self._recipe.amax_history_len == 1:
-            return limits.largest * 2.0**-self._recipe.margin / self._scales()
-        views = [view for each in self._linears for _, view in each.fp8_views()]
-        return torch.cat([view.amax_history[..., -1].reshape(-1) for view in views])
-
-    def _find_limits(self) -> _Limits:
+    def _make_limits(self) -> _Limits:
         rows: list[tuple[float, ...]] = []
         for number, linear in enumerate(self._linears):
             for role, view in linear.fp8_views():

@@ -1,5 +1,5 @@
-"""What a run writes down of itself: `metrics.jsonl`, a line a step, and `shadow.jsonl`, a line each time its guard
-looks; the same goes to trackers."""
+"""The metrics of a run: `metrics.jsonl`, a line for each step, and `shadow.jsonl`, a line for each comparison of its
+guard with BF16; the same goes to trackers."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from precisionctl.checkpoints.output import open_kept, replace_file
 from precisionctl.errors import DataError
 from precisionctl.recipe import Tracking
 from precisionctl.trainer.measure.json_numbers import numbers, to_json
-from precisionctl.trainer.measure.meter import Taken
+from precisionctl.trainer.measure.meter import StepCost
 from precisionctl.trainer.measure.tracking import trackers
 from precisionctl.trainer.shadow import Shadow
 
@@ -38,14 +38,14 @@ class StepMetrics:
     held_out_loss: float | None = None
     fp8: bool | None = None
     shadow: Shadow | None = None
-    taken: Taken | None = None
+    cost: StepCost | None = None
     skipped: int | None = None
     """Where the update was not made, as something was no number: how many running were not."""
 
     def as_dict(self) -> dict[str, Any]:
         """Without what was not measured, and without the shadow, which has a file of its own."""
-        values = {key: value for key, value in vars(self).items() if key not in ("shadow", "taken")}
-        values |= vars(self.taken) if self.taken else {}
+        values = {key: value for key, value in vars(self).items() if key not in ("shadow", "cost")}
+        values |= vars(self.cost) if self.cost else {}
         return {key: value for key, value in values.items() if value is not None}
 
 
@@ -64,21 +64,18 @@ class MetricsLog:
         self._trackers, self.notes = trackers(folder, step, tracking, config)
 
     def write(self, metrics: StepMetrics) -> None:
-        """One line, which a kill of the process leaves behind."""
+        """Write one line, and flush it, so that it survives a kill of the process."""
         self.tokens = metrics.tokens
         values = metrics.as_dict()
         self._file.write(to_json(values) + "\n")
         self._file.flush()
         self._track(values.pop("step"), values)
-        if metrics.shadow:
-            self._write_shadow(metrics.shadow)
-
-    def _write_shadow(self, shadow: Shadow) -> None:
-        if self._shadow_file is None:
-            self._shadow_file = open_kept(self._shadows)
-        self._shadow_file.write(to_json(shadow.as_dict()) + "\n")
-        self._shadow_file.flush()
-        self._track(shadow.step, {f"shadow/{key}": value for key, value in shadow.numbers().items()})
+        if shadow := metrics.shadow:
+            if self._shadow_file is None:
+                self._shadow_file = open_kept(self._shadows)
+            self._shadow_file.write(to_json(shadow.as_dict()) + "\n")
+            self._shadow_file.flush()
+            self._track(shadow.step, {f"shadow/{key}": value for key, value in shadow.numbers().items()})
 
     def _track(self, step: int, values: Mapping[str, float]) -> None:
         for tracker in self._trackers:
@@ -105,24 +102,23 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if path.exists() and not (path.is_file() and path.stat().st_size <= _LARGEST):  # nor would a pipe ever end
         raise DataError(f"not a file of less than {_LARGEST >> 20} MB", where=path)
     *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [_read_line(line, number, path) for number, line in enumerate(whole, start=1)]
-
-
-def _read_line(line: str, number: int, path: Path) -> dict[str, Any]:
-    try:
-        row: dict[str, Any] = numbers(json.loads(line))
-        counted = {"tokens": int(row["tokens"])} if "tokens" in row else {}
-        return row | {"step": int(row["step"]), "loss": float(row["loss"])} | counted
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise DataError(
-            f"line {number} is not a step's metrics: {line[:80]!r}",
-            where=path,
-            do="Remove that line; a run can go on without it.",
-        ) from None
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            row: dict[str, Any] = numbers(json.loads(line))
+            counted = {"tokens": int(row["tokens"])} if "tokens" in row else {}
+            rows.append(row | {"step": int(row["step"]), "loss": float(row["loss"])} | counted)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            raise DataError(
+                f"line {number} is not a step's metrics: {line[:80]!r}",
+                where=path,
+                do="Remove that line; a run can go on without it.",
+            ) from None
+    return rows
 
 
 def _keep_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """What is kept; the file is replaced at once."""
+    """What is kept. The file is replaced atomically."""
     kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
     replace_file(path, "".join(to_json(row) + "\n" for row in kept))
     return kept

@@ -1,23 +1,30 @@
-"""Before anything is loaded: whether a run fits into memory, what would fit where it does not, and what it takes."""
+"""Before anything is loaded: what a run takes, whether that fits into memory and its checkpoints on the disk, and what
+would fit where it does not."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from precisionctl.errors import EnvironmentProblem, RecipeError
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.output import directory_above
+from precisionctl.errors import DiskProblem, EnvironmentProblem, RecipeError
 from precisionctl.model_shape import ModelShape
-from precisionctl.recipe import Recipe
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.recipe import Recipe, Train
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import training_flops
 from precisionctl.trainer.measure.memory import Memory, Parameters, estimate
-from precisionctl.trainer.parallel import shares
+from precisionctl.trainer.parallel import shards
 from precisionctl.trainer.parallel.world import World, check
+from precisionctl.trainer.saved import run_folder
+from precisionctl.trainer.saved.saving import with_optimizer
 
 MOST_RANKS, MOST_TENSOR = 1024, 8
-"""Beyond which nobody is told to go: in all, and of those that share layers, which one machine has."""
+"""The most ranks that are suggested: in all, and of tensor-parallel ones, which are of one machine."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ def require_memory(model: ModelShape, recipe: Recipe, backend: BackendName, worl
     `train.memory_check = "warn"` that is a note."""
     ahead = look_ahead(model, recipe, backend, world.count)
     needed = ahead.memory.total
-    short = int(world.largest(torch.tensor(needed - ahead.free)))
+    short = int(world.all_reduce_max(torch.tensor(needed - ahead.free)))
     if short <= 0:
         return ()
     what = f"the run will need about {_size(needed)} on each rank, and {_size(needed - short)} are free"
@@ -74,17 +81,13 @@ def free_memory() -> int:
     """Bytes that a rank may take: of its GPU, or its share of this machine's, within the limit of a container."""
     if torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[0])
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
-    return min(_available(), *_container()) // here
-
-
-def _available() -> int:
-    """Bytes of memory that are available, as Linux estimates it; elsewhere all that there is."""
-    try:
+    try:  # as Linux estimates it
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except OSError:  # elsewhere all that there is
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
+    return min(available, *_container()) // ranks_here
 
 
 def _container(group: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
@@ -101,41 +104,40 @@ def _container(group: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
         yield most - now + int(stat.get("inactive_file", 0))
 
 
+Change = tuple[str, Recipe, int]
+"""In words, the recipe and the ranks."""
+
+
 def _fitting(
     model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int, free: int, gpu: bool
 ) -> Iterator[str]:
     """The least change of each kind that fits."""
-    for changes in _changes(recipe, ranks):
+    recomputed = replace(recipe, train=replace(recipe.train, recompute="layer"))
+    may_recompute = recipe.train.recompute == "none"
+    kinds: list[Iterator[Change]] = []  # of changes that need less memory, each from small to large
+    if may_recompute:
+        kinds.append(iter([("train.recompute=layer", recomputed, ranks)]))
+    kinds.append(_smaller_passes("", recipe, ranks))
+    if may_recompute:
+        kinds.append(_smaller_passes(" with train.recompute=layer", recomputed, ranks))
+    if recipe.optimizer.preset == "adamw":
+        lm = replace(recipe, optimizer=replace(recipe.optimizer, preset="fp8-lm"))
+        kinds.append(iter([("optimizer.preset=fp8-lm", lm, ranks)]))
+    kinds.append(_more_ranks("", recipe, ranks))
+    if may_recompute:
+        kinds.append(_more_ranks(" with train.recompute=layer", recomputed, ranks))
+    kinds.append(_tensor_parallel(recipe, ranks))
+    for changes in kinds:
         for words, changed, count in changes:
             try:
                 check(count, changed)
-                shares.check(model, changed.parallel)
+                shards.check(model, changed.parallel)
             except RecipeError:
                 continue
             needed = estimate(model, changed, backend, ranks=count, gpu=gpu).total
             if needed <= free:
                 yield f"{words} ({_size(needed)})"
                 break
-
-
-Change = tuple[str, Recipe, int]
-
-
-def _changes(recipe: Recipe, ranks: int) -> Iterator[Iterator[Change]]:
-    """Changes that need less memory, by kind, each kind from small to large: in words, the recipe and the ranks."""
-    again = replace(recipe, train=replace(recipe.train, recompute="layer"))
-    if recipe.train.recompute == "none":
-        yield iter([("train.recompute=layer", again, ranks)])
-    yield _smaller_passes("", recipe, ranks)
-    if recipe.train.recompute == "none":
-        yield _smaller_passes(" with train.recompute=layer", again, ranks)
-    if recipe.optimizer.preset == "adamw":
-        lm = replace(recipe, optimizer=replace(recipe.optimizer, preset="fp8-lm"))
-        yield iter([("optimizer.preset=fp8-lm", lm, ranks)])
-    yield _more_ranks("", recipe, ranks)
-    if recipe.train.recompute == "none":
-        yield _more_ranks(" with train.recompute=layer", again, ranks)
-    yield _shared_layers(recipe, ranks)
 
 
 def _smaller_passes(words: str, recipe: Recipe, ranks: int) -> Iterator[Change]:
@@ -147,21 +149,60 @@ def _smaller_passes(words: str, recipe: Recipe, ranks: int) -> Iterator[Change]:
 
 
 def _more_ranks(words: str, recipe: Recipe, ranks: int) -> Iterator[Change]:
-    return ((f"{count} ranks{words}", recipe, count) for count in _more(ranks))
-
-
-def _more(ranks: int) -> Iterator[int]:
     while (ranks := 2 * ranks) <= MOST_RANKS:
-        yield ranks
+        yield f"{ranks} ranks{words}", recipe, ranks
 
 
-def _shared_layers(recipe: Recipe, ranks: int) -> Iterator[Change]:
+def _tensor_parallel(recipe: Recipe, ranks: int) -> Iterator[Change]:
     tensor = recipe.parallel.tensor
     while (tensor := 2 * tensor) <= MOST_TENSOR:
         shared = replace(recipe, parallel=replace(recipe.parallel, tensor=tensor, sequence=True))
-        for count in (ranks, *_more(ranks)):
+        count = ranks
+        while count <= max(MOST_RANKS, ranks):
             yield f"{count} ranks with parallel.tensor={tensor} and parallel.sequence=true", shared, count
+            count *= 2
 
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB"
+
+
+@dataclass(frozen=True)
+class DiskSpace:
+    """Bytes that one checkpoint takes, `each` with its optimizer; bytes that are `free`; and how many `more` of them
+    there will be at a time: `train.keep` and the one that is being written, less those that are there."""
+
+    each: int
+    free: int
+    more: int
+
+    @property
+    def holds_all(self) -> bool:
+        return self.more * self.each <= self.free
+
+
+def checkpoint_bytes(source: Reader) -> int:
+    """What a checkpoint of a run from `source` takes, its optimizer with it."""
+    plan = with_optimizer(make_plan(source, "megatron", dtype=torch.bfloat16))
+    return sum(spec.nbytes for spec in plan.targets.values())
+
+
+def disk_space(each: int, train: Train, out: Path) -> DiskSpace:
+    """The space in `out`, which need not be there, for a run whose checkpoints take `each` bytes. One that has ended
+    writes no more."""
+    there = run_folder.steps_of(out)
+    ended = max(there, default=0) >= train.steps
+    more = 0 if ended else train.keep + 1 - min(len(there), train.keep)
+    return DiskSpace(each, shutil.disk_usage(directory_above(out)).free, more)
+
+
+def require_disk_space(each: int, train: Train, out: Path) -> DiskSpace:
+    """As `disk_space`. Raises DiskProblem where not even the next checkpoint fits."""
+    space = disk_space(each, train, out)
+    if space.more and space.each > space.free:
+        raise DiskProblem(
+            f"a checkpoint of this run takes {space.each:,} bytes, and {space.free:,} are free",
+            where=out,
+            do="Make room and run the same command again, or choose another --out.",
+        )
+    return space

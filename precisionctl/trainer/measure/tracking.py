@@ -1,5 +1,5 @@
-"""Where a run's numbers go beside its own files: TensorBoard, where that is installed, and Weights & Biases, where the
-recipe names a project. Both libraries are optional, and imported here alone."""
+"""Trackers of a run's metrics: TensorBoard, where that is installed, and Weights & Biases, where the recipe names a
+project. Both libraries are optional, and imported here alone."""
 
 import importlib.util
 import secrets
@@ -31,8 +31,8 @@ def require(settings: Tracking) -> None:
 def trackers(
     folder: Path, step: int, settings: Tracking, config: Mapping[str, Any]
 ) -> tuple[list[Tracker], tuple[str, ...]]:
-    """The trackers of the run in `folder`, which goes on after `step` and is described by `config`; and notes on those
-    that are missing."""
+    """The trackers of the run in `folder`, which continues after `step` and is described by `config`; and notes on
+    those that are missing."""
     found: list[Tracker] = []
     notes: tuple[str, ...] = ()
     try:
@@ -61,15 +61,19 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run of a project, whatever process goes on with it; its files are in `wandb/`. Steps that are made again
+    """One run of a project, whichever process continues it; its files are in `wandb/`. Steps that are made again
     after a kill are there already, and W&B passes over them."""
 
     def __init__(self, folder: Path, settings: Tracking, config: Mapping[str, Any]) -> None:
         import wandb
 
+        identity = folder / "wandb" / "run_id"  # made once, and kept
+        if not identity.exists():
+            identity.parent.mkdir(exist_ok=True)
+            replace_file(identity, secrets.token_hex(4))
         self._run: Any = wandb.init(
             project=settings.wandb,
-            id=_identity(folder / "wandb" / "run_id"),
+            id=identity.read_text(),
             name=folder.resolve().name,
             dir=str(folder),
             resume="allow",
@@ -83,11 +87,3 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _identity(file: Path) -> str:
-    """The identity of a run at W&B: made once, and kept in a file."""
-    if not file.exists():
-        file.parent.mkdir(exist_ok=True)
-        replace_file(file, secrets.token_hex(4))
-    return file.read_text()

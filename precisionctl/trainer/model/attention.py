@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from precisionctl.model_shape import MLA, ModelShape
 from precisionctl.trainer.backends.base import Backend, norm_of
-from precisionctl.trainer.model.rope import Positions, rotate, sliding_window_mask, yarn_mscale
+from precisionctl.trainer.model.positions import Positions, rotate, sliding_window_mask, yarn_mscale
 
 
 class CoreAttention(nn.Module):
@@ -28,20 +28,18 @@ class CoreAttention(nn.Module):
         )
         self.softmax_offset = nn.Parameter(sinks) if model.softmax_offset else None
         self.plain = self.softcap is None and self.softmax_offset is None
-        self.packed = backend.packed_attention(model, scale) if self.plain else None
+        self.packed_kernel = backend.packed_attention(model, scale) if self.plain else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
         """Queries `[B, S, G * R, D]`, keys and values `[B, S, G, D]`; gives `[T, G * R * D]`."""
-        if positions.segments is None:
+        if positions.packed is None:
             return self._attend((query, key, value), positions.window).flatten(2).flatten(0, 1)
         laid = [tensor.flatten(0, 1) for tensor in (query, key, value)]
-        if self.packed is not None:
-            attended: Tensor = self.packed(*laid, positions.segments, positions.window)
+        if self.packed_kernel is not None:
+            attended: Tensor = self.packed_kernel(*laid, positions.packed, positions.window)
         else:
             # each text by itself: a mask over all would grow with the square of the row, and no flash kernel takes one
-            texts = zip(
-                *(torch.split(tensor[None], list(positions.segments.lengths), 1) for tensor in laid), strict=True
-            )
+            texts = zip(*(torch.split(tensor[None], list(positions.packed.lengths), 1) for tensor in laid), strict=True)
             attended = torch.cat([self._attend(text, positions.window) for text in texts], 1)
         return attended.view(query.shape[:2].numel(), -1)
 
@@ -54,24 +52,20 @@ class CoreAttention(nn.Module):
                 query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
             )
         else:
-            attended = self._plainly(query, key, value, mask)
+            batch, groups, length, head = key.shape
+            grouped = query.reshape(batch, groups, -1, length, head)
+            scores = (grouped @ key[:, :, None].mT).float() * self.scale  # [B, G, R, S, S]
+            if self.softcap is not None:
+                scores = self.softcap * torch.tanh(scores / self.softcap)
+            if mask is None:
+                mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~mask, -torch.inf)
+            if self.softmax_offset is not None:
+                sinks = self.softmax_offset.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+                scores = torch.cat([scores, sinks], -1)
+            weights = scores.softmax(-1)[..., :length].to(value.dtype)
+            attended = (weights @ value[:, :, None]).flatten(1, 2)
         return attended.transpose(1, 2)
-
-    def _plainly(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        batch, groups, length, head = key.shape
-        grouped = query.reshape(batch, groups, -1, length, head)
-        scores = (grouped @ key[:, :, None].mT).float() * self.scale  # [B, G, R, S, S]
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        if mask is None:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~mask, -torch.inf)
-        if self.softmax_offset is not None:
-            sinks = self.softmax_offset.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
-            scores = torch.cat([scores, sinks], -1)
-        weights = scores.softmax(-1)[..., :length].to(value.dtype)
-        attended = weights @ value[:, :, None]
-        return attended.flatten(1, 2)
 
 
 class SelfAttention(nn.Module):
@@ -99,15 +93,15 @@ class SelfAttention(nn.Module):
         query = rotate(self.q_layernorm(query), positions)
         key = rotate(self.k_layernorm(key), positions)
         if recorder := self.backend.recorder:
-            recorder.cached(self.name, "k", key)
-            recorder.cached(self.name, "v", value)
+            recorder.kv_cache(self.name, "k", key)
+            recorder.kv_cache(self.name, "v", value)
         out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions))
         return out
 
 
 class MLASelfAttention(nn.Module):
     """DeepSeek's latent attention: the keys and values of all heads are made from one small latent for each token,
-    queries from another one, or directly. Tensor ranks all make the latents, of all tokens, and each its heads.
+    queries from another one, or directly. All tensor ranks make the latents, of all tokens, and each its heads.
 
     Rows of linear_q_up_proj (linear_q_proj), per head: those without positions, then those with; of
     linear_kv_up_proj, per head: key, value; of linear_kv_down_proj: the latent, then the part of the key that has
@@ -132,52 +126,39 @@ class MLASelfAttention(nn.Module):
         self.linear_kv_up_proj: Any = backend.layer_norm_linear(
             f"{name}.linear_kv_up_proj", mla.kv_lora_rank, model.key_value_size, False, norm, "inner column"
         )
-        self.core_attention = CoreAttention(model, backend, _mla_scale(model, mla))
+        scale, scaling = 1 / math.sqrt(mla.qk_head_dim + mla.qk_pos_emb_head_dim), model.rope_scaling or {}
+        if scaling.get("mscale_all_dim"):  # DeepSeek's YaRN magnifies the part without positions too, by the scores
+            scale *= yarn_mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2
+        self.core_attention = CoreAttention(model, backend, scale)
         self.linear_proj = backend.linear(f"{name}.linear_proj", model.projection_size, hidden, False, "row")
 
     def forward(self, hidden: Tensor, positions: Positions) -> Tensor:
         """`[T, E]` to the same."""
         mla, ranks = self.mla, self.backend.world.tensor
         hidden, heads = ranks.gather(hidden), (*positions.shape, -1)
-        query = self._queries(hidden).view(*heads, mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+        if mla.q_lora_rank is None:
+            query = self.linear_q_proj(hidden)
+        else:
+            query = self.linear_q_up_proj(self.linear_q_down_proj(hidden))
+        query = query.view(*heads, mla.qk_head_dim + mla.qk_pos_emb_head_dim)
         down = self.linear_kv_down_proj(hidden)
-        latent, placed = torch.split(down, [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1)
+        latent, rotary = torch.split(down, [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1)
         up = self.linear_kv_up_proj(latent).view(*heads, mla.qk_head_dim + mla.v_head_dim)
         key, value = torch.split(up, [mla.qk_head_dim, mla.v_head_dim], -1)
-        placed = ranks.share(placed).view(*positions.shape, 1, mla.qk_pos_emb_head_dim)
-        placed = _rotate_neighbours(placed, positions)
-        self._show_cached(latent, placed)
-        key = torch.cat([key, placed.expand(*key.shape[:-1], -1)], -1)
+        rotary = ranks.copy(rotary).view(*positions.shape, 1, mla.qk_pos_emb_head_dim)
+        rotary = _rotate_neighbours(rotary, positions)
+        if recorder := self.backend.recorder:
+            # A KV cache holds neither keys nor values, but what both are made of: the normalised latent and the part
+            # with positions, under one scale (vLLM's concat_and_cache_mla). That is `k`, and there is no `v`.
+            recorder.kv_cache(self.name, "k", self.linear_kv_up_proj.gemm_input(latent).to(latent.dtype))
+            recorder.kv_cache(self.name, "k", rotary)
+        key = torch.cat([key, rotary.expand(*key.shape[:-1], -1)], -1)
         plain, turned = torch.split(query, [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1)
         query = torch.cat([plain, _rotate_neighbours(turned, positions)], -1)
         out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions))
         return out
 
-    def _show_cached(self, latent: Tensor, placed: Tensor) -> None:
-        """An inference cache holds neither keys nor values, but what both are made of: the normalised latent and the
-        part with positions, under one scale (vLLM's concat_and_cache_mla). That is `k`, and there is no `v`."""
-        if recorder := self.backend.recorder:
-            recorder.cached(self.name, "k", self.linear_kv_up_proj.gemm_input(latent).to(latent.dtype))
-            recorder.cached(self.name, "k", placed)
-
-    def _queries(self, hidden: Tensor) -> Tensor:
-        queries: Tensor
-        if self.mla.q_lora_rank is None:
-            queries = self.linear_q_proj(hidden)
-        else:
-            queries = self.linear_q_up_proj(self.linear_q_down_proj(hidden))
-        return queries
-
 
 def _rotate_neighbours(heads: Tensor, positions: Positions) -> Tensor:
     """Rope over pairs (2i, 2i + 1). They come out as halves, in queries and keys alike, so no score changes."""
     return rotate(torch.cat([heads[..., ::2], heads[..., 1::2]], -1), positions)
-
-
-def _mla_scale(model: ModelShape, mla: MLA) -> float:
-    """DeepSeek's YaRN magnifies the part without positions too, through the scale of the scores."""
-    scale = 1 / math.sqrt(mla.qk_head_dim + mla.qk_pos_emb_head_dim)
-    scaling = model.rope_scaling or {}
-    if not scaling.get("mscale_all_dim"):
-        return scale
-    return scale * yarn_mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2

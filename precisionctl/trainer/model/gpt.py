@@ -24,20 +24,19 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.attention import MLASelfAttention, SelfAttention
 from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.mlp import MLP, MoELayer
-from precisionctl.trainer.model.rope import Positions, Rope, has_window
-from precisionctl.trainer.parallel.shares import Shares
+from precisionctl.trainer.model.positions import PackedSequences, Positions, Rope, has_window
+from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import ALONE, World
-from precisionctl.trainer.segments import Segments
 
 
 class GPT(nn.Module):
     """Logits of a decoder-only transformer.
 
     `precision` says which GEMMs run in FP8; the embedding, the output layer, routers and their experts never do.
-    Parameters and activations have `dtype`; of several ranks of `world`, each keeps its rows of the parameters, layer
-    by layer as they are made, and embedding, output layer and last norm together; of sizes that tensor and expert ranks
-    can share (`shares.check`). Raises PrecisionError for sizes that
-    FP8 GEMMs cannot have, UnknownArchitecture for a model of which it does not compute all (`computes.py`).
+    Parameters and activations have `dtype`. The ranks of `world` shard the parameters, layer by layer as they are made,
+    and embedding, output layer and last norm together; sizes are such that tensor and expert ranks can shard them
+    (`shards.check`). Raises PrecisionError for sizes that FP8 GEMMs cannot have, UnknownArchitecture for a model of
+    which it does not compute all (`computes.py`).
     """
 
     def __init__(
@@ -70,27 +69,39 @@ class GPT(nn.Module):
         self._freeze_filled_biases()
         world.sharded(self, dtype)
 
-    def forward(self, tokens: Tensor, real: Tensor | None = None, segments: Segments | None = None) -> Tensor:
-        """Tokens `[B, S]` int64 to logits `[B, S, V]`, of which a tensor rank makes its part. With gradients enabled,
+    def forward(
+        self, tokens: Tensor, padding_mask: Tensor | None = None, packed: PackedSequences | None = None
+    ) -> Tensor:
+        """Tokens `[B, S]` int64 to logits `[B, S, V]`, of which a tensor rank makes its shard. With gradients enabled,
         each call is one step of delayed scaling: forward scales are updated at its end, backward ones at the end of its
         backward.
 
-        `real`, bool `[B, S]`, is False at padding, which a recorder leaves out. `segments` are texts that share rows:
-        each is then what it would be alone."""
-        return self.logits(self.hidden(tokens, real, segments))
+        `padding_mask`, bool `[B, S]`, is False at padding, which a recorder leaves out. `packed` are texts that share
+        rows: each is then what it would be alone."""
+        return self.logits(self.hidden(tokens, padding_mask, packed))
 
-    def hidden(self, tokens: Tensor, real: Tensor | None = None, segments: Segments | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, padding_mask: Tensor | None = None, packed: PackedSequences | None = None
+    ) -> Tensor:
         """As `forward`, but what comes before the output layer, `[B, S, E]`."""
-        recorder = self.backend.recorder
-        place = self._places(tokens, segments)
-        with recorder.forward_pass(real) if recorder else self.backend.forward_pass():
-            hidden = self.embedding(tokens, place)
+        recorder, device, length = self.backend.recorder, self.backend.device, tokens.shape[1]
+        if packed is None:  # `[S]`
+            position = torch.arange(length, device=device)
+        else:  # `[B, S]`
+            position = packed.positions(device).view(tokens.shape)
+        lengths: int | Tensor = length  # of the texts: `[B, S]`, or `[B, 1]` where each row is one, or all are as long
+        if any(rope and rope.depends_on_length for rope in self._ropes.values()):
+            if packed is not None:
+                lengths = packed.lengths_by_token(device).view(tokens.shape)
+            elif padding_mask is not None:
+                lengths = padding_mask.sum(1, keepdim=True)
+        with recorder.forward_pass(padding_mask) if recorder else self.backend.forward_pass():
+            hidden = self.embedding(tokens, position)
             if recorder and torch.is_grad_enabled():
                 hidden.requires_grad_()  # gradients are recorded even where no parameter is to have one
             if hidden.requires_grad:
                 hidden.register_hook(lambda _: (recorder or self.backend).after_backward())  # its gradient is the last
-            rows, width = tokens.shape
-            positions = self._positions(place, self._lengths(tokens, real, segments), segments, (rows, width))
+            positions = self._positions(position, lengths, packed, (len(tokens), length))
             decoded: Tensor = self.decoder(hidden, positions)
         return self.backend.world.tensor.enter(decoded).view(*tokens.shape, -1)
 
@@ -115,9 +126,9 @@ class GPT(nn.Module):
         return self.embedding.word_embeddings.weight if self.model.tied_embeddings else self.output_layer.weight
 
     @cached_property
-    def shares(self) -> Shares:
+    def shards(self) -> ModelShards:
         """What this rank has of each parameter."""
-        return Shares.of(self.model, self.backend.dtype, self.backend.world)
+        return ModelShards.of(self.model, self.backend.dtype, self.backend.world)
 
     @contextmanager
     def recorded_by(self, recorder: Recorder) -> Iterator[None]:
@@ -139,30 +150,15 @@ class GPT(nn.Module):
             if kind == "bias" and not present.get(module.rpartition(".")[2], True):
                 parameter.requires_grad_(False)
 
-    def _places(self, tokens: Tensor, segments: Segments | None) -> Tensor:
-        """The place of each token in its text: `[S]`, or `[B, S]` where texts share rows."""
-        if segments is None:
-            return torch.arange(tokens.shape[1], device=self.backend.device)
-        return segments.places(self.backend.device).view(tokens.shape)
-
-    def _lengths(self, tokens: Tensor, real: Tensor | None, segments: Segments | None) -> int | Tensor:
-        """How long the text of each token is: `[B, S]`, or `[B, 1]` where each row is one. One number where all are as
-        long, or where that makes no difference."""
-        if not any(rope and rope.by_length for rope in self._ropes.values()):
-            return tokens.shape[1]
-        if segments is not None:
-            return segments.sizes(self.backend.device).view(tokens.shape)
-        return tokens.shape[1] if real is None else real.sum(1, keepdim=True)
-
     def _positions(
-        self, place: Tensor, lengths: int | Tensor, segments: Segments | None, shape: tuple[int, int]
+        self, position: Tensor, lengths: int | Tensor, packed: PackedSequences | None, shape: tuple[int, int]
     ) -> dict[bool, Positions]:
         """In layers with a window (True) and without."""
         made = {}
         for in_window, rope in self._ropes.items():
-            cos, sin = rope.at(place, lengths) if rope else (None, None)
+            cos, sin = rope.at(position, lengths) if rope else (None, None)
             window = self.model.sliding_window if in_window else None
-            made[in_window] = Positions(cos, sin, window, segments, shape)
+            made[in_window] = Positions(cos, sin, window, packed, shape)
         return made
 
 
@@ -173,19 +169,22 @@ class Embedding(nn.Module):
         super().__init__()
         self.ranks = backend.world.tensor
         self.word_embeddings = WordEmbeddings(model.padded_vocab_size, model.hidden_size, backend)
-        places = model.max_position_embeddings
-        self.position_embeddings = _embedding(places, model.hidden_size, backend) if model.learned_positions else None
+        self.position_embeddings: nn.Embedding | None = None
+        if model.learned_positions:
+            rows, dtype, device = model.max_position_embeddings, backend.dtype, backend.device
+            self.position_embeddings = nn.Embedding(rows, model.hidden_size, dtype=dtype, device=device)
+            nn.init.normal_(self.position_embeddings.weight, std=0.02)
         self.multiplier = model.embedding_multiplier
 
-    def forward(self, tokens: Tensor, place: Tensor) -> Tensor:
-        """`[B, S]`, at places `[S]` or `[B, S]`, to `[T, E]`."""
+    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """`[B, S]`, at positions `[S]` or `[B, S]`, to `[T, E]`."""
         hidden: Tensor = self.word_embeddings(tokens.flatten())
         if self.multiplier != 1:
             hidden = hidden * hidden.new_full((), self.multiplier)
         if self.position_embeddings is not None:
-            # the padding that fills a batch up for FP8 GEMMs may lie beyond the last place
-            known = place.clamp(max=self.position_embeddings.num_embeddings - 1)
-            hidden = hidden + self.position_embeddings(self.ranks.mine(known.expand_as(tokens).flatten()))
+            # the padding that fills a batch up for FP8 GEMMs may lie beyond the last position
+            known = position.clamp(max=self.position_embeddings.num_embeddings - 1)
+            hidden = hidden + self.position_embeddings(self.ranks.local_tokens(known.expand_as(tokens).flatten()))
         return hidden
 
 
@@ -206,12 +205,6 @@ class WordEmbeddings(nn.Embedding):
         return self.ranks.leave(super().forward(mine.masked_fill(others, 0)).masked_fill(others[:, None], 0))
 
 
-def _embedding(rows: int, columns: int, backend: Backend) -> nn.Embedding:
-    made = nn.Embedding(rows, columns, dtype=backend.dtype, device=backend.device)
-    nn.init.normal_(made.weight, std=0.02)
-    return made
-
-
 class Decoder(nn.Module):
     """All layers, and the norm after the last."""
 
@@ -228,19 +221,16 @@ class Decoder(nn.Module):
         """All layers as CUDA graphs, for batches `[rows, length]`."""
 
     def forward(self, hidden: Tensor, positions: dict[bool, Positions]) -> Tensor:
-        if replay := self._replay(positions):
+        shape, replay = self.captured or (None, None)
+        here = next(iter(positions.values()))
+        replays = replay and here.packed is None and here.shape == shape
+        if replay and replays and torch.is_grad_enabled() and not self.backend.recorder:
             hidden = replay(hidden)
         else:
             for layer in self.layers:
                 hidden = layer(hidden, positions)
         hidden = self.final_layernorm(hidden)
         return hidden
-
-    def _replay(self, positions: dict[bool, Positions]) -> Callable[[Tensor], Tensor] | None:
-        if self.captured is None or self.backend.recorder or not torch.is_grad_enabled():
-            return None
-        (shape, replay), here = self.captured, next(iter(positions.values()))
-        return replay if here.segments is None and here.shape == shape else None
 
 
 class Layer(nn.Module):

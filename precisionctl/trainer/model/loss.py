@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precisionctl.trainer.parallel.group_ranks import ALL_OF_IT, TensorRanks
+from precisionctl.trainer.parallel.group_ranks import NO_TENSOR_PARALLELISM, TensorRanks
 
 
 def loss(
-    logits: Tensor, targets: Tensor, mask: Tensor, vocab_size: int, ranks: TensorRanks = ALL_OF_IT
+    logits: Tensor, targets: Tensor, mask: Tensor, vocab_size: int, ranks: TensorRanks = NO_TENSOR_PARALLELISM
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy in FP32, summed over the targets where `mask` is True, and their number (int64).
 
@@ -31,10 +31,10 @@ def _loss_of_parts(rows: Tensor, wanted: Tensor, vocab_size: int, ranks: TensorR
     first = ranks.rank * columns
     beyond = torch.arange(first, first + columns, device=rows.device) >= vocab_size
     rows = rows.masked_fill(beyond, -torch.inf)
-    rows = rows - ranks.largest(rows.amax(-1, keepdim=True))
-    sums = ranks.leave_whole(rows.exp().sum(-1))
+    rows = rows - ranks.all_reduce_max(rows.amax(-1, keepdim=True))
+    sums = ranks.reduce(rows.exp().sum(-1))
     mine = wanted - first
     others = (mine < 0) | (mine >= columns)
     of_targets = rows.gather(1, mine.masked_fill(others, 0)[:, None]).squeeze(1).masked_fill(others, 0)
-    losses = sums.log() - ranks.leave_whole(of_targets)
+    losses = sums.log() - ranks.reduce(of_targets)
     return losses.masked_fill(wanted == -100, 0).sum()

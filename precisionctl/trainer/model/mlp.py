@@ -79,8 +79,8 @@ class MoELayer(nn.Module):
 
 
 class Experts(nn.Module):
-    """As many MLPs as there are experts, each for its own tokens; where they are dealt out to ranks, those of all the
-    ranks'. Tensor ranks each have a part of every expert, whose outputs are to be summed."""
+    """The MLPs of all experts, each for the tokens routed to it; under expert parallelism this rank's experts, for the
+    tokens of all ranks. Each tensor rank has a shard of every expert, so the outputs are partial sums."""
 
     def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
         super().__init__()
@@ -96,16 +96,16 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.number).tolist()
         numbers, recorder = order // chosen.shape[1], self.backend.recorder
-        dispatch = self.backend.world.experts.dispatch(counts, tokens.device)
-        with recorder.arranged(numbers, dispatch) if recorder else nullcontext():
-            inner = self.linear_fc1(dispatch.there(tokens[numbers]), dispatch.counts)
-            outputs = dispatch.back(self.linear_fc2(activate(inner, self.model), dispatch.counts))
+        dispatch = self.backend.world.experts.token_dispatch(counts, tokens.device)
+        with recorder.reordered(numbers, dispatch) if recorder else nullcontext():
+            inner = self.linear_fc1(dispatch.dispatch(tokens[numbers]), dispatch.counts)
+            outputs = dispatch.combine(self.linear_fc2(activate(inner, self.model), dispatch.counts))
         by_token: Tensor = outputs[order.argsort()].view(*chosen.shape, -1)
         return (by_token * weights[..., None]).sum(1).to(tokens.dtype)
 
 
 class Router(nn.Module):
-    """Chooses experts for a token and says what each counts; in FP32, whatever the model's dtype."""
+    """Chooses each token's experts and their weights; in FP32, whatever the model's dtype."""
 
     def __init__(self, model: ModelShape, moe: MoE, backend: Backend) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Router(nn.Module):
         self.expert_bias = nn.Parameter(zeros.clone(), requires_grad=False) if moe.expert_bias else None
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens `[T, E]` to the weights of each one's experts, FP32 `[T, K]`, and which those are, int64 `[T, K]`."""
+        """Tokens `[T, E]` to the weights of their experts, FP32 `[T, K]`, and the experts' numbers, int64 `[T, K]`."""
         bias = None if self.bias is None else self.bias.float()
         logits = F.linear(tokens.float(), self.weight.float(), bias)
         if self.moe.score_function == "sigmoid":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from precisionctl.recipe import Optimizer, Schedule
-from precisionctl.trainer.parallel.shares import ALL_MINE, Shares
+from precisionctl.trainer.parallel.shards import UNSHARDED, ModelShards
 from precisionctl.trainer.parallel.world import World, local
 
 Kind = Literal["param", "exp_avg", "exp_avg_sq"]
@@ -24,8 +24,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class RunOptimizer(Protocol):
-    """What a run asks of its optimizer: `optim.MasterAdamW` or `fp8_lm.Fp8LmAdamW`. `steps` is the number of updates
-    made so far; AdamW's bias correction counts them."""
+    """The optimizer of a run: MasterAdamW, or `fp8_lm.Fp8LmAdamW`. `steps` is the number of updates made so far;
+    AdamW's bias correction counts them."""
 
     @property
     def steps(self) -> int: ...
@@ -38,33 +38,33 @@ class RunOptimizer(Protocol):
         """What a checkpoint keeps, FP32, by kind and parameter."""
 
     @property
-    def kept(self) -> Mapping[str, Any]:
+    def extra_state(self) -> Mapping[str, Any]:
         """What a checkpoint keeps beside tensors, if anything."""
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Before tensors are loaded that were kept with this. Raises KeyError, TypeError, ValueError for anything
-        else."""
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """To be called before the tensors that were saved with it are loaded. Raises KeyError, TypeError, ValueError
+        for anything else."""
 
     def loading(self, kind: Kind) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """FP32 tensors to be filled with those of a kind; taken over at the end."""
+        """A context with FP32 tensors to be filled with those of a kind; stored at its end."""
         ...
 
     def publish(self) -> None:
         """Make the model's parameters the rounding of the masters."""
 
     def collect(self) -> None:
-        """Take over the gradients of a pass: add them to those of the update."""
+        """Add the gradients of a pass to those of the update."""
 
     def reduce(self, world: World) -> None:
-        """Have those of all ranks, after the last pass of an update."""
+        """Sum the gradients over all ranks, after the last pass of an update."""
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients that have been collected, FP32, by parameter name."""
+        """The update's gradients, FP32, by parameter name."""
         ...
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """The collected gradients, which the optimizer then forgets."""
+        """The update's gradients, which the optimizer then drops."""
         ...
 
     def clip(self) -> Tensor:
@@ -72,7 +72,7 @@ class RunOptimizer(Protocol):
         ...
 
     def step(self, lr: float, skip: Tensor | None = None) -> None:
-        """One update from the collected gradients, which are then gone; none if `skip`, bool `[]`, is True."""
+        """Update the parameters, and drop the gradients; no update if `skip`, bool `[]`, is True."""
 
     def notes(self, lr: float) -> Iterable[str]:
         """What to tell before a run whose highest learning rate this is."""
@@ -91,11 +91,11 @@ def weight_decay(parameter: Tensor, settings: Optimizer) -> float:
 
 class MasterAdamW:
     """`masters`, `exp_avg` and `exp_avg_sq` are FP32 tensors by parameter name, of the parameters' shapes. A parameter
-    that is FP32 is its own master; so are those that are cut for several ranks, and all of this is cut as they are."""
+    that is FP32 is its own master; so are those that FSDP2 shards, and then all of these are sharded as they are."""
 
-    def __init__(self, module: nn.Module, settings: Optimizer, shares: Shares = ALL_MINE) -> None:
+    def __init__(self, module: nn.Module, settings: Optimizer, shards: ModelShards = UNSHARDED) -> None:
         self.parameters = dict(module.named_parameters())
-        self._clip_norm, self._shares = settings.clip_norm or math.inf, shares
+        self._clip_norm, self._shards = settings.clip_norm or math.inf, shards
         self.masters = {
             name: p if p.dtype == torch.float32 else p.detach().to(torch.float32) for name, p in self.parameters.items()
         }
@@ -133,10 +133,10 @@ class MasterAdamW:
         return {"param": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
     @property
-    def kept(self) -> Mapping[str, Any]:
+    def extra_state(self) -> Mapping[str, Any]:
         return {}
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Nothing to do."""
 
     @contextmanager
@@ -150,8 +150,8 @@ class MasterAdamW:
                 torch._foreach_copy_([*rounded.values()], [self.masters[name] for name in rounded])
 
     def collect(self) -> None:
-        """Take over the model's gradients: add them to the masters', in FP32. Of an update's first pass each is let go
-        of before the next is widened, so that no more than one is there twice."""
+        """Add the model's gradients to the masters', in FP32. In an update's first pass each is freed before the next
+        is widened, so that no more than one is in memory twice."""
         sums, new = [], []
         for name, parameter in self.parameters.items():
             master = self.masters[name]
@@ -167,8 +167,8 @@ class MasterAdamW:
             torch._foreach_add_(sums, new)
 
     def reduce(self, world: World) -> None:
-        """FSDP2 has, in every backward, but for what tensor ranks have parts of."""
-        self._shares.complete(self.masters)
+        """FSDP2 already reduced these; only tensor-parallel partial gradients remain."""
+        self._shards.all_reduce_partial(self.masters)
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ class MasterAdamW:
 
     def clip(self) -> Tensor:
         gradients = self.gradients
-        norm = self._shares.norm(gradients)
+        norm = self._shards.norm(gradients)
         factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as nn.utils.clip_grad_norm_ has it
         if gradients:
             torch._foreach_mul_([local(gradient) for gradient in gradients.values()], factor)

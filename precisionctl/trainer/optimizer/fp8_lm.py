@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from precisionctl.checkpoints.module import Made
+from precisionctl.checkpoints.module import LazyTensors
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.optimizer.adamw import KINDS, Kind, weight_decay
 from precisionctl.trainer.optimizer.fp8_gradients import Fp8Gradients
-from precisionctl.trainer.optimizer.scaled import Scaled
+from precisionctl.trainer.optimizer.scaled import ScaledTensor
 from precisionctl.trainer.parallel.world import World
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ class Moments:
     def __init__(self, parameter: nn.Parameter, settings: Optimizer) -> None:
         self._settings, self._decay = settings, weight_decay(parameter, settings)
         values = parameter.detach()
-        self.kinds: dict[Kind, Scaled] = {
-            "param": Scaled(values, torch.ones(1, device=values.device))
+        self.kinds: dict[Kind, ScaledTensor] = {
+            "param": ScaledTensor(values, torch.ones(1, device=values.device))
             if values.dtype == torch.float32
-            else Scaled.zeros(values, torch.float16),
-            "exp_avg": Scaled.zeros(values, torch.float8_e4m3fn),
-            "exp_avg_sq": Scaled.zeros(values, torch.float16),
+            else ScaledTensor.zeros(values, torch.float16),
+            "exp_avg": ScaledTensor.zeros(values, torch.float8_e4m3fn),
+            "exp_avg_sq": ScaledTensor.zeros(values, torch.float16),
         }
 
     def update(self, gradient: Tensor, lr: float, step: int) -> None:
@@ -73,7 +73,7 @@ def _fp32(value: float) -> float:
 
 
 class Fp8LmAdamW:
-    """What a run asks of its optimizer (`optim.RunOptimizer`)."""
+    """FP8-LM as the optimizer of a run (`adamw.RunOptimizer`)."""
 
     def __init__(self, module: nn.Module, settings: Optimizer, *, fused: bool = False) -> None:
         """`fused` updates by Transformer Engine's FusedAdam, on a GPU."""
@@ -81,29 +81,34 @@ class Fp8LmAdamW:
         self.steps = 0
         self._clip_norm = settings.clip_norm or math.inf
         self._gradients = Fp8Gradients({name: p for name, p in self.parameters.items() if p.requires_grad})
-        make = _fused if fused else Moments
-        self._moments = {name: make(parameter, settings) for name, parameter in self.parameters.items()}
+        self._moments: dict[str, Moments | FusedMoments] = {}
+        for name, parameter in self.parameters.items():
+            # FusedAdam gives an FP32 parameter a master too, which it then does not use
+            by_te = fused and parameter.requires_grad and parameter.dtype != torch.float32
+            self._moments[name] = _fused_moments(parameter, settings) if by_te else Moments(parameter, settings)
         self._scales: Mapping[str, Mapping[str, float]] = {}
 
     @property
     def tensors(self) -> Mapping[Kind, Mapping[str, Tensor]]:
         """What a checkpoint keeps, decoded, under Megatron's names for it."""
-        return {kind: Made({name: each.kinds[kind].read for name, each in self._moments.items()}) for kind in KINDS}
+        return {
+            kind: LazyTensors({name: each.kinds[kind].read for name, each in self._moments.items()}) for kind in KINDS
+        }
 
     @property
-    def kept(self) -> dict[str, Any]:
-        """What it keeps beside them: FP32 scales, under which they are the same codes again."""
+    def extra_state(self) -> dict[str, Any]:
+        """The factor `mu`, and the FP32 scales under which the decoded tensors are the same codes again."""
         scales = {
             kind: {name: float(each.kinds[kind].scale_inv) for name, each in self._moments.items()} for kind in KINDS
         }
         return {"mu": self._gradients.mu, "scale_inv": scales}
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        mu = float(kept["mu"])
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        mu = float(state["mu"])
         if not 0 < mu < math.inf:
             raise ValueError(f"mu is {mu}")
         self._gradients.mu = mu
-        self._scales = {kind: {name: float(s) for name, s in kept["scale_inv"][kind].items()} for kind in KINDS}
+        self._scales = {kind: {name: float(s) for name, s in state["scale_inv"][kind].items()} for kind in KINDS}
 
     @contextmanager
     def loading(self, kind: Kind) -> Iterator[Mapping[str, Tensor]]:
@@ -128,15 +133,15 @@ class Fp8LmAdamW:
         found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._gradients.take(found, world)
+        self._gradients.all_reduce(found, world)
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients that have been collected, decoded, by parameter name."""
+        """The update's gradients, decoded to FP32, by parameter name."""
         return {name: held.read() for name, held in self._gradients.held.items()}
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """The collected gradients, which the optimizer then forgets."""
+        """The update's gradients, which the optimizer then drops."""
         taken = self.gradients
         self._gradients.clear()
         return taken
@@ -148,20 +153,20 @@ class Fp8LmAdamW:
         return norm
 
     def step(self, lr: float, skip: Tensor | None = None) -> None:
-        """One update from the collected gradients, which are then gone. `skip` is waited for: FusedAdam cannot skip."""
+        """Update the parameters, and drop the gradients. `skip` is waited for: FusedAdam cannot skip."""
         if skip is not None and bool(skip):
             self._gradients.clear()
             return
         self.steps += 1
         for name, held in self._gradients.held.items():
             self._moments[name].update(held.read(), lr, self.steps)
-        self._gradients.settle()
+        self._gradients.end_update()
         self.publish()
 
     def notes(self, lr: float) -> Iterator[str]:
         masters = [each.kinds["param"] for each in self._moments.values()]
         in_fp16 = [master for master in masters if master.codes.dtype == torch.float16]
-        unmoved = int(sum(master.unmoved_by(lr) for master in in_fp16))
+        unmoved = int(sum(master.count_unmoved_by(lr) for master in in_fp16))
         share = unmoved / max(1, sum(master.codes.numel() for master in in_fp16))
         if share > 0.01:
             yield (
@@ -170,10 +175,7 @@ class Fp8LmAdamW:
             )
 
 
-def _fused(parameter: nn.Parameter, settings: Optimizer) -> "Moments | FusedMoments":
-    """FusedAdam gives an FP32 parameter a master too, which it then does not use."""
-    from precisionctl.trainer.optimizer.fused_adam_te import FusedMoments
+def _fused_moments(parameter: nn.Parameter, settings: Optimizer) -> "FusedMoments":
+    from precisionctl.trainer.optimizer.fused_adam_te import FusedMoments  # which imports Transformer Engine
 
-    if parameter.dtype == torch.float32 or not parameter.requires_grad:
-        return Moments(parameter, settings)
     return FusedMoments(parameter, settings)

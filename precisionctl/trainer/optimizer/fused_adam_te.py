@@ -6,7 +6,7 @@ from transformer_engine.pytorch.optimizers import FusedAdam
 
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.optimizer.adamw import Kind, weight_decay
-from precisionctl.trainer.optimizer.scaled import Scaled
+from precisionctl.trainer.optimizer.scaled import ScaledTensor
 
 
 class FusedMoments:
@@ -33,14 +33,14 @@ class FusedMoments:
         first.update_usage(rowwise_usage=True, columnwise_usage=False)
 
     @property
-    def kinds(self) -> dict[Kind, Scaled]:
+    def kinds(self) -> dict[Kind, ScaledTensor]:
         """FusedAdam's own tensors."""
         state, scales = self._adam.state[self._parameter], self._adam._scales[self._parameter]
         first = state["exp_avg"]
         return {
-            "param": Scaled(state["master_param"], scales["master_param"]),
-            "exp_avg": Scaled(first._data.view(torch.float8_e4m3fn), first._scale_inv),
-            "exp_avg_sq": Scaled(state["exp_avg_sq"], scales["exp_avg_sq"]),
+            "param": ScaledTensor(state["master_param"], scales["master_param"]),
+            "exp_avg": ScaledTensor(first._data.view(torch.float8_e4m3fn), first._scale_inv),
+            "exp_avg_sq": ScaledTensor(state["exp_avg_sq"], scales["exp_avg_sq"]),
         }
 
     def update(self, gradient: Tensor, lr: float, step: int) -> None:
@@ -50,4 +50,4 @@ class FusedMoments:
         self._adam.step()
         self._parameter.decoupled_grad = None  # type: ignore[attr-defined]
         for scaled in self.kinds.values():
-            scaled.mend()
+            scaled.zero_underflow()

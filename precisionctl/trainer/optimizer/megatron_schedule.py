@@ -1,4 +1,4 @@
-"""The learning rates that a Megatron run would have gone on with, from what its checkpoint says of its schedule.
+"""Megatron's learning rate schedule, continued from what its checkpoint says.
 
 The arithmetic is that of megatron/core/optimizer_param_scheduler.py (OptimizerParamScheduler.get_lr), which counts
 samples, not updates. What its state leaves out (the rate at which warm-up begins, how WSD decays) is in the arguments.
@@ -63,15 +63,13 @@ class MegatronSchedule:
             return self.min_lr
         if self.lr_decay_style == "inverse-square-root":
             return max(self.min_lr, self.max_lr * math.sqrt(max(self.lr_warmup_steps, 1)) / math.sqrt(max(samples, 1)))
-        return self.min_lr + self._share(samples) * (self.max_lr - self.min_lr)
-
-    def _share(self, samples: int) -> float:
-        """What is left of the way from the highest to the lowest rate."""
         if self.lr_decay_style == "WSD":
             late = samples - (self.lr_decay_steps - self.wsd_decay_steps)
-            return _left(self.wsd_decay_style, late / self.wsd_decay_steps) if late > 0 else 1.0
-        done = (samples - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
-        return _left(self.lr_decay_style, done)
+            left = _left(self.wsd_decay_style, late / self.wsd_decay_steps) if late > 0 else 1.0
+        else:
+            done = (samples - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
+            left = _left(self.lr_decay_style, done)
+        return self.min_lr + left * (self.max_lr - self.min_lr)
 
     @property
     def words(self) -> str:
@@ -83,6 +81,7 @@ class MegatronSchedule:
 
 
 def _left(style: str, done: float) -> float:
+    """What is left of the way from the highest to the lowest rate."""
     match style:
         case "linear":
             return 1.0 - done

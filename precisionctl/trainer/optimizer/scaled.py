@@ -12,14 +12,14 @@ _LARGEST = {torch.float8_e4m3fn: FP8_MAX[torch.float8_e4m3fn], torch.float16: to
 
 
 @dataclass(eq=False)
-class Scaled:
-    """`codes` of any shape (E4M3 or FP16) times `scale_inv`, FP32 `[1]`. FP32 codes are the values themselves."""
+class ScaledTensor:
+    """`codes` of any shape (E4M3 or FP16) that are decoded by `scale_inv`, FP32 `[1]`. FP32 codes are the values."""
 
     codes: Tensor
     scale_inv: Tensor
 
     @classmethod
-    def zeros(cls, like: Tensor, dtype: torch.dtype) -> "Scaled":
+    def zeros(cls, like: Tensor, dtype: torch.dtype) -> "ScaledTensor":
         """Zeros of the shape and on the device of `like`, as codes of `dtype` under a scale of 1."""
         codes = torch.zeros_like(like, dtype=dtype, requires_grad=False)
         return cls(codes, torch.ones(1, device=like.device))
@@ -30,8 +30,8 @@ class Scaled:
         return worth * self.scale_inv
 
     def write(self, values: Tensor, scale_inv: float | None = None) -> None:
-        """Take FP32 values, under `scale_inv` if it gives every one of them back, as it does if they were read from
-        codes under it; else under the scale that FusedAdam gives them (fused_adam.py, _apply_scale): of the largest
+        """Store FP32 values, under `scale_inv` if that is exact for all of them, as it is if they were read from codes
+        under it; else under the scale that FusedAdam gives them (fused_adam.py, _apply_scale): of the largest
         magnitude over the largest code. Where that has no finite reciprocal it is 1, and the tensor as good as zero:
         FusedAdam would make NaN of it."""
         if self.codes.dtype == torch.float32:
@@ -50,20 +50,20 @@ class Scaled:
         # the kernel that casts to FP8 keeps the reciprocal of the scale, which may be another number than `inverse`
         self.set(values, scale, scale.reciprocal() if self.codes.dtype == torch.float8_e4m3fn else inverse)
 
-    def unmoved_by(self, change: float) -> Tensor:
-        """How many FP16 values are so large that adding this to them is rounded away, int64 `[]`."""
+    def count_unmoved_by(self, change: float) -> Tensor:
+        """How many FP16 values are so large that a change by this much is rounded away, int64 `[]`."""
         exponent = torch.frexp(self.codes.float()).exponent
         half_a_step = torch.exp2((exponent - 12).float()) * self.scale_inv  # of 11 bits, the first being worth 2^(e-1)
         return ((half_a_step > change) & (self.codes != 0)).sum()
 
-    def mend(self) -> None:
-        """Make zeros of what FusedAdam has made of numbers too small for a scale (`write`)."""
+    def zero_underflow(self) -> None:
+        """Set to zero the tensor that FusedAdam has made NaN of, as it was too small for a scale (`write`)."""
         lost = self.scale_inv.reciprocal().isinf()
         self.codes.view(torch.uint8).masked_fill_(lost, 0)
         self.scale_inv.masked_fill_(lost, 1.0)
 
     def set(self, values: Tensor, scale: Tensor, scale_inv: Tensor) -> None:
-        """Take values as the codes that `scale` gives, to be decoded by `scale_inv`."""
+        """Encode values by `scale`, to be decoded by `scale_inv`."""
         if self.codes.dtype == torch.float16:
             self.codes.copy_(values * scale)
         else:

@@ -1,11 +1,13 @@
-"""The folder of a run: which run is there, its newest iteration, and what of it is kept.
+"""The folder of a run: which run is there, its newest iteration, which iterations are kept, and a rollback.
 
 Each checkpoint is one iteration of a Megatron `torch_dist` directory. `precisionctl/run.json` in it says the step, the
-position in the data, and which run this is; only what has one is ever removed.
+position in the data, and which run this is; only what has one is ever removed. `rollback.json` says that the guard has
+taken the run back.
 """
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -15,19 +17,19 @@ from typing import Any
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.keys import TRACKER
+from precisionctl.checkpoints.output import replace_file
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
 from precisionctl.recipe import Guard, Recipe, Tracking, recipe_of
 from precisionctl.trainer.measure.json_numbers import numbers, to_json
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
-from precisionctl.trainer.skips import Skips
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 RUN_FILE = Path("precisionctl/run.json")
 _PARTIAL = ".partial"  # what Output builds
 _REMOVED = ".removed"
-_INDIFFERENT = (
+_KEYS_NOT_IN_IDENTITY = (
     "parallel.replicate",
     "parallel.tensor",
     "parallel.sequence",
@@ -48,14 +50,13 @@ _INDIFFERENT = (
     *(f"tracking.{key.name}" for key in fields(Tracking)),
 )
 """Recipe keys that change no number of a run; `data.path` and `data.blend` are covered by what is in the files.
-A guard, and the bound on skipped steps, change none until they act, and then a user must be able to tell them something
-else."""
+A guard, and the bound on skipped steps, change none until they act, and then a user must be able to change them."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What `run.json` says. `identity` is everything that makes a run this one, by name; `guard` what its guard, if
-    it has one, keeps in mind; `schedule` the one of Megatron that it goes on with, if it does."""
+    """What `run.json` says. `identity` is everything that makes a run this one, by name; `guard` the state of its
+    guard, if it has one; `schedule` the one of Megatron that it continues, if it does; `skips` its SkippedSteps."""
 
     step: int
     position: int
@@ -71,7 +72,7 @@ def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict
     state = [source.path / sidecar.RELATIVE] if source.path else []
     files = [file for file in (*source.files, *state) if file.is_file()]
     stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    keys = {key: value for key, value in _flat(asdict(recipe)).items() if key not in _INDIFFERENT}
+    keys = {key: value for key, value in _flat(asdict(recipe)).items() if key not in _KEYS_NOT_IN_IDENTITY}
     keys |= _flat({"model": asdict(source.model)})
     if recipe.schedule.kind == "constant" and not recipe.precision.schedule:
         del keys["train.steps"]  # no rate and no precision depends on it: such a run may be made longer
@@ -125,7 +126,7 @@ def _iterations(out: Path, suffix: str) -> dict[int, Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a run wrote this; a kill may have left an iteration with no file in it yet."""
+    """Whether a run of ours wrote this; a kill may have left an iteration with no file in it yet."""
     begun = path.name.endswith(_PARTIAL) and not any(file.is_file() for file in path.rglob("*"))
     return begun or (path / RUN_FILE).is_file()
 
@@ -148,9 +149,10 @@ def read_saved(reader: TorchDistReader) -> Saved | None:
         with damage("not what a run writes: its schedule", file):
             MegatronSchedule(**saved.schedule)
     with damage("not what a run writes: its skipped steps", file):
-        counts = vars(Skips(**saved.skips)).values()
-    if not all(type(count) is int for count in counts):
-        raise DamagedCheckpoint("not what a run writes: its skipped steps are not numbers", where=file)
+        if not (
+            saved.skips.keys() <= {"total", "running"} and all(type(count) is int for count in saved.skips.values())
+        ):
+            raise ValueError("not the numbers `total` and `running`")
     if "data" not in saved.identity:
         raise DamagedCheckpoint("not what a run writes: it does not say on which data", where=file)
     return saved
@@ -190,17 +192,66 @@ def check_same(saved: Saved, wanted: Mapping[str, Any], out: Path) -> None:
 
 
 def sign(partial: Path, saved: Saved) -> None:
-    """Say whose this is before there is anything else: only what is ours may be pruned."""
+    """Write `run.json` before anything else: only what has one may be pruned."""
     (partial / RUN_FILE).parent.mkdir()
     (partial / RUN_FILE).write_text(to_json(asdict(saved), indent=1))
 
 
 def prune(out: Path, step: int, keep: int) -> None:
-    """Drop iterations before `step`, and what kills left of others. Renamed first: half an iteration must not look
-    whole."""
+    """Remove iterations before `step` beyond `keep`, and what kills left of others. They are renamed first: half an
+    iteration must not look complete."""
     older = {number: path for number, path in _iterations(out, "").items() if number < step and _is_ours(path)}
     for number in sorted(older, reverse=True)[keep - 1 :]:
         older[number].rename(older[number].with_name(older[number].name + _REMOVED))
     partial = [path for path in _iterations(out, _PARTIAL).values() if _is_ours(path)]
     for left in (*_iterations(out, _REMOVED).values(), *partial):
         shutil.rmtree(left)
+
+
+ROLLBACK_FILE = "rollback.json"
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """At `step` the loss (None: not finite) was above `before`, the mean before the switch to FP8 after step
+    `switched`, by more than `bound`, so the run went back to step `back_to`. Written to the run's folder, this is what
+    holds the run in BF16 from then on. Its steps since `back_to` are no longer in `metrics.jsonl`, as they are made
+    again."""
+
+    step: int
+    loss: float | None
+    before: float
+    bound: float
+    switched: int
+    back_to: int = 0
+
+    @property
+    def jump(self) -> float:
+        """(loss - before) / before."""
+        return math.inf if self.loss is None else self.loss / self.before - 1
+
+    @property
+    def words(self) -> str:
+        loss = "is not a number" if self.loss is None else f"{self.loss:.4f} is {self.jump:.1%} above {self.before:.4f}"
+        return (
+            f"guard: at step {self.step} the loss {loss}, the bound after the switch to FP8 at step "
+            f"{self.switched} is {self.bound:.1%}: back to step {self.back_to}, and on in BF16"
+        )
+
+
+def write_rollback(folder: Path, rollback: Rollback) -> None:
+    """Written atomically."""
+    replace_file(folder / ROLLBACK_FILE, json.dumps(asdict(rollback), indent=1))
+
+
+def read_rollback(folder: Path) -> Rollback | None:
+    """None where there was none. Raises DamagedCheckpoint."""
+    file = folder / ROLLBACK_FILE
+    if not file.is_file():
+        return None
+    with damage("not what a guard writes", file, "Remove it: the run then goes on in FP8."):
+        found = Rollback(**json.loads(file.read_bytes()))
+        numbers = [found.before, found.bound, found.jump, found.step, found.switched, found.back_to]
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise ValueError("a value of the wrong type")
+    return found

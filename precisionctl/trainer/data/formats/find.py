@@ -1,4 +1,4 @@
-"""The records of whatever is at a path: a file, or a directory of them."""
+"""The records of whatever is at a path: a file, or a directory of them. A file that no format recognises is text."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 from precisionctl.discover import discover
 from precisionctl.errors import DataError
 from precisionctl.trainer.data import formats
-from precisionctl.trainer.data.formats import text
 from precisionctl.trainer.data.formats.base import Format, Record
 
 
@@ -34,7 +33,15 @@ def records(files: list[Path]) -> Iterator[Record]:
     known: list[Format] = discover(formats, "FORMAT")
     for file in files:
         try:
-            reads = next((each.records for each in known if each.recognises(file)), text.records)
+            reads = next((each.records for each in known if each.recognises(file)), text_records)
             yield from reads(file)
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}", where=file) from None
+
+
+def text_records(path: Path) -> Iterator[Record]:
+    """A UTF-8 file of any other kind is one document. Raises DataError for one that is not UTF-8."""
+    try:
+        yield Record(str(path), {"text": path.read_text(encoding="utf-8-sig")})
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 text: {error}", where=path, do="Text is any UTF-8 file; rows are .jsonl.") from None

@@ -13,18 +13,17 @@ def _records(path: Path) -> Iterator[Record]:
         number = 0
         try:
             for number, line in enumerate(file, start=1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    yield a_row(_parsed(line, where), where)
+                if not line.strip():
+                    continue
+                where = f"{path}, line {number}"
+                try:
+                    value = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    do = "Each line is a JSON object of its own."
+                    raise DataError(f"not JSON: {error}", where=where, do=do) from None
+                yield a_row(value, where)
         except UnicodeDecodeError as error:
             raise DataError(f"not UTF-8 text: {error}", where=f"{path}, after line {number}") from None
-
-
-def _parsed(line: str, where: str) -> object:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {error}", where=where, do="Each line is a JSON object of its own.") from None
 
 
 FORMAT = Format(lambda path: path.suffix in (".jsonl", ".ndjson"), _records)

@@ -1,10 +1,12 @@
-"""Where tokens stand: the angles of rotary embedding under every scaling that is known, and which keys a query sees.
+"""Positions of tokens: in packed sequences, as angles of rotary embedding, and in sliding windows.
 
-The arithmetic is transformers' (modeling_rope_utils.py), whose logits are the judge.
+The arithmetic of rotary embedding is transformers' (modeling_rope_utils.py), whose logits the tests compare with.
 """
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -12,15 +14,45 @@ from torch import Tensor
 
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.model_shape import ModelShape
-from precisionctl.trainer.segments import Segments
+from precisionctl.trainer.transfers import to_device
 
 Scaling = Mapping[str, Any]
 """The words of config.json's `rope_scaling` (`rope_parameters`): `rope_type`, and the numbers of that type; `base` and
 `original`, the length of the context before scaling, beside them."""
 
 
+@dataclass(frozen=True)
+class PackedSequences:
+    """The lengths of all texts in a batch `[rows, length]` whose rows are shared by texts, in the order of its
+    flattened tokens. Padding behind a row's last text counts as texts of its own, so they add up to rows * length, and
+    none goes beyond its row."""
+
+    lengths: tuple[int, ...]
+    _ends: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def cu_seqlens(self, device: torch.device) -> Tensor:
+        """Where each text begins among the flattened tokens, and where the last ends: int32 `[texts + 1]`, as
+        FlashAttention and Transformer Engine take it; copied to the device once for all layers."""
+        if device not in self._ends:
+            self._ends[device] = to_device(torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32), device)
+        return self._ends[device]
+
+    def lengths_by_token(self, device: torch.device) -> Tensor:
+        """The length of each flattened token's own text, int64 `[rows * length]`."""
+        lengths = torch.tensor(self.lengths)
+        return to_device(lengths.repeat_interleave(lengths), device)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """The position of each flattened token in its own text, int64 `[rows * length]`."""
+        return to_device(torch.cat([torch.arange(length) for length in self.lengths]), device)
+
+
 class Positions(NamedTuple):
-    """What attention needs to know about places in the sequence of S tokens."""
+    """What attention needs to know about the positions of S tokens."""
 
     cos: Tensor | None
     """FP32 `[S, P]`, or `[B, S, P]` where rows differ, as `sin`: one angle for each of the P pairs that are rotated.
@@ -28,7 +60,7 @@ class Positions(NamedTuple):
     sin: Tensor | None
     window: int | None
     """How many keys a query sees, itself and those before it; None for all."""
-    segments: Segments | None
+    packed: PackedSequences | None
     """Texts that share the batch's rows: a query sees keys of its own text alone."""
     shape: tuple[int, int]
     """B and S."""
@@ -84,27 +116,27 @@ class Rope:
         powers = torch.pow(base, torch.arange(0, size, 2).float() / size)
         factor = float(scaling.get("factor") or model.max_position_embeddings / self._original)
         try:
-            scaled = _SCALINGS[kind](powers, factor, {**scaling, "base": base, "original": self._original})
+            frequencies = _SCALINGS[kind](powers, factor, {**scaling, "base": base, "original": self._original})
         except (ArithmeticError, ValueError, RuntimeError) as error:
             raise DamagedCheckpoint(f"rope scaling that cannot be computed: {error}") from None
-        self._within, self._beyond = scaled.within.to(device), scaled.beyond.to(device)
-        self.by_length = not torch.equal(scaled.within, scaled.beyond)
-        """Whether a text's length decides how it is turned."""
-        self._magnitude = scaled.magnitude
+        self._within, self._beyond = frequencies.within.to(device), frequencies.beyond.to(device)
+        self.depends_on_length = not torch.equal(frequencies.within, frequencies.beyond)
+        """Whether the angles depend on the length of the text."""
+        self._magnitude = frequencies.magnitude
 
-    def at(self, place: Tensor, length: int | Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of every pair's angle at each place `[...]`, in texts of one length or each of its own, which
-        broadcasts with the places: FP32 `[..., size / 2]`."""
+    def at(self, position: Tensor, length: int | Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of every pair's angle at each position `[...]`, in texts of one length or of lengths that
+        broadcast with the positions: FP32 `[..., size / 2]`."""
         if isinstance(length, int):
             frequencies = self._beyond if length > self._original else self._within
         else:
             frequencies = torch.where((length > self._original)[..., None], self._beyond, self._within)
-        angles = place[..., None] * frequencies
+        angles = position[..., None] * frequencies
         return angles.cos() * self._magnitude, angles.sin() * self._magnitude
 
 
-class _Scaled(NamedTuple):
-    """Frequencies (angle per place) of each pair in texts within the original context and in longer ones, and
+class _Frequencies(NamedTuple):
+    """Frequencies (angle per position) of each pair in texts within the original context and in longer ones, and
     what cos and sin are multiplied by. Unscaled ones are `1 / powers`, powers being `base ** (2i / size)`."""
 
     within: Tensor
@@ -112,25 +144,25 @@ class _Scaled(NamedTuple):
     magnitude: float = 1.0
 
 
-def _default(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
-    return _Scaled(1 / powers, 1 / powers)
+def _default(powers: Tensor, factor: float, scaling: Scaling) -> _Frequencies:
+    return _Frequencies(1 / powers, 1 / powers)
 
 
-def _linear(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
-    return _Scaled(1 / powers / factor, 1 / powers / factor)
+def _linear(powers: Tensor, factor: float, scaling: Scaling) -> _Frequencies:
+    return _Frequencies(1 / powers / factor, 1 / powers / factor)
 
 
-def _llama3(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
+def _llama3(powers: Tensor, factor: float, scaling: Scaling) -> _Frequencies:
     """Llama 3.1: frequencies whose wavelength exceeds the original context over `low_freq_factor` are divided by
     `factor`, those below it over `high_freq_factor` are kept, and those in between are blended."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     periods = scaling["original"] / powers / (2 * math.pi)
     kept = ((periods - low) / (high - low)).clamp(0, 1)
     scaled = (kept + (1 - kept) / factor) / powers
-    return _Scaled(scaled, scaled)
+    return _Frequencies(scaled, scaled)
 
 
-def _yarn(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
+def _yarn(powers: Tensor, factor: float, scaling: Scaling) -> _Frequencies:
     """YaRN (arXiv 2309.00071, section 3.2): pairs that turn more than `beta_fast` times in the original context keep
     their frequency, those that turn less than `beta_slow` times are divided by `factor`, with a ramp between."""
     pairs, original = len(powers), scaling["original"]
@@ -144,16 +176,14 @@ def _yarn(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
     low, high = max(low, 0), min(high, 2 * pairs - 1)
     ramp = ((torch.arange(pairs) - low) / (high - low or 0.001)).clamp(0, 1)
     scaled = (1 - ramp) / powers + ramp / (factor * powers)
-    return _Scaled(scaled, scaled, _yarn_magnitude(factor, scaling))
-
-
-def _yarn_magnitude(factor: float, scaling: Scaling) -> float:
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
     mscale, all_dimensions = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if mscale and all_dimensions:
-        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dimensions)
-    return yarn_mscale(factor, 1.0)
+    if scaling.get("attention_factor") is not None:
+        magnitude = float(scaling["attention_factor"])
+    elif mscale and all_dimensions:
+        magnitude = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dimensions)
+    else:
+        magnitude = yarn_mscale(factor, 1.0)
+    return _Frequencies(scaled, scaled, magnitude)
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -161,16 +191,16 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
 
 
-def _longrope(powers: Tensor, factor: float, scaling: Scaling) -> _Scaled:
+def _longrope(powers: Tensor, factor: float, scaling: Scaling) -> _Frequencies:
     """LongRoPE (arXiv 2402.13753): a divisor for each pair, and another one beyond the original context."""
     magnitude = scaling.get("attention_factor")
     if magnitude is None:
         magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(scaling["original"]))
     short, long = (torch.tensor(scaling[name]) for name in ("short_factor", "long_factor"))
-    return _Scaled(1 / (short * powers), 1 / (long * powers), float(magnitude))
+    return _Frequencies(1 / (short * powers), 1 / (long * powers), float(magnitude))
 
 
-_SCALINGS: Mapping[str, Callable[[Tensor, float, Scaling], _Scaled]] = {
+_SCALINGS: Mapping[str, Callable[[Tensor, float, Scaling], _Frequencies]] = {
     "default": _default,
     "dynamic": _default,  # it scales beyond max_position_embeddings alone, and no text here is as long
     "linear": _linear,
