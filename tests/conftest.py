@@ -1,9 +1,17 @@
 """Fixtures of several files."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tokenizing import shared_processes
 from training import make_place
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenizers_stay() -> Iterator[None]:
+    with shared_processes():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.data.rows import check_there
-from precisionctl.trainer.data.tokenizer import load_tokenizer
 from precisionctl.trainer.measure.preflight import Preflight, look_ahead
 from precisionctl.trainer.parallel.world import together
 from precisionctl.trainer.run_plan import RunPlan, plan_run
@@ -41,10 +41,11 @@ def dry_run(settings: Settings) -> DryRun:
 
 def _check_data(plan: RunPlan) -> None:
     """Raise DataError for a checkpoint without a tokenizer, and for data that is not there."""
-    tokenizer = load_tokenizer(plan.source.companions)
-    for data in filter(None, (plan.recipe.data, plan.held_out)):
-        for path in [share.path for share in data.blend] or [data.path]:
-            check_there(Path(path), tokenizer)
+    with open_tokenizer(plan.source.companions) as tokenizer:
+        tokenizer.end  # noqa: B018
+        for data in filter(None, (plan.recipe.data, plan.held_out)):
+            for path in [share.path for share in data.blend] or [data.path]:
+                check_there(Path(path), tokenizer)
 
 
 def _going_on(plan: RunPlan) -> run_folder.Saved | None:

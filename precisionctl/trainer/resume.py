@@ -19,10 +19,10 @@ from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Role
 from precisionctl.recipe import Data, Recipe
+from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer import graphs
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.data import Blend, OnTokens, Rows
-from precisionctl.trainer.data.tokenizer import load_tokenizer
 from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.jump import Jump, read_jump, write_jump
 from precisionctl.trainer.loop import train
@@ -123,15 +123,14 @@ def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
     each = checkpoint_bytes(source)
     require_room(each, recipe.train, plan.out)  # before tokens are made, which may take long
 
-    tokenizer = load_tokenizer(source.companions)  # once: a large vocabulary takes a second
-
     def read(data: Data) -> Rows | Blend:
         rows = read_rows(data, tokenizer, source.model, plan.out / "tokens", on_tokens)
         return rows.shared_by(recipe.parallel.token_ranks)
 
-    rows = read(recipe.data)
-    graphs.check_rows(recipe, rows)
-    held_out = read(plan.held_out) if plan.held_out else None
+    with open_tokenizer(source.companions) as tokenizer:  # once: a large vocabulary takes a second
+        rows = read(recipe.data)
+        graphs.check_rows(recipe, rows)
+        held_out = read(plan.held_out) if plan.held_out else None
     room = require_room(each, recipe.train, plan.out)  # beside them
     identity = plan.identity_with(rows.fingerprint)
     return _Setup(**vars(plan), world=world, rows=rows, held=held_out, identity=identity, memory=memory, room=room)
