@@ -47,7 +47,7 @@ def write_companions(directory: Path, companions: Companions) -> None:
 
 def _is_companion(path: Path, links: bool) -> bool:
     named = any(fnmatchcase(path.name, pattern) for pattern in _COMPANIONS) and path.suffix != ".safetensors"
-    return named and path.is_file() and (links or not path.is_symlink())
+    return named and not path.is_dir() and (links or not path.is_symlink())
 
 
 def parse_json(data: bytes, where: object) -> dict[str, Any]:

@@ -21,22 +21,24 @@ class Limits:
         return asdict(self)
 
 
-LOADING = Limits(60.0, 2 << 30)
+LOADING = Limits(120.0, 1 << 30)
+"""However small the files are: of a SentencePiece model transformers works out the merges, for up to half a minute."""
+
 WORKING = Limits(10.0, 1 << 30)
 """For a batch of texts, or a conversation, however short."""
 
 
 def to_load(nbytes: int) -> Limits:
-    """For files of so many bytes. Of a tokenizer with 262,144 tokens, 33 MB, transformers makes 0.6 GB in 4 s."""
-    return Limits(LOADING.seconds + nbytes / 1e6, LOADING.nbytes + 64 * nbytes)
+    """For files of so many bytes: a BPE of 262,144 tokens, 23 MB, takes 0.4 GB and 2 s."""
+    return Limits(LOADING.seconds + 5e-7 * nbytes, LOADING.nbytes + 32 * nbytes)
 
 
-def to_tokenize(nbytes: int, renders: int = 1) -> Limits:
-    """For text of so many bytes, or a conversation that a template writes so many times.
+def to_tokenize(nbytes: int, renders: int = 0) -> Limits:
+    """For text of so many bytes, or for a conversation that a template writes so many times, each time up to a message.
 
-    A byte-level BPE takes 1 µs for a byte, and 600 bytes for a token, of which a byte can be one.
+    A BPE takes 1 microsecond for a byte, and 600 bytes for each token, of which a byte can be one.
     """
-    return Limits(WORKING.seconds + 1e-5 * nbytes + 1e-6 * nbytes * renders, WORKING.nbytes + 1024 * nbytes)
+    return Limits(WORKING.seconds + nbytes * (3e-5 + 5e-7 * renders), WORKING.nbytes + 1024 * nbytes)
 
 
 def hold_to(limits: Limits) -> None:

@@ -211,6 +211,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "a config that is a pipe": ("hf", pipe("config.json"), "no checkpoint is recognised"),
     "a config elsewhere": ("hf", link("config.json"), ELSEWHERE),
     "a tokenizer elsewhere": ("hf", link("tokenizer.json", "/etc/passwd"), ELSEWHERE),
+    "a tokenizer that is a pipe": ("hf", pipe("tokenizer.json"), "not a file"),
     "a tokenizer with holes": ("hf", hole("tokenizer.json"), LARGE),
     "weights that are a pipe": ("hf", pipe("model.safetensors"), "not a file"),
     "weights elsewhere": ("hf", link("model.safetensors"), ELSEWHERE),
