@@ -48,6 +48,8 @@ Unicode's compatibility forms make of it, 18 letters for one; of a conversation 
 it. It is the disk that they go to."""
 
 _DO = "Compare the checkpoint's tokenizer files and chat template with those of the model that it comes from."
+_FOR_LARGE = "Give it as several documents: a tokenizer takes some 150 bytes of memory for each byte of one."
+_LARGE = 16 << 20
 
 
 class Piece(NamedTuple):
@@ -91,14 +93,20 @@ class Tokenizer:
     def end(self) -> int:
         """The end-of-text token."""
         if self._end is None:
-            self._end = self._loaded()
+            self.check()
+        assert self._end is not None
         return self._end
+
+    def check(self) -> None:
+        """Begin and load the files, where that is not done."""
+        if self._process is None or not self._process.runs:
+            self._end = self._loaded()
 
     def texts(self, pieces: Sequence[Piece]) -> list[NDArray[np.int32]]:
         """The tokens of each text, int32 `[tokens]`, with what the tokenizer puts around it."""
         where = pieces[0].where if len(pieces) == 1 else f"{pieces[0].where} to {pieces[-1].where}"
         size = sum(len(piece.content) for piece in pieces)
-        ask = _Ask(where, to_tokenize(size), _room(size))
+        ask = _Ask(where, to_tokenize(size), _room(size), _FOR_LARGE if size > _LARGE else _DO)
         (said,) = self._answers("texts", {}, [piece.content for piece in pieces], [ask])
         return [_ids(part, where) for part in said.parts]
 
@@ -150,8 +158,8 @@ class Tokenizer:
             with tempfile.TemporaryDirectory() as folder:
                 for name, content in self._files.items():
                     (Path(folder) / name).write_bytes(content)
-                ask = _Ask(named, to_load(size), 0)
-                (said,) = _fetched(process, {"do": "load", "folder": folder}, [], [ask], do)
+                ask = _Ask(named, to_load(size), 0, do)
+                (said,) = _fetched(process, {"do": "load", "folder": folder}, [], [ask])
             end: int = said.words["end"]
             if not 0 <= end <= _LARGEST_ID:
                 raise DataError(f"the checkpoint's end-of-text token is {end}", where=named, do=_DO)
@@ -164,18 +172,19 @@ class Tokenizer:
     def _answers(
         self, do: str, words: Mapping[str, Any], parts: Sequence[bytes], asks: "Sequence[_Ask]"
     ) -> Sequence[Said]:
-        if self._process is None or not self._process.runs:
-            self._end = self._loaded()
+        self.check()
         assert self._process
-        return _fetched(self._process, {**words, "do": do}, parts, asks, _DO)
+        return _fetched(self._process, {**words, "do": do}, parts, asks)
 
 
 class _Ask(NamedTuple):
-    """What one answer may take, and how many bytes it may have; `where` what it is of lies."""
+    """Where something is that is asked about, what the answer may take, how many bytes it may have, and what to `do`
+    where there is none."""
 
     where: str
     limits: Limits
     most: int
+    do: str = _DO
 
 
 @contextmanager
@@ -189,9 +198,9 @@ def open_tokenizer(companions: Companions) -> Iterator[Tokenizer]:
 
 
 def _fetched(
-    process: Process, words: Mapping[str, Any], parts: Sequence[bytes], asks: Sequence[_Ask], do: str
+    process: Process, words: Mapping[str, Any], parts: Sequence[bytes], asks: Sequence[_Ask]
 ) -> Sequence[Said]:
-    """The answers of a process. Raises DataError with what to `do` where there is something wrong with one."""
+    """The answers of a process. Raises DataError where there is something wrong with one."""
     said: list[Said] = []
     try:
         process.ask(words, parts, [ask.limits for ask in asks])
@@ -199,10 +208,10 @@ def _fetched(
             said.append(process.answer(ask.limits, ask.most))
             if "error" in said[-1].words:
                 error = said[-1].words["error"]
-                raise DataError(error["what"], where=error["where"] or ask.where, do=error["do"] or do)
+                raise DataError(error["what"], where=error["where"] or ask.where, do=error["do"] or ask.do)
     except Ended as problem:
-        where = asks[len(said)].where
-        raise DataError(f"the checkpoint's tokenizer or chat template {problem}", where=where, do=do) from None
+        ask = asks[len(said)]
+        raise DataError(f"the checkpoint's tokenizer or chat template {problem}", where=ask.where, do=ask.do) from None
     return said
 
 

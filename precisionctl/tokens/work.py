@@ -28,7 +28,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Speak on standard input and output, which nothing that is called from here gets to see."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which whoever asks hears as well
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(OSError):  # where memory runs out, this process goes before the one that asks
         Path("/proc/self/oom_score_adj").write_text("1000")
     pipe = _Pipe()

@@ -42,7 +42,7 @@ def dry_run(settings: Settings) -> DryRun:
 def _check_data(plan: RunPlan) -> None:
     """Raise DataError for a checkpoint without a tokenizer, and for data that is not there."""
     with open_tokenizer(plan.source.companions) as tokenizer:
-        tokenizer.end  # noqa: B018
+        tokenizer.check()
         for data in filter(None, (plan.recipe.data, plan.held_out)):
             for path in [share.path for share in data.blend] or [data.path]:
                 check_there(Path(path), tokenizer)
