@@ -1,12 +1,20 @@
 """Fixtures of several files."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from tokenizing import shared_processes
 from training import make_place
 
 from precisionctl.cli import group
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenizers_stay() -> Iterator[None]:
+    with shared_processes():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,19 @@
 """Rows of tokens: packing, chat masks counted by hand, and an order that a seed decides."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from tokenizers import Tokenizer as Words
+from tokenizers import models, pre_tokenizers
+from tokenizing import files_of
+from transformers import PreTrainedTokenizerFast
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DataError
+from precisionctl.tokens.tokenizer import Tokenizer, open_tokenizer
 from precisionctl.trainer.data import IGNORED, Order, Rows, load_rows
-from precisionctl.trainer.data.tokenizer import load_tokenizer
 
 WORDS = ["<eos>", "<user>", "<bot>", "<end>", "a", "b", "c", "d", "e", "?"]
 PLAIN_TEMPLATE = (
@@ -29,11 +32,16 @@ CONVERSATION = [
 ]
 
 
-def tokenizer(template: str | None = None) -> PreTrainedTokenizerBase:
+def tokenizer(template: str | None = None) -> Tokenizer:
     """One token for each of WORDS; it knows nothing else."""
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    return Tokenizer(_files(template))
+
+
+@cache
+def _files(template: str | None) -> dict[str, bytes]:
+    words = Words(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", chat_template=template)
+    return files_of(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", chat_template=template))
 
 
 def read(ids: list[int]) -> str:
@@ -172,20 +180,18 @@ def test_the_position_alone_says_what_comes_next() -> None:
 
 
 def test_a_tokenizer_comes_from_the_checkpoints_files_alone(tmp_path: Path) -> None:
-    tokenizer(PLAIN_TEMPLATE).save_pretrained(tmp_path)
-    files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    loaded = load_tokenizer(Companions(files))
-    assert loaded("a e")["input_ids"] == [4, 8] and loaded.chat_template == PLAIN_TEMPLATE
-    with pytest.raises(DataError, match="does not load"):
-        load_tokenizer(Companions({}))
+    loaded = tokenizer(PLAIN_TEMPLATE)
+    assert loaded.encode("a e") == [4, 8] and loaded.decode([4, 8]) == "a e" and loaded.end == 0
+    assert loaded.render(CONVERSATION[:1], add_generation_prompt=True) == "<user> a b ? <end> <bot> "
+    with pytest.raises(DataError, match="does not load"), open_tokenizer(Companions({})) as none:
+        assert none.end
 
 
-def test_a_tokenizer_that_wants_to_run_code_is_refused(tmp_path: Path) -> None:
-    tokenizer().save_pretrained(tmp_path)
-    files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+def test_a_tokenizer_that_wants_to_run_code_is_refused() -> None:
+    files = _files(None)
     config = json.loads(files["tokenizer_config.json"])
     config["auto_map"] = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
     config["tokenizer_class"] = "Evil"
-    files |= {"tokenizer_config.json": json.dumps(config).encode(), "evil.py": b"raise SystemExit('ran')"}
-    with pytest.raises(DataError, match="does not load"):
-        load_tokenizer(Companions(files))
+    files = files | {"tokenizer_config.json": json.dumps(config).encode(), "evil.py": b"raise SystemExit('ran')"}
+    with pytest.raises(DataError, match="does not load"), open_tokenizer(Companions(files)) as loaded:
+        assert loaded.end

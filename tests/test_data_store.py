@@ -13,6 +13,7 @@ import pytest
 from test_data import CONVERSATION, MARKING_TEMPLATE, PLAIN_TEMPLATE, tokenizer, write_rows
 
 from precisionctl.errors import DataError, DiskProblem
+from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import load_rows, store
 from precisionctl.trainer.data.store import About
 
@@ -89,6 +90,14 @@ load_rows(Path(sys.argv[1]), tokenizer(), 3, cache=Path(sys.argv[2]))
         load_rows(text, tokenizer(), 3, cache=cache).tokens.tolist() == load_rows(text, tokenizer(), 3).tokens.tolist()
     )
     assert not [path for path in cache.iterdir() if path.name.endswith(".partial")]
+
+
+def test_tokens_that_are_there_need_no_tokenizer(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several ranks the one that makes them starts a process, and a run that goes on starts none."""
+    made = load_rows(text, tokenizer(), 3, cache=tmp_path / "cache")
+    monkeypatch.setattr(Tokenizer, "_loaded", lambda self: pytest.fail("it is started"))
+    found = load_rows(text, tokenizer(), 3, cache=tmp_path / "cache")
+    assert found.tokens.tolist() == made.tokens.tolist() and found.padding == made.padding
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"tokens": 8}'])

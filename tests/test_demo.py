@@ -10,8 +10,8 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.demo import report, story
 from precisionctl.demo.story import Ran, Told
 from precisionctl.errors import DestinationExists, PrecisionctlError
+from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import load_rows
-from precisionctl.trainer.data.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_no_text_is_both_trained_on_and_held_out(prepared: Path) -> None:
 
 
 def test_the_chats_are_rows_to_fine_tune_on_with_the_tokenizer_of_the_model(prepared: Path) -> None:
-    tokenizer = load_tokenizer(open_checkpoint(prepared / "hf").companions)
+    tokenizer = Tokenizer(open_checkpoint(prepared / "hf").companions.files)
     rows = load_rows(prepared / "text" / "chats.jsonl", tokenizer, 128)
     assert len(rows) > 1000
     learned = tokenizer.decode(rows.tokens[rows.learned][:40])

@@ -11,9 +11,11 @@ import torch
 from test_flops import shape
 from training import WORDS, make_source, make_text, settings
 
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import EnvironmentProblem, RecipeError
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Data, Recipe, Train
+from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import Blend, Rows, load_data
 from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.model.gpt import GPT
@@ -27,10 +29,8 @@ CONVERSATION = {"messages": [{"role": role, "content": WORDS[3]} for role in ("u
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows | Blend]:
     """Of a text, of conversations, and of both."""
-    from transformers import AutoTokenizer
-
     folder = tmp_path_factory.mktemp("graphs")
-    tokenizer = AutoTokenizer.from_pretrained(make_source(folder / "source"))
+    tokenizer = Tokenizer(open_checkpoint(make_source(folder / "source")).companions.files)
     chats = folder / "chats.jsonl"
     chats.write_text("".join(json.dumps(CONVERSATION) + "\n" for _ in range(4)))
     data = Data(sequence_length=32)

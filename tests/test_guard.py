@@ -23,8 +23,8 @@ from precisionctl.evaluate import load
 from precisionctl.precision import Precision
 from precisionctl.reports.compare import compare
 from precisionctl.reports.run import warnings
+from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import IGNORED, Batch, Feed
-from precisionctl.trainer.data.tokenizer import load_tokenizer
 from precisionctl.trainer.measure.metrics import SHADOWS, StepMetrics
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.resume import Started, resume
@@ -95,7 +95,7 @@ def test_what_is_seen_is_what_two_models_give(place: Path, tmp_path: Path) -> No
 
     recipe = read_recipe(made)
     position = json.loads((source.path / "precisionctl/run.json").read_text())["position"]
-    tokenizer = load_tokenizer(source.companions)
+    tokenizer = Tokenizer(source.companions.files)
     rows = read_rows(recipe.data, tokenizer, source.model)
     batches = list(Feed(rows, recipe.train, torch.device("cpu")).batches(position))
     beside = read_rows(replace(recipe.data, path=held_out), tokenizer, source.model)

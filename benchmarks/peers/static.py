@@ -51,10 +51,10 @@ def child(source: str, target: str, rows: str) -> None:
 def calibration_rows(source: Path, text: Path, count: int) -> list[list[int]]:
     """So many rows of the training text, drawn at random."""
     from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.tokens.tokenizer import Tokenizer
     from precisionctl.trainer.data import load_rows
-    from precisionctl.trainer.data.tokenizer import load_tokenizer
 
-    rows = load_rows(text, load_tokenizer(open_checkpoint(source).companions), SEQUENCE_LENGTH)
+    rows = load_rows(text, Tokenizer(open_checkpoint(source).companions.files), SEQUENCE_LENGTH)
     numbers = random.Random(SEED).sample(range(len(rows)), min(count, len(rows)))
     return [rows.pieces(number)[0].tokens[:-1].tolist() for number in numbers]
 
@@ -79,10 +79,10 @@ def simulated(export: Path, source: Path, text: Path, batch: int = 16) -> dict[s
     from transformers import AutoModelForCausalLM
 
     from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.tokens.tokenizer import Tokenizer
     from precisionctl.trainer.data import load_rows
-    from precisionctl.trainer.data.tokenizer import load_tokenizer
 
-    rows = load_rows(text, load_tokenizer(open_checkpoint(source).companions), SEQUENCE_LENGTH)
+    rows = load_rows(text, Tokenizer(open_checkpoint(source).companions.files), SEQUENCE_LENGTH)
     stored, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16) for path in (export, source))
     loss = kl = 0.0
     count = 0

@@ -27,10 +27,10 @@ from precisionctl.fp8.state import Fp8State, Fp8States, Role
 from precisionctl.fp8.statistics import AMAX, Statistics
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.recipe import Recipe, load_recipe
+from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.data import Blend, Feed, Rows
-from precisionctl.trainer.data.tokenizer import load_tokenizer
 from precisionctl.trainer.loop import backward
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.parallel import shards
@@ -103,7 +103,8 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     check_length(recipe, source.model)
     shards.check(make_plan(source, "megatron").model, recipe.parallel)
     recipe = replace(recipe, precision=recipe.precision.of_layers(source.model.num_layers))
-    rows = read_rows(recipe.data, load_tokenizer(source.companions), source.model)
+    with open_tokenizer(source.companions) as tokenizer:
+        rows = read_rows(recipe.data, tokenizer, source.model)
     rows = rows.shared_by(recipe.parallel.token_ranks)
     at_once = min(recipe.train.micro_batch_size, recipe.train.batch_size // world.data_count) * world.data_count
     passes, notes = _passes(calibration.passes, len(rows), at_once)

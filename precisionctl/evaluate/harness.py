@@ -4,21 +4,20 @@ Made for its `TemplateLM` of lm-eval 0.4: it asks for the likelihood of token se
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.errors import DataError, EnvironmentProblem
 from precisionctl.evaluate.measure import best_device
 from precisionctl.evaluate.stored import load
 from precisionctl.param import GEMM_ALIGNMENT
-from precisionctl.trainer.data.tokenizer import load_tokenizer
+from precisionctl.tokens.tokenizer import Tokenizer, open_tokenizer
 from precisionctl.trainer.model.gpt import GPT
 
 try:
@@ -41,30 +40,27 @@ Scored = tuple[float, bool]
 class StoredModel(TemplateLM):  # type: ignore[misc]  # it has no types
     """A model and its tokenizer, as lm-eval wants them. `longest` is how many tokens the model has places for."""
 
-    def __init__(self, model: GPT, tokenizer: PreTrainedTokenizerBase, longest: int) -> None:
+    def __init__(self, model: GPT, tokenizer: Tokenizer, longest: int) -> None:
         super().__init__()
         self.model, self.tokenizer, self.longest = model, tokenizer, longest
 
     @property
     def eot_token_id(self) -> int:
-        return int(self.tokenizer.eos_token_id)
+        return int(self.tokenizer.end)
 
     @property
     def tokenizer_name(self) -> str:
-        return str(self.tokenizer.name_or_path).replace("/", "__")
+        return self.tokenizer.key
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer(string, **special)["input_ids"])
+        return self.tokenizer.encode(string, **special)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+        return self.tokenizer.render(
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[Scored]:
@@ -103,7 +99,7 @@ class StoredModel(TemplateLM):  # type: ignore[misc]  # it has no types
             if following == self.eot_token_id:
                 break
             tokens.append(following)
-            made = str(self.tokenizer.decode(tokens[start:]))
+            made = self.tokenizer.decode(tokens[start:])
             if any(stop in made for stop in stops):
                 break
         ends = [made.index(stop) for stop in stops if stop in made]
@@ -125,15 +121,20 @@ def run_tasks(
 
     Raises DataError for a task that does not load or run."""
     model, precision = load(reader, device or best_device())
-    adapter = StoredModel(model, load_tokenizer(reader.companions), reader.model.max_position_embeddings)
     files = {task: _name_in(Path(task)) for task in tasks if task.endswith((".yaml", ".yml"))}
+    with open_tokenizer(reader.companions) as tokenizer:
+        adapter = StoredModel(model, tokenizer, reader.model.max_position_embeddings)
+        found = _evaluated(adapter, tasks, files, limit)
+    return {"precision": precision, "results": found["results"], "samples": found["n-samples"]}
+
+
+def _evaluated(adapter: StoredModel, tasks: Sequence[str], files: Mapping[str, str], limit: int | None) -> Any:
     try:
         manager = TaskManager(include_path=sorted({str(Path(file).parent) for file in files}) or None)
         names = [files.get(task, task) for task in tasks]
-        found = simple_evaluate(adapter, tasks=names, limit=limit, task_manager=manager, log_samples=False)
+        return simple_evaluate(adapter, tasks=names, limit=limit, task_manager=manager, log_samples=False)
     except (ValueError, KeyError, OSError, TypeError, AssertionError) as error:
         raise DataError(f"lm-eval: {error}", do="See `lm-eval ls tasks` for its names.") from None
-    return {"precision": precision, "results": found["results"], "samples": found["n-samples"]}
 
 
 def _name_in(file: Path) -> str:

@@ -18,8 +18,8 @@ from torch import Tensor
 from precisionctl.checkpoints.base import Reader
 from precisionctl.errors import DataError
 from precisionctl.evaluate.stored import load
+from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.data import IGNORED, Batch, load_rows
-from precisionctl.trainer.data.tokenizer import load_tokenizer
 from precisionctl.trainer.model.gpt import GPT
 
 ROWS_AT_A_TIME = 4
@@ -85,7 +85,8 @@ def evaluate(
     device = device or best_device()
     readers = [reader] if against is None else [reader, against]
     length = min(sequence_length, *(each.model.max_position_embeddings for each in readers))
-    rows = load_rows(data, load_tokenizer(reader.companions), length)
+    with open_tokenizer(reader.companions) as tokenizer:
+        rows = load_rows(data, tokenizer, length)
     rows.require_vocabulary(reader.model.vocab_size)
     model, precision = load(reader, device)
     if against is None:

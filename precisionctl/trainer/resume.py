@@ -21,9 +21,9 @@ from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Role
 from precisionctl.recipe import Data, Recipe
+from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.data import Blend, OnTokens, Rows
-from precisionctl.trainer.data.tokenizer import load_tokenizer
 from precisionctl.trainer.guard import Guard
 from precisionctl.trainer.loop import OnStep, train
 from precisionctl.trainer.measure.metrics import MetricsLog
@@ -135,15 +135,14 @@ def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
     each = checkpoint_bytes(source)
     require_disk_space(each, recipe.train, plan.out)  # before tokens are made, which may take long
 
-    tokenizer = load_tokenizer(source.companions)  # once: a large vocabulary takes a second
-
     def read(data: Data) -> Rows | Blend:
         rows = read_rows(data, tokenizer, source.model, plan.out / "tokens", on_tokens)
         return rows.shared_by(recipe.parallel.token_ranks)
 
-    rows = read(recipe.data)
-    check_graph_rows(recipe, rows)
-    held_out = read(plan.held_out) if plan.held_out else None
+    with open_tokenizer(source.companions) as tokenizer:  # once: a large vocabulary takes a second
+        rows = read(recipe.data)
+        check_graph_rows(recipe, rows)
+        held_out = read(plan.held_out) if plan.held_out else None
     disk = require_disk_space(each, recipe.train, plan.out)  # beside the tokens
     return _Setup(
         **vars(plan),

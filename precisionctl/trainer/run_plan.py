@@ -14,10 +14,10 @@ from precisionctl.model_shape import ModelShape
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan, check_fp8_gemms
 from precisionctl.recipe import Data, Recipe
+from precisionctl.tokens.tokenizer import open_tokenizer
 from precisionctl.trainer.backends.choose import BackendName, choose_backend
 from precisionctl.trainer.data import Blend, Rows
 from precisionctl.trainer.data.rows import check_there
-from precisionctl.trainer.data.tokenizer import load_tokenizer
 from precisionctl.trainer.measure.preflight import DiskSpace, Preflight, checkpoint_bytes, disk_space, look_ahead
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
@@ -128,10 +128,11 @@ def dry_run(settings: Settings) -> DryRun:
     """
     with together() as ranks:
         plan = plan_run(settings, read_recipe(settings), ranks.count)
-        tokenizer = load_tokenizer(plan.source.companions)
-        for data in filter(None, (plan.recipe.data, plan.held_out)):
-            for path in [share.path for share in data.blend] or [data.path]:
-                check_there(Path(path), tokenizer)
+        with open_tokenizer(plan.source.companions) as tokenizer:
+            tokenizer.check()
+            for data in filter(None, (plan.recipe.data, plan.held_out)):
+                for path in [share.path for share in data.blend] or [data.path]:
+                    check_there(Path(path), tokenizer)
         saved, train = run_in_folder(plan), plan.recipe.train
         step = saved.step if saved else loading.first_step(plan.source, plan.skipped, train.steps)
         ahead = look_ahead(plan.model, plan.recipe, plan.backend, ranks.count)

@@ -7,11 +7,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-from transformers import PreTrainedTokenizerBase
-
 from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Data, Recipe, load_recipe
+from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import Blend, OnTokens, Rows, load_data
 from precisionctl.trainer.measure.tracking import require
 from precisionctl.trainer.saved.loading import Load, StatePart
@@ -104,7 +103,7 @@ def with_data(recipe: Recipe, path: Path | None) -> Recipe:
 
 def read_rows(
     data: Data,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     model: ModelShape,
     cache: Path | None = None,
     on_tokens: OnTokens = lambda count: None,

@@ -240,6 +240,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "a config that is a pipe": ("hf", pipe("config.json"), "not a file"),
     "a config elsewhere": ("hf", link("config.json"), ELSEWHERE),
     "a tokenizer elsewhere": ("hf", link("tokenizer.json", "/etc/passwd"), ELSEWHERE),
+    "a tokenizer that is a pipe": ("hf", pipe("tokenizer.json"), "not a file"),
     "a tokenizer with holes": ("hf", hole("tokenizer.json"), LARGE),
     **{f"a {name} that is a pipe": ("hf", pipe(name), NO_FILE) for name in NAMES_OF_FILES},
     **{f"a {name} that is a socket": ("hf", socket(name), NO_FILE) for name in NAMES_OF_FILES},

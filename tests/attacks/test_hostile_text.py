@@ -5,16 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from test_data import tokenizer
 
-from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DataError, PrecisionctlError, RecipeError
 from precisionctl.recipe import load_recipe
-from precisionctl.trainer.data import chat
-from precisionctl.trainer.data.bounded import bounded
+from precisionctl.tokens.chat import ChatTemplate
+from precisionctl.tokens.loads import load
+from precisionctl.tokens.samples import Conversation
 from precisionctl.trainer.data.rows import load_rows
-from precisionctl.trainer.data.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
@@ -26,12 +24,6 @@ def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     assert not (tmp_path / "executed").exists()
 
 
-def tokenizer(template: str) -> PreTrainedTokenizerBase:
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<eos>": 2}, unk_token="a"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", chat_template=template)
-
-
 TEMPLATES = {
     "a way to os": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "a way to builtins": "{{ cycler.__init__.__globals__.os.system('touch executed') }}",
@@ -40,15 +32,7 @@ TEMPLATES = {
     "a change of the messages": "{{ messages.append(1) }}",
     "a file": "{% include '/etc/passwd' %}",
     "an import": "{% import 'os' as os %}{{ os.system('touch executed') }}",
-    "no end": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "a loop of 10**9": "{% for a in range(10 ** 9) %}{% endfor %}",
-    "ten gigabytes": "{% set a = 'a' * 10000000000 %}{{ a }}",
-    "gigabytes by doubling": (
-        "{% set n = namespace(a='ab') %}{% for i in range(40) %}{% set n.a = n.a ~ n.a %}{% endfor %}"
-    ),
-    "a number of gigabytes": "{{ 10 ** (10 ** 10) }}",
-    "a fraction of gigabytes": "{{ 1.5 | round(10 ** 10, 'ceil') }}",
-    "a format of gigabytes": "{{ '%.999999999f' | format(1) }}",
     "itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "no template": "{% for %}",
     "a type it does not expect": "{{ messages + 1 }}",
@@ -56,24 +40,9 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_chat_template_cannot_reach_out_and_has_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(chat, "SECONDS", 0.5)
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": MESSAGES}))
+def test_a_chat_template_cannot_reach_out(name: str) -> None:
     with pytest.raises(DataError, match="chat template"):
-        load_rows(tmp_path / "chat.jsonl", tokenizer(TEMPLATES[name]), 16)
-
-
-def test_bounds_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MemoryError), bounded(1.0, 1 << 20):
-        bytearray(1 << 30)
-    assert len(bytearray(1 << 28))
-    with pytest.raises(TimeoutError), bounded(0.1, 1 << 30):
-        while True:
-            pass
-    with bounded(60.0, 1 << 30):
-        pass
+        ChatTemplate(TEMPLATES[name], {}).render(MESSAGES, Conversation(MESSAGES), "chats.jsonl, line 1")
 
 
 CODE = "open('executed', 'w')\nclass Evil:\n    pass\n"
@@ -93,14 +62,15 @@ TOKENIZERS: Mapping[str, Mapping[str, bytes]] = {
     "a tokenizer that is deep": {"tokenizer.json": b'{"model":' + b"[" * 100_000, "tokenizer_config.json": b"{}"},
     "a config that is a list": {"tokenizer_config.json": b"[]", "tokenizer.json": b"{}"},
     "no UTF-8": {"tokenizer_config.json": b"\xff\xfe", "tokenizer.json": b"\xff"},
-    "a name that leads elsewhere": {"../../tokenizer.json": b"{}"},
 }
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_tokenizer_brings_no_code(name: str) -> None:
+def test_a_tokenizer_brings_no_code(tmp_path: Path, name: str) -> None:
+    for file, content in TOKENIZERS[name].items():
+        (tmp_path / file).write_bytes(content)
     with pytest.raises(DataError, match="tokenizer"):
-        load_tokenizer(Companions(TOKENIZERS[name]))
+        load(tmp_path)
 
 
 ROWS = {

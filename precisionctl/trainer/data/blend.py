@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from precisionctl.recipe import Data
+from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data.batch import Batch, make_batch
 from precisionctl.trainer.data.feed import Order
 from precisionctl.trainer.data.rows import Rows, load_rows
@@ -89,7 +89,7 @@ class BlendedOrder:
 
 
 def load_data(
-    data: Data, tokenizer: PreTrainedTokenizerBase, cache: Path | None, on_tokens: OnTokens = lambda count: None
+    data: Data, tokenizer: Tokenizer, cache: Path | None, on_tokens: OnTokens = lambda count: None
 ) -> Rows | Blend:
     """What a recipe says to train on. Raises what `load_rows` raises."""
 

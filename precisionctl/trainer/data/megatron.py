@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from precisionctl.errors import DataError
+from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data.store import About, Tokens, cached_folder, key_of
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -42,7 +42,7 @@ def prefix_of(path: Path) -> Path | None:
     return prefix
 
 
-def load(prefix: Path, tokenizer: PreTrainedTokenizerBase, cache: Path | None) -> Tokens:
+def load(prefix: Path, tokenizer: Tokenizer, cache: Path | None) -> Tokens:
     """The ids as they are in `.bin`: nothing is copied, and nothing is put between documents, as Megatron does it.
 
     They are read once, to find the largest and a hash, which `cache` keeps. Raises DataError for files that are
@@ -100,9 +100,8 @@ def _check(lengths: NDArray[Any], pointers: NDArray[Any], itemsize: int, data: P
         raise DataError(f"{data.stat().st_size} bytes, and its .idx says {place}", where=data)
 
 
-def _look_through(
-    _: Path, *, ids: NDArray[Any], ends: NDArray[np.int64], tokenizer: PreTrainedTokenizerBase, data: Path
-) -> About:
+def _look_through(_: Path, *, ids: NDArray[Any], ends: NDArray[np.int64], tokenizer: Tokenizer, data: Path) -> About:
+    end = tokenizer.end
     digest, largest = hashlib.sha256(f"{ids.dtype.str}".encode()), 0
     for start in range(0, len(ids), _AT_ONCE):
         piece = ids[start : start + _AT_ONCE]
@@ -111,9 +110,9 @@ def _look_through(
         largest = max(largest, int(piece.max()))
         digest.update(np.ascontiguousarray(piece).data)
     last = [end - 1 for end in np.unique(ends[ends > 0])[:_AT_ONCE]]
-    unended = int((ids[last] != tokenizer.eos_token_id).sum())
+    unended = int((ids[last] != end).sum())
     without = f"{unended} documents do not end in the tokenizer's end-of-text token; nothing else divides them"
-    return About(len(ids), None, largest, digest.hexdigest(), [without] if unended else [])
+    return About(len(ids), None, largest, digest.hexdigest(), end, [without] if unended else [])
 
 
 def _with(prefix: Path, suffix: str) -> Path:

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from precisionctl.errors import DataError
+from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import megatron
 from precisionctl.trainer.data.batch import Batch, Piece, make_batch
 from precisionctl.trainer.data.feed import Order
@@ -132,7 +132,7 @@ class Rows:
 
 def load_rows(
     path: Path,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     sequence_length: int,
     *,
     packing: bool = False,
@@ -148,7 +148,7 @@ def load_rows(
     prefix = megatron.prefix_of(path)
     tokens = megatron.load(prefix, tokenizer, cache) if prefix else tokenized(path, tokenizer, cache, on_tokens)
     if tokens.samples is not None:
-        return _sample_rows(tokens, tokens.samples, sequence_length, tokenizer.eos_token_id, packing, path)
+        return _sample_rows(tokens, tokens.samples, sequence_length, packing, path)
     count = (len(tokens.ids) - 1) // sequence_length
     if count < 1:
         raise DataError(
@@ -160,20 +160,20 @@ def load_rows(
         tokens.ids,
         None,
         EqualRows(count, sequence_length),
-        tokenizer.eos_token_id,
+        tokens.about.end,
         tokens.about.largest,
         tokens.about.digest,
         tuple(tokens.about.notes),
     )
 
 
-def check_there(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_there(path: Path, tokenizer: Tokenizer) -> None:
     """Raise DataError where `load_rows` would find nothing; no file is read."""
     if megatron.prefix_of(path) is None:
         key_of(files_of(path), tokenizer)
 
 
-def _sample_rows(tokens: Tokens, samples: Samples, length: int, padding: int, packing: bool, path: Path) -> Rows:
+def _sample_rows(tokens: Tokens, samples: Samples, length: int, packing: bool, path: Path) -> Rows:
     """Conversations cut to `length` targets; those with nothing left to learn are left out, and counted."""
     starts = np.concatenate([np.zeros(1, np.int64), samples.ends[:-1]])
     sizes = samples.ends - starts
@@ -196,7 +196,8 @@ def _sample_rows(tokens: Tokens, samples: Samples, length: int, padding: int, pa
         full = (sizes - 1).sum() / (len(packed) * length)
         notes.append(f"{len(sizes)} conversations are packed into {len(packed)} rows, which are {full:.0%} full")
     where = VariableRows(first.astype(np.int64), starts, starts + sizes)
-    return Rows(tokens.ids, samples.learned, where, padding, tokens.about.largest, tokens.about.digest, tuple(notes))
+    about = tokens.about
+    return Rows(tokens.ids, samples.learned, where, about.end, about.largest, about.digest, tuple(notes))
 
 
 def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:

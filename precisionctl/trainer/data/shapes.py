@@ -1,13 +1,13 @@
 """What a record is by its keys: a text, a conversation, or a prompt with its completion."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from precisionctl.errors import DataError
+from precisionctl.tokens.samples import Completion, Conversation, Message
 from precisionctl.trainer.data.formats.base import Record
 
-Message = dict[str, Any]
 Row = Mapping[str, Any]
 
 
@@ -16,26 +16,6 @@ class Text:
     """A document, all of which is learned."""
 
     text: str
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages for the chat template, `role` in each, of which what the assistant says is learned.
-
-    Nothing of the first `prompt` messages is. `tools` are those that the template is told of.
-    """
-
-    messages: Sequence[Message]
-    tools: Sequence[Any] | None = None
-    prompt: int = 0
-
-
-@dataclass(frozen=True)
-class Completion:
-    """Plain text of which the prompt is not learned; no template is around it."""
-
-    prompt: str
-    completion: str
 
 
 Sample = Text | Conversation | Completion

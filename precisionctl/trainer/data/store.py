@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
-import transformers
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from precisionctl.checkpoints.output import open_kept
 from precisionctl.errors import DataError, DiskProblem
+from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data.formats.find import files_of, records
 from precisionctl.trainer.data.tokenize import Tokenized, tokenize
 
-VERSION = 1
+VERSION = 2
 """The version of a folder's format; a folder of another one is made anew."""
 
 OnTokens = Callable[[int], None]
@@ -37,12 +35,13 @@ ABOUT, TOKENS, LEARNED, ENDS, FIRST = "about.json", "tokens.bin", "learned.bin",
 @dataclass(frozen=True)
 class About:
     """What is known of tokens without reading them: how many there are, in how many conversations (None for text), the
-    largest, a hash of all, and what was noticed on the way."""
+    largest, a hash of all, the end-of-text token, which pads too, and what was noticed on the way."""
 
     tokens: int
     samples: int | None
     largest: int
     digest: str
+    end: int
     notes: Sequence[str]
 
 
@@ -65,14 +64,12 @@ class Tokens:
     samples: Samples | None = None
 
 
-def tokenized(
-    path: Path, tokenizer: PreTrainedTokenizerBase, cache: Path | None, on_tokens: OnTokens = lambda count: None
-) -> Tokens:
+def tokenized(path: Path, tokenizer: Tokenizer, cache: Path | None, on_tokens: OnTokens = lambda count: None) -> Tokens:
     """The tokens of a file or a directory, from `cache` where they are there. Raises DataError, DiskProblem."""
     files = files_of(path)
 
     def build(folder: Path) -> About:
-        return _write(folder, tokenize(records(files), tokenizer), on_tokens)
+        return _write(folder, tokenize(records(files), tokenizer), tokenizer.end, on_tokens)
 
     with cached_folder(cache, key_of(files, tokenizer), build) as (folder, about):
         ids = _mapped(folder / TOKENS, np.dtype(np.int32), about.tokens)
@@ -83,7 +80,7 @@ def tokenized(
         return Tokens(ids, about, Samples(learned, ends, first))
 
 
-def key_of(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> str:
+def key_of(files: Sequence[Path], tokenizer: Tokenizer) -> str:
     """A name for what files, by their paths, sizes and times, and a tokenizer make. Raises DataError where one is not
     there."""
     digest = hashlib.sha256()
@@ -91,11 +88,7 @@ def key_of(files: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> str:
         stats = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=error.filename) from None
-    digest.update(json.dumps([VERSION, transformers.__version__, tokenizers.__version__, stats]).encode())
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            digest.update(file.name.encode() + file.read_bytes())
+    digest.update(json.dumps([VERSION, tokenizer.key, stats]).encode())
     return digest.hexdigest()[:32]
 
 
@@ -136,7 +129,7 @@ def _make(folder: Path, build: Callable[[Path], About]) -> None:
     partial.rename(folder)
 
 
-def _write(folder: Path, samples: Iterator[Tokenized], on_tokens: OnTokens) -> About:
+def _write(folder: Path, samples: Iterator[Tokenized], end: int, on_tokens: OnTokens) -> About:
     """Write tokens as they come. The hash is of everything that decides what is trained on."""
     names = (TOKENS, LEARNED, ENDS, FIRST)
     digests = {name: hashlib.sha256() for name in names}
@@ -165,7 +158,7 @@ def _write(folder: Path, samples: Iterator[Tokenized], on_tokens: OnTokens) -> A
     for name in names[1:] if learns_all else ():
         (folder / name).unlink()
     whole = hashlib.sha256(b"".join(digests[name].digest() for name in names))
-    return About(count, None if learns_all else number, largest, whole.hexdigest(), notes)
+    return About(count, None if learns_all else number, largest, whole.hexdigest(), end, notes)
 
 
 def _mapped(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

@@ -1,21 +1,22 @@
 """Records as tokens: documents with the end-of-text token behind each, or conversations with what is learned marked."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.data.chat import ChatTemplate, chat_row, completion_row, require_utf8
+from precisionctl.tokens.samples import Completion, Conversation
+from precisionctl.tokens.tokenizer import Piece, Tokenizer
 from precisionctl.trainer.data.formats.base import Record
-from precisionctl.trainer.data.shapes import Completion, Conversation, Text, sample_of
+from precisionctl.trainer.data.shapes import Text, sample_of
 
-DOCUMENTS_AT_ONCE = 256
-"""Tokenizers work on many documents in parallel."""
+PIECES_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 20
+"""Tokenizers work on many documents in parallel; a longer one goes alone."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,10 @@ class Tokenized:
     notes: tuple[str, ...] = ()
 
 
-def tokenize(records: Iterator[Record], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenized]:
+def tokenize(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[Tokenized]:
     """Every record as tokens, as it is asked for. The first one says whether this is text or conversations.
 
-    Raises DataError for a record that is not of that kind, and what `chat_row` raises.
+    Raises DataError for a record that is not of that kind, and what the tokenizer raises.
     """
     first = next(records, None)
     if first is None:
@@ -43,36 +44,48 @@ def tokenize(records: Iterator[Record], tokenizer: PreTrainedTokenizerBase) -> I
         yield from _conversations(everything, tokenizer)
 
 
-def _documents(records: Iterator[Record], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenized]:
+def _documents(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[Tokenized]:
     """Each document's tokens, with what the tokenizer puts before it and one end-of-text token behind it."""
-    texts = (_text(record) for record in records)
-    while some := list(islice(texts, DOCUMENTS_AT_ONCE)):
-        for ids in tokenizer(some, verbose=False)["input_ids"]:
-            ended = ids and ids[-1] == tokenizer.eos_token_id
-            yield Tokenized(np.asarray(ids if ended else [*ids, tokenizer.eos_token_id], np.int32))
+    for pieces in _batches(_text(record) for record in records):
+        for ids in tokenizer.texts(pieces):
+            ended = len(ids) > 0 and ids[-1] == tokenizer.end
+            yield Tokenized(ids if ended else np.append(ids, np.int32(tokenizer.end)))
 
 
-def _conversations(records: Iterator[Record], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokenized]:
-    if not tokenizer.is_fast:
-        raise DataError(
-            "the checkpoint's tokenizer does not say which characters its tokens come from",
-            do="Give the checkpoint a tokenizer.json.",
-        )
-    template: ChatTemplate | None = None
-    for record in records:
-        sample = _of_kind(record, (Conversation, Completion))
-        if isinstance(sample, Completion):
-            made = completion_row(sample.prompt, sample.completion, tokenizer, record.where)
-        else:
-            template = template or ChatTemplate.of(tokenizer, record.where)
-            made = chat_row(sample, template, tokenizer, record.where)
-        yield Tokenized(made.tokens, made.learned, template.notes if template else ())
+def _conversations(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[Tokenized]:
+    for pieces in _batches(_sample(record) for record in records):
+        for row in tokenizer.samples(pieces):
+            yield Tokenized(row.tokens, row.learned, row.notes)
 
 
-def _text(record: Record) -> str:
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    some: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if some and (len(some) == PIECES_AT_ONCE or size + len(piece.content) > BYTES_AT_ONCE):
+            yield some
+            some, size = [], 0
+        some.append(piece)
+        size += len(piece.content)
+    if some:
+        yield some
+
+
+def _text(record: Record) -> Piece:
     text: str = _of_kind(record, Text).text
-    require_utf8(text, record.where)
-    return text
+    try:
+        return Piece(record.where, text.encode())
+    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can spell and no tokenizer takes
+        raise DataError(f"not UTF-8 text: {error}", where=record.where) from None
+
+
+def _sample(record: Record) -> Piece:
+    sample: Conversation | Completion = _of_kind(record, (Conversation, Completion))
+    messages = len(sample.messages) if isinstance(sample, Conversation) else 0
+    try:
+        return Piece(record.where, json.dumps(vars(sample)).encode(), messages)
+    except (TypeError, ValueError, RecursionError) as error:  # of parquet, whose values are more than JSON's
+        raise DataError(f"a message that JSON has no words for: {error}", where=record.where) from None
 
 
 def _of_kind(record: Record, kind: Any) -> Any:

@@ -16,11 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from precisionctl.errors import DataError
-from precisionctl.trainer.data.bounded import bounded
-from precisionctl.trainer.data.shapes import Conversation, Message
-
-SECONDS, MEMORY = 10.0, 1 << 30
-"""What a template may take for one conversation: a stranger's program, and one without an end is easily written."""
+from precisionctl.tokens.samples import Completion, Conversation, Message
+from precisionctl.tokens.wire import IDS
 
 _DAY = datetime(2024, 7, 26)
 _FIXED_CLOCK = (
@@ -34,9 +31,9 @@ tokens. Written into the template, because transformers lets no function of ours
 
 @dataclass(frozen=True)
 class ChatRow:
-    """Token ids, int32, and whether each is the assistant's, bool; both `[tokens]`."""
+    """Token ids, IDS, and whether each is the assistant's, bool; both `[tokens]`."""
 
-    tokens: NDArray[np.int32]
+    tokens: NDArray[np.uint32]
     learned: NDArray[np.bool_]
 
 
@@ -73,18 +70,19 @@ class ChatTemplate:
         options = {**self.special_tokens, "add_generation_prompt": prompt, "tools": chat.tools}
         made: Any  # annotated as a string in transformers, and a pair in fact
         try:
-            with bounded(SECONDS, MEMORY):
-                made = render_jinja_template(
-                    [list(messages)], chat_template=source, return_assistant_tokens_mask=self.marks, **options
-                )
+            made = render_jinja_template(
+                [list(messages)], chat_template=source, return_assistant_tokens_mask=self.marks, **options
+            )
         except Exception as error:  # a template is a program, of which the sandbox takes away what would do harm
-            raise DataError(f"the chat template refuses {str(messages)[:80]}: {error}", where=where) from None
+            problem = str(error) or type(error).__name__
+            raise DataError(f"the chat template refuses {str(messages)[:80]}: {problem}", where=where) from None
         texts, marks = made
         return texts[0], marks[0] if self.marks else []
 
 
 def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, where: str) -> ChatRow:
     """Raises DataError where the template refuses the conversation, or cannot say which words are the assistant's."""
+    _require_places(tokenizer)
     text, spans = template.render(chat.messages, chat, where)
     require_utf8(text, where)
     _require_understood(text, chat, template, where)
@@ -124,15 +122,25 @@ def _prints(number: int, said: str, text: str, chat: Conversation, template: Cha
         return False
 
 
-def completion_row(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase, where: str) -> ChatRow:
+def _require_places(tokenizer: PreTrainedTokenizerBase) -> None:
+    if not tokenizer.is_fast:
+        raise DataError(
+            "the checkpoint's tokenizer does not say which characters its tokens come from",
+            do="Give the checkpoint a tokenizer.json.",
+        )
+
+
+def completion_row(sample: Completion, tokenizer: PreTrainedTokenizerBase, where: str) -> ChatRow:
     """Text as it is, with what the tokenizer puts before a text and one end-of-text token, learned, behind it."""
-    require_utf8(prompt + completion, where)
-    made = tokenizer(prompt + completion, return_offsets_mapping=True, verbose=False)
+    _require_places(tokenizer)
+    text = sample.prompt + sample.completion
+    require_utf8(text, where)
+    made = tokenizer(text, return_offsets_mapping=True, verbose=False)
     ids, places = made["input_ids"], made["offset_mapping"]
     if ids and ids[-1] == tokenizer.eos_token_id:
         ids, places = ids[:-1], places[:-1]
-    end = len(prompt + completion)
-    return _row([*ids, tokenizer.eos_token_id], [*places, (end, end)], [(len(prompt), end + 1)])
+    end = len(text)
+    return _row([*ids, tokenizer.eos_token_id], [*places, (end, end)], [(len(sample.prompt), end + 1)])
 
 
 def require_utf8(text: str, where: str) -> None:
@@ -149,7 +157,7 @@ def _row(ids: Sequence[int], places: Sequence[tuple[int, int]], spans: Sequence[
     learned = np.zeros(len(starts), np.bool_)
     for first, last in spans:
         learned |= (starts >= first) & (starts < last)
-    return ChatRow(np.asarray(ids, np.int32), learned)
+    return ChatRow(np.asarray(ids, IDS), learned)
 
 
 def _added(i: int, text: str, chat: Conversation, template: ChatTemplate, where: str) -> tuple[int, int]:

@@ -1,0 +1,132 @@
+"""A Python process of its own for work on files of strangers: asked through pipes, and ended when it takes too long."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from precisionctl.errors import EnvironmentProblem
+from precisionctl.tokens.limits import Limits
+from precisionctl.tokens.wire import Said, receive, send
+
+_BEGIN = "import sys; sys.path[:] = sys.argv[1:]; from precisionctl.tokens.work import main; main()"
+"""With the paths of whoever starts it, and without a look at its `__main__`."""
+
+_STARTING = Limits(300.0, 0)
+"""Seconds for imports, which from a network's disk are slow."""
+
+_PIECE = 1 << 16
+
+
+class Ended(Exception):
+    """The process is no more, and why."""
+
+
+class Process:
+    """One that has `work.main` running. Raises EnvironmentProblem where it does not start."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+        paths = [path or os.getcwd() for path in sys.path]
+        with tempfile.TemporaryFile() as errors:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-c", _BEGIN, *paths],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                bufsize=0,
+            )
+            assert self._popen.stdin and self._popen.stdout
+            self._in, self._out = self._popen.stdin.fileno(), self._popen.stdout.fileno()
+            os.set_blocking(self._in, False)
+            try:
+                self.answer(_STARTING, 0)
+            except Ended as problem:
+                errors.seek(0)
+                last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+                raise EnvironmentProblem(f"the tokenizer's process does not start: {last or problem}") from None
+
+    def ask(self, words: Mapping[str, Any], parts: Sequence[bytes], limits: Sequence[Limits]) -> None:
+        """Ask for as many answers as there are limits, each to be fetched within its own. Raises Ended."""
+        with self._within(limits[0]):
+            send(self, {**words, "limits": [each.as_json() for each in limits]}, parts)
+
+    def answer(self, limits: Limits, most: int) -> Said:
+        """The next answer, of at most so many bytes. Raises Ended where there is none in time."""
+        with self._within(limits):
+            return receive(self, most)
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self._popen.kill()
+        self._popen.wait()
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            if pipe:
+                pipe.close()
+
+    @property
+    def runs(self) -> bool:
+        return self._popen.poll() is None
+
+    @contextmanager
+    def _within(self, limits: Limits) -> Iterator[None]:
+        self._until = time.monotonic() + limits.seconds
+        try:
+            yield
+        except TimeoutError:
+            problem = f"takes longer than {limits.seconds:.0f} s"
+        except ValueError as error:
+            problem = f"answers with {error}"
+        except (EOFError, BrokenPipeError):
+            problem = self._last_words(limits)
+        else:
+            return
+        self.close()
+        raise Ended(problem)
+
+    def _last_words(self, limits: Limits) -> str:
+        try:
+            code = self._popen.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "says no more"
+        if code == -signal.SIGABRT:  # how Rust ends where there is no memory
+            return f"asks for more than {limits.nbytes / 1e9:.1f} GB of memory"
+        if code == -signal.SIGKILL:
+            return "was killed, as the system does where memory runs out"
+        if code == -signal.SIGXCPU:
+            return f"takes longer than {limits.seconds:.0f} s of each core"
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    # What a pipe is to `wire`
+
+    def read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._wait(self._out, select.POLLIN)
+            piece = os.read(self._out, min(size - len(data), _PIECE))
+            if not piece:
+                break
+            data += piece
+        return bytes(data)
+
+    def write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            self._wait(self._in, select.POLLOUT)
+            left = left[os.write(self._in, left[:_PIECE]) :]
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def _wait(self, pipe: int, event: int) -> None:
+        poll = select.poll()
+        poll.register(pipe, event)
+        if not poll.poll(max(0.0, self._until - time.monotonic()) * 1000):
+            raise TimeoutError
