@@ -11,13 +11,14 @@ from typing import Any
 import pico
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.find import from_hf_config, from_megatron_args, to_hf_config
 from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.megatron.model import model_of
-from precisionctl.checkpoints.megatron.provider import from_provider, to_provider
+from precisionctl.checkpoints.megatron.provider import described_args, from_provider, to_provider
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute
 from precisionctl.errors import PrecisionctlError, UnknownArchitecture
@@ -473,3 +474,35 @@ def test_gemma_2_of_megatron_bridge_is_read_as_it_is_described_there() -> None:
     }
     del fields["window_attn_skip_freq"]
     assert not read_beside_config("gemma2", from_provider(fields)).differences(shape_of("gemma2"))
+
+
+@pytest.mark.parametrize(
+    ("family", "theirs"),
+    [
+        # llama.py, Llama31Config: rope scaling by its own fields, no switch
+        ("llama-3", {"scale_factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}),
+        # mistral.py, HFMistralImporter: config.json's number, where Megatron has one less
+        ("mistral", {"window_size": [8, 0]}),
+    ],
+)
+def test_nemo_2s_own_words_for_a_model_contradict_no_config(
+    family: str, theirs: dict[str, Any], tmp_path: Path
+) -> None:
+    rope = (
+        {"rope_parameters": pico.LLAMA3_ROPE | {"original_max_position_embeddings": 8192}}
+        if family == "llama-3"
+        else {}
+    )
+    shape = shape_of(family, **rope)
+    fields = to_provider(to_megatron_args(shape.padded(1)) | {"params_dtype": "torch.bfloat16"}) | theirs
+    if family == "llama-3":
+        del fields["rope_scaling"], fields["rope_scaling_factor"]
+    (tmp_path / "context").mkdir()
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "context" / "model.yaml").write_text(yaml.safe_dump({"config": fields}))
+    beside = Companions({"config.json": json.dumps(config_of(family) | rope).encode()})
+    embedding = TensorSpec((256, 64), torch.bfloat16)
+    read = model_of(
+        tmp_path, described_args(tmp_path / "weights"), beside, {"embedding.word_embeddings.weight": embedding}
+    )
+    assert not read.differences(shape)

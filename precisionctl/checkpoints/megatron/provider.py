@@ -49,6 +49,9 @@ _RENAMED = {  # argument: field
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
+_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
+"""How NeMo 2 and the first Bridges say Llama 3's rope scaling (llama.py, Llama31Config), beside `scale_factor`.
+Megatron has these numbers written in."""
 _BLOCK = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
 _SILU, _GELU = "torch.nn.functional.silu", "torch.nn.functional.gelu"
 _QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
@@ -108,7 +111,12 @@ def described_args(directory: Path) -> Mapping[str, Any]:
     if has_file(bridge, directory):
         return from_provider(_part(_parse(bridge, directory), "model", bridge))
     if directory.name == "weights" and has_file(nemo, directory.parent):
-        return from_provider(_part(_parse(nemo, directory.parent), "config", nemo))
+        fields = _part(_parse(nemo, directory.parent), "config", nemo)
+        if isinstance(window := fields.get("window_size"), list) and window[:1] and type(window[0]) is int:
+            # its exporter takes this for config.json's number (nemo/collections/llm/gpt/model/mistral.py), one more
+            # than Megatron and Bridge say
+            fields = {**fields, "window_size": [window[0] - 1, *window[1:]]}
+        return from_provider(fields)
     return {}
 
 
@@ -165,6 +173,8 @@ def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
     args |= {argument: fields[name] for argument, name in _RENAMED.items() if name in fields}
     if str(fields.get("_target_", "")).rpartition(".")[2].startswith("Gemma2"):  # by its own attention, not by a field
         args["window_attn_skip_freq"] = 2
+    if all(fields.get(name) == value for name, value in _LLAMA3.items()):
+        args |= {"use_rope_scaling": True, "rope_scaling_factor": fields.get("scale_factor")}
     groups, window = fields.get("num_query_groups"), fields.get("window_size")
     target = fields.get("activation_func")
     activation = str(target.get("_target_", "") if isinstance(target, dict) else target or "").rpartition(".")[2]
