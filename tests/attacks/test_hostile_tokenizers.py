@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,19 @@ def bounded() -> Iterator[None]:
     this one has."""
     begun, own = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 120
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < own + (200 << 10)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < own + (1500 << 10)
 
 
 @pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "WORKING", Limits(1.0, 256 * MB))
+def hurry(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Less memory than there is, and less time where that is what runs out: else a busy machine would run out of it."""
+
+    def limit(message: str) -> None:
+        monkeypatch.setattr(limits, "WORKING", Limits(1.0 if LATE in message else 60.0, 256 * MB))
+
+    return limit
 
 
 def changed(name: str = "tokenizer.json", **keys: Any) -> Files:
@@ -92,20 +97,21 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_chat_template_has_to_end(hurried: None, bounded: None, name: str) -> None:
+def test_a_chat_template_has_to_end(hurry: Callable[[str], None], bounded: None, name: str) -> None:
     template, message = TEMPLATES[name]
+    hurry(message)
     with pytest.raises(DataError, match=f"{message}.*chats.jsonl, line 1.*Compare"):
         Tokenizer(with_template(template)).samples([CHAT])
 
 
 ENDLESS = {"type": "Split", "pattern": {"Regex": "^(?:(?>a*)*)+$"}, "behavior": "Isolated", "invert": False}
 TOKENIZERS = {
-    "a word that doubles": (changed(normalizer=replacing("a", "aa", 40)), "a", "GB of memory|longer than"),
-    "a word that is a million": (changed(normalizer=replacing("a", "a " * MB)), "a", "answers with|longer than"),
+    "a word that doubles": (changed(normalizer=replacing("a", "aa", 40)), "a", "GB of memory|longer than 1 s"),
+    "a word that is a million": (changed(normalizer=replacing("a", "a " * MB)), "a", "answers with|longer than 1 s"),
     "a pattern that tries everything": (
         changed(pre_tokenizer={**ENDLESS, "pattern": {"Regex": "^(a+)+$"}}),
         "a" * 40 + "!",
-        "fails|longer than",
+        "fails|longer than 1 s",
     ),
     "a token that no model has": (changed(model=known_as(a=(1 << 32) - 1)), "a", "makes token 4294967295"),
     "a token beyond all": (changed(model=known_as(a=1 << 32)), "a", "does not load"),
@@ -120,8 +126,11 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_what_a_tokenizer_may_take_and_answer_is_bounded(hurried: None, bounded: None, name: str) -> None:
+def test_what_a_tokenizer_may_take_and_answer_is_bounded(
+    hurry: Callable[[str], None], bounded: None, name: str
+) -> None:
     files, text, message = TOKENIZERS[name]
+    hurry(message)
     with pytest.raises(DataError, match=message), open_tokenizer(Companions(files)) as tokenizer:
         tokenizer.texts([Piece("text.txt", text.encode())])
 
@@ -193,7 +202,7 @@ def test_more_tokens_than_a_text_can_have_are_not_taken(monkeypatch: pytest.Monk
         Tokenizer(with_template("{{ 'a ' * 10000 }}")).samples([CHAT])
 
 
-def test_a_long_conversation_and_a_large_text_have_their_time(hurried: None) -> None:
+def test_a_long_conversation_and_a_large_text_have_their_time() -> None:
     long = conversation(*["a b c"] * 3000)
     assert len(sound("{% for m in messages %}{{ m.content }} {% endfor %}").samples([long])[0].tokens) == 9000
     gigabyte, typical = to_tokenize(1 << 30), 2e6
