@@ -182,7 +182,7 @@ def test_static_input_scales_are_compared(tmp_path, source):
     tensors["model.layers.0.mlp.down_proj.input_scale"] *= 2
     save_file(tensors, file, metadata={"format": "pt"})
     found = compare(one, HuggingFaceReader(tmp_path / "two"))
-    assert not found.equal and "down_proj.weight: input scale" in found.settings[0]
+    assert not found.equal and "input scale of model.layers.0.mlp.down_proj.weight" in found.settings[0]
 
 
 def test_an_infinity_on_one_side_only_is_a_difference_with_no_sqnr(source):

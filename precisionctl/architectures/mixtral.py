@@ -39,7 +39,7 @@ def _read_experts(config: Config, where: object) -> Fields:
     }
 
 
-EXPERTS_EVERYWHERE = Rule(_read_experts)
+EXPERTS_EVERYWHERE = Rule((), _read_experts)
 
 ARCHITECTURE = Architecture(
     model_types={"mixtral": "MixtralForCausalLM"},
