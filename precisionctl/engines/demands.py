@@ -48,8 +48,8 @@ def scales_beyond_bf16(directory: Directory) -> Broken:
 
 
 SMALLEST, LARGEST = 2.0**-63, 2.0**25
-"""Of scale_inv. Below the first, the product of a weight's and an input's is no normal number of FP32; above the second,
-every code but zero stands for a number beyond FP16 (2^-9 times it is 2^16)."""
+"""Of scale_inv. Below the first, the product of a weight's and an input's is no normal number of FP32; above the
+second, every code but zero stands for a number beyond FP16 (2^-9 times it is 2^16)."""
 
 
 def scales_of_no_use(directory: Directory) -> Broken:

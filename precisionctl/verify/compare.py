@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY
 from precisionctl.checkpoints.base import Reader
@@ -135,7 +136,7 @@ def _compare_extras(a: HfTensors, b: HfTensors) -> Iterator[TensorComparison]:
     """Biases that Hugging Face has no place for: not there is as zero."""
     left, right = a.extras(), b.extras()
     for name in dict.fromkeys((*left, *right)):
-        if name in left and name in right and not torch.equal(left[name], right[name]):
+        if name in left and name in right and not _same_bits(left[name], right[name]):
             yield TensorComparison(name, "differs", str(left[name].dtype).removeprefix("torch."))
         elif name not in right and bool(left[name].any()):
             yield TensorComparison(name, "only in A", a.stored_dtype(name))
@@ -163,7 +164,7 @@ def _left_out(a: HfTensors, b: HfTensors) -> Iterator[NotCompared]:
 
 _SHOWN = {
     *("architecture", "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "max_position_embeddings"),
-    *("tied_embeddings", "qkv_bias", "proj_bias", "mlp_bias", "hf_zero_centered_gamma", "mtp_num_layers"),
+    *("qkv_bias", "proj_bias", "mlp_bias", "hf_zero_centered_gamma", "mtp_num_layers"),
     *MEGATRON_ONLY,
 }
 _SETTINGS = tuple(field.name for field in fields(ModelShape) if field.name not in _SHOWN)
@@ -242,12 +243,21 @@ def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float,
 
 def _verdict(a: Rows, b: Rows) -> Status:
     if a.scale_inv is None and b.scale_inv is None and a.stored.dtype == b.stored.dtype:
-        return "exact" if torch.equal(a.stored.view(torch.uint8), b.stored.view(torch.uint8)) else "differs"
+        return "exact" if _same_bits(a.stored, b.stored) else "differs"
     left, right = a.values, b.values
-    if bool(((left == right) | (left.isnan() & right.isnan())).all()):
+    same = left.view(torch.int32) == right.view(torch.int32)  # zeros of two signs are two values, as above
+    if bool(same.all()) or bool((same | (left.isnan() & right.isnan())).all()):
         return "exact"
     one_is_codes = (a.scale_inv is None) != (b.scale_inv is None)
     return "encoded" if one_is_codes and (a.encodes(right) or b.encodes(left)) else "differs"
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _error(pieces: Iterable[tuple[Rows, Rows]]) -> tuple[float, float]:
@@ -279,7 +289,7 @@ def _state_differences(a: Fp8States | None, b: Fp8States | None) -> Iterator[str
     for name in sorted(a.modules.keys() & b.modules.keys()):
         yield from _module_differences(name, a.modules[name], b.modules[name])
     for name in sorted(a.raw.keys() | b.raw.keys()):
-        if name not in a.raw or name not in b.raw or not torch.equal(a.raw[name], b.raw[name]):
+        if name not in a.raw or name not in b.raw or not _same_bits(a.raw[name], b.raw[name]):
             yield f"{name}: payloads that were not understood differ"
     for name in sorted(a.statistics.keys() & b.statistics.keys()):
         yield from _statistics_differences(name, a.statistics[name], b.statistics[name])
@@ -297,9 +307,9 @@ def _module_differences(name: str, a: Fp8State, b: Fp8State) -> Iterator[str]:
         left, right = a.roles.get(role), b.roles.get(role)
         if left is None or right is None:
             yield f"{name} {role}: only in {'A' if right is None else 'B'}"
-        elif not torch.equal(left.scale, right.scale):
+        elif not _same_bits(left.scale, right.scale):
             yield f"{name} {role}: scale is {left.scale.tolist()} and {right.scale.tolist()}"
-        elif not torch.equal(left.amax_history, right.amax_history):
+        elif not _same_bits(left.amax_history, right.amax_history):
             yield f"{name} {role}: the amax histories differ"
 
 

@@ -13,13 +13,16 @@ _TOPIC = {key: topic for topic, keys in CONFIG_KEYS.items() for key in keys}
 _MODULES = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "targets")
 """Keys of a `quantization_config` with lists of modules, whose order says nothing."""
 
+ABSENT = object()
+"""In place of the value of a key that is not there."""
+
 Found = tuple[list[str], list[NotCompared]]
 """A line for each difference, and what was left out."""
 
 
 def compare_configs(a: Reader, b: Reader) -> Found:
     """Keys of config.json that differ. Those that the families' tables read are left out, since ModelShape has what
-    they say; absent is as null. `quantization_config` is another question."""
+    they say. Null is not absent, for which a class may have a default. `quantization_config` is another question."""
     here, there = (_config(reader) for reader in (a, b))
     if here is None or there is None:
         return [], [] if here is there else [NotCompared("one config", f"only {'B' if here is None else 'A'} has one")]
@@ -40,8 +43,13 @@ def compare_quantization(a: Mapping[str, Any], b: Mapping[str, Any], file: str =
     methods = [config.get("quant_method") for config in (a, b)]
     if methods[0] != methods[1]:
         return [], [NotCompared("one quantization", " / ".join(str(method) for method in methods))]
-    unequal = list(_unequal(_sorted(a), _sorted(b)))
-    left_out = [path for path, _, _ in unequal if any(key in QUANTIZER_KEYS for key in path)]
+    unequal = list(_unequal(_in_order(a), _in_order(b)))
+    left_out = [
+        path
+        for path, left, right in unequal
+        if any(key in QUANTIZER_KEYS for key in path)
+        or (methods[0] == "compressed-tensors" and all(value in (None, ABSENT) for value in (left, right)))
+    ]
     lines = [_line(f"{file} {'.'.join(path)}", *values) for path, *values in unequal if path not in left_out]
     return lines, of_keys("quantizer", (".".join(path) for path in left_out))
 
@@ -64,25 +72,27 @@ def _is_read(path: tuple[str, ...], read: set[str]) -> bool:
 
 
 def _unequal(a: object, b: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object, object]]:
-    """Every place in two JSON objects where they differ, with both values."""
-    if isinstance(a, Mapping | None) and isinstance(b, Mapping | None) and (a or b):
-        left, right = a or {}, b or {}
-        for key in dict.fromkeys((*left, *right)):
-            yield from _unequal(left.get(key), right.get(key), (*path, key))
-    elif type(a) is bool or type(b) is bool:
-        if a is not b:
-            yield path, a, b
-    elif a != b:
+    """Every place in two JSON objects where they differ, with both values, or ABSENT."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in dict.fromkeys((*a, *b)):
+            yield from _unequal(a.get(key, ABSENT), b.get(key, ABSENT), (*path, key))
+    elif isinstance(a, Mapping) and a:
+        for key, value in a.items():
+            yield from _unequal(value, ABSENT, (*path, key))
+    elif isinstance(b, Mapping) and b:
+        for key, value in b.items():
+            yield from _unequal(ABSENT, value, (*path, key))
+    elif a != b or (type(a) is bool) != (type(b) is bool):
         yield path, a, b
 
 
-def _sorted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with lists of modules in order, at any depth."""
+def _in_order(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `quantization_config` with its lists of modules in order, at any depth."""
     made: dict[str, Any] = {}
     for key, value in config.items():
         if key in _MODULES and isinstance(value, list):
-            value = sorted(map(str, value)) or None
-        made[key] = _sorted(value) if isinstance(value, Mapping) else value
+            value = sorted(map(str, value))
+        made[key] = _in_order(value) if isinstance(value, Mapping) else value
     return made
 
 
@@ -91,4 +101,4 @@ def _line(name: str, a: object, b: object) -> str:
 
 
 def _shown(value: object) -> str:
-    return "not there" if value is None else f"{value!s:.60}"
+    return "not there" if value is ABSENT else f"{value!r:.60}"

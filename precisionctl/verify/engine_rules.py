@@ -9,7 +9,6 @@ from precisionctl.engines.rule import Finding, Rule
 from precisionctl.errors import UnknownFormat
 from precisionctl.fp8.encoding import CODES
 
-
 _CODES = Rule("the rules are of FP8 weights; any engine loads BF16", "`export-inference` writes FP8 weights")
 
 

@@ -75,31 +75,29 @@ class FixedScales:
 
 
 def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
-    """Each scale that either side has, against the other side's, else against what was recorded there."""
-    alike = bool(a.reader.encodings) == bool(b.reader.encodings)  # both are codes now, or both were
+    """Each scale that either side has, against the other side's. Between codes and values, one that follows from what
+    the other side recorded is the same too: a training that went on counts more than the scales of former codes."""
+    alike = bool(a.reader.encodings) == bool(b.reader.encodings)  # both are codes, or both are values
     lines: list[str] = []
     missing: dict[str, list[str]] = {}
     unknown: list[str] = []
     for name in dict.fromkeys((*a.stored, *b.stored)):
         left, right = a.stored.get(name), b.stored.get(name)
         if left is not None and right is not None:
-            if not _same(left, right) and not _from_state(left, b, name) and not _from_state(right, a, name):
+            recorded = not alike and (_from_state(left, b, name) or _from_state(right, a, name))
+            if not _same(left, right) and not recorded:
                 lines.append(f"{name} is {_shown(left)} in A, {_shown(right)} in B")
             continue
-        having, lacking, side = (b, a, "B") if left is None else (a, b, "A")
-        scale = having.stored[name]
-        if name in lacking.recorded:
-            if not _from_state(scale, lacking, name):
-                amax = lacking.recorded[name]
-                other = "A" if side == "B" else "B"
-                lines.append(
-                    f"{name} is {_shown(scale)} in {side}; {other} recorded an amax of {amax:.6g}: "
-                    f"{amax / FP8_MAX[CODES]:.6g}"
-                )
-        elif alike and lacking.encodings is not None:
+        side, other = ("B", "A") if left is None else ("A", "B")
+        having, lacking = (b, a) if left is None else (a, b)
+        scale, amax = having.stored[name], lacking.recorded.get(name)
+        if alike and lacking.encodings is not None and amax is None:
             missing.setdefault(side, []).append(name)
-        else:
+        elif amax is None:
             unknown.append(name)
+        elif not _from_state(scale, lacking, name):
+            made = f"the amax that {other} recorded, {amax:.6g}, gives {amax / FP8_MAX[CODES]:.6g}"
+            lines.append(f"{name} is {_shown(scale)} in {side}; {made}")
     lines += [f"only {side} has the {_listed(names)}" for side, names in missing.items()]
     return lines, [NotCompared("fixed scales", _listed(unknown))] if unknown else []
 

@@ -16,7 +16,8 @@ LIST: Mapping[str, str] = {
     "spelled otherwise": "keys of config.json that a family reads, and that make the same model: defaults, older "
     "names, what another key switches off, the longest context where rotary positions do not depend on it",
     "one config": "config.json, beyond the model's shape, where one side only has one",
-    "quantizer": "keys of `quantization_config` that say who wrote it, and how scales were found",
+    "quantizer": "keys of `quantization_config` that say who wrote it and how scales were found; those of "
+    "compressed-tensors that are null on one side and not there on the other",
     "one quantization": "`quantization_config`, where one side only has one, or codes, or each another `quant_method`",
     "derived": "buffers that a model makes again by itself: rotary frequencies, causal masks",
     "padding": "rows that pad the vocabulary in Megatron",
