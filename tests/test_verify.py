@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,17 +10,20 @@ import in_memory
 import pico
 import pytest
 import torch
+from conversions import run
 from safetensors.torch import load_file, save_file
+from test_megatron_to_megatron import trained
 
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import engines
 from precisionctl.errors import MissingTensor, UnknownFormat
 from precisionctl.fp8.state import Fp8State, RoleState
 from precisionctl.param import Parallelism
 from precisionctl.reports.verify import tables, verdict
 from precisionctl.verify import engine_rules, hf_tensors
-from precisionctl.verify.compare import compare
+from precisionctl.verify.compare import bytes_to_compare, compare
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -145,6 +149,71 @@ def test_a_setting_that_no_tensor_shows_is_a_difference(source):
     found = compare(source, other)
     assert all(tensor.equal for tensor in found.tensors) and not found.equal
     assert [line.split()[0] for line in found.settings] == ["norm_epsilon", "rotary_base"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation": "gelu"},
+        {"rope_scaling": None},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"sliding_window": 5},
+        {"rotary_interleaved": True},
+    ],
+)
+def test_no_setting_is_hidden(source, changes):
+    other = replace(source_in_memory(source), model=replace(source.model, **changes))
+    assert [line.split()[0] for line in compare(source, other).settings] == list(changes)
+
+
+def test_the_longest_context_counts_where_rotary_positions_depend_on_it(tmp_path):
+    pico.save(tmp_path, "phi3-long")
+    long = HuggingFaceReader(tmp_path)
+    other = replace(source_in_memory(long), model=replace(long.model, max_position_embeddings=4096))
+    assert compare(long, other).settings == ("max_position_embeddings is 128 in A, 4096 in B",)
+    plain = replace(long.model, rope_scaling=None)
+    one, two = (
+        replace(source_in_memory(long), model=replace(plain, max_position_embeddings=size)) for size in (128, 4096)
+    )
+    assert compare(one, two).equal
+
+
+def test_a_tied_model_with_another_head_in_its_file_is_a_difference(tmp_path):
+    """Whether a program reads it is for the program to say."""
+    pico.save(tmp_path / "tied", "llama-tied", dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "tied" / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    for name, head in {"same": embedding.clone(), "other": embedding * 2}.items():
+        shutil.copytree(tmp_path / "tied", tmp_path / name)
+        save_file(tensors | {"lm_head.weight": head}, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    tied, same, other = (HuggingFaceReader(tmp_path / name) for name in ("tied", "same", "other"))
+    assert compare(tied, same).equal and compare(same, tied).equal
+    for a, b in ((tied, other), (other, tied), (same, other), (in_memory.to_megatron(tied), other)):
+        assert [tensor.name for tensor in compare(a, b).tensors if not tensor.equal] == ["lm_head.weight"]
+
+
+def test_tied_and_untied_are_two_functions_of_the_same_files(tmp_path):
+    pico.save(tmp_path / "untied", dtype=torch.bfloat16)
+    shutil.copytree(tmp_path / "untied", tmp_path / "tied")
+    config = json.loads((tmp_path / "tied" / "config.json").read_text())
+    (tmp_path / "tied" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    found = compare(HuggingFaceReader(tmp_path / "untied"), HuggingFaceReader(tmp_path / "tied"))
+    assert found.settings == ("tied_embeddings is False in A, True in B",)
+
+
+def test_optimizers_are_compared_whatever_the_padding_or_said_not_to_be(tmp_path):
+    trained(tmp_path)
+    run(tmp_path / "run", tmp_path / "cut", "megatron", parallelism=Parallelism(2))
+    run(tmp_path / "run", tmp_path / "bare", "megatron", drop_optimizer=True)
+    a, cut = open_checkpoint(tmp_path / "run"), open_checkpoint(tmp_path / "cut")
+    name = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
+    assert compare(a, cut).equal and of(compare(a, cut), name).status == "exact"
+    bare = compare(a, open_checkpoint(tmp_path / "bare"))
+    assert bare.equal
+    assert [each.what for each in bare.not_compared if each.topic == "one optimizer"] == ["only A has one"]
+    counts = []
+    compare(a, cut, on_bytes=counts.append)
+    assert sum(counts) == bytes_to_compare(a, cut) > sum(spec.nbytes for spec in a.specs.values())
 
 
 def test_settings_of_experts_differ_one_by_one(tmp_path):

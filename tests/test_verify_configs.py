@@ -1,6 +1,7 @@
 """Which keys of config.json `verify` may leave out: transformers is the judge, by the logits that it computes."""
 
 import json
+import re
 from pathlib import Path
 
 import pico
@@ -11,7 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.errors import PrecisionctlError
+from precisionctl.verify import not_compared
 from precisionctl.verify.compare import compare
+from precisionctl.verify.not_compared import CONFIG_KEYS, LIST, QUANTIZER_KEYS
 
 FAMILIES = ("llama-3", "qwen2-window", "phi3-long", "gemma2", "gpt-oss", "deepseek-v3")
 TOKENS = torch.arange(3, 51).view(1, -1)  # beyond every window, and beyond the original context of every scaling
@@ -51,3 +54,19 @@ def logits(directory: Path) -> torch.Tensor | None:
             return model(TOKENS).logits
     except Exception:
         return None
+
+
+def test_the_document_has_the_list_of_what_is_not_compared() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "compare.md").read_text()
+    section = text.partition("### What is not compared")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| ([^|]+) \| (.+) \|$", section, re.MULTILINE)
+    keys = {**CONFIG_KEYS, "quantizer": QUANTIZER_KEYS}
+    expected = [*LIST.items(), *((topic, ", ".join(f"`{key}`" for key in names)) for topic, names in keys.items())]
+    assert [row for row in listed if row != ("", "keys")] == expected
+
+
+def test_every_line_of_the_list_is_used() -> None:
+    folder = Path(not_compared.__file__).parent
+    source = "".join(path.read_text() for path in folder.glob("*.py") if path.name != "not_compared.py")
+    unused = [topic for topic in LIST if f'"{topic}"' not in source and topic not in CONFIG_KEYS]
+    assert unused == []

@@ -21,7 +21,6 @@ LIST: Mapping[str, str] = {
     "one quantization": "`quantization_config`, where one side only has one, or codes, or each another `quant_method`",
     "derived": "buffers that a model makes again by itself: rotary frequencies, causal masks",
     "padding": "rows that pad the vocabulary in Megatron",
-    "unused biases": "zero biases that Megatron stores, and that Hugging Face has no place for",
     "fixed scales": "fixed scales of inputs and caches, where nothing on the other side says what they should be; "
     "--fp8-state gives the file that does",
     "one state": "FP8 state of one side only; --fp8 makes that a difference",
