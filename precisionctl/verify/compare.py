@@ -228,25 +228,25 @@ def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float,
     """What one side's codes have lost of the other's values, and the error of B's values as `_error` has it."""
     coded = a if a.is_codes(name) else b
     spec = a.specs[name]
-    losses = Losses(spec.rows, spec.columns, coded.block(name))
-
-    def seen() -> Iterator[tuple[Rows, Rows]]:
-        row = 0
-        for left, right in _pieces(name, a, b):
-            codes, values = (left, right) if coded is a else (right, left)
-            losses.see(row, codes.stored, values.values, codes.values)
-            row += len(values.stored)
-            yield left, right
-
-    return losses, _error(seen())
+    losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name)), 0, 0.0
+    for left, right in _pieces(name, a, b):
+        codes, values = (left, right) if coded is a else (right, left)
+        decoded = codes.values
+        losses.see(row, codes.stored, values.values, decoded)
+        signal += float(decoded.double().square().sum()) if coded is a else 0.0
+        row += len(values.stored)
+    return losses, (_decibels(signal if coded is a else losses.total.power, losses.total.error), losses.largest_error)
 
 
 def _verdict(a: Rows, b: Rows) -> Status:
     if a.scale_inv is None and b.scale_inv is None and a.stored.dtype == b.stored.dtype:
         return "exact" if _same_bits(a.stored, b.stored) else "differs"
     left, right = a.values, b.values
-    same = left.view(torch.int32) == right.view(torch.int32)  # zeros of two signs are two values, as above
-    if bool(same.all()) or bool((same | (left.isnan() & right.isnan())).all()):
+    one, other = left.view(torch.int32), right.view(torch.int32)  # zeros of two signs are two values, as above
+    if torch.equal(one, other):
+        return "exact"
+    nan = left.isnan()
+    if bool(nan.any()) and bool(((one == other) | (nan & right.isnan())).all()):
         return "exact"
     one_is_codes = (a.scale_inv is None) != (b.scale_inv is None)
     return "encoded" if one_is_codes and (a.encodes(right) or b.encodes(left)) else "differs"
@@ -269,11 +269,15 @@ def _error(pieces: Iterable[tuple[Rows, Rows]]) -> tuple[float, float]:
         signal += float(left.square().sum())
         noise += float(error.square().sum())
         largest = max(largest, float(error.abs().max()))
+    return _decibels(signal, noise), largest
+
+
+def _decibels(signal: float, noise: float) -> float:
     if noise == 0:
-        return math.inf, largest
+        return math.inf
     if not math.isfinite(noise) or not math.isfinite(signal):  # an infinity or NaN on one side
-        return -math.inf, largest
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf, largest
+        return -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
 def _state_differences(a: Fp8States | None, b: Fp8States | None) -> Iterator[str]:

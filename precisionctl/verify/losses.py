@@ -42,31 +42,31 @@ class Losses:
     block: tuple[int, int]
     total: Loss = Loss()
     largest: float = 0.0
+    largest_error: float = 0.0
     lost: int = 0
     blocks: int = 0
     _open: Tensor | None = field(default=None, repr=False)
-    """The sums of a row of blocks of which rows are still to come: signal, noise and elements, FP64 `[3, blocks]`."""
+    """The sums of a row of blocks of which rows are still to come: signal and noise, FP64 `[2, blocks]`."""
 
     def see(self, row: int, codes: Tensor, values: Tensor, decoded: Tensor) -> None:
         """Rows from `row` on: codes, and FP32 values and what the codes decode to, all `[n, columns]`."""
-        wide, narrow = values.double(), decoded.double()
-        square, noise = wide.square(), (wide - narrow).square_()
-        beyond = (codes.float().abs() == FP8_MAX[codes.dtype]) & (wide.abs() > narrow.abs() * (29 / 28))
+        error = (values - decoded).abs_()
+        self.largest_error = max(self.largest_error, float(error.max()))
+        self.largest = max(self.largest, float(values.abs().max()))
+        power, noise = (self._by_block(each.square_()) for each in (values.clone(), error))
+        there = values != 0
         self.total += Loss(
             elements=values.numel(),
-            underflows=int(((narrow == 0) & (wide != 0)).sum()),
-            saturated=int(beyond.sum()),
-            power=float(square.sum()),
+            underflows=int((there & (decoded == 0)).sum()),
+            saturated=_beyond(codes, values, decoded),
+            power=float(power.sum()),
             error=float(noise.sum()),
         )
-        self.largest = max(self.largest, float(wide.abs().max()))
-        sums = torch.stack(
-            [self._by_block(each) for each in (square, noise, torch.ones_like(square[:1]).expand_as(square))]
-        )
+        sums = torch.stack([power, noise])
         high = min(self.block[0], self.rows)
         if high > 1:
             numbers = torch.arange(row, row + len(values)) // high - row // high
-            sums = sums.new_zeros(3, int(numbers[-1]) + 1, sums.shape[2]).index_add_(1, numbers, sums)
+            sums = sums.new_zeros(2, int(numbers[-1]) + 1, sums.shape[2]).index_add_(1, numbers, sums)
         if self._open is not None:
             sums[:, 0] += self._open
         end = row + len(values)
@@ -75,13 +75,14 @@ class Losses:
         self._judge(sums if whole else sums[:, :-1])
 
     def _by_block(self, each: Tensor) -> Tensor:
-        """Sums over the columns of a block, `[n, blocks]`."""
+        """Sums over the columns of a block, FP64 `[n, blocks]`."""
         wide = min(self.block[1], self.columns)
-        padded = torch.nn.functional.pad(each, (0, -self.columns % wide))
-        return padded.view(len(each), -1, wide).sum(2)
+        padded = torch.nn.functional.pad(each, (0, -self.columns % wide)) if self.columns % wide else each
+        return padded.view(len(each), -1, wide).sum(2).double()
 
     def _judge(self, sums: Tensor) -> None:
-        signal, noise, elements = sums
+        signal, noise = sums
+        elements = min(self.block[0], self.rows) * min(self.block[1], self.columns)
         counts = (signal > elements * NEGLIGIBLE**2) & signal.isfinite()
         self.lost += int((counts & (noise > signal * 10 ** (-LOWEST_DB / 10))).sum())
         self.blocks += signal.numel()
@@ -106,3 +107,10 @@ class Losses:
     def _shares(self) -> str:
         zero, beyond = self.total.underflow, self.total.saturation
         return f"{zero:.1%} of values became zero, {beyond:.1%} were beyond the largest code"
+
+
+def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:
+    """How many values were too large for the largest code: by 16/448 of it they would have been rounded to the next."""
+    largest = torch.tensor(FP8_MAX[codes.dtype]).to(codes.dtype).view(torch.uint8)
+    at = ((codes.reshape(-1).view(torch.uint8) & 0x7F) == largest).nonzero().squeeze(1)
+    return int((values.view(-1)[at].abs() > decoded.view(-1)[at].abs() * (29 / 28)).sum())
