@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,17 +10,20 @@ import in_memory
 import pico
 import pytest
 import torch
+from conversions import run
 from safetensors.torch import load_file, save_file
+from test_megatron_to_megatron import trained
 
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.engines.base import engines
 from precisionctl.errors import MissingTensor, UnknownFormat
 from precisionctl.fp8.state import Fp8State, RoleState
-from precisionctl.param import Parallelism
+from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.reports.verify import tables, verdict
 from precisionctl.verify import engine_rules, hf_tensors
-from precisionctl.verify.compare import compare
+from precisionctl.verify.compare import bytes_to_compare, compare
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -147,6 +151,72 @@ def test_a_setting_that_no_tensor_shows_is_a_difference(source):
     assert [line.split()[0] for line in found.settings] == ["norm_epsilon", "rotary_base"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation": "gelu"},
+        {"rope_scaling": None},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"sliding_window": 5},
+        {"rotary_interleaved": True},
+    ],
+)
+def test_no_setting_is_hidden(source, changes):
+    other = replace(source_in_memory(source), model=replace(source.model, **changes))
+    assert [line.split()[0] for line in compare(source, other).settings] == list(changes)
+
+
+def test_the_longest_context_counts_where_rotary_positions_depend_on_it(tmp_path):
+    pico.save(tmp_path, "phi3-long")
+    long = HuggingFaceReader(tmp_path)
+    other = replace(source_in_memory(long), model=replace(long.model, max_position_embeddings=4096))
+    assert compare(long, other).settings == ("max_position_embeddings is 128 in A, 4096 in B",)
+    plain = replace(long.model, rope_scaling=None)
+    one, two = (
+        replace(source_in_memory(long), model=replace(plain, max_position_embeddings=size)) for size in (128, 4096)
+    )
+    assert compare(one, two).equal
+
+
+def test_a_tied_model_with_another_head_in_its_file_is_a_difference(tmp_path):
+    """Whether a program reads it is for the program to say."""
+    pico.save(tmp_path / "tied", "llama-tied", dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "tied" / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    for name, head in {"same": embedding.clone(), "other": embedding * 2}.items():
+        shutil.copytree(tmp_path / "tied", tmp_path / name)
+        save_file(tensors | {"lm_head.weight": head}, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    tied, same, other = (HuggingFaceReader(tmp_path / name) for name in ("tied", "same", "other"))
+    assert compare(tied, same).equal and compare(same, tied).equal
+    for a, b in ((tied, other), (other, tied), (same, other), (in_memory.to_megatron(tied), other)):
+        assert [tensor.name for tensor in compare(a, b).tensors if not tensor.equal] == ["lm_head.weight"]
+
+
+def test_tied_and_untied_are_two_functions_of_the_same_files(tmp_path):
+    pico.save(tmp_path / "untied", dtype=torch.bfloat16)
+    shutil.copytree(tmp_path / "untied", tmp_path / "tied")
+    config = json.loads((tmp_path / "tied" / "config.json").read_text())
+    (tmp_path / "tied" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    found = compare(HuggingFaceReader(tmp_path / "untied"), HuggingFaceReader(tmp_path / "tied"))
+    assert found.settings == ("tied_embeddings is False in A, True in B",)
+
+
+def test_optimizers_are_compared_whatever_the_padding_or_said_not_to_be(tmp_path):
+    trained(tmp_path)
+    run(tmp_path / "run", tmp_path / "cut", "megatron", parallelism=Parallelism(2))
+    run(tmp_path / "run", tmp_path / "bare", "megatron", drop_optimizer=True)
+    a, cut = open_checkpoint(tmp_path / "run"), open_checkpoint(tmp_path / "cut")
+    name = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
+    assert compare(a, cut).equal and of(compare(a, cut), name).status == "exact"
+    bare = compare(a, open_checkpoint(tmp_path / "bare"))
+    assert bare.equal
+    assert [each.what for each in bare.not_compared if each.topic == "one optimizer"] == ["only A has one"]
+    counts = []
+    compare(a, cut, on_bytes=counts.append)
+    assert sum(counts) == pytest.approx(bytes_to_compare(a, cut), rel=0.01)  # but for padding
+    assert sum(counts) > sum(spec.nbytes for spec in a.specs.values())
+
+
 def test_settings_of_experts_differ_one_by_one(tmp_path):
     pico.save(tmp_path, "mixtral")
     one = HuggingFaceReader(tmp_path)
@@ -182,7 +252,7 @@ def test_static_input_scales_are_compared(tmp_path, source):
     tensors["model.layers.0.mlp.down_proj.input_scale"] *= 2
     save_file(tensors, file, metadata={"format": "pt"})
     found = compare(one, HuggingFaceReader(tmp_path / "two"))
-    assert not found.equal and "down_proj.weight: input scale" in found.settings[0]
+    assert not found.equal and "input scale of model.layers.0.mlp.down_proj.weight" in found.settings[0]
 
 
 def test_an_infinity_on_one_side_only_is_a_difference_with_no_sqnr(source):
@@ -259,6 +329,43 @@ def test_our_own_exports_break_no_rule_of_their_engine(tmp_path, source, engine,
     numbers = "BF16" if method in engine.bf16_scales else "FP32"
     exported = in_memory.export(in_memory.with_state(source), tmp_path / "exported", method, scheme, numbers)
     assert engine_rules.check(exported, engine) == []
+
+
+@pytest.mark.parametrize("engine", engines().values(), ids=engines())
+def test_a_directory_without_fp8_weights_is_no_export(source, engine):
+    finding = engine_rules.check(source, engine)[-1]
+    assert finding.rule.fatal and finding.what == "no weight of it is FP8 codes"
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -0.01, 1e9, 1e-25])
+@pytest.mark.parametrize("kind", ["weight_scale", "input_scale", "k_scale"])
+def test_scales_of_no_use_are_refused(tmp_path, source, kind, scale):
+    exported = in_memory.export(in_memory.with_state(source), tmp_path / "exported", "compressed-tensors", "static")
+    stored = {name: read_tensor(exported.stored, name) for name in exported.stored.specs}
+    name = f"model.layers.0.self_attn.{kind}" if kind == "k_scale" else DOWN.replace("weight", kind)
+    stored[name] = torch.tensor([scale])
+    specs = {name: TensorSpec(tuple(each.shape), each.dtype) for name, each in stored.items()}
+    for engine in (engines()["vllm"], engines()["transformers"]):
+        found = engine.check(exported.config, specs, stored.__getitem__)
+        assert [each.what for each in found if each.where == name and each.rule.fatal] == [f"a scale of {scale:.6g}"]
+
+
+def test_exponents_of_mxfp8_may_be_as_small_as_they_are_and_no_nan(tmp_path, source):
+    exported = in_memory.export(source_in_memory(source), tmp_path / "exported", "mxfp8", "mxfp8")
+    stored = {name: read_tensor(exported.stored, name) for name in exported.stored.specs}
+    name = DOWN.replace("weight", "weight_scale_inv")
+    for exponent, wrong in ((0, []), (255, ["a scale of nan"])):
+        stored[name].view(-1)[3] = exponent
+        found = engines()["sglang"].check(exported.config, exported.stored.specs, stored.__getitem__)
+        assert [each.what for each in found if each.where == name] == wrong
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic", "mxfp8"])
+def test_weights_of_zeros_keep_every_rule(tmp_path, source, scheme):
+    zeros = changed(source, DOWN, torch.zeros_like(read_tensor(source, DOWN)))
+    zeros.fp8, vllm = in_memory.recorded(source), engines()["vllm"]
+    exported = in_memory.export(zeros, tmp_path / scheme, vllm.spells[scheme], scheme)
+    assert engine_rules.check(exported, vllm) == [] and compare(zeros, exported).equal
 
 
 def test_an_engine_is_shown_hugging_face_directories_only(source):

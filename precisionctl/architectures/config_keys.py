@@ -24,6 +24,11 @@ NEEDED: Any = object()
 class Entry(Protocol):
     """Some keys of config.json and the fields of ModelShape that they say, both ways."""
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Those that `read` looks at, beside others' that it only counts by."""
+        ...
+
     def read(self, config: Config, where: object) -> Fields: ...
     def write(self, model: ModelShape) -> Config: ...
 
@@ -38,6 +43,10 @@ class Key:
     default: Any = NEEDED
     older: str = ""
     absent: Any = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.key, self.older) if self.older else (self.key,)
 
     def read(self, config: Config, where: object) -> Fields:
         value = config.get(self.key, self.absent)
@@ -56,8 +65,9 @@ class Key:
 
 @dataclass(frozen=True)
 class Rule:
-    """Fields and keys that functions make of one another."""
+    """Fields and `keys` that functions make of one another."""
 
+    keys: tuple[str, ...]
     read: Callable[[Config, object], Fields]
     write: Callable[[ModelShape], Config] = lambda model: {}
 
@@ -68,6 +78,7 @@ class Always:
 
     field: str
     value: Any
+    keys: tuple[str, ...] = ()
 
     def read(self, config: Config, where: object) -> Fields:
         return {self.field: self.value}
@@ -87,6 +98,10 @@ class Only:
     value: Any
     field: str = ""
     means: Any = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.key,)
 
     def read(self, config: Config, where: object) -> Fields:
         found = config.get(self.key)
@@ -141,10 +156,11 @@ def _write_heads(model: ModelShape) -> Config:
     }
 
 
-HEADS = Rule(_read_heads, _write_heads)
+HEADS = Rule(("num_attention_heads", "num_key_value_heads", "head_dim"), _read_heads, _write_heads)
 """Heads, groups (absent: as many), size of a head (absent: they share hidden_size)."""
 
 VOCABULARY = Rule(
+    ("vocab_size",),
     lambda config, where: {
         "vocab_size": size(config, "vocab_size", where),
         "padded_vocab_size": size(config, "vocab_size", where),
@@ -154,6 +170,7 @@ VOCABULARY = Rule(
 
 SIZES: tuple[Entry, ...] = (
     Rule(
+        ("num_hidden_layers",),
         lambda config, where: {"num_layers": layers(config, where)},
         lambda model: {"num_hidden_layers": model.num_layers},
     ),
@@ -164,6 +181,7 @@ SIZES: tuple[Entry, ...] = (
 )
 
 ATTENTION_BIAS = Rule(
+    ("attention_bias",),
     lambda config, where: {
         "qkv_bias": bool(config.get("attention_bias")),
         "proj_bias": bool(config.get("attention_bias")),
@@ -189,7 +207,7 @@ def activation(key: str, names: Mapping[str, Activation], default: str | None = 
     def write(model: ModelShape) -> Config:
         return {key: next((name for name, meant in names.items() if meant == model.activation), None)}
 
-    return Rule(read, write)
+    return Rule((key,), read, write)
 
 
 GELU_TANH: Mapping[str, Activation] = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh")
@@ -202,11 +220,13 @@ def tied(default: bool) -> Key:
     return Key("tied_embeddings", "tie_word_embeddings", default)
 
 
-def sliding_window(local: Callable[[Config, int], list[bool]], switch: str = "", absent: int | None = None) -> Rule:
+def sliding_window(
+    local: Callable[[Config, int], list[bool]], switch: str = "", absent: int | None = None, also: tuple[str, ...] = ()
+) -> Rule:
     """`sliding_window`, and the layers that it is for: as `layer_types` lists them, else as the family has them.
 
-    `local` says for each of so many layers whether it is. `switch` names a key without which there is no window;
-    `absent` is the window of a family's class where none is said.
+    `local` says for each of so many layers whether it is, by keys that are `also` looked at. `switch` names a key
+    without which there is no window; `absent` is the window of a family's class where none is said.
     """
 
     def read(config: Config, where: object) -> Fields:
@@ -227,7 +247,8 @@ def sliding_window(local: Callable[[Config, int], list[bool]], switch: str = "",
             config["layer_types"] = [_LAYER_TYPES[local] for local in model.window_layers]
         return config | ({switch: True} if switch else {})
 
-    return Rule(read, write)
+    keys = ("sliding_window", "layer_types", *also, *((switch,) if switch else ()))
+    return Rule(keys, read, write)
 
 
 _LAYER_TYPES = {True: "sliding_attention", False: "full_attention"}

@@ -45,7 +45,7 @@ ARCHITECTURE = Architecture(
         Only("scoring_func", "softmax"),
         Only("norm_topk_prob", False),
         Always("moe.pre_softmax", True),
-        Rule(_read_groups, _write_groups),
+        Rule(("topk_method", "n_group", "topk_group"), _read_groups, _write_groups),
     ),
     aliases=(TIED,),
     derived=ROTARY,

@@ -36,7 +36,7 @@ ARCHITECTURE = Architecture(
         Only("rope_interleave", True),
         Always("moe.score_function", "sigmoid"),
         Always("moe.expert_bias", True),
-        Rule(_read_groups, _write_groups),
+        Rule(("n_group", "topk_group"), _read_groups, _write_groups),
         Key("mtp_num_layers", "num_nextn_predict_layers", 0),
     ),
     aliases=(TIED, *MTP_ALIASES),

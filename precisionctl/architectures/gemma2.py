@@ -36,7 +36,7 @@ COMMON: tuple[Entry, ...] = (
     Always("zero_centered_gamma", True),
     Always("hf_zero_centered_gamma", True),
     Always("post_layernorms", True),
-    Rule(lambda config, where: {"embedding_multiplier": math.sqrt(size(config, "hidden_size", where))}),
+    Rule((), lambda config, where: {"embedding_multiplier": math.sqrt(size(config, "hidden_size", where))}),
     Key("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
     Key("norm_epsilon", "rms_norm_eps", 1e-6),
     tied(True),

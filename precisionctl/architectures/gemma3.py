@@ -11,7 +11,7 @@ from precisionctl.architectures.gemma2 import COMMON
 from precisionctl.architectures.gemma_rows import NOTE, ROWS
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.rope import found, read_rope
+from precisionctl.architectures.rope import KEYS, found, read_rope
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape, real
 
@@ -53,8 +53,8 @@ ARCHITECTURE = Architecture(
         Always("qk_layernorm", True),
         Key("attn_logit_softcapping", "attn_logit_softcapping", None),
         Key("final_logit_softcapping", "final_logit_softcapping", None),
-        Rule(_read_rope, _write_rope),
-        sliding_window(_five_of_six, absent=4096),
+        Rule((*KEYS, "rope_local_base_freq"), _read_rope, _write_rope),
+        sliding_window(_five_of_six, absent=4096, also=("sliding_window_pattern",)),
     ),
     aliases=(TIED,),
     derived=ROTARY,

@@ -139,7 +139,7 @@ def _write_sizes(model: ModelShape) -> Config:
 
 
 SIZES = (
-    Rule(_read_sizes, _write_sizes),
+    Rule(("n_layer", "n_embd", "n_head", "n_inner"), _read_sizes, _write_sizes),
     Key("max_position_embeddings", "n_positions"),
     VOCABULARY,
     activation("activation_function", {"gelu_new": "gelu_tanh", **GELU_TANH, "gelu": "gelu"}, "gelu_new"),

@@ -18,7 +18,7 @@ from precisionctl.architectures.config_keys import (
     tied,
 )
 from precisionctl.architectures.param_map import Architecture, Row, when
-from precisionctl.architectures.rope import found, read_rope
+from precisionctl.architectures.rope import KEYS, found, read_rope
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
 
@@ -127,12 +127,12 @@ ARCHITECTURE = Architecture(
     config=(
         *SIZES,
         HEADS,
-        Rule(_read_bias, lambda model: {"attention_bias": model.qkv_bias}),
+        Rule(("attention_bias",), _read_bias, lambda model: {"attention_bias": model.qkv_bias}),
         activation("hidden_act", {"gelu": "gelu", **GELU_TANH}, "gelu"),
         Always("gated_linear_unit", False),
         Always("normalization", "LayerNorm"),
         Key("norm_epsilon", "layer_norm_eps", 1e-5),
-        Rule(_read_rope, _write_rope),
+        Rule((*KEYS, "rotary_emb_base", "rotary_pct"), _read_rope, _write_rope),
         Always("mlp_bias", True),
         Only("use_parallel_residual", True, "parallel_residual", True),
         tied(False),

@@ -89,7 +89,7 @@ ARCHITECTURE = Architecture(
     ),
     config=(
         *SIZES,
-        Rule(_read_rotary, _write_rotary),
+        Rule(("rotary_dim",), _read_rotary, _write_rotary),
         Always("mlp_bias", True),
         Always("output_bias", True),
         Always("parallel_residual", True),

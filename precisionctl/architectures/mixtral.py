@@ -44,7 +44,7 @@ def _write_experts(model: ModelShape) -> Config:
     return {"intermediate_size": model.moe.ffn_hidden_size} if model.moe else {}
 
 
-EXPERTS_EVERYWHERE = Rule(_read_experts, _write_experts)
+EXPERTS_EVERYWHERE = Rule((), _read_experts, _write_experts)
 
 ARCHITECTURE = Architecture(
     model_types={"mixtral": "MixtralForCausalLM"},

@@ -25,7 +25,7 @@ def _after_the_first(config: Config, layers: int) -> list[bool]:
     return [layer >= (28 if first is None else first) for layer in range(layers)]
 
 
-WINDOW = sliding_window(_after_the_first, switch="use_sliding_window", absent=4096)
+WINDOW = sliding_window(_after_the_first, switch="use_sliding_window", absent=4096, also=("max_window_layers",))
 
 ARCHITECTURE = Architecture(
     model_types={"qwen2": "Qwen2ForCausalLM"},

@@ -65,8 +65,9 @@ ARCHITECTURE = Architecture(
         Key("moe.num_experts", "num_experts", older="num_local_experts"),
         Key("moe.topk", "num_experts_per_tok"),
         Key("moe.ffn_hidden_size", "moe_intermediate_size"),
-        Rule(_read_layers, _write_layers),
+        Rule(("mlp_only_layers", "decoder_sparse_step"), _read_layers, _write_layers),
         Rule(
+            ("norm_topk_prob",),
             lambda config, where: {"moe.pre_softmax": not config.get("norm_topk_prob")},
             lambda model: {"norm_topk_prob": not (model.moe and model.moe.pre_softmax)},
         ),

@@ -25,6 +25,15 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _ORIGINAL = "original_max_position_embeddings"
 _LISTS = ("short_factor", "long_factor")
 
+KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL)
+"""The keys of config.json that say it."""
+
+PARAMETERS = frozenset(
+    (*(name for kind in _KINDS.values() for names in kind for name in names), *_LISTS, "truncate")
+    + ("rope_type", "type", "rope_theta", "partial_rotary_factor", "full_attention", "sliding_attention")
+)
+"""Everything that is read within `rope_parameters` or `rope_scaling`."""
+
 
 def rope(
     base: float = 10000.0,
@@ -60,7 +69,8 @@ def rope(
             config["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rotary_base}
         return config
 
-    return Rule(read, write)
+    keys = (*KEYS, *((_ORIGINAL,) if original is not None else ()))
+    return Rule(keys, read, write)
 
 
 def found(config: Config, where: object, key: str = "rope_parameters") -> Mapping[str, Any]:

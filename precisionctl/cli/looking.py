@@ -91,18 +91,25 @@ def inspect(
 @click.option(
     "--tp", "ranks", type=POSITIVE, default=1, help="With --target: GPUs that the engine will split the model over."
 )
+@click.option(
+    "--fp8-state", type=FILE, help="A file written by calibrate, which fixed scales are held against, not A's state."
+)
 @json_option
-def verify(a: Path, b: Path | None, fp8: bool, target: str | None, ranks: int, json_wanted: bool) -> None:
+def verify(
+    a: Path, b: Path | None, fp8: bool, target: str | None, ranks: int, fp8_state: Path | None, json_wanted: bool
+) -> None:
     """Compare checkpoint A with B, tensor by tensor, whatever their formats; or check A against an engine's rules.
 
-    FP8 codes equal BF16 values if they are exactly their encoding under the stored scale. `verify A --fp8` alone says
-    whether A's FP8 weights survive BF16 with the same codes. Exits with 1 if the two differ, or if the engine would
-    refuse or misread A.
+    FP8 codes equal BF16 values if they are exactly their encoding under the stored scale, and that scale makes sense.
+    `verify A --fp8` alone says whether A's FP8 weights survive BF16 with the same codes. Exits with 1 if the two
+    differ, or if the engine would refuse or misread A, or has no FP8 weights to read there.
     """
     if (b is not None) + (target is not None) != 1 and not (fp8 and b is None and target is None):
         raise click.UsageError("verify needs either a second checkpoint or --target ENGINE; or --fp8, for A alone.")
+    if fp8_state and b is None:
+        raise click.UsageError("--fp8-state needs a second checkpoint.")
     if b is not None:
-        same = compare_checkpoints(a, b, fp8, json_wanted)
+        same = compare_checkpoints(a, b, fp8, fp8_state, json_wanted)
     elif target is None:
         same = check_codes(a, json_wanted)
     else:
@@ -110,16 +117,18 @@ def verify(a: Path, b: Path | None, fp8: bool, target: str | None, ranks: int, j
     raise click.exceptions.Exit(0 if same else 1)
 
 
-def compare_checkpoints(a: Path, b: Path, fp8: bool, json_wanted: bool) -> bool:
+def compare_checkpoints(a: Path, b: Path, fp8: bool, fp8_state: Path | None, json_wanted: bool) -> bool:
     """Print how two checkpoints differ; whether they are equal."""
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
+    from precisionctl.fp8 import sidecar
     from precisionctl.reports import verify as report
-    from precisionctl.verify.compare import compare
+    from precisionctl.verify.compare import bytes_to_compare, compare
 
     left, right = open_checkpoint(a), open_checkpoint(b)
-    with console.bytes_progress("comparing", sum(spec.nbytes for spec in left.specs.values())) as on_bytes:
-        comparison = compare(left, right, fp8=fp8, on_bytes=on_bytes)
+    state = sidecar.read(fp8_state) if fp8_state else None
+    with console.bytes_progress("comparing", bytes_to_compare(left, right)) as on_bytes:
+        comparison = compare(left, right, fp8=fp8, state=state, on_bytes=on_bytes)
     if json_wanted:
         print_json(comparison.as_json())
     else:

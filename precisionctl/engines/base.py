@@ -17,12 +17,18 @@ import precisionctl.engines
 from precisionctl.discover import discover
 from precisionctl.engines.cache import cache_scales_of_latents
 from precisionctl.engines.config_keys import Asked
+from precisionctl.engines.demands import scales_of_no_use
 from precisionctl.engines.ignoring import Ignoring
 from precisionctl.engines.rule import Demand, Directory, Finding, Rule
 from precisionctl.engines.shapes import FUSED, LATENT, Ragged, Served
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES, Scales, Scheme, recognise, stored_scales
+
+_USABLE = Demand(
+    scales_of_no_use,
+    Rule("codes are multiplied by scales: positive numbers that FP32 and FP16 can compute with", "IEEE 754"),
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of scales that load; llm-compressor writes the model's own."""
@@ -119,6 +125,7 @@ class Engine:
             *said,
             *_uncommon(scales, specs, self.quantisation),
             *_misshapen(found, self.scales),
+            *_USABLE.findings(found),
             *(finding for finding in shapes if finding),
             *_unnamed(found, self.ignores.get((method.name, scheme)) or self.ignores[method.name], self.quantisation),
             *_torn(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from precisionctl.engines.rule import Directory
-from precisionctl.quant_methods.base import TENSOR, sibling, sized
+from precisionctl.quant_methods.base import TENSOR, cache_scales, sibling, sized
 
 Broken = Iterator[tuple[str, str]]
 """Where, and what is wrong there."""
@@ -45,6 +45,24 @@ def scales_beyond_bf16(directory: Directory) -> Broken:
         if len(beyond):
             yield name, f"{float(beyond[0]):.8g} is no number of BF16"
             return
+
+
+SMALLEST, LARGEST = 2.0**-63, 2.0**25
+"""Of scale_inv. Below the first, the product of a weight's and an input's is no normal number of FP32; above the
+second, every code but zero stands for a number beyond FP16 (2^-9 times it is 2^16)."""
+
+
+def scales_of_no_use(directory: Directory) -> Broken:
+    """Scales of weights, inputs and caches that are no positive number, or not within the above: the first of each
+    tensor. MXFP8's exponents may be as small as they are, for GEMMs add them; an input has no exponents."""
+    named = dict.fromkeys(name for scales in directory.scales.values() for name in scales.names)
+    for name in [*named, *cache_scales({"quantization_config": directory.quantization}, directory.specs)]:
+        stored = directory.read(name)
+        exponents = stored.dtype in (torch.uint8, torch.float8_e8m0fnu)
+        values = (stored.view(torch.float8_e8m0fnu) if exponents else stored).reshape(-1).float()
+        wrong = values[~((values >= (0 if exponents else SMALLEST)) & (values <= LARGEST))]  # NaN is in no range
+        if len(wrong):
+            yield name, f"a scale of {float(wrong[0]):.6g}"
 
 
 def _unsized(directory: Directory) -> bool:

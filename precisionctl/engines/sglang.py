@@ -3,8 +3,8 @@
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache import (
     cache_by,
-    cache_scales_of_no_use,
     cache_scales_of_values_alone,
+    cache_scales_several,
     cache_scales_unfound,
     cache_unsaid,
     cache_without_scales,
@@ -156,7 +156,7 @@ ENGINE = Engine(
             Rule("one scale for both would be one of keys", "SGLang 0.5.23 layers/quantization/kv_cache.py"),
         ),
         Demand(
-            cache_scales_of_no_use,
+            cache_scales_several,
             Rule(
                 "keys and values are divided by one positive number each",
                 "SGLang 0.5.23 layers/quantization/kv_cache.py",

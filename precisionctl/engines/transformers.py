@@ -5,7 +5,7 @@ Of compressed-tensors it computes with inputs that it rounds to FP8 and back, or
 """
 
 from precisionctl.engines.base import Engine
-from precisionctl.engines.cache import cache_scales_of_no_use, cache_scales_of_projections, cache_without_notice
+from precisionctl.engines.cache import cache_scales_of_projections, cache_scales_several, cache_without_notice
 from precisionctl.engines.demands import exponents_named, named, scales_beyond_bf16, unsaid_tensors, without_dimension
 from precisionctl.engines.ignoring import Ignoring, by_name_or_regex, by_start_regex_or_end
 from precisionctl.engines.rule import Demand, Rule
@@ -126,7 +126,7 @@ ENGINE = Engine(
             Rule("it knows none but that of compressed-tensors", "transformers 5.23 quantizers", fatal=False),
         ),
         Demand(
-            cache_scales_of_no_use,
+            cache_scales_several,
             Rule(
                 "keys and values are divided by one positive number each", "compressed-tensors 0.20 modeling/kvcache.py"
             ),

@@ -146,11 +146,8 @@ def _encode(job: Job, plan: Plan, form: Format) -> Encode:
 def _with_one_scale(jobs: Sequence[Job], plan: Plan, form: Format, inputs: Mapping[str, float]) -> dict[str, Encode]:
     """How each job encodes for `static`: what engines compute as one has one weight scale, and one input scale, which
     is the largest of `inputs`. A job is such a group, but for DeepSeek's latents, which are two."""
-    groups: dict[str, list[Job]] = {}
-    for job in jobs:
-        groups.setdefault(job.name if job.row.of_experts else in_step(job.writes[0]), []).append(job)
     encodings = {}
-    for group in groups.values():
+    for group in with_one_input(jobs):
         largest = max(inputs[job.module] for job in group)
         input_scale = float(rounded_up(torch.tensor(largest), form.numbers))
         for job in group:
@@ -162,6 +159,14 @@ def _with_one_scale(jobs: Sequence[Job], plan: Plan, form: Format, inputs: Mappi
                 input_scales={tensors.input: input_scale for tensors in scales if tensors.input is not None},
             )
     return encodings
+
+
+def with_one_input(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Jobs whose weights engines compute as one, together: they have one input."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.name if job.row.of_experts else in_step(job.writes[0]), []).append(job)
+    return list(groups.values())
 
 
 def _targets(plan: Plan, codes: Collection[str], form: Format) -> dict[str, TensorSpec]:

@@ -63,11 +63,17 @@ def recorded_scales(states: Fp8States | None, encodings: WeightEncodings | None,
     directory came with. Raises MissingFp8State where there are neither."""
     found, places = {}, _places(encodings)
     for stem, job in _attentions(plan).items():
-        scale = _recorded(states, job) or _stored(encodings, places.get(stem, []))
+        scale = (_recorded(states, job) if states else None) or _stored(encodings, places.get(stem, []))
         if scale is None:
             raise MissingFp8State(f"the keys and values that `{stem}` caches were never recorded", do=_RECORD)
         found[stem] = scale
     return found
+
+
+def scales_of_state(states: Fp8States, plan: Plan) -> dict[str, CacheScale]:
+    """The scales of each attention whose keys and values were recorded, by its Hugging Face name."""
+    found = {stem: _recorded(states, job) for stem, job in _attentions(plan).items()}
+    return {stem: scale for stem, scale in found.items() if scale is not None}
 
 
 def with_cache(made: Export, form: Format, scales: Mapping[str, CacheScale]) -> Export:
@@ -124,9 +130,9 @@ def _core(job: Job) -> str:
     return f"{job.module.removesuffix(_PROJECTION)}core_attention"
 
 
-def _recorded(states: Fp8States | None, job: Job) -> CacheScale | None:
-    state = states.modules.get(_core(job)) if states else None
-    if states is None or state is None or any(role not in state.roles for role in CACHE):
+def _recorded(states: Fp8States, job: Job) -> CacheScale | None:
+    state = states.modules.get(_core(job))
+    if state is None or any(role not in state.roles for role in CACHE):
         return None
     k, v = (float(recorded_amax(state.roles[role], role, states.recipe) / FP8_MAX[CODES]) for role in CACHE)
     return CacheScale(k, v) if k > 0 and v > 0 else None

@@ -239,12 +239,12 @@ def sized(block: Block, spec: TensorSpec) -> tuple[int, int]:
     return max(1, spec.rows if block[0] is None else block[0]), max(1, spec.columns if block[1] is None else block[1])
 
 
-_CACHE = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale")
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale")
 
 
 def cache_scales(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     """The tensors that hold scales for a KV cache (or for attention), which belong to no weight: scale_inv."""
-    named = {name: spec for name, spec in specs.items() if name.endswith(_CACHE)}
+    named = {name: spec for name, spec in specs.items() if name.endswith(CACHE_SCALES)}
     return named if config.get("quantization_config") else {}
 
 

@@ -13,7 +13,8 @@ SHOWN = 20
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """How many tensors are what, the worst of those that differ, and the differences in FP8 state."""
+    """How many tensors are what, the worst of those that differ, the differences in FP8 state, and what was not
+    compared."""
     by_status = {status: [t for t in comparison.tensors if t.status == status] for status in get_args(Status)}
     rows = [_together(status, tensors) for status, tensors in by_status.items() if tensors]
     found = [Table("Tensors", ("status", "count", "lowest SQNR, dB", "largest error"), rows)]
@@ -24,7 +25,12 @@ def tables(comparison: Comparison) -> list[Table]:
         found.append(Table("Settings that differ", ("",), [(line,) for line in comparison.settings[:SHOWN]]))
     if comparison.codes:
         found.append(codes(comparison.codes))
+    if told := [(t.name, t.remark) for t in comparison.tensors if t.remark]:
+        found.append(Table("What codes have lost", ("tensor", ""), told[:SHOWN]))
     found.append(Table("FP8 state", ("",), [(line,) for line in _state(comparison)]))
+    if comparison.not_compared:
+        rows = [(each.what, each.why) for each in comparison.not_compared]
+        found.append(Table("Not compared", ("what", "it is"), rows))
     return found
 
 

@@ -5,28 +5,36 @@ memory does not grow with the model.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.fp8.numerics import rounded_up
-from precisionctl.fp8.state import Fp8State, Fp8States
+from precisionctl.export.weight_encodings import weight_encodings
+from precisionctl.fp8.state import Fp8State, Fp8States, Role
+from precisionctl.fp8.statistics import Statistics
+from precisionctl.verify.carried import compare_encodings
 from precisionctl.verify.codes import CodesComparison, compare_codes
-from precisionctl.verify.engine_rules import Directory
+from precisionctl.verify.configs import compare_configs
+from precisionctl.verify.fixed_scales import FixedScales, compare_fixed_scales
 from precisionctl.verify.hf_tensors import HfTensors, Rows
+from precisionctl.verify.losses import Losses
+from precisionctl.verify.not_compared import NotCompared, of_keys
+from precisionctl.verify.optimizers import OptimizerTensors, both_optimizers
 
-Status = Literal["exact", "encoded", "differs", "shape", "only in A", "only in B"]
+Status = Literal["exact", "encoded", "lost", "differs", "shape", "only in A", "only in B"]
 
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """One tensor. `encoded`: one side is exactly the FP8 encoding of the other under the scale stored with it.
+    """One tensor. `encoded`: one side is exactly the FP8 encoding of the other under the scale stored with it; `lost`:
+    it is that too, and does not stand for the values all the same (`verify/losses.py`).
 
     SQNR in dB (infinite without noise) and the largest absolute error are of B's values against A's; None
-    where the two cannot be subtracted.
+    where the two cannot be subtracted. `remark` tells what the codes have lost, where that is worth knowing.
     """
 
     name: str
@@ -36,6 +44,7 @@ class TensorComparison:
     max_abs_error: float | None = None
     shapes: str = ""
     """Where they are not the same."""
+    remark: str = ""
 
     @property
     def equal(self) -> bool:
@@ -44,15 +53,16 @@ class TensorComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`settings` has a line for each setting that makes other logits of the same weights, and for each static input
-    scale that differs; `fp8` one for each difference in FP8 state, None where the state was not compared, because
+    """`settings` has a line for each setting that makes other logits of the same weights, and for each fixed scale that
+    differs; `fp8` one for each difference in FP8 state, None where the state was not compared, because
     no side has any, or only one. `codes` tells of every weight that is FP8 codes on either side, where that was asked
-    for."""
+    for, and `not_compared` what of these two was left out."""
 
     tensors: tuple[TensorComparison, ...]
     settings: tuple[str, ...]
     fp8: tuple[str, ...] | None
     codes: tuple[CodesComparison, ...] = ()
+    not_compared: tuple[NotCompared, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -62,50 +72,104 @@ class Comparison:
         return {"equal": self.equal} | asdict(self)
 
 
-def compare(a: Reader, b: Reader, *, fp8: bool = False, on_bytes: Callable[[int], None] = lambda n: None) -> Comparison:
+def compare(
+    a: Reader,
+    b: Reader,
+    *,
+    fp8: bool = False,
+    state: Fp8States | None = None,
+    on_bytes: Callable[[int], None] = lambda n: None,
+) -> Comparison:
     """Compare every tensor of two checkpoints, and their FP8 state where both have one.
 
-    With `fp8`, state is compared also where only one has any, and FP8 weights are compared code by code too. `on_bytes`
-    is told of stored bytes of A that have been compared. Raises MappingError where one of them does not fit its own
-    architecture.
+    With `fp8`, state is compared also where only one has any, and FP8 weights are compared code by code too. Fixed
+    scales are held against `state`, if that is given, in place of what a checkpoint recorded. `on_bytes` is told of
+    stored bytes of A that have been compared. Raises MappingError where one of them does not fit its own architecture.
     """
     left, right = HfTensors(a), HfTensors(b)
-    tensors = []
-    for name in [*left.specs, *(name for name in right.specs if name not in left.specs)]:
-        tensors.append(_compare_tensor(name, left, right))
-        on_bytes(left.nbytes(name))
-    tensors += [TensorComparison(name, "only in A", left.stored_dtype(name)) for name in left.nonzero_extras()]
-    tensors += [TensorComparison(name, "only in B", right.stored_dtype(name)) for name in right.nonzero_extras()]
+    for name, of in {**left.copies, **right.copies}.items():
+        left.add_copy(name, of)
+        right.add_copy(name, of)
+    optimizers = both_optimizers(a, b)
+    tensors = [*_compare_tensors(left, right, on_bytes), *_compare_extras(left, right)]
+    if not isinstance(optimizers, str):
+        tensors += _compare_tensors(*optimizers, on_bytes)
+    encodings = weight_encodings(a), weight_encodings(b)
+    sides = (
+        FixedScales(tensors_of.reader, tensors_of.plan, coded, state or tensors_of.reader.fp8)
+        for tensors_of, coded in zip((left, right), encodings, strict=True)
+    )
+    found = [compare_configs(a, b), compare_encodings(left, right, *encodings), compare_fixed_scales(*sides)]
+    settings = [*_setting_differences(a, b), *(line for lines, _ in found for line in lines)]
+    left_out = [*(each for _, those in found for each in those), *_left_out(left, right)]
+    if isinstance(optimizers, str):
+        left_out += of_keys("one optimizer", [optimizers] if optimizers else [])
     having = sum(reader.fp8 is not None for reader in (a, b))
+    if having == 1 and not fp8:
+        left_out.append(NotCompared("one state", f"only {'A' if a.fp8 else 'B'} has any"))
+    if a.fp8 and b.fp8:
+        left_out += of_keys("recording", _recorded_otherwise(a.fp8, b.fp8))
     states = tuple(_state_differences(a.fp8, b.fp8)) if having == 2 or (having and fp8) else None
     codes = tuple(compare_codes(a, b)) if fp8 else ()
-    return Comparison(tuple(tensors), tuple(_setting_differences(a, b)), states, codes)
+    return Comparison(tuple(tensors), tuple(settings), states, codes, tuple(left_out))
+
+
+def bytes_to_compare(a: Reader, b: Reader) -> int:
+    """How many stored bytes of A `compare` tells of."""
+    optimizers = both_optimizers(a, b)
+    of_optimizer = [] if isinstance(optimizers, str) else list(map(optimizers[0].nbytes, optimizers[0].specs))
+    return sum(spec.nbytes for spec in a.specs.values()) + sum(of_optimizer)
+
+
+Tensors = HfTensors | OptimizerTensors
+
+
+def _compare_tensors(a: Tensors, b: Tensors, on_bytes: Callable[[int], None]) -> Iterator[TensorComparison]:
+    for name in dict.fromkeys((*a.specs, *b.specs)):
+        yield _compare_tensor(name, a, b)
+        on_bytes(a.nbytes(name))
+
+
+def _compare_extras(a: HfTensors, b: HfTensors) -> Iterator[TensorComparison]:
+    """Biases that Hugging Face has no place for: not there is as zero."""
+    left, right = a.extras(), b.extras()
+    for name in dict.fromkeys((*left, *right)):
+        if name in left and name in right and not _same_bits(left[name], right[name]):
+            yield TensorComparison(name, "differs", str(left[name].dtype).removeprefix("torch."))
+        elif name not in right and bool(left[name].any()):
+            yield TensorComparison(name, "only in A", a.stored_dtype(name))
+        elif name not in left and bool(right[name].any()):
+            yield TensorComparison(name, "only in B", b.stored_dtype(name))
+
+
+def _left_out(a: HfTensors, b: HfTensors) -> Iterator[NotCompared]:
+    """What of two checkpoints is never compared, as far as they have it."""
+    readers = {"A": a.reader, "B": b.reader}
+    derived = [name for side in (a, b) for name in side.plan.derived]
+    yield from of_keys("derived", derived[:1])
+    padded = {
+        name: reader.model.padded_vocab_size - reader.model.vocab_size
+        for name, reader in readers.items()
+        if reader.layout == "megatron"
+    }
+    yield from of_keys("padding", (f"{rows} in {name}" for name, rows in padded.items() if rows > 0))
+    yield from of_keys("run", (f"of {name}" for name in padded))
+    files = [reader.companions.files for reader in readers.values()]
+    named = [name for name in dict.fromkeys((*files[0], *files[1])) if name != "config.json"]
+    if all(files):
+        yield from of_keys("files", (name for name in named if files[0].get(name) != files[1].get(name)))
 
 
 def _setting_differences(a: Reader, b: Reader) -> Iterator[str]:
-    """Input scales that one side has rounded to BF16 are no difference: an export for transformers does."""
     for field, (mine, others) in a.model.differences(b.model).items():
-        yield _differing(field, mine, others)
-    if isinstance(a, Directory) and isinstance(b, Directory):
-        for name in sorted(a.input_scales.keys() & b.input_scales.keys()):
-            left, right = a.input_scales[name], b.input_scales[name]
-            if right not in (left, _in_bf16(left)) and left != _in_bf16(right):
-                yield _differing(f"{name}: input scale", left, right)
-
-
-def _in_bf16(scale: float) -> float:
-    return float(rounded_up(torch.tensor(scale), "BF16"))
-
-
-def _differing(name: str, left: object, right: object) -> str:
-    return f"{name} is {_in_words(left)} in A, {_in_words(right)} in B"
+        yield f"{field} is {_in_words(mine)} in A, {_in_words(others)} in B"
 
 
 def _in_words(setting: object) -> str:
     return "none" if setting is None else str(setting)
 
 
-def _compare_tensor(name: str, a: HfTensors, b: HfTensors) -> TensorComparison:
+def _compare_tensor(name: str, a: Tensors, b: Tensors) -> TensorComparison:
     if name not in b.specs:
         return TensorComparison(name, "only in A", a.dtype(name))
     if name not in a.specs:
@@ -115,27 +179,58 @@ def _compare_tensor(name: str, a: HfTensors, b: HfTensors) -> TensorComparison:
         shapes = f"{list(a.specs[name].shape)} / {list(b.specs[name].shape)}"
         return TensorComparison(name, "shape", dtypes, shapes=shapes)
     verdicts = {_verdict(left, right) for left, right in _pieces(name, a, b)}
-    sqnr_db, max_abs_error = (math.inf, 0.0) if verdicts == {"exact"} else _error(_pieces(name, a, b))
     worst = next(status for status in _WORST_FIRST if status in verdicts)
-    return TensorComparison(name, worst, dtypes, sqnr_db, max_abs_error)
+    if worst == "exact":
+        return TensorComparison(name, worst, dtypes, math.inf, 0.0)
+    if worst == "differs":
+        return TensorComparison(name, worst, dtypes, *_error(_pieces(name, a, b)))
+    assert isinstance(a, HfTensors) and isinstance(b, HfTensors), "nothing else has codes"
+    losses, error = _losses(name, a, b)
+    return TensorComparison(name, "lost" if losses.why else worst, dtypes, *error, remark=losses.why or losses.remark)
 
 
 _WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "exact")
 
 
-def _pieces(name: str, a: HfTensors, b: HfTensors) -> Iterator[tuple[Rows, Rows]]:
+def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[Rows, Rows]]:
     for row, rows in a.pieces(name):
         yield a.read(name, row, rows), b.read(name, row, rows)
 
 
+def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float, float]]:
+    """What one side's codes have lost of the other's values, and the error of B's values as `_error` has it."""
+    coded = a if a.is_codes(name) else b
+    spec = a.specs[name]
+    losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name)), 0, 0.0
+    for left, right in _pieces(name, a, b):
+        codes, values = (left, right) if coded is a else (right, left)
+        decoded = codes.values
+        losses.see(row, codes.stored, values.values, decoded)
+        signal += float(decoded.double().square().sum()) if coded is a else 0.0
+        row += len(values.stored)
+    return losses, (_decibels(signal if coded is a else losses.total.power, losses.total.error), losses.largest_error)
+
+
 def _verdict(a: Rows, b: Rows) -> Status:
     if a.scale_inv is None and b.scale_inv is None and a.stored.dtype == b.stored.dtype:
-        return "exact" if torch.equal(a.stored.view(torch.uint8), b.stored.view(torch.uint8)) else "differs"
+        return "exact" if _same_bits(a.stored, b.stored) else "differs"
     left, right = a.values, b.values
-    if bool(((left == right) | (left.isnan() & right.isnan())).all()):
+    one, other = left.view(torch.int32), right.view(torch.int32)  # zeros of two signs are two values, as above
+    if torch.equal(one, other):
+        return "exact"
+    nan = left.isnan()
+    if bool(nan.any()) and bool(((one == other) | (nan & right.isnan())).all()):
         return "exact"
     one_is_codes = (a.scale_inv is None) != (b.scale_inv is None)
     return "encoded" if one_is_codes and (a.encodes(right) or b.encodes(left)) else "differs"
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _error(pieces: Iterable[tuple[Rows, Rows]]) -> tuple[float, float]:
@@ -147,11 +242,15 @@ def _error(pieces: Iterable[tuple[Rows, Rows]]) -> tuple[float, float]:
         signal += float(left.square().sum())
         noise += float(error.square().sum())
         largest = max(largest, float(error.abs().max()))
+    return _decibels(signal, noise), largest
+
+
+def _decibels(signal: float, noise: float) -> float:
     if noise == 0:
-        return math.inf, largest
+        return math.inf
     if not math.isfinite(noise) or not math.isfinite(signal):  # an infinity or NaN on one side
-        return -math.inf, largest
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf, largest
+        return -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
 def _state_differences(a: Fp8States | None, b: Fp8States | None) -> Iterator[str]:
@@ -167,8 +266,17 @@ def _state_differences(a: Fp8States | None, b: Fp8States | None) -> Iterator[str
     for name in sorted(a.modules.keys() & b.modules.keys()):
         yield from _module_differences(name, a.modules[name], b.modules[name])
     for name in sorted(a.raw.keys() | b.raw.keys()):
-        if name not in a.raw or name not in b.raw or not torch.equal(a.raw[name], b.raw[name]):
+        if name not in a.raw or name not in b.raw or not _same_bits(a.raw[name], b.raw[name]):
             yield f"{name}: payloads that were not understood differ"
+    for name in sorted(a.statistics.keys() & b.statistics.keys()):
+        yield from _statistics_differences(name, a.statistics[name], b.statistics[name])
+
+
+def _recorded_otherwise(a: Fp8States, b: Fp8States) -> Iterator[str]:
+    yield from (word for word in ("producer", "iteration") if getattr(a, word) != getattr(b, word))
+    one_sided = sum(len(a.statistics.get(name, {}).keys() ^ b.statistics.get(name, {}).keys()) for name in a.modules)
+    if one_sided:
+        yield f"{one_sided} statistics"
 
 
 def _module_differences(name: str, a: Fp8State, b: Fp8State) -> Iterator[str]:
@@ -176,7 +284,13 @@ def _module_differences(name: str, a: Fp8State, b: Fp8State) -> Iterator[str]:
         left, right = a.roles.get(role), b.roles.get(role)
         if left is None or right is None:
             yield f"{name} {role}: only in {'A' if right is None else 'B'}"
-        elif not torch.equal(left.scale, right.scale):
+        elif not _same_bits(left.scale, right.scale):
             yield f"{name} {role}: scale is {left.scale.tolist()} and {right.scale.tolist()}"
-        elif not torch.equal(left.amax_history, right.amax_history):
+        elif not _same_bits(left.amax_history, right.amax_history):
             yield f"{name} {role}: the amax histories differ"
+
+
+def _statistics_differences(name: str, a: Mapping[Role, Statistics], b: Mapping[Role, Statistics]) -> Iterator[str]:
+    for role in sorted(a.keys() & b.keys()):
+        if a[role].numbers() != b[role].numbers():
+            yield f"{name} {role}: the statistics differ"

@@ -5,8 +5,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from precisionctl.checkpoints.base import Chunked, Reader, in_mxfp4, read_tensor
 from precisionctl.engines.base import Engine
-from precisionctl.engines.rule import Finding
+from precisionctl.engines.rule import Finding, Rule
 from precisionctl.errors import UnknownFormat
+from precisionctl.fp8.encoding import CODES
+
+_CODES = Rule("the rules are of FP8 weights; any engine loads BF16", "`export-inference` writes FP8 weights")
 
 
 @runtime_checkable
@@ -40,4 +43,7 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
             do="Engines load gpt-oss as OpenAI released it. `convert --to hf` makes a directory in BF16 of it.",
         )
     stored = reader.stored
-    return engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks, reader.beside)
+    found = engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks, reader.beside)
+    if not any(spec.dtype in CODES for spec in stored.specs.values()):
+        found.append(Finding("the directory", "no weight of it is FP8 codes", _CODES))
+    return found

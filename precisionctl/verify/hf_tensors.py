@@ -8,6 +8,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader, in_pieces, read_rows, read_tensor, stored_dtype
 from precisionctl.fp8 import numerics
+from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job
 from precisionctl.planning.segments import Segment, lower
@@ -44,16 +45,20 @@ class Rows:
 
 
 class HfTensors:
-    """A checkpoint's tensors by Hugging Face name, whatever its layout."""
+    """A checkpoint's tensors by Hugging Face name, whatever its layout.
+
+    `copies` are those that the checkpoint stores beside what they are copies of (the `lm_head` of a tied model), by
+    name, with the name of that; they are among `specs`.
+    """
 
     def __init__(self, reader: Reader) -> None:
         plan = make_plan(reader, "hf", respelled=True)
-        self._reader = reader
+        self.reader, self.plan = reader, plan
         self._kept = "", torch.empty(0)
-        self.specs = plan.targets
-        self._plan = plan
+        self.specs: dict[str, TensorSpec] = dict(plan.targets)
         self._segments: dict[str, list[Segment]] = {name: [] for name in plan.targets}
         self._computed: dict[str, Job] = {}
+        self._of: dict[str, str] = {}
         self._extras = [name for job in plan.jobs if not job.writes for name in job.reads]
         for job in plan.jobs:
             if plan.computes(job):
@@ -62,17 +67,32 @@ class HfTensors:
             reads = {read: reader.specs[read].rows for read in job.reads}
             for segment in lower(job.row, plan.model, plan.source, plan.target, reads, job.writes):
                 self._segments[segment.write].append(segment)
+        self.copies = {copy: job.writes[0] for job in plan.jobs for copy in job.copies}
+        for copy in self.copies:
+            spec = reader.specs[copy]
+            self.specs[copy] = spec
+            self._segments[copy] = [Segment(copy, 0, copy, 0, spec.rows)]
 
-    def nonzero_extras(self) -> Iterator[str]:
-        """Names of biases that Hugging Face has no place for and that are not zero; a conversion leaves out the
-        others."""
-        for name in self._extras:
-            if bool(read_tensor(self._reader, name).any()):
-                yield name
+    def add_copy(self, name: str, of: str) -> None:
+        """Take a tensor that this checkpoint does not store for what it would be a copy of."""
+        if name not in self.specs:
+            self.specs[name] = self.specs[of]
+            self._of[name] = of
+
+    def extras(self) -> dict[str, Tensor]:
+        """Biases that Hugging Face has no place for, by their own names; a conversion leaves out those that are
+        zero."""
+        return {name: read_tensor(self.reader, name) for name in self._extras}
 
     def stored_dtype(self, name: str) -> str:
         """The dtype of a tensor of the checkpoint, by its own name there."""
-        return str(stored_dtype(self._reader, name)).removeprefix("torch.")
+        return str(stored_dtype(self.reader, name)).removeprefix("torch.")
+
+    def block(self, name: str) -> tuple[int, int]:
+        """How many rows and columns of a tensor of codes share a scale."""
+        reads = [segment.read for segment in self._segments[name] if segment.read is not None]
+        high, wide = self.reader.encodings[reads[0]].block
+        return high, wide
 
     def is_codes(self, name: str) -> bool:
         """Whether rows of a tensor are read as FP8 codes with their scales."""
@@ -80,6 +100,7 @@ class HfTensors:
 
     def dtype(self, name: str) -> str:
         """The dtype that a tensor is stored in; `specs` has the dtype after decoding."""
+        name = self._of.get(name, name)
         if name in self._computed:
             return self.stored_dtype(self._computed[name].reads[0])
         reads = (segment.read for segment in self._segments[name] if segment.read is not None)
@@ -87,7 +108,7 @@ class HfTensors:
 
     def nbytes(self, name: str) -> int:
         """How many bytes of a tensor the checkpoint stores; 0 where it has none."""
-        specs = self._reader.specs
+        specs = self.reader.specs
         if name in self._computed:
             job = self._computed[name]
             return sum(specs[read].nbytes for read in job.reads) // len(job.writes)
@@ -101,6 +122,7 @@ class HfTensors:
 
     def read(self, name: str, row: int, rows: int) -> Rows:
         """Rows `[row, row + rows)` of a tensor."""
+        name = self._of.get(name, name)
         if name in self._computed:
             values = self._compute(name).reshape(self.specs[name].rows, self.specs[name].columns)
             return Rows(values[row : row + rows], None)
@@ -112,12 +134,12 @@ class HfTensors:
         """A tensor that is computed from the stored one. The last is kept, since callers read piece by piece."""
         if self._kept[0] != name:
             job = self._computed[name]
-            made = self._plan.compute(job, [self._whole(read) for read in job.reads])
+            made = self.plan.compute(job, [self._whole(read) for read in job.reads])
             self._kept = name, made[job.writes.index(name)]
         return self._kept[1]
 
     def _whole(self, name: str) -> Tensor:
-        stored, encoding = read_tensor(self._reader, name), self._reader.encodings.get(name)
+        stored, encoding = read_tensor(self.reader, name), self.reader.encodings.get(name)
         return stored if encoding is None else encoding.decode_rows(stored, 0)
 
     def _part(self, segment: Segment, row: int, rows: int) -> Rows | None:
@@ -130,8 +152,8 @@ class HfTensors:
             spec = self.specs[segment.write]
             return Rows(torch.zeros(count, spec.columns, dtype=spec.dtype), None)
         start = segment.read_row + first - segment.write_row
-        stored = read_rows(self._reader, segment.read, start, count)
-        encoding = self._reader.encodings.get(segment.read)
+        stored = read_rows(self.reader, segment.read, start, count)
+        encoding = self.reader.encodings.get(segment.read)
         if encoding is None:
             return Rows(stored, None)
         return Rows(stored, encoding.scales(start, *stored.shape).expand(count, -1))

@@ -1,0 +1,56 @@
+"""How weights are FP8 codes, or were: what two checkpoints say of it beside the codes themselves."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from precisionctl.checkpoints.base import in_pieces
+from precisionctl.checkpoints.companions import parse_json
+from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, WeightEncodings
+from precisionctl.verify.configs import Found, compare_quantization
+from precisionctl.verify.hf_tensors import PIECE, HfTensors
+from precisionctl.verify.not_compared import NotCompared
+
+
+def compare_encodings(a: HfTensors, b: HfTensors, left: WeightEncodings | None, right: WeightEncodings | None) -> Found:
+    """`quantization_config`, and of weights that are values on both sides, the scales that they had as codes: those of
+    codes show in what these decode to, and between codes and values they may be others."""
+    here, there = _quantization(a, left), _quantization(b, right)
+    in_codes = [bool(side.reader.encodings) for side in (a, b)]
+    if here is None or there is None:
+        one = NotCompared("one quantization", f"only {'B' if here is None else 'A'} has one")
+        return [], [] if here is there else [one]
+    if in_codes[0] != in_codes[1]:
+        return [], [NotCompared("one quantization", f"only the weights of {'A' if in_codes[0] else 'B'} are codes now")]
+    lines, left_out = compare_quantization(here, there)
+    files = [encodings.files.get(QUANT_CONFIG) if encodings else None for encodings in (left, right)]
+    if files[0] is not None and files[1] is not None:
+        nested = [parse_json(data, QUANT_CONFIG) for data in files if data is not None]
+        more, also = compare_quantization(nested[0], nested[1], QUANT_CONFIG)
+        lines, left_out = [*lines, *more], [*left_out, *also]
+    elif files[0] is not files[1]:
+        left_out.append(NotCompared("one quantization", f"{QUANT_CONFIG}, which only one side has"))
+    if not any(in_codes) and left is not None and right is not None:
+        lines += _grid_differences(left, right)
+    return lines, left_out
+
+
+def _quantization(side: HfTensors, encodings: WeightEncodings | None) -> Mapping[str, Any] | None:
+    """What a checkpoint says of how its weights are coded, or were."""
+    if encodings is not None:
+        return encodings.quantization
+    data = side.reader.companions.files.get("config.json")
+    found = parse_json(data, "config.json").get("quantization_config") if data is not None else None
+    return found if isinstance(found, Mapping) else None
+
+
+def _grid_differences(left: WeightEncodings, right: WeightEncodings) -> Iterator[str]:
+    for name in sorted(left.weights.keys() ^ right.weights.keys()):
+        yield f"{name}: only {'A' if name in left.weights else 'B'} knows how it was coded"
+    for name in sorted(left.weights.keys() & right.weights.keys()):
+        one, other, spec = left.by_name[name], right.by_name[name], left.weights[name]
+        for row, rows in in_pieces(0, spec.rows, spec.columns, PIECE):
+            scales = (each.scales(row, rows, spec.columns).expand(rows, -1) for each in (one, other))
+            before, after = (each.expand(-1, spec.columns) for each in scales)
+            if one.dtype != other.dtype or not bool((before == after).all()):
+                yield f"{name}: it was coded with other scales in A than in B"
+                break

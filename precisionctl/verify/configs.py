@@ -1,0 +1,104 @@
+"""Two config.json compared key by key, as far as no ModelShape says what they mean."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from precisionctl.architectures.find import architecture_of
+from precisionctl.architectures.rope import PARAMETERS
+from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.companions import parse_json
+from precisionctl.verify.not_compared import CONFIG_KEYS, QUANTIZER_KEYS, NotCompared, of_keys
+
+_TOPIC = {key: topic for topic, keys in CONFIG_KEYS.items() for key in keys}
+_MODULES = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "targets")
+"""Keys of a `quantization_config` with lists of modules, whose order says nothing."""
+
+ABSENT = object()
+"""In place of the value of a key that is not there."""
+
+Found = tuple[list[str], list[NotCompared]]
+"""A line for each difference, and what was left out."""
+
+
+def compare_configs(a: Reader, b: Reader) -> Found:
+    """Keys of config.json that differ. Those that the families' tables read are left out, since ModelShape has what
+    they say. Null is not absent, for which a class may have a default. `quantization_config` is another question."""
+    here, there = (_config(reader) for reader in (a, b))
+    if here is None or there is None:
+        return [], [] if here is there else [NotCompared("one config", f"only {'B' if here is None else 'A'} has one")]
+    read = {key for model in (a.model, b.model) for entry in _entries(model.architecture) for key in entry.keys}
+    differing, left_out = [], dict[str, list[str]]()
+    for path, left, right in _unequal(here, there):
+        key, name = path[0], ".".join(path)
+        topic = "spelled otherwise" if _is_read(path, read) else _TOPIC.get(key)
+        if topic:
+            left_out.setdefault(topic, []).append(name)
+        else:
+            differing.append(_line(f"config.json {name}", left, right))
+    return differing, [line for topic, names in left_out.items() for line in of_keys(topic, names)]
+
+
+def compare_quantization(a: Mapping[str, Any], b: Mapping[str, Any], file: str = "quantization_config") -> Found:
+    """What two `quantization_config` say differently; nothing where they are of two methods, each in its own words."""
+    methods = [config.get("quant_method") for config in (a, b)]
+    if methods[0] != methods[1]:
+        return [], [NotCompared("one quantization", " / ".join(str(method) for method in methods))]
+    unequal = list(_unequal(_in_order(a), _in_order(b)))
+    left_out = [
+        path
+        for path, left, right in unequal
+        if any(key in QUANTIZER_KEYS for key in path)
+        or (methods[0] == "compressed-tensors" and all(value in (None, ABSENT) for value in (left, right)))
+    ]
+    lines = [_line(f"{file} {'.'.join(path)}", *values) for path, *values in unequal if path not in left_out]
+    return lines, of_keys("quantizer", (".".join(path) for path in left_out))
+
+
+def _config(reader: Reader) -> Mapping[str, Any] | None:
+    data = reader.companions.files.get("config.json")
+    if data is None:
+        return None
+    config = parse_json(data, "config.json")
+    return {key: value for key, value in config.items() if key not in ("quantization_config", "model_type")}
+
+
+def _entries(model_type: str) -> Iterator[Any]:
+    yield from architecture_of(model_type).config
+
+
+def _is_read(path: tuple[str, ...], read: set[str]) -> bool:
+    """Whether a family's table looks at a key, and, of rotary parameters, at the one within."""
+    return path[0] in read and all(part in PARAMETERS for part in path[1:])
+
+
+def _unequal(a: object, b: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object, object]]:
+    """Every place in two JSON objects where they differ, with both values, or ABSENT."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in dict.fromkeys((*a, *b)):
+            yield from _unequal(a.get(key, ABSENT), b.get(key, ABSENT), (*path, key))
+    elif isinstance(a, Mapping) and a:
+        for key, value in a.items():
+            yield from _unequal(value, ABSENT, (*path, key))
+    elif isinstance(b, Mapping) and b:
+        for key, value in b.items():
+            yield from _unequal(ABSENT, value, (*path, key))
+    elif a != b or (type(a) is bool) != (type(b) is bool):
+        yield path, a, b
+
+
+def _in_order(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `quantization_config` with its lists of modules in order, at any depth."""
+    made: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in _MODULES and isinstance(value, list):
+            value = sorted(map(str, value))
+        made[key] = _in_order(value) if isinstance(value, Mapping) else value
+    return made
+
+
+def _line(name: str, a: object, b: object) -> str:
+    return f"{name} is {_shown(a)} in A, {_shown(b)} in B"
+
+
+def _shown(value: object) -> str:
+    return "not there" if value is ABSENT else f"{value!r:.60}"

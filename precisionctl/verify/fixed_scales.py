@@ -1,0 +1,136 @@
+"""Fixed scales of inputs and KV caches compared: with one another, or with the FP8 state that they came from.
+
+All are scale_inv. One that is rounded up to BF16, as some exports are, is the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.base import Reader, read_tensor
+from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.engines.cache import attention_and_kind
+from precisionctl.export.export import with_one_input
+from precisionctl.export.input_scales import amax_of
+from precisionctl.export.kv_cache import scales_of_state
+from precisionctl.fp8.numerics import FP8_MAX, recorded_amax, rounded_up
+from precisionctl.fp8.state import Fp8States
+from precisionctl.planning.plan import Plan
+from precisionctl.quant_methods.base import CACHE_SCALES, CODES
+from precisionctl.verify.configs import Found
+from precisionctl.verify.not_compared import NotCompared
+
+_SHOWN = 3
+"""How many names a line of missing scales has."""
+
+
+@dataclass(frozen=True)
+class FixedScales:
+    """What one side says of fixed scales: `encodings` is how its weights are codes, or were, and `state` what was
+    recorded. `plan` leads to Hugging Face names."""
+
+    reader: Reader
+    plan: Plan
+    encodings: WeightEncodings | None
+    state: Fp8States | None
+
+    @cached_property
+    def stored(self) -> Mapping[str, Tensor]:
+        """Each scale, FP32, by what it is of."""
+        if self.encodings is None:
+            return {}
+        renamed = {read: write for job in self.plan.jobs for read, write in zip(job.reads, job.writes, strict=False)}
+        one_to_one = self.reader.layout == "hf"  # names of experts may be the file's, or the model class's
+        found = {}
+        for weight in self.encodings.scales:
+            scale = self.encodings.input_scale(weight)
+            if scale is not None:
+                name = renamed.get(weight, weight) if one_to_one else weight
+                found[f"input scale of {name}"] = torch.tensor([scale])
+        for name in self.encodings.stored.specs:
+            if name.endswith(CACHE_SCALES):
+                found[_of_cache(name)] = read_tensor(self.encodings.stored, name).float().reshape(-1)
+        return found
+
+    @cached_property
+    def recorded(self) -> Mapping[str, float]:
+        """The amax that each scale would have been made of, as far as it was recorded."""
+        if self.state is None:
+            return {}
+        jobs = [job for job in self.plan.jobs if job.row.gemm and job.module in self.state.modules]
+        found: dict[str, float] = {}
+        for group in with_one_input(jobs):
+            states = [self.state.modules[job.module].roles for job in group]
+            amax = max(float(recorded_amax(roles["input"], "input", self.state.recipe).amax()) for roles in states)
+            if amax > 0:
+                found |= {f"input scale of {name}": amax for job in group for name in job.writes}
+        for stem, scale in scales_of_state(self.state, self.plan).items():
+            found |= {
+                f"{kind} scale of {stem}": float(amax_of(value)) for kind, value in (("k", scale.k), ("v", scale.v))
+            }
+        return found
+
+
+def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
+    """Each scale that either side has, against the other side's. Between codes and values, one that follows from what
+    the other side recorded is the same too: a training that went on counts more than the scales of former codes."""
+    alike = bool(a.reader.encodings) == bool(b.reader.encodings)  # both are codes, or both are values
+    lines: list[str] = []
+    missing: dict[str, list[str]] = {}
+    unknown: list[str] = []
+    for name in dict.fromkeys((*a.stored, *b.stored)):
+        left, right = a.stored.get(name), b.stored.get(name)
+        if left is not None and right is not None:
+            recorded = not alike and (_from_state(left, b, name) or _from_state(right, a, name))
+            if not _same(left, right) and not recorded:
+                lines.append(f"{name} is {_shown(left)} in A, {_shown(right)} in B")
+            continue
+        side, other = ("B", "A") if left is None else ("A", "B")
+        having, lacking = (b, a) if left is None else (a, b)
+        scale, amax = having.stored[name], lacking.recorded.get(name)
+        if alike and lacking.encodings is not None and amax is None:
+            missing.setdefault(side, []).append(name)
+        elif amax is None:
+            unknown.append(name)
+        elif not _from_state(scale, lacking, name):
+            made = f"the amax that {other} recorded, {amax:.6g}, gives {amax / FP8_MAX[CODES]:.6g}"
+            lines.append(f"{name} is {_shown(scale)} in {side}; {made}")
+    lines += [f"only {side} has the {_listed(names)}" for side, names in missing.items()]
+    return lines, [NotCompared("fixed scales", _listed(unknown))] if unknown else []
+
+
+def _of_cache(name: str) -> str:
+    """One name for k_scale and v_scale wherever tools put them below an attention; others keep theirs."""
+    found = attention_and_kind(name)
+    return f"{found[1]} scale of {found[0]}" if found else name
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape:
+        return False
+    return any(torch.equal(x, y) for x, y in ((left, right), (_in_bf16(left), right), (left, _in_bf16(right))))
+
+
+def _in_bf16(scale: Tensor) -> Tensor:
+    return rounded_up(scale, "BF16")
+
+
+def _from_state(scale: Tensor, side: FixedScales, name: str) -> bool:
+    """Whether a scale is that of the amax which a side recorded, or the amax was made of the scale."""
+    amax = side.recorded.get(name)
+    if amax is None or scale.numel() != 1:
+        return False
+    made = torch.tensor([amax]) / FP8_MAX[CODES]
+    return _same(scale, made) or float(amax_of(float(scale))) == amax
+
+
+def _shown(scale: Tensor) -> str:
+    return f"{float(scale):.6g}" if scale.numel() == 1 else f"{scale.numel()} numbers"
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

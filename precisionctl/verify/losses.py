@@ -1,0 +1,116 @@
+"""What codes have lost of the values that they encode: whether their scales make sense.
+
+The limits follow from E4M3's arithmetic. A value is off by 1/16 of itself at most where its code is a normal number,
+and by 2^-10 codes below. So where the largest value of those that share a scale is a code of 224 or more, as under
+every scale that an amax gives, noise is at most 1/256 + n * 2^-20 / 224^2 of the signal: 24 dB for n up to a million,
+20 dB for n up to a hundred million, whatever the values and however far their outliers.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from precisionctl.fp8.numerics import FP8_MAX
+from precisionctl.fp8.statistics import Loss
+
+LOWEST_DB = 10.0
+"""Below it codes are no encoding of the values: a tenth of the signal is noise. Honest scales that several tensors
+share, or that clip, stay above; a scale that sends every value to zero, or most beyond the largest code, gives 0."""
+
+EXPECTED_DB = 20.0
+"""What the arithmetic above promises of scales that an amax gave; less is told."""
+
+TOLD_SHARE = 0.1
+"""The share of nonzero values that became zero, or of values beyond the largest code, from which it is told."""
+
+NEGLIGIBLE = 2.0**-27
+"""Values whose loss is none: under the smallest scale that tools allow (vLLM's min_scaling_factor, 1 / (448 * 512))
+half of the smallest code is 2^-28, so smaller ones become zero honestly."""
+
+
+@dataclass
+class Losses:
+    """The losses of one tensor `[rows, columns]` whose values share a scale in blocks of `block`, shown rows in order.
+
+    `lost` of `blocks` have an SQNR under LOWEST_DB, though their values are not negligible.
+    """
+
+    rows: int
+    columns: int
+    block: tuple[int, int]
+    total: Loss = Loss()
+    largest: float = 0.0
+    largest_error: float = 0.0
+    lost: int = 0
+    blocks: int = 0
+    _open: Tensor | None = field(default=None, repr=False)
+    """The sums of a row of blocks of which rows are still to come: signal and noise, FP64 `[2, blocks]`."""
+
+    def see(self, row: int, codes: Tensor, values: Tensor, decoded: Tensor) -> None:
+        """Rows from `row` on: codes, and FP32 values and what the codes decode to, all `[n, columns]`."""
+        error = (values - decoded).abs_()
+        self.largest_error = max(self.largest_error, float(error.max()))
+        self.largest = max(self.largest, float(values.abs().max()))
+        power, noise = (self._by_block(each.square_()) for each in (values.clone(), error))
+        there = values != 0
+        self.total += Loss(
+            elements=values.numel(),
+            underflows=int((there & (decoded == 0)).sum()),
+            saturated=_beyond(codes, values, decoded),
+            power=float(power.sum()),
+            error=float(noise.sum()),
+        )
+        sums = torch.stack([power, noise])
+        high = min(self.block[0], self.rows)
+        if high > 1:
+            numbers = torch.arange(row, row + len(values)) // high - row // high
+            sums = sums.new_zeros(2, int(numbers[-1]) + 1, sums.shape[2]).index_add_(1, numbers, sums)
+        if self._open is not None:
+            sums[:, 0] += self._open
+        end = row + len(values)
+        whole = end % high == 0 or end == self.rows
+        self._open = None if whole else sums[:, -1].clone()
+        self._judge(sums if whole else sums[:, :-1])
+
+    def _by_block(self, each: Tensor) -> Tensor:
+        """Sums over the columns of a block, FP64 `[n, blocks]`."""
+        wide = min(self.block[1], self.columns)
+        padded = torch.nn.functional.pad(each, (0, -self.columns % wide)) if self.columns % wide else each
+        return padded.view(len(each), -1, wide).sum(2).double()
+
+    def _judge(self, sums: Tensor) -> None:
+        signal, noise = sums
+        elements = min(self.block[0], self.rows) * min(self.block[1], self.columns)
+        counts = (signal > elements * NEGLIGIBLE**2) & signal.isfinite()
+        self.lost += int((counts & (noise > signal * 10 ** (-LOWEST_DB / 10))).sum())
+        self.blocks += signal.numel()
+
+    @property
+    def why(self) -> str:
+        """In words, what says that the codes do not stand for the values; empty for nothing."""
+        if not self.lost:
+            return ""
+        of = "its scale loses" if self.blocks == 1 else f"{self.lost} of {self.blocks} scales lose"
+        return f"{of} the values (SQNR under {LOWEST_DB:.0f} dB): {self._shares()}"
+
+    @property
+    def remark(self) -> str:
+        """In words, what is worth knowing of codes that do stand for the values."""
+        nonzero = self.total.underflows / max(1, self.total.elements)
+        if max(nonzero, self.total.saturation) >= TOLD_SHARE:
+            rms = math.sqrt(self.total.power / max(1, self.total.elements))
+            return f"{self._shares()}; the largest value is {self.largest:.3g}, their RMS {rms:.3g}"
+        return f"SQNR {self.total.sqnr:.1f} dB, of {EXPECTED_DB:.0f} at least" if self.total.sqnr < EXPECTED_DB else ""
+
+    def _shares(self) -> str:
+        zero, beyond = self.total.underflow, self.total.saturation
+        return f"{zero:.1%} of values became zero, {beyond:.1%} were beyond the largest code"
+
+
+def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:
+    """How many values were too large for the largest code: by 16/448 of it they would have been rounded to the next."""
+    largest = torch.tensor(FP8_MAX[codes.dtype]).to(codes.dtype).view(torch.uint8)
+    at = ((codes.reshape(-1).view(torch.uint8) & 0x7F) == largest).nonzero().squeeze(1)
+    return int((values.view(-1)[at].abs() > decoded.view(-1)[at].abs() * (29 / 28)).sum())

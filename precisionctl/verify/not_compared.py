@@ -1,0 +1,79 @@
+"""What `verify A B` does not hold against one another, and why: the one list, which its report prints from and
+docs/compare.md shows whole.
+
+Everything else that is stored is compared. A report prints those lines alone that apply to its two checkpoints.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+LIST: Mapping[str, str] = {
+    "who wrote": "keys of config.json that say who wrote it",
+    "dtypes": "the dtype to load weights in; that of each tensor is shown",
+    "training": "keys of config.json that training alone uses: dropout, initial values, losses",
+    "running": "keys of config.json that say how to run the model, with the same result",
+    "labels": "keys of config.json for other heads than that of a language model",
+    "code": "keys of config.json that name a model's own code or its files; nothing here runs code",
+    "spelled otherwise": "keys of config.json that a family reads, and that make the same model: defaults, older "
+    "names, what another key switches off, the longest context where rotary positions do not depend on it",
+    "one config": "config.json, beyond the model's shape, where one side only has one",
+    "quantizer": "keys of `quantization_config` that say who wrote it and how scales were found; those of "
+    "compressed-tensors that are null on one side and not there on the other",
+    "one quantization": "`quantization_config`, where one side only has one, or codes, or each another `quant_method`",
+    "derived": "buffers that a model makes again by itself: rotary frequencies, causal masks",
+    "padding": "rows that pad the vocabulary in Megatron",
+    "fixed scales": "fixed scales of inputs and caches, where nothing on the other side says what they should be; "
+    "--fp8-state gives the file that does",
+    "one state": "FP8 state of one side only; --fp8 makes that a difference",
+    "recording": "who recorded FP8 state, and when; statistics beside it that one side only has",
+    "one optimizer": "the optimizer's tensors, where one side only has them, or where they are not stored by parameter",
+    "run": "what belongs to a run: its step, schedule, generators, settings of the optimizer, and of Megatron's "
+    "arguments what says nothing of the model",
+    "files": "tokenizer, chat template and generation_config.json",
+}
+"""Why something is left out, by topic."""
+
+CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
+    "who wrote": ("transformers_version", "_name_or_path", "_commit_hash"),
+    "dtypes": ("dtype", "torch_dtype"),
+    "training": (
+        *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "classifier_dropout"),
+        *("initializer_range", "router_aux_loss_coef", "router_jitter_noise", "output_router_logits"),
+        *("aux_loss_alpha", "seq_aux"),
+    ),
+    "running": (
+        *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward"),
+        *("_attn_implementation", "_attn_implementation_autoset", "_experts_implementation", "pretraining_tp"),
+        *("ep_size", "cache_implementation"),
+    ),
+    "labels": (
+        *("id2label", "label2id", "num_labels", "problem_type", "summary_type", "summary_use_proj"),
+        *("summary_activation", "summary_proj_to_labels", "summary_first_dropout", "task_specific_params"),
+    ),
+    "code": ("auto_map", "transformers_weights"),
+}
+"""Keys of config.json by the topic under which they are left out."""
+
+QUANTIZER_KEYS = (
+    *("producer", "version", "quantization_status", "global_compression_ratio", "observer", "observer_kwargs"),
+    *("actorder", "sparsity_config"),
+)
+"""Keys anywhere in a `quantization_config` that are left out. A sparsity that does anything is refused."""
+
+
+@dataclass(frozen=True)
+class NotCompared:
+    """`what` was not compared, for the reason that LIST has under `topic`."""
+
+    topic: str
+    what: str
+
+    @property
+    def why(self) -> str:
+        return LIST[self.topic]
+
+
+def of_keys(topic: str, keys: Iterable[str]) -> list[NotCompared]:
+    """One line for keys that differ and are left out; none where there are no such keys."""
+    named = ", ".join(dict.fromkeys(keys))
+    return [NotCompared(topic, named)] if named else []

@@ -1,0 +1,72 @@
+"""Which keys of config.json `verify` may leave out: transformers is the judge, by the logits that it computes."""
+
+import json
+import re
+from pathlib import Path
+
+import pico
+import pytest
+import torch
+from checkpoint_mutations import changed_configs
+from transformers import AutoModelForCausalLM
+
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.errors import PrecisionctlError
+from precisionctl.verify import not_compared
+from precisionctl.verify.compare import compare
+from precisionctl.verify.not_compared import CONFIG_KEYS, LIST, QUANTIZER_KEYS
+
+FAMILIES = ("llama-3", "qwen2-window", "phi3-long", "gemma2", "gpt-oss", "deepseek-v3")
+TOKENS = torch.arange(3, 51).view(1, -1)  # beyond every window, and beyond the original context of every scaling
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_key_that_changes_the_logits_goes_unnoticed(tmp_path: Path, family: str) -> None:
+    pico.save(tmp_path, family)
+    one, path = HuggingFaceReader(tmp_path), tmp_path / "config.json"
+    text = path.read_text()
+    expected = logits(tmp_path)
+    assert expected is not None
+    unchanged = 0
+    for name, config in changed_configs(json.loads(text)):
+        path.write_text(json.dumps(config))
+        if noticed(one, tmp_path):
+            continue
+        unchanged += 1
+        found = logits(tmp_path)
+        assert found is None or torch.equal(found, expected), name
+    assert unchanged > 5
+
+
+def noticed(one: HuggingFaceReader, directory: Path) -> bool:
+    try:
+        return not compare(one, HuggingFaceReader(directory)).equal
+    except PrecisionctlError:
+        return True
+
+
+def logits(directory: Path) -> torch.Tensor | None:
+    """What transformers computes; None where it refuses."""
+    try:
+        model = pico.as_its_config_says(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)).eval()
+        with torch.no_grad():
+            return model(TOKENS).logits
+    except Exception:
+        return None
+
+
+def test_the_document_has_the_list_of_what_is_not_compared() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "compare.md").read_text()
+    section = text.partition("### What is not compared")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| ([^|]+) \| (.+) \|$", section, re.MULTILINE)
+    keys = {**CONFIG_KEYS, "quantizer": QUANTIZER_KEYS}
+    expected = [*LIST.items(), *((topic, ", ".join(f"`{key}`" for key in names)) for topic, names in keys.items())]
+    assert [row for row in listed if row != ("", "keys")] == expected
+
+
+def test_every_line_of_the_list_is_used() -> None:
+    folder = Path(not_compared.__file__).parent
+    source = "".join(path.read_text() for path in folder.glob("*.py") if path.name != "not_compared.py")
+    unused = [topic for topic in LIST if f'"{topic}"' not in source and topic not in CONFIG_KEYS]
+    assert unused == []

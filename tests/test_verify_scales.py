@@ -1,0 +1,247 @@
+"""What `verify` says of scales: fixed ones against what was recorded, those of weights against what they lose."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import fp8_directories
+import in_memory
+import matrix
+import pico
+import pytest
+import torch
+from checkpoint_mutations import cache_scales
+from click.testing import CliRunner
+from conversions import run
+from safetensors.torch import load_file, save_file
+
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.cli import main
+from precisionctl.fp8 import numerics, sidecar
+from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
+from precisionctl.reports.verify import tables
+from precisionctl.verify.compare import Comparison, compare
+from precisionctl.verify.losses import LOWEST_DB, Losses
+
+Tensors = dict[str, torch.Tensor]
+DOWN = "model.layers.0.mlp.down_proj"
+OTHER = "model.layers.1.mlp.down_proj"
+K, V = "model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with recorded state, of caches too."""
+    directory = tmp_path_factory.mktemp("scales") / "hf"
+    pico.save(directory, dtype=torch.bfloat16, **matrix.sizes("llama-3", "block"))
+    states = in_memory.recorded(HuggingFaceReader(directory))
+    caches = {
+        f"decoder.layers.{layer}.self_attention.core_attention": Fp8State(
+            {role: RoleState(torch.tensor(448.0 / amax), torch.tensor([0.0, 0.0, 0.0, amax]))}  # type: ignore[dict-item]
+            | {"v": RoleState(torch.tensor(448.0), torch.tensor([0.0, 0.0, 1.0 + layer, 0.5]))}
+        )
+        for layer, role, amax in ((0, "k", 5.0), (1, "k", 7.0))
+    }
+    sidecar.write(directory / sidecar.RELATIVE, replace(states, modules={**states.modules, **caches}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def static(source: Path) -> Path:
+    return export(source, source.with_name("static"), "static", "--kv-cache", "fp8")
+
+
+def export(source: Path, to: Path, scheme: str, *more: str) -> Path:
+    arguments = ["export-inference", str(source), str(to), "--target", "vllm", "--scheme", scheme, *more]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    return to
+
+
+def changed(directory: Path, to: Path, change: Callable[[Tensors], object]) -> Path:
+    shutil.copytree(directory, to)
+    tensors = load_file(to / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def compared(a: Path, b: Path, **options: Fp8States) -> Comparison:
+    return compare(open_checkpoint(a), open_checkpoint(b), **options)  # type: ignore[arg-type]
+
+
+def swapped(one: str, other: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({one: tensors[other], other: tensors[one]})
+
+
+CHANGES: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "k and v swapped": (swapped(K, V), "k scale of model.layers.0.self_attn"),
+    "keys of two layers swapped": (swapped(K, K.replace("0", "1")), "k scale of model.layers.0.self_attn"),
+    "k a thousandth": (lambda tensors: tensors[K].mul_(0.001), "k scale"),
+    "an input a hundredth": (lambda tensors: tensors[f"{DOWN}.input_scale"].mul_(0.01), f"input scale of {DOWN}"),
+    "inputs swapped": (swapped(f"{DOWN}.input_scale", f"{OTHER}.input_scale"), f"input scale of {DOWN}"),
+    "an input's lowest bit": (
+        lambda tensors: tensors[f"{DOWN}.input_scale"].view(torch.int32).add_(1),
+        f"input scale of {DOWN}",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES.values(), ids=CHANGES)
+def test_fixed_scales_are_held_against_the_histories_that_they_came_from(
+    source: Path, static: Path, tmp_path: Path, case: tuple[Callable[[Tensors], object], str]
+) -> None:
+    change, named = case
+    assert compared(source, static).equal and compared(static, source).equal
+    other = changed(static, tmp_path / "other", change)
+    for found in (compared(source, other), compared(other, source), compared(static, other)):
+        assert not found.equal and any(named in line for line in found.settings), found.settings
+
+
+def test_scales_that_one_directory_of_codes_lacks_are_a_difference(static: Path, tmp_path: Path) -> None:
+    other = changed(static, tmp_path / "other", lambda tensors: (tensors.pop(K), tensors.pop(V)))
+    (line,) = compared(static, other).settings
+    assert line == "only A has the k scale of model.layers.0.self_attn, v scale of model.layers.0.self_attn"
+
+
+def test_scales_that_nothing_explains_are_named_as_not_compared(source: Path, static: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "bare", ignore=shutil.ignore_patterns("precisionctl"))
+    found = compared(tmp_path / "bare", static)
+    (left_out,) = [each for each in found.not_compared if each.topic == "fixed scales"]
+    assert found.equal and "and 15 more" in left_out.what  # 14 inputs, 4 of caches
+    shown = [cell for table in tables(found) for row in table.rows for cell in row]
+    assert left_out.what in shown and left_out.why in shown
+
+
+def test_a_file_of_state_stands_for_the_checkpoints_own(source: Path, static: Path, tmp_path: Path) -> None:
+    """As in an export from that file, which counts more than what the checkpoint recorded."""
+    states = sidecar.read(source / sidecar.RELATIVE)
+    name = "decoder.layers.0.mlp.linear_fc2"
+    amaxes = torch.tensor([9.0])
+    fresh = {**states.modules[name].roles, "input": numerics.after_one_update(amaxes[0], "input", states.recipe)}
+    file = tmp_path / "state.safetensors"
+    sidecar.write(file, replace(states, modules={**states.modules, name: Fp8State(fresh)}))
+    other = changed(static, tmp_path / "other", lambda t: t.update({f"{DOWN}.input_scale": amaxes / 448}))
+    assert not compared(source, other).equal
+    assert CliRunner().invoke(main, ["verify", str(source), str(other), "--fp8-state", str(file)]).exit_code == 0
+    assert CliRunner().invoke(main, ["verify", str(source), str(static), "--fp8-state", str(file)]).exit_code == 1
+    assert CliRunner().invoke(main, ["verify", str(source), "--fp8", "--fp8-state", str(file)]).exit_code == 2
+
+
+def test_fixed_and_dynamic_inputs_are_two_functions_of_the_same_codes(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "static", "fp8-tensor-vllm", num_hidden_layers=1)
+    other = changed(
+        tmp_path / "static",
+        tmp_path / "dynamic",
+        lambda tensors: [tensors.pop(name) for name in list(tensors) if name.endswith("input_scale")],
+    )
+    config = json.loads((other / "config.json").read_text())
+    config["quantization_config"]["activation_scheme"] = "dynamic"
+    (other / "config.json").write_text(json.dumps(config))
+    lines = compared(tmp_path / "static", other).settings
+    assert any("activation_scheme is 'static' in A, 'dynamic' in B" in line for line in lines)
+    assert any(line.startswith("only A has the input scale of") for line in lines)
+
+
+def test_scales_of_former_codes_are_compared_where_the_values_are(tmp_path: Path) -> None:
+    fp8_directories.make(tmp_path / "codes", "compressed-channel", num_hidden_layers=1)
+    file = tmp_path / "codes" / "model.safetensors"
+    save_file(load_file(file) | cache_scales(1), file, metadata={"format": "pt"})
+    run(tmp_path / "codes", tmp_path / "values", "hf", "bf16")
+    run(tmp_path / "codes", tmp_path / "megatron", "megatron", "bf16")
+    assert compared(tmp_path / "values", tmp_path / "megatron").equal
+    assert compared(tmp_path / "codes", tmp_path / "megatron").equal
+    (path,) = (tmp_path / "megatron").rglob("precisionctl/encodings.safetensors")
+    path.unlink()
+    left_out = compared(tmp_path / "values", tmp_path / "megatron").not_compared
+    assert any(each.topic == "one quantization" for each in left_out)
+
+
+SCALES = {"a million times too large": 1e6, "a million times too small": 1e-6, "a thousand times too small": 1e-3}
+
+
+@pytest.mark.parametrize("factor", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("scheme", ["static", "dynamic", "block", "mxfp8"])
+def test_codes_that_do_not_stand_for_the_values_are_lost_though_they_are_their_encoding(
+    source: Path, tmp_path: Path, scheme: str, factor: float
+) -> None:
+    """One scale of a weight is broken, and its codes are made by it."""
+    made, name = export(source, tmp_path / "out", scheme), f"{DOWN}.weight"
+    tensors = load_file(made / "model.safetensors")
+    scale_name = next(each for each in tensors if each.startswith(f"{DOWN}.weight_scale"))
+    if scheme == "mxfp8":
+        tensors[scale_name].view(-1)[0] += 20 if factor > 1 else -20
+    else:
+        tensors[scale_name].view(-1)[0] *= factor
+    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+    values = read_tensor(HuggingFaceReader(source), name)
+    tensors[name] = HuggingFaceReader(made).encodings[name].encode_rows(values, 0)
+    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+    found = compared(source, made)
+    (lost,) = [tensor for tensor in found.tensors if tensor.status == "lost"]
+    assert lost.name == name and not found.equal and "SQNR under 10 dB" in lost.remark
+    result = CliRunner().invoke(main, ["verify", str(source), str(made)])
+    assert result.exit_code == 1 and "Not the same" in result.output
+
+
+def test_one_outlier_is_told_and_is_no_difference(tmp_path: Path) -> None:
+    """Under one scale it sends nearly all other values to zero, and is most of the signal."""
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    name = f"{DOWN}.weight"
+    changed(tmp_path / "hf", tmp_path / "outlier", lambda tensors: tensors[name].view(-1)[7].fill_(3e4))
+    reader = HuggingFaceReader(tmp_path / "outlier")
+    sidecar.write(tmp_path / "outlier" / sidecar.RELATIVE, in_memory.recorded(reader))
+    found = compared(tmp_path / "outlier", export(tmp_path / "outlier", tmp_path / "out", "static"))
+    (told,) = [tensor for tensor in found.tensors if tensor.remark]
+    assert found.equal and told.name == name and "the largest value is 3e+04" in told.remark
+    assert any(told.remark in row for table in tables(found) for row in table.rows)
+
+
+@pytest.mark.parametrize("outlier", [1.0, 1e3, 1e6, 1e9])
+@pytest.mark.parametrize("numbers", ["FP32", "BF16", "powers of 2"])
+def test_no_scale_that_an_amax_gives_falls_below_the_floor(outlier: float, numbers: numerics.Numbers) -> None:
+    """Whatever the values: the arithmetic in verify/losses.py, tried."""
+    generator = torch.Generator().manual_seed(0)
+    for values in (
+        torch.randn(256, 256, generator=generator),
+        torch.randn(256, 256, generator=generator).exp(),
+        torch.full((256, 256), 17 / 16 + 1e-4),
+        torch.rand(256, 256, generator=generator) ** 40,
+    ):
+        values = values.clone()
+        values[3, 5] = outlier
+        scale = numerics.rounded_up(numerics.scale_inv(values.abs().max(), torch.float8_e4m3fn), numbers)
+        codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
+        numerics.encode_by_scale_inv(values, scale, codes, numerics.scratch_for(values))
+        losses = Losses(256, 256, (256, 256))
+        losses.see(0, codes, values, codes.float() * scale)
+        assert not losses.why and losses.total.sqnr > 24 > LOWEST_DB + 10
+
+
+@pytest.mark.parametrize("pieces", [[5, 3, 8, 4], [20], [1] * 20])
+def test_blocks_are_judged_whole_however_rows_come(pieces: list[int]) -> None:
+    """20 rows in blocks of 8 x 8: the last row of blocks has four, and the last column two."""
+    values = torch.rand(20, 26, generator=torch.Generator().manual_seed(0)) + 0.5
+    decoded = values.clone()
+    decoded[8:16, 8:16] = 0
+    decoded[16:, 24:] = 0
+    decoded[0, 0] = 0  # 1/64 of a block
+    losses, row = Losses(20, 26, (8, 8)), 0
+    for rows in pieces:
+        here = slice(row, row + rows)
+        losses.see(row, decoded[here].to(torch.float8_e4m3fn), values[here], decoded[here])
+        row += rows
+    assert (losses.lost, losses.blocks) == (2, 12)
+    assert losses.total.underflows == 64 + 8 + 1 and losses.total.elements == 520
+
+
+def test_a_row_of_next_to_nothing_may_become_zero() -> None:
+    values = torch.ones(2, 64)
+    values[1] = 1e-9
+    losses = Losses(2, 64, (1, 64))
+    losses.see(0, torch.zeros(2, 64).to(torch.float8_e4m3fn), values, torch.stack([values[0], torch.zeros(64)]))
+    assert not losses.why
