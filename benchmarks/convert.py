@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,9 @@ def write_model(directory: Path, width: int, ffn: int, layers: int, vocabulary: 
     from precisionctl.architectures.find import architecture_of, from_hf_config
     from precisionctl.architectures.param_map import names
     from precisionctl.checkpoints.base import Companions, write_rows
-    from precisionctl.checkpoints.huggingface import HuggingFaceWriter
+    from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
+    from precisionctl.conversion.weights_digest import digest_weights
+    from precisionctl.fp8 import sidecar
     from precisionctl.param import TensorSpec
 
     config = {
@@ -88,11 +91,13 @@ def write_model(directory: Path, width: int, ffn: int, layers: int, vocabulary: 
     for name, spec in specs.items():
         values = torch.randn(spec.rows, spec.columns, generator=generator, dtype=torch.float32).mul_(0.02)
         write_rows(writer, name, 0, values.bfloat16())
-    writer.finish(recorded_state(model))
+    writer.finish(None)
+    state = replace(recorded_state(model), of_weights=digest_weights(HuggingFaceReader(directory)))
+    sidecar.write(directory / sidecar.RELATIVE, state)
 
 
 def recorded_state(model: Any) -> Any:
-    """FP8 state as after training, so that a static export has input scales."""
+    """FP8 state as after training, so that a static export has input scales, but for the digest of the weights."""
     import torch
 
     from precisionctl.architectures.find import architecture_of

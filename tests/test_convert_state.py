@@ -11,7 +11,6 @@ import pico
 import pytest
 import torch
 from conversions import run, tensors
-from safetensors.torch import load_file, save_file
 from te_pickles import pickled, recipe_object
 from te_states import same
 
@@ -207,19 +206,3 @@ def test_state_of_a_module_that_the_model_lacks_is_refused(tmp_path: Path) -> No
     with pytest.raises(MappingError, match=r"FP8 state of `decoder.layers.1.mlp.linear_fc1`"):
         run(tmp_path / "short", tmp_path / "out", "megatron")
     run(tmp_path / "short", tmp_path / "out", "megatron", drop_fp8_state=True)
-
-
-@pytest.mark.parametrize("precision", ["fp8", "keep"])
-def test_a_stale_weight_amax_is_made_from_the_weights(tmp_path: Path, precision: str) -> None:
-    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
-    run(tmp_path / "hf", tmp_path / "fp8", "megatron", precision="fp8")
-    run(tmp_path / "fp8", tmp_path / "over", "hf")
-    stored = load_file(tmp_path / "over" / "model.safetensors")
-    stored["model.layers.1.mlp.down_proj.weight"] *= 4
-    save_file(stored, tmp_path / "over" / "model.safetensors", metadata={"format": "pt"})
-    work = run(tmp_path / "over", tmp_path / "again", "megatron", precision=precision)
-    assert any("1 modules was stale" in note for note in work.notes)
-    states = open_checkpoint(tmp_path / "again").fp8
-    assert states is not None
-    weight = states.modules["decoder.layers.1.mlp.linear_fc2"].roles["weight"]
-    assert weight.amax_history[-1] == stored["model.layers.1.mlp.down_proj.weight"].abs().max().float()

@@ -4,7 +4,6 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from html.parser import HTMLParser
-from types import SimpleNamespace
 
 import pico
 import pytest
@@ -14,6 +13,7 @@ from test_readiness import E4M3, MODULES, gaussian, healthy, recorded, with_outl
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
+from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.state import Fp8State
@@ -186,20 +186,17 @@ def test_inspect_takes_a_state_file_for_the_checkpoint_s_own(tmp_path):
     assert readiness["verdicts"]["mxfp8"]["unjudged"] == {"input": 7, "grad_output": 7}
 
 
-def test_a_state_older_than_its_history_is_told(tmp_path):
+def test_a_state_of_other_weights_is_told_and_used_for_nothing(tmp_path):
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     _, states = healthy()
-    old = replace(states, modules={m: states.modules[m] for m in MODULES[:4]}, statistics={}, iteration=100)
-    sidecar.write(tmp_path / "state", old)
+    four = replace(states, modules={m: states.modules[m] for m in MODULES[:4]}, statistics={}, iteration=100)
     reader = open_checkpoint(tmp_path / "hf")
-    for iteration, told in ((117, False), (118, True)):
-        dated = SimpleNamespace(**{name: getattr(reader, name) for name in READER}, iteration=iteration)
-        notes = assess(dated, tmp_path / "state", lambda total: nullcontext(lambda count: None)).notes
-        assert bool(notes) is told
-    assert notes == ("The FP8 state is 18 steps old, and its history goes back 17: nothing in it is recent.",)
-
-
-READER = ("path", "layout", "model", "specs", "encodings", "chunks", "fp8")
+    digest = digest_weights(reader)
+    for of_weights, told in ((digest, False), ("another", True), (None, True)):
+        sidecar.write(tmp_path / "hf" / sidecar.RELATIVE, replace(four, of_weights=of_weights))
+        judged = assess(open_checkpoint(tmp_path / "hf"), None, lambda total: nullcontext(lambda count: None))
+        assert any("was recorded with other weights" in note for note in judged.notes) is told
+        assert any(finding.kind == "other weights" for health in judged.roles for finding in health.findings) is told
 
 
 def test_a_state_of_another_model_is_one_error(tmp_path):
