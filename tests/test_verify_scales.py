@@ -158,7 +158,7 @@ def test_scales_of_former_codes_are_compared_where_the_values_are(tmp_path: Path
     (path,) = (tmp_path / "megatron").rglob("precisionctl/encodings.safetensors")
     path.unlink()
     left_out = compared(tmp_path / "values", tmp_path / "megatron").not_compared
-    assert any(each.topic == "one quantization" for each in left_out)
+    assert any(each.topic == "one encoding" for each in left_out)
 
 
 SCALES = {"a million times too large": 1e6, "a million times too small": 1e-6, "a thousand times too small": 1e-3}

@@ -14,8 +14,10 @@ from precisionctl.verify.not_compared import NotCompared
 def compare_encodings(a: HfTensors, b: HfTensors, left: WeightEncodings | None, right: WeightEncodings | None) -> Found:
     """`quantization_config`, and of weights that are values on both sides, the scales that they had as codes: those of
     codes show in what these decode to, and between codes and values they may be others."""
-    here, there = _quantization(a, left), _quantization(b, right)
     in_codes = [bool(side.reader.encodings) for side in (a, b)]
+    if not any(in_codes) and (left is None) != (right is None):
+        return [], [NotCompared("one encoding", f"only {'B' if left is None else 'A'} knows")]
+    here, there = _quantization(a, left), _quantization(b, right)
     if here is None or there is None:
         one = NotCompared("one quantization", f"only {'B' if here is None else 'A'} has one")
         return [], [] if here is there else [one]

@@ -20,6 +20,7 @@ LIST: Mapping[str, str] = {
     "quantizer": "keys of `quantization_config` that say who wrote it and how scales were found; those of "
     "compressed-tensors that are null on one side and not there on the other",
     "one quantization": "`quantization_config`, where one side only has one, or codes, or each another `quant_method`",
+    "one encoding": "how weights were coded before they became values, where one side only knows",
     "derived": "buffers that a model makes again by itself: rotary frequencies, causal masks",
     "padding": "rows that pad the vocabulary in Megatron",
     "fixed scales": "fixed scales of inputs and caches, where nothing on the other side says what they should be; "
