@@ -71,7 +71,7 @@ def per_block(values: Tensor, weight: Tensor) -> Product:
     x, w = GroupInputs(BLOCK, native=True).quantize(values).rows, coded(weight, (BLOCK, BLOCK))
     by_element = w[1].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     expected = x.summands() @ (w[0].float() * by_element[: len(weight), : weight.shape[1]]).t()
-    return partial(NativeBlocks(*w).under, x), expected
+    return partial(NativeBlocks(*w).gemm, x), expected
 
 
 def per_tensor_with_cast(values: Tensor, weight: Tensor) -> Product:
