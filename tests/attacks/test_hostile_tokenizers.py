@@ -136,7 +136,7 @@ def test_what_a_tokenizer_may_take_and_answer_is_bounded(
 
 
 def test_files_without_end_are_not_loaded(monkeypatch: pytest.MonkeyPatch, bounded: None) -> None:
-    monkeypatch.setattr(limits, "LOADING", Limits(0.3, 256 * MB))
+    monkeypatch.setattr(asking, "to_load", lambda nbytes: Limits(0.5, 256 * MB))
     added = [
         {"id": i, "content": f"x{i}", **dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)}
         | {"special": True}
