@@ -12,7 +12,7 @@ import torch
 
 from precisionctl.architectures.find import from_hf_config
 from precisionctl.checkpoints import encodings_file
-from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
+from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, WeightEncodings, Within, stored_encodings
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
@@ -210,7 +210,7 @@ class HuggingFaceWriter:
         return config
 
 
-def _open(path: Path, iteration: int | None) -> HuggingFaceReader:
+def _open(path: Path, iteration: int | None, hints: Hints) -> HuggingFaceReader:
     if iteration is not None:
         raise CheckpointError("a Hugging Face directory has no iterations", where=path, do="Leave --iteration out.")
     return HuggingFaceReader(path)

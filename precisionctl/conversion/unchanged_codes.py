@@ -11,7 +11,7 @@ from torch import Tensor
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.param import TensorSpec
-from precisionctl.planning.encode import Encode
+from precisionctl.planning.plan import Encode
 from precisionctl.planning.segments import Segment
 
 _SMALLEST = torch.finfo(torch.float32).tiny * 2.0**16
