@@ -37,6 +37,8 @@ CONTRADICTORY: dict[str, dict[str, Any]] = {
     "not cut for ranks": {"to": "hf", "parallelism": Parallelism(2)},
     "says how FP8 is made": {"to": "megatron", "recipe": PRESETS["fp8-delayed"]},
     "input scales of FP8 weights come from": {"to": "hf", "precision": "fp8", "drop_fp8_state": True},
+    "not written as bin": {"to": "hf", "precision": "fp8", "container": "bin"},
+    "already says the family": {"to": "hf", "target": "vllm", "architecture": "llama", "reference": Path("of it")},
 }
 
 

@@ -50,13 +50,15 @@ def build(request: Request, source: Source, result: Result) -> PlannedCommand:
     """The command that writes a result. Raises DestinationExists, and OutputError where writing would touch what is
     read."""
     output = _open_output(request.destination, request.source, request.reference, request.fp8_state)
-    make_writer = _hf_writer if request.to == "hf" else _megatron_writer
+    files = [source.encodings.path if source.encodings else None, request.fp8_state]
+    stats = [file.stat() for file in files if file and file.is_file()]
+    about = [__version__, result.plan.digest, request, [(stat.st_size, stat.st_mtime_ns) for stat in stats]]
     return PlannedCommand(
         source.reader,
         result.plan,
-        make_writer(request, source, result, output),
+        _writer(request, source, result, output),
         output,
-        _digest(request, source, result.plan),
+        hashlib.sha256(str(about).encode()).hexdigest(),
         tuple(result.notes),
         result.states,
         source.trained,
@@ -82,42 +84,31 @@ def _open_output(destination: Path, *sources: Path | None) -> Output:
     return output
 
 
-def _hf_writer(request: Request, source: Source, result: Result, output: Output) -> Writer:
-    """The Writer of a Hugging Face directory."""
-    plan, card = result.plan, result.card
-    return HuggingFaceWriter(
-        output.partial,
-        plan.targets,
-        source.reader.companions,
-        to_hf_config(plan.model, config_dtype(plan.targets)),
-        quantization=plan.quantization or None,
-        extra_files={**plan.files, **({NAME: card.text(source.reader)} if card else {})},
-        max_shard_size=request.max_shard_size,
-        spelling=BIN if request.container == "bin" else SAFETENSORS,
-        live=result.live,
-        lacks=result.lacks,
-    )
-
-
-def _megatron_writer(request: Request, source: Source, result: Result, output: Output) -> Writer:
-    """The Writer of a Megatron directory: an iteration, where a run goes along, else a release."""
+def _writer(request: Request, source: Source, result: Result, output: Output) -> Writer:
+    """The Writer of the container that was asked for: of Megatron's an iteration, where a run goes along, else a
+    release."""
+    plan, card, companions = result.plan, result.card, source.reader.companions
+    if request.to == "hf":
+        return HuggingFaceWriter(
+            output.partial,
+            plan.targets,
+            companions,
+            to_hf_config(plan.model, config_dtype(plan.targets)),
+            quantization=plan.quantization or None,
+            extra_files={**plan.files, **({NAME: card.text(source.reader)} if card else {})},
+            max_shard_size=request.max_shard_size,
+            spelling=BIN if request.container == "bin" else SAFETENSORS,
+            live=result.live,
+            lacks=result.lacks,
+        )
     make = LegacyWriter if request.container == "torch" else TorchDistWriter
     return make(
         output.partial / directory_name(result.run.iteration),
-        result.plan.model,
-        result.plan.targets,
-        parallelism=result.plan.parallelism,
+        plan.model,
+        plan.targets,
+        parallelism=plan.parallelism,
         run=result.run,
-        companions=source.reader.companions,
+        companions=companions,
         fp8_in="extra_state" if result.live else "sidecar",
         te=request.te_version,
     )
-
-
-def _digest(request: Request, source: Source, plan: Plan) -> str:
-    """SHA-256 of what makes a command this one: the program's version, the plan, all that the command says, and the
-    files beside the source, by size and time."""
-    files = [source.encodings.path if source.encodings else None, request.fp8_state]
-    stats = [file.stat() for file in files if file and file.is_file()]
-    about = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
-    return hashlib.sha256(f"{__version__} {plan.digest} {request} {about}".encode()).hexdigest()

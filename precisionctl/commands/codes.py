@@ -19,9 +19,8 @@ from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, in_powers_of_2
-from precisionctl.export.encode import WeightFormat, encode, in_scheme, modules_in_bf16
+from precisionctl.export.encode import WeightFormat, encode, in_scheme, modules_in_bf16, served
 from precisionctl.export.model_card import Card, beside
-from precisionctl.export.refused_shapes import served
 from precisionctl.export.schemes import best_scheme
 from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.statistics import Scaling

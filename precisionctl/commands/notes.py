@@ -211,7 +211,7 @@ def known_state_notes(known: KnownState, *, carried: bool) -> Iterator[str]:
         )
 
 
-def in_bf16_notes(plan: Plan, precision: Precision, refused: Mapping[str, str] | None) -> Iterator[str]:
+def in_bf16_notes(plan: Plan, precision: Precision, refused: Mapping[str, str]) -> Iterator[str]:
     """Which weights of a plan stay in BF16 though `precision` has them in FP8: experts that a family stores as one
     tensor, and those that an engine has `refused`, with the reason by name."""
     if any(is_slice(job.writes[0]) and precision.in_fp8(job.module) for job in plan.jobs if job.row.gemm):

@@ -87,6 +87,8 @@ class Request:
         if self.container not in (None, *CONTAINERS[self.to]):
             known = ", ".join(CONTAINERS[self.to])
             raise RecipeError(f"--to {self.to} is not written as {self.container}", do=f"Known: {known}.")
+        if self.container == "bin" and self.for_inference:
+            raise RecipeError("FP8 weights are not written as bin", do="Leave --container out.")
         if self.architecture is not None and self.reference is not None:
             raise RecipeError("--reference already says the family", do="Leave --architecture out.")
         if self.recipe is not None and self.precision != "fp8":

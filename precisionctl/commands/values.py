@@ -39,15 +39,15 @@ def as_values(request: Request, source: Source) -> Result:
     if source.trained:  # rank files have no place for the states of generators
         run = carried(source.trained, request.parallelism, generators=request.container != "torch")
     live = request.fills_extra_state and (request.precision == "fp8" or state is not None)
+    cut = plan.model.moe is not None and request.container != "torch"  # for each rank of experts
     notes = [
         *_notes(request, source, run),
         *(state.notes if state else ()),
-        *(_payload_notes(request, source) if live else ()),
+        *(payload_notes(request.te_version, request.parallelism.expert if cut else None) if live else ()),
         *known_state_notes(known, carried=sidecar is known.outdated and not live),
         *(code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)),
     ]
-    states = partial(_live_state, state, _trained_in_fp8(request, source, state), request, source) if live else sidecar
-    return Result(plan, notes, states, live, run, encodings)
+    return Result(plan, notes, partial(_live_state, request, source, state) if live else sidecar, live, run, encodings)
 
 
 def _notes(request: Request, source: Source, run: Carried) -> Iterator[str]:
@@ -65,30 +65,17 @@ def _notes(request: Request, source: Source, run: Carried) -> Iterator[str]:
         yield "Go on from it with --no-load-rng: the states of random generators are not in this format here."
 
 
-def _payload_notes(request: Request, source: Source) -> Iterator[str]:
-    cut = source.plan.model.moe is not None and request.container != "torch"
-    return payload_notes(request.te_version, request.parallelism.expert if cut else None)
-
-
-def _trained_in_fp8(request: Request, source: Source, state: Fp8States | None) -> Mapping[str, tuple[int, ...]]:
-    """The FP8 GEMMs whose state a run will load: those that carry some, or, where the result is to be trained in FP8,
-    all of the recipe."""
+def _live_state(
+    request: Request, source: Source, state: Fp8States | None, weight_amax: Mapping[str, float]
+) -> tuple[Fp8States, Sequence[str]]:
+    """The state that a run will load, once the weights' amaxes are known: of the modules that carry some, or, where the
+    result is to be trained in FP8, of every FP8 GEMM of the recipe."""
+    reader, gemms = source.reader, source.plan.gemms
     wanted: Callable[[str], bool] = (state.modules if state else {}).__contains__
     if request.precision == "fp8":
         wanted = request.numerics(source.plan.model.num_layers).in_fp8
-    return {module: shape for module, shape in source.plan.gemms.items() if wanted(module)}
-
-
-def _live_state(
-    state: Fp8States | None,
-    gemms: Mapping[str, tuple[int, ...]],
-    request: Request,
-    source: Source,
-    weight_amax: Mapping[str, float],
-) -> tuple[Fp8States, Sequence[str]]:
-    """The state that a run will load, once the weights' amaxes are known."""
-    reader = source.reader
-    change = carry_state(state, amax_by_module(weight_amax, gemms), request.state_recipe)
+    amax = amax_by_module(weight_amax, {module: shape for module, shape in gemms.items() if wanted(module)})
+    change = carry_state(state, amax, request.state_recipe)
     states = change.states
     if change.stale and not (reader.fp8 and reader.fp8.of_weights):  # then nothing proves the rest
         states = replace(states, of_weights=NOT_KNOWN)

@@ -85,7 +85,12 @@ def execute(
     was found out; None where there was nothing left to do: the command was killed right after the destination had
     appeared.
     """
-    if _was_finished(command, ranks):
+    if ranks.first:  # the others hear what it finds
+        finished = was_finished(command.output, command.digest, command.reader.files, ranks=ranks.count)
+        ranks.tell("finished", str(finished))
+    else:
+        finished = ranks.hear("finished") == "True"
+    if finished:
         return None
     with disk_problems(command.output), _journal(command, restart, ranks) as journal:
         before = fingerprints(command.reader.files)
@@ -115,15 +120,6 @@ def execute(
         if ranks.first:
             found.notes = [*filter(None, [proof]), *_finish(command, journal, found, checksums)]
     return found
-
-
-def _was_finished(command: PlannedCommand, ranks: Ranks) -> bool:
-    """What the first rank finds."""
-    if not ranks.first:
-        return ranks.hear("finished") == "True"
-    finished = was_finished(command.output, command.digest, command.reader.files, ranks=ranks.count)
-    ranks.tell("finished", str(finished))
-    return finished
 
 
 def _read_back(command: PlannedCommand, workers: int, ranks: Ranks, on_bytes: OnBytes) -> dict[str, str]:

@@ -3,7 +3,7 @@
 A plan without such a pass writes values.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -11,10 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from precisionctl.architectures.find import architecture_of
-from precisionctl.engines.shapes import in_step
+from precisionctl.engines.shapes import Served, in_step
 from precisionctl.errors import PrecisionError
 from precisionctl.export.input_scales import NO_STATE, input_scales
-from precisionctl.export.refused_shapes import Refusal, refused_error, refused_shapes, served, without_refused
 from precisionctl.fp8.numerics import Numbers, rounded_up
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
@@ -117,8 +116,8 @@ class InScheme:
 
     format: WeightFormat
     jobs: Sequence[Job]
+    refused: Mapping[str, str]
     inputs: Mapping[str, float] | None = None
-    refused: Mapping[str, str] | None = None
 
     def encodes(self, plan: Plan) -> Mapping[str, Encode]:
         if self.inputs is None:
@@ -166,6 +165,15 @@ class InScheme:
         return self.format.spelling.files(quantization)
 
 
+Refusal = Callable[[str, TensorSpec], str | None]
+"""What an engine has against a weight of this name and shape as FP8; None for nothing."""
+
+
+def served(plan: Plan, ranks: int = 1) -> Served:
+    """A plan's model on so many GPUs."""
+    return Served(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
+
+
 def in_scheme(
     plan: Plan,
     states: Fp8States | None,
@@ -187,12 +195,19 @@ def in_scheme(
     """
     refusal = refusal or partial(served(plan).refusal, scheme=form.scheme, ragged="last")
     jobs = fp8_jobs(plan, precision)
-    refused = refused_shapes(jobs, plan, refusal)
+    refused = {name: why for job in jobs for name in job.writes if (why := refusal(name, plan.targets[name]))}
     if refused and not keep_refused:
-        raise refused_error(refused, form.scheme)
-    jobs = without_refused(jobs, refused)
+        name, why = next(iter(refused.items()))
+        others = "--scheme static or dynamic, which have no blocks; or " if form.scheme == "block" else ""
+        raise PrecisionError(
+            f"{len(refused)} weights have shapes that the engine refuses, the first is `{name}`: {why}",
+            do=f"Choose {others}--keep-misfits, which leaves them in BF16 with what is computed with them; or name "
+            "modules in keep_bf16 of a --recipe.",
+        )
+    groups = {in_step(name) for name in refused}
+    jobs = [job for job in jobs if not any(in_step(name) in groups for name in job.writes)]
     if form.scheme == "static":
-        return InScheme(form, jobs, input_scales(states, jobs, why_no_state), refused)
+        return InScheme(form, jobs, refused, input_scales(states, jobs, why_no_state))
     for job in jobs:
         if not job.row.moves(plan.model):
             raise PrecisionError(
@@ -200,4 +215,4 @@ def in_scheme(
                 where=f"architecture {plan.model.architecture}",
                 do="Export with --scheme static, which has one scale for all of a weight.",
             )
-    return InScheme(form, jobs, refused=refused)
+    return InScheme(form, jobs, refused)

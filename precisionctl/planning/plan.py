@@ -166,14 +166,10 @@ def check_fp8_gemms(plan: Plan, precision: Precision) -> None:
     """Raise PrecisionError for a weight that `precision` has in FP8 and whose shape no FP8 GEMM takes. `precision` must
     know the plan's number of layers (`of_layers`)."""
     for job in plan.jobs:
-        if job.row.gemm and precision.in_fp8(job.module):
-            _check_fp8_gemm(job, plan.model, precision.alignment)
-
-
-def _check_fp8_gemm(job: Job, model: ModelShape, alignment: int) -> None:
-    shape = job.row.shape(model)
-    if any(size % alignment for size in shape):
+        shape = job.row.shape(plan.model) if job.row.gemm and precision.in_fp8(job.module) else ()
+        if not any(size % precision.alignment for size in shape):
+            continue
         raise PrecisionError(
-            f"`{job.name}` is {list(shape)}: FP8 GEMMs need multiples of {alignment}",
+            f"`{job.name}` is {list(shape)}: FP8 GEMMs need multiples of {precision.alignment}",
             do="Keep the module in BF16 (keep_bf16 in a recipe), or use --precision bf16.",
         )
