@@ -114,9 +114,8 @@ def recorded_state(model: Any) -> Any:
 
 def child(task: str, source: Path, target: Path, workers: int) -> None:
     """One run in this process; prints seconds and memory above what importing took, its workers' included."""
-    import precisionctl.commands.plan_conversion  # noqa: F401  # start-up, which `plan` would otherwise pay for
-    import precisionctl.commands.plan_export  # noqa: F401
-    from precisionctl.conversion.work import execute
+    import precisionctl.commands.plan_command  # noqa: F401  # start-up, which `plan` would otherwise pay for
+    from precisionctl.conversion.command import execute
 
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak that importing left
     before = memory_mb("VmRSS")
@@ -164,20 +163,19 @@ def private_mb(process: int | None) -> float:
 
 
 def plan(task: str, source: Path, target: Path) -> Any:
-    from precisionctl.commands.inference_export import InferenceExport
-    from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-    from precisionctl.commands.plan_export import plan_export
+    from precisionctl.commands.plan_command import plan_command
+    from precisionctl.commands.request import Request
     from precisionctl.param import Parallelism
 
     made, _, cut = task.partition(" to ")[2].partition(", ")
     if made.startswith("export"):
         scheme: Any = made.removeprefix("export ")
-        return plan_export(InferenceExport(source, target, "vllm", scheme))
+        return plan_command(Request.export(source, target, "vllm", scheme))
     if made == "hf":
-        return plan_conversion(Conversion(source, target, "hf"))
+        return plan_command(Request(source, target, "hf"))
     sizes = Parallelism(8, 4) if cut else Parallelism()
-    conversion = Conversion(source, target, "megatron", container=made, parallelism=sizes)
-    return plan_conversion(conversion)
+    conversion = Request(source, target, "megatron", container=made, parallelism=sizes)
+    return plan_command(conversion)
 
 
 def total_bytes(directory: Path) -> int:

@@ -53,14 +53,15 @@ def make_directories(scratch: Path, place: Place) -> dict[str, Path]:
     """A Llama in BF16 with recorded state, and its export for Transformer Engine."""
     import convert
 
-    from precisionctl.commands.plan_export import InferenceExport, plan_export
-    from precisionctl.conversion.work import execute
+    from precisionctl.commands.plan_command import plan_command
+    from precisionctl.commands.request import Request
+    from precisionctl.conversion.command import execute
 
     if place.small:
         convert.write_model(scratch / "bf16", 512, 512, 2, VOCABULARY)
     else:
         convert.make_model(scratch / "bf16", 4.0)
-    execute(plan_export(InferenceExport(scratch / "bf16", scratch / "fp8", "te")))
+    execute(plan_command(Request.export(scratch / "bf16", scratch / "fp8", "te")))
     return {"BF16": scratch / "bf16", "FP8": scratch / "fp8"}
 
 

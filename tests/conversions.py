@@ -1,5 +1,6 @@
 """Conversions as tests make them, and what is looked at of a result."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ import torch
 
 from precisionctl.checkpoints.base import Reader, read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import Work, execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import PlannedCommand, execute
 
 
 def run(
@@ -20,11 +22,16 @@ def run(
     workers: int = 2,
     verify: bool = False,
     **options: Any,
-) -> Work:
-    """`precisionctl convert`; further options are those of a Conversion."""
-    work = plan_conversion(Conversion(source, destination, to, precision, **options))
-    execute(work, workers=workers, verify=verify)
-    return work
+) -> PlannedCommand:
+    """`precisionctl convert`; further options are those of a Request."""
+    return carry_out(Request(source, destination, to, precision, **options), workers=workers, verify=verify)
+
+
+def carry_out(request: Request, **how: Any) -> PlannedCommand:
+    """Plan and execute. The command, with the notes of both."""
+    command = plan_command(request)
+    found = execute(command, **how)
+    return replace(command, notes=(*command.notes, *(found.notes if found else ())))
 
 
 def tree(directory: Path) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceW
 from precisionctl.conversion import convert
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.engines.base import engines
-from precisionctl.export.export import Format, make_export, plan_in_bf16
+from precisionctl.export.encode import WeightFormat, encode, in_scheme
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import Numbers, after_one_update
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States
@@ -101,18 +101,19 @@ def export(
     source: Reader, directory: Path, method: str, scheme: Scheme, numbers: Numbers = "FP32"
 ) -> HuggingFaceReader:
     """`source` exported for inference, with what any engine looks for in config.json, and opened."""
-    form = Format(quant_methods()[method], scheme, numbers)
-    made = make_export(plan_in_bf16(source), source.fp8, form, PRESETS["fp8-delayed"])
+    form = WeightFormat(quant_methods()[method], scheme, numbers)
+    values = make_plan(source, "hf", dtype=torch.bfloat16, respelled=True)
+    plan = encode(values, in_scheme(values, source.fp8, form, PRESETS["fp8-delayed"]))
     directory.mkdir()
     writer = HuggingFaceWriter(
         directory,
-        made.plan.targets,
+        plan.targets,
         source.companions,
         to_hf_config(source.model, "bfloat16"),
-        quantization=made.quantization,
-        extra_files=made.files,
+        quantization=plan.quantization,
+        extra_files=plan.files,
         lacks=lambda config: [key for engine in engines().values() for key in engine.lacks(config)],
     )
-    convert.run(made.plan, source, writer)
+    convert.run(plan, source, writer)
     writer.finish(None)
     return HuggingFaceReader(directory)

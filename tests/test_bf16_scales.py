@@ -12,9 +12,10 @@ from test_kv_cache import with_cache_state
 from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.commands.plan_export import InferenceExport, engine_named, plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.codes import engine_named
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.fp8 import numerics, sidecar
 from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
@@ -38,7 +39,7 @@ def source(root: Path, family: str) -> Path:
 
 
 def export(path: Path, out: Path, target: str, scheme: str, **more: object) -> dict[str, torch.Tensor]:
-    execute(plan_export(InferenceExport(path, out, target, scheme, **more)), verify=True)  # type: ignore[arg-type]
+    execute(plan_command(Request.export(path, out, target, scheme, **more)), verify=True)  # type: ignore[arg-type]
     return load_file(out / "model.safetensors")
 
 
@@ -91,7 +92,7 @@ def test_transformers_decodes_to_the_values_that_were_meant(tmp_path: Path, sche
     for target in ("transformers", "vllm"):
         out, decoded = tmp_path / target, tmp_path / f"{target} decoded"
         export(plain, out, target, scheme)
-        execute(plan_conversion(Conversion(out, decoded, "hf", "bf16")))
+        execute(plan_command(Request(out, decoded, "hf", "bf16")))
         theirs = AutoModelForCausalLM.from_pretrained(out).apply(disable_quantization)  # inputs stay what they are
         expected = AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.bfloat16)
         same[target] = torch.equal(theirs(TOKENS).logits, expected(TOKENS).logits)

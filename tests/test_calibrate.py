@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from conversions import carry_out
 from safetensors import safe_open
 from training import SMALL, make_source, make_text, run, scales, settings
 
@@ -19,9 +20,9 @@ from precisionctl.calibration.calibrate import Calibrated, Calibration, calibrat
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.commands.plan_export import InferenceExport, plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import (
     DamagedCheckpoint,
     DestinationExists,
@@ -434,7 +435,7 @@ def test_a_conversion_with_the_state_is_what_a_run_with_the_state_starts_from(
     place: Path, calibrated: Calibrated, tmp_path: Path, container: str
 ) -> None:
     recipe = load_recipe("fp8-delayed", [f"precision.delayed.amax_history_len={HISTORY}"]).precision
-    asked_for = Conversion(
+    asked_for = Request(
         place / "source",
         tmp_path / "converted",
         to="megatron",
@@ -443,17 +444,14 @@ def test_a_conversion_with_the_state_is_what_a_run_with_the_state_starts_from(
         recipe=recipe,
         fp8_state=calibrated.out,
     )
-    work = plan_conversion(asked_for)
-    execute(work)
+    work = carry_out(asked_for)
     assert any(str(calibrated.out) in note for note in work.notes)
     assert not any("come from the weights" in note for note in work.notes)
     found = open_checkpoint(tmp_path / "converted").fp8
     assert found is not None and found.producer == CALIBRATED
     assert scales(found) == scales(calibrated.states)
     execute(
-        plan_conversion(
-            replace(asked_for, destination=tmp_path / "bf16", precision="bf16", recipe=None, fp8_state=None)
-        )
+        plan_command(replace(asked_for, destination=tmp_path / "bf16", precision="bf16", recipe=None, fp8_state=None))
     )
     made = {}
     for name, given in (("converted", None), ("bf16", calibrated.out)):
@@ -469,10 +467,10 @@ def test_a_file_comes_before_what_a_checkpoint_carries(place: Path, calibrated: 
     some = dict(list(calibrated.states.modules.items())[:3])
     sidecar.write(tmp_path / "some", replace(calibrated.states, modules=some))
     for name, drop in (("filled", False), ("dropped", True)):
-        conversion = Conversion(
+        conversion = Request(
             tmp_path / "run", tmp_path / name, to="hf", drop_fp8_state=drop, fp8_state=tmp_path / "some"
         )
-        execute(plan_conversion(conversion))
+        execute(plan_command(conversion))
     filled, dropped = (sidecar.find(tmp_path / name) for name in ("filled", "dropped"))
     assert carried and filled and dropped and scales(dropped) == scales(sidecar.read(tmp_path / "some"))
     given = under_recipe(carried.recipe, dropped)
@@ -482,16 +480,16 @@ def test_a_file_comes_before_what_a_checkpoint_carries(place: Path, calibrated: 
 
 def test_an_export_takes_its_input_scales_from_the_file(place: Path, calibrated: Calibrated, tmp_path: Path) -> None:
     with pytest.raises(MissingFp8State, match="precisionctl calibrate"):
-        plan_export(InferenceExport(place / "source", tmp_path / "a", target="vllm", scheme="static"))
-    export = InferenceExport(place / "source", tmp_path / "b", target="vllm", fp8_state=calibrated.out)
-    execute(plan_export(export))
+        plan_command(Request.export(place / "source", tmp_path / "a", target="vllm", scheme="static"))
+    export = Request.export(place / "source", tmp_path / "b", target="vllm", fp8_state=calibrated.out)
+    execute(plan_command(export))
     with safe_open(tmp_path / "b/model.safetensors", "pt") as file:
         for layer in (0, 1):
             history = calibrated.states.modules[f"decoder.layers.{layer}.mlp.linear_fc2"].roles["input"].amax_history
             stored = file.get_tensor(f"model.layers.{layer}.mlp.down_proj.input_scale")
             assert float(stored) == float(history.max() / 448)
     with pytest.raises(RecipeError, match="Leave --fp8-state out"):
-        plan_export(replace(export, destination=tmp_path / "c", scheme="dynamic"))
+        plan_command(replace(export, destination=tmp_path / "c", scheme="dynamic"))
 
 
 def test_the_command_says_what_it_recorded_and_what_to_do_with_it(place: Path, tmp_path: Path) -> None:
@@ -560,9 +558,9 @@ def test_a_state_file_that_is_none_is_refused_before_anything_is_made(
         file.write_bytes(calibrated.out.read_bytes()[:-100] if damage == "cut" else b"{}" * 100)
     with pytest.raises((DamagedCheckpoint, UnknownFormat, OSError)):
         run(settings(place / "source", place / "text.txt", tmp_path / "run", "fp8", fp8_state=file))
-    conversion = Conversion(place / "source", tmp_path / "dst", to="megatron", precision="fp8", fp8_state=file)
+    conversion = Request(place / "source", tmp_path / "dst", to="megatron", precision="fp8", fp8_state=file)
     with pytest.raises((DamagedCheckpoint, UnknownFormat, OSError)):
-        plan_conversion(conversion)
+        plan_command(conversion)
     assert not list(tmp_path.glob("dst*")) and not list((tmp_path / "run").glob("iter_*"))
 
 

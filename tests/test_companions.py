@@ -12,8 +12,8 @@ from conversions import run, tree
 
 from precisionctl.checkpoints.companions import KINDS, kind_of, read_companions
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.inference_export import InferenceExport
-from precisionctl.commands.plan_export import plan_export
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
 from precisionctl.errors import DamagedCheckpoint
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "companions.md"
@@ -77,8 +77,8 @@ def test_transformers_opens_a_result_whose_config_is_of_its_own_code(tmp_path: P
 
 
 def test_an_export_says_that_the_engine_has_to_trust_the_code(tmp_path: Path) -> None:
-    export = InferenceExport(own_code(tmp_path / "own"), tmp_path / "out", target="vllm", scheme="dynamic")
-    work = plan_export(export)
+    export = Request.export(own_code(tmp_path / "own"), tmp_path / "out", target="vllm", scheme="dynamic")
+    work = plan_command(export)
     notes = " ".join(work.notes)
     assert (
         "--trust-remote-code" in notes

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoConfig
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.commands.plan_export import InferenceExport, plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.engines.base import engines
 from precisionctl.verify.engine_rules import check
 
@@ -29,7 +30,7 @@ def config_of(directory: Path) -> dict[str, Any]:
 
 def export(source: Path, target: str, scheme: str = "dynamic") -> Path:
     out = source.with_name(f"{source.name}-{target}")
-    execute(plan_export(InferenceExport(source, out, target, scheme, keep_misfits=True)))  # type: ignore[arg-type]
+    execute(plan_command(Request.export(source, out, target, scheme, keep_misfits=True)))  # type: ignore[arg-type]
     return out
 
 

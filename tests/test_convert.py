@@ -15,9 +15,10 @@ from precisionctl.architectures.moves import Grouped
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
 from precisionctl.conversion import worker
-from precisionctl.conversion.work import execute
+from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import Parallelism
 from precisionctl.planning.make_plan import make_plan
@@ -177,7 +178,7 @@ def test_verify_reads_back_what_is_on_the_disk_and_lists_checksums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
-    work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron", parallelism=Parallelism(2)))
+    work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron", parallelism=Parallelism(2)))
     execute(work, verify=True)
     manifest = json.loads((tmp_path / "out" / "release" / "precisionctl" / "manifest.json").read_text())
     for name, values in tensors(tmp_path / "out").items():
@@ -193,7 +194,7 @@ def test_verify_reads_back_what_is_on_the_disk_and_lists_checksums(
     write_rows = worker.write_rows
     monkeypatch.setattr(worker, "write_rows", flips)
     with pytest.raises(DamagedCheckpoint, match="`decoder.final_layernorm.weight` reads back other than"):
-        execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "flipped", "megatron")), verify=True)
+        execute(plan_command(Request(tmp_path / "hf", tmp_path / "flipped", "megatron")), verify=True)
     assert not (tmp_path / "flipped").exists()
 
 

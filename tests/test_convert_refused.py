@@ -13,8 +13,9 @@ import torch
 from conversions import run, tree
 from safetensors.torch import load_file, save_file
 
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -36,13 +37,15 @@ CONTRADICTORY: dict[str, dict[str, Any]] = {
     "not cut for ranks": {"to": "hf", "parallelism": Parallelism(2)},
     "says how FP8 is made": {"to": "megatron", "recipe": PRESETS["fp8-delayed"]},
     "input scales of FP8 weights come from": {"to": "hf", "precision": "fp8", "drop_fp8_state": True},
+    "not written as bin": {"to": "hf", "precision": "fp8", "container": "bin"},
+    "already says the family": {"to": "hf", "target": "vllm", "architecture": "llama", "reference": Path("of it")},
 }
 
 
 @pytest.mark.parametrize("message", CONTRADICTORY)
 def test_options_that_contradict_one_another_are_refused(tmp_path: Path, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        Conversion(tmp_path, tmp_path / "out", **CONTRADICTORY[message])
+        Request(tmp_path, tmp_path / "out", **CONTRADICTORY[message])
 
 
 def test_a_hugging_face_source_has_no_iterations(tmp_path: Path) -> None:
@@ -57,8 +60,8 @@ def test_a_source_in_the_way_of_what_is_written_is_refused(tmp_path: Path, desti
     before = tree(tmp_path)
     for restart in (False, True):
         with pytest.raises(OutputError, match="overlap"):
-            conversion = Conversion(tmp_path / "x.partial", tmp_path / destination, "megatron")
-            execute(plan_conversion(conversion), restart=restart)
+            conversion = Request(tmp_path / "x.partial", tmp_path / destination, "megatron")
+            execute(plan_command(conversion), restart=restart)
     assert tree(tmp_path) == before
 
 
@@ -156,7 +159,7 @@ def test_where_a_disk_is_mounted_nothing_can_be_renamed_to(tmp_path: Path, monke
 
 def test_what_comes_to_be_at_the_destination_meanwhile_is_left_alone_and_the_work_kept(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
-    work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron"))
+    work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron"))
 
     def someone_writes(_count: int) -> None:
         (tmp_path / "out").mkdir(exist_ok=True)

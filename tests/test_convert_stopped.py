@@ -18,17 +18,18 @@ from conversions import assert_same_tensors, run, tree
 from precisionctl.checkpoints import lock
 from precisionctl.checkpoints.output import Output
 from precisionctl.cli import main
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
 from precisionctl.conversion import convert, journal, processes, worker
+from precisionctl.conversion.command import execute
+from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.journal import open_journal
-from precisionctl.conversion.work import execute
 from precisionctl.errors import CheckpointError, DiskProblem, OutputError
 
 KILL = """
 import os, signal, sys
 from pathlib import Path
 from precisionctl.checkpoints import output
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion import convert, work, worker
 convert.SYNC_EVERY = 20_000
 stage, source, destination = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
@@ -43,7 +44,7 @@ def count(function):
     return counted
 worker.write_rows = count(worker.write_rows)
 output.sync = count(output.sync)  # what the commit calls
-work.execute(plan_conversion(Conversion(source, destination, "megatron", "fp8")), workers=1)
+work.execute(plan_command(Request(source, destination, "megatron", "fp8")), workers=1)
 """
 
 
@@ -112,7 +113,7 @@ def test_a_journal_that_is_none_is_refused_or_begun_anew(tmp_path: Path, said: b
     output.journal.write_bytes(said)
     try:
         with open_journal(output, "plan", []) as kept:
-            assert not kept.done and not kept.found
+            assert not kept.done and kept.found == Findings()
     except OutputError as error:
         assert "another conversion" in str(error)
 
@@ -209,7 +210,7 @@ def test_a_source_that_changed_is_not_gone_on_with(tmp_path: Path, monkeypatch: 
     os.utime(tmp_path / "hf" / "model.safetensors")
     with pytest.raises(OutputError, match="--restart"):
         run(tmp_path / "hf", tmp_path / "out", "megatron")
-    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
     assert (tmp_path / "out" / "release" / "metadata.json").is_file()
 
 
@@ -249,7 +250,7 @@ def test_what_is_not_ours_is_not_destroyed(tmp_path: Path, theirs: str) -> None:
         run(tmp_path / "hf", tmp_path / "out", "megatron")
     assert (tmp_path / theirs).read_text() == "precious"
     assert len(list(tmp_path.iterdir())) == 2
-    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
 
 
 def test_a_restart_that_is_killed_leaves_nothing_of_what_it_discards(
@@ -260,15 +261,15 @@ def test_a_restart_that_is_killed_leaves_nothing_of_what_it_discards(
     with monkeypatch.context() as patch:
         patch.setattr(Output, "begin", lambda output: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
-    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
+            execute(plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron")), restart=True)
     assert not (tmp_path / "out" / "stale.bin").exists()
 
 
 def test_two_runs_do_not_write_one_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "PATIENCE", 0.1)
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
-    work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron"))
+    work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron"))
     with open_journal(work.output, work.digest, work.reader.files):
         with pytest.raises(OutputError, match="another run"):
             execute(work)
@@ -279,25 +280,25 @@ def test_two_runs_do_not_write_one_output(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_torn_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
     output = Output(tmp_path / "out")
     with open_journal(output, "plan", []) as kept:
-        kept.record(["a", "b"], {"a": 1.5})
+        kept.record(["a", "b"], Findings(amax={"a": 1.5}, with_nan={"b"}))
     with open(output.journal, "a") as file:
         file.write('{"done": ["c"], "am')
     with open_journal(output, "plan", []) as kept:
-        assert kept.done == {"a", "b"} and kept.found == {"a": 1.5}
-        kept.record(["c"], {})
+        assert kept.done == {"a", "b"} and kept.found == Findings(amax={"a": 1.5}, with_nan={"b"})
+        kept.record(["c"], Findings())
     with open_journal(output, "plan", []) as kept:
         assert kept.done == {"a", "b", "c"}
 
 
 def test_a_source_that_changes_while_it_is_read_is_no_result(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
-    work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron"))
+    work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron"))
     with pytest.raises(OutputError, match="changed while it was read"):
         execute(work, on_bytes=lambda count: os.utime(tmp_path / "hf" / "model.safetensors"))
     assert not (tmp_path / "out").exists()
     with pytest.raises(OutputError, match="source that has changed"):
         run(tmp_path / "hf", tmp_path / "out", "megatron")
-    work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron"))
+    work = plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron"))
     execute(work, restart=True)
     assert (tmp_path / "out").is_dir()
 
@@ -353,8 +354,8 @@ def test_a_full_disk_is_one_error_and_keeps_what_is_done(tmp_path: Path) -> None
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     script = (
         "import resource, sys; from pathlib import Path\n"
-        "from precisionctl.commands import plan_conversion as c; from precisionctl.conversion import work as w\n"
-        "work = c.plan_conversion(c.Conversion(Path(sys.argv[1]), Path(sys.argv[2]), 'megatron'))\n"
+        "from precisionctl.commands import plan_command as c; from precisionctl.conversion import work as w\n"
+        "work = c.plan_command(c.Request(Path(sys.argv[1]), Path(sys.argv[2]), 'megatron'))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n    w.execute(work)\nexcept w.DiskProblem as error:\n    print(error)\n"
     )

@@ -14,8 +14,9 @@ from precisionctl import doctor
 from precisionctl.checkpoints.megatron.payloads import bytes_of
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import NotUnderstood
 from precisionctl.fp8.extra_state import read_payload
 from precisionctl.fp8.state import DelayedScaling
@@ -87,7 +88,7 @@ def test_every_file_is_refused_and_nothing_is_not():
 
 def megatron(tmp_path: Path, **options) -> Path:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
-    work = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "megatron", "megatron", "fp8", **options))
+    work = plan_command(Request(tmp_path / "hf", tmp_path / "megatron", "megatron", "fp8", **options))
     execute(work)
     return tmp_path / "megatron"
 

@@ -14,8 +14,9 @@ from training import make_source, make_text, run, settings
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.plan_export import InferenceExport, plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.engines.base import engines
 from precisionctl.errors import MappingError, MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
@@ -89,7 +90,7 @@ def test_a_start_says_how_many_experts_saw_no_token_and_a_run_goes_on_to_the_bit
 
 def exported(tmp_path: Path, target: str, scheme: str) -> dict[str, torch.Tensor]:
     out = tmp_path / f"{target}-{scheme}"
-    execute(plan_export(InferenceExport(tmp_path / "hf", out, target, scheme)))  # type: ignore[arg-type]
+    execute(plan_command(Request.export(tmp_path / "hf", out, target, scheme)))  # type: ignore[arg-type]
     return load_file(out / "model.safetensors")
 
 
@@ -174,12 +175,12 @@ def test_scales_for_channels_of_experts_are_refused_for_tensorrt_llm_and_not_tho
     with pytest.raises(PrecisionError, match="TensorRT-LLM does not load experts of modelopt with dynamic.*keep_bf16"):
         exported(tmp_path, "tensorrt-llm", "dynamic")
     kept = dataclasses.replace(PRESETS["fp8-delayed"], keep_bf16=("decoder.layers.*.mlp.experts.*",))
-    plan_export(InferenceExport(tmp_path / "hf", tmp_path / "out", "tensorrt-llm", "dynamic", kept))
+    plan_command(Request.export(tmp_path / "hf", tmp_path / "out", "tensorrt-llm", "dynamic", kept))
 
 
 def test_experts_in_one_tensor_stay_in_bf16_and_that_is_said(tmp_path: Path) -> None:
     source(tmp_path, "gpt-oss")
-    work = plan_export(InferenceExport(tmp_path / "hf", tmp_path / "out", "vllm", "static"))
+    work = plan_command(Request.export(tmp_path / "hf", tmp_path / "out", "vllm", "static"))
     assert any("Experts stay in BF16: gpt_oss" in note for note in work.notes)
     execute(work)
     stored = load_file(tmp_path / "out" / "model.safetensors")

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.conversion.weights_digest import digest_weights
-from precisionctl.conversion.work import execute
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
@@ -57,7 +57,7 @@ def source(tmp_path: Path, recipe: DelayedScaling = SHORT) -> Path:
 
 def export(path: Path, target: str = "vllm", scheme: str = "static") -> dict[str, torch.Tensor]:
     out = path.with_name(f"{target}-{scheme}")
-    execute(plan_export(InferenceExport(path, out, target, scheme)))  # type: ignore[arg-type]
+    execute(plan_command(Request.export(path, out, target, scheme)))  # type: ignore[arg-type]
     return load_file(out / "model.safetensors")
 
 
@@ -129,7 +129,7 @@ def test_static_names_the_layer_whose_input_was_never_recorded(tmp_path: Path) -
 def test_who_recorded_the_scales_and_when_is_told(tmp_path: Path, iteration: int | None, told: str) -> None:
     path = source(tmp_path)
     sidecar.write(path / sidecar.RELATIVE, replace(sidecar.read(path / sidecar.RELATIVE), iteration=iteration))
-    work = plan_export(InferenceExport(path, tmp_path / "out", "vllm"))
+    work = plan_command(Request.export(path, tmp_path / "out", "vllm"))
     assert f"Input scales are those of the checkpoint's FP8 state {told}." in work.notes
 
 
@@ -146,9 +146,9 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> Non
 
 def test_a_megatron_source_exports_the_bytes_that_its_hugging_face_source_does(tmp_path: Path) -> None:
     path = source(tmp_path)
-    execute(plan_conversion(Conversion(path, tmp_path / "megatron", "megatron", parallelism=Parallelism(2))))
+    execute(plan_command(Request(path, tmp_path / "megatron", "megatron", parallelism=Parallelism(2))))
     first = export(path)
-    execute(plan_export(InferenceExport(tmp_path / "megatron", tmp_path / "second", "vllm")))
+    execute(plan_command(Request.export(tmp_path / "megatron", tmp_path / "second", "vllm")))
     second = load_file(tmp_path / "second" / "model.safetensors")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
@@ -157,7 +157,7 @@ def test_a_megatron_source_exports_the_bytes_that_its_hugging_face_source_does(t
 def test_convert_to_fp8_hugging_face_is_this_export(tmp_path: Path) -> None:
     path = source(tmp_path)
     expected = export(path)
-    execute(plan_conversion(Conversion(path, tmp_path / "converted", "hf", precision="fp8")))
+    execute(plan_command(Request(path, tmp_path / "converted", "hf", precision="fp8")))
     stored = load_file(tmp_path / "converted" / "model.safetensors")
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
@@ -166,21 +166,21 @@ def test_convert_to_fp8_hugging_face_is_this_export(tmp_path: Path) -> None:
 def test_convert_to_fp8_hugging_face_takes_the_family_and_files_it_is_told(tmp_path: Path) -> None:
     path = source(tmp_path)
     expected = export(path)
-    execute(plan_conversion(Conversion(path, tmp_path / "megatron", "megatron")))
+    execute(plan_command(Request(path, tmp_path / "megatron", "megatron")))
     for files in (tmp_path / "megatron").rglob("precisionctl/hf"):
         shutil.rmtree(files)
-    told = Conversion(tmp_path / "megatron", tmp_path / "told", "hf", precision="fp8", reference=path)
-    execute(plan_conversion(told))
+    told = Request(tmp_path / "megatron", tmp_path / "told", "hf", precision="fp8", reference=path)
+    execute(plan_command(told))
     stored = load_file(tmp_path / "told" / "model.safetensors")
     assert all(torch.equal(stored[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
     family = replace(told, destination=tmp_path / "mistral", reference=None, architecture="mistral")
-    assert plan_conversion(family).plan.model.architecture == "mistral"
+    assert plan_command(family).plan.model.architecture == "mistral"
 
 
 def test_an_export_of_an_export_has_its_codes(tmp_path: Path) -> None:
     path = source(tmp_path)
     first = export(path)
-    work = plan_export(InferenceExport(path.with_name("vllm-static"), tmp_path / "again", "tensorrt-llm"))
+    work = plan_command(Request.export(path.with_name("vllm-static"), tmp_path / "again", "tensorrt-llm"))
     assert work.notes[0] == "Scheme static: the weights are FP8 codes of that kind already."
     execute(work)
     again = load_file(tmp_path / "again" / "model.safetensors")
@@ -204,7 +204,7 @@ def test_what_a_recipe_keeps_in_bf16_is_left_so_and_ignored_by_name(
 ) -> None:
     path = source(tmp_path)
     recipe = replace(PRESETS["fp8-delayed"], **keys)
-    execute(plan_export(InferenceExport(path, tmp_path / "out", "vllm", recipe=recipe)))
+    execute(plan_command(Request.export(path, tmp_path / "out", "vllm", recipe=recipe)))
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored[f"model.layers.{kept}.mlp.up_proj.weight"].dtype == torch.bfloat16
     assert stored[f"model.layers.{other}.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn

@@ -9,6 +9,7 @@ import in_memory
 import pico
 import pytest
 import torch
+from conversions import carry_out
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
@@ -16,10 +17,11 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.commands.plan_export import InferenceExport, engine_named, plan_export
+from precisionctl.commands.codes import engine_named
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
 from precisionctl.conversion import convert
-from precisionctl.conversion.work import execute
+from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionError
 from precisionctl.evaluate import load
 from precisionctl.evaluate.quantizers import GroupInputs
@@ -45,9 +47,8 @@ ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers")
 
 
 def export(source: Path, out: Path, target: str = "vllm", scheme: str | None = "block", **more: object) -> list[str]:
-    work = plan_export(InferenceExport(source, out, target, scheme, **more))  # type: ignore[arg-type]
-    execute(work, workers=1, verify=True)
-    return work.notes
+    work = carry_out(Request.export(source, out, target, scheme, **more), workers=1, verify=True)  # type: ignore[arg-type]
+    return list(work.notes)
 
 
 def check_with_every_engine(exported: Path) -> None:
@@ -285,7 +286,7 @@ def test_blocks_pass_through_to_the_byte(tmp_path: Path, spelling: str, scheme: 
 
 def test_codes_of_a_megatron_checkpoint_were_blocks_and_are_again(tmp_path: Path) -> None:
     fp8_directories.make(tmp_path / "fp8", "fp8-block", **WHOLE)
-    execute(plan_conversion(Conversion(tmp_path / "fp8", tmp_path / "megatron", "megatron")), workers=1)
+    execute(plan_command(Request(tmp_path / "fp8", tmp_path / "megatron", "megatron")), workers=1)
     export(tmp_path / "megatron", tmp_path / "out")
     before, after = stored(tmp_path / "fp8"), stored(tmp_path / "out")
     assert before.keys() == after.keys()
@@ -320,7 +321,7 @@ def test_codes_of_another_scheme_are_encoded_anew_and_counted(tmp_path: Path) ->
 
 
 def best(source: Path, target: str = "vllm") -> str:
-    work = plan_export(InferenceExport(source, source.with_name("out"), target))
+    work = plan_command(Request.export(source, source.with_name("out"), target))
     (note,) = [note for note in work.notes if note.startswith("Scheme ")]
     return note
 

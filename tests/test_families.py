@@ -21,7 +21,8 @@ from precisionctl.architectures.find import from_hf_config, from_megatron_args, 
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
 from precisionctl.errors import (
     DamagedCheckpoint,
     MappingError,
@@ -75,9 +76,9 @@ def test_hugging_face_to_hugging_face_keeps_every_tensor(tmp_path: Path, family:
 
 def test_names_that_only_megatron_bridge_has_are_told(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", "gemma3")
-    notes = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "megatron", "megatron")).notes
+    notes = plan_command(Request(tmp_path / "hf", tmp_path / "megatron", "megatron")).notes
     assert any("Megatron-Bridge's names" in note for note in notes)
-    assert plan_conversion(Conversion(tmp_path / "hf", tmp_path / "copy", "hf")).notes == []
+    assert plan_command(Request(tmp_path / "hf", tmp_path / "copy", "hf")).notes == ()
 
 
 @pytest.mark.parametrize("family", pico.PARALLEL_RESIDUAL)

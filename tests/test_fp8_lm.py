@@ -15,8 +15,9 @@ from training import contents, make_source, make_text, run, settings
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.run import WithOptimizer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, damage
 from precisionctl.recipe import Optimizer
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
@@ -276,8 +277,8 @@ def test_either_optimizer_goes_on_from_what_the_other_left_also_when_converted(
     place: Path, tmp_path: Path, first: str, second: str
 ) -> None:
     """Converted and not: the values are the same, so are the losses; near those of a run that did not change."""
-    execute(plan_conversion(Conversion(place / first, tmp_path / "cut", "megatron", container="torch")))
-    execute(plan_conversion(Conversion(tmp_path / "cut", tmp_path / "back", "megatron")))
+    execute(plan_command(Request(place / first, tmp_path / "cut", "megatron", container="torch")))
+    execute(plan_command(Request(tmp_path / "cut", tmp_path / "back", "megatron")))
     on = [
         run(train_on(source, place, tmp_path / f"on {number}", second, 8, "more.txt"))
         for number, source in enumerate((place / first, tmp_path / "back"))

@@ -18,14 +18,15 @@ import fp8_directories
 import pico
 import pytest
 import torch
+from conversions import carry_out
 from safetensors.torch import load_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_legacy.ranks import FILE
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.commands.plan_export import InferenceExport, plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, UnsafePickle
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.param import Parallelism
@@ -181,10 +182,10 @@ def make(folder: Path, stubs: Stubs, tensor_parallel: int = 2) -> tuple[Path, Pa
     """Legacy checkpoints of the same values: FP8 weights as TE pickles them, and plain ones in FP32."""
     pico.save(folder / "hf", "llama-3", dtype=torch.float32, **SIZES)
     for name in ("fp8", "plain"):
-        conversion = Conversion(
+        conversion = Request(
             folder / "hf", folder / name, "megatron", container="torch", parallelism=Parallelism(tensor_parallel)
         )
-        execute(plan_conversion(conversion), workers=1)
+        execute(plan_command(conversion), workers=1)
     generator = torch.Generator().manual_seed(5)
     for file in sorted((folder / "fp8").rglob(FILE)):
         content = torch.load(file, weights_only=False)
@@ -209,7 +210,7 @@ def test_every_release_is_read_as_what_its_codes_decode_to(
     reader = open_checkpoint(fp8)
     assert len(reader.encodings) == 8
     for source in (fp8, plain):
-        execute(plan_conversion(Conversion(source, source.with_name(f"{source.name}-hf"), "hf", "fp32")), workers=1)
+        execute(plan_command(Request(source, source.with_name(f"{source.name}-hf"), "hf", "fp32")), workers=1)
     found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("fp8-hf", "plain-hf"))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -233,10 +234,9 @@ def test_values_are_in_bf16_and_the_codes_come_back_in_an_export(
     """TE's one scale for a rank's tensor becomes one for each channel, and every code is the old one. Weights that
     ranks cut by columns have two scales in a row, as blocks have, and no channel is theirs: those get new ones."""
     fp8, plain = make(tmp_path, Stubs(form, monkeypatch))
-    execute(plan_conversion(Conversion(fp8, tmp_path / "bf16", "hf")), workers=1)
-    execute(plan_conversion(Conversion(plain, tmp_path / "values", "hf")), workers=1)
-    work = plan_export(InferenceExport(tmp_path / "bf16", tmp_path / "out", "vllm", "dynamic"))
-    execute(work, workers=1)
+    execute(plan_command(Request(fp8, tmp_path / "bf16", "hf")), workers=1)
+    execute(plan_command(Request(plain, tmp_path / "values", "hf")), workers=1)
+    work = carry_out(Request.export(tmp_path / "bf16", tmp_path / "out", "vllm", "dynamic"), workers=1)
     values, reader = load_file(tmp_path / "values" / "model.safetensors"), HuggingFaceReader(tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     kept = {
@@ -254,7 +254,7 @@ def test_blocks_that_end_within_a_rank_are_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(SIZES, "intermediate_size", 128)
     fp8, _ = make(tmp_path, Stubs(FORMS["block 2.20"], monkeypatch))
     with pytest.raises(PrecisionError, match="end at the 64 columns of a rank"):
-        execute(plan_conversion(Conversion(fp8, tmp_path / "out", "hf")), workers=1)
+        execute(plan_command(Request(fp8, tmp_path / "out", "hf")), workers=1)
 
 
 def saved(tmp_path: Path, stubs: Stubs, change: Callable[[Any, Any], Any]) -> Path:

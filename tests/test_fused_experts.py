@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
-from precisionctl.checkpoints.encodings_file import Within
+from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.fused_experts import sliced, stacked
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
 from precisionctl.checkpoints.safetensors_file import Stored, read_header
@@ -22,7 +22,7 @@ class Slices:
     def __init__(self, file: Path) -> None:
         self.found = sliced(read_header(file), file)
         self.specs = {name: stored.spec for name, stored in self.found.items()}
-        self.chunks = Within({name: (file, stored) for name, stored in self.found.items()}).chunks
+        self.chunks = StoredTensors({name: (file, stored) for name, stored in self.found.items()}).chunks
 
 
 @pytest.fixture

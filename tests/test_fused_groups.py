@@ -7,13 +7,14 @@ import in_memory
 import pico
 import pytest
 import torch
+from conversions import carry_out
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.commands.plan_export import InferenceExport, plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.engines.base import engines
 from precisionctl.fp8 import sidecar
 from precisionctl.verify.engine_rules import check
@@ -23,8 +24,7 @@ SIZES = {"q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "kv_
 
 
 def export(source: Path, out: Path, target: str = "vllm", **settings: object) -> list[str]:
-    work = plan_export(InferenceExport(source, out, target, "static", **settings))  # type: ignore[arg-type]
-    execute(work, workers=2)
+    work = carry_out(Request.export(source, out, target, "static", **settings), workers=2)  # type: ignore[arg-type]
     return list(work.notes)
 
 
@@ -70,7 +70,7 @@ def test_no_engine_has_anything_to_rescale(source: Path, tmp_path: Path, engine:
 
 
 def test_megatron_gives_the_same_bytes(source: Path, exported: Path, tmp_path: Path) -> None:
-    execute(plan_conversion(Conversion(source, tmp_path / "megatron", "megatron")))
+    execute(plan_command(Request(source, tmp_path / "megatron", "megatron")))
     export(tmp_path / "megatron", tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
 

@@ -16,9 +16,9 @@ from gpu_sections import casts, peers, products, profile, truth
 from gpu_sections.common import Place
 from gpu_sections.table import MAKERS, TITLES, tables
 
-from precisionctl.commands.inference_export import InferenceExport
-from precisionctl.commands.plan_export import plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 
 SMALL = Place(small=True)
 NOT_ON_A_CPU = ("only supports per-tensor scaling for CPU", "aten::_scaled_mm_v2", "Invalid scaling configuration")
@@ -158,7 +158,7 @@ def test_others_are_measured_beside_ours_and_one_that_is_not_there_is_told() -> 
 @pytest.mark.parametrize("scheme", casts.BLOCKS)
 def test_the_gpu_s_way_of_casting_makes_the_codes_of_an_export(tmp_path: Path, scheme: str) -> None:
     convert.write_model(tmp_path / "source", 512, 512, 1, 100)
-    execute(plan_export(InferenceExport(tmp_path / "source", tmp_path / "export", "vllm", scheme)))
+    execute(plan_command(Request.export(tmp_path / "source", tmp_path / "export", "vllm", scheme)))
     row = casts.by_device(scheme, tmp_path / "source", tmp_path / "codes", 2, SMALL, tmp_path / "export")
     assert (row["equal"], row["different"]) == (7, 0)
     tensors = list(casts.stored(tmp_path / "source"))

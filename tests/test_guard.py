@@ -16,8 +16,9 @@ from training import contents, losses, make_place, run, scales, settings
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, DataError, PrecisionError, RecipeError
 from precisionctl.evaluate import load
 from precisionctl.precision import Precision
@@ -166,7 +167,7 @@ def test_bad_fp8_is_warned_of_and_stops_the_run_for_good(place: Path, tmp_path: 
 def with_outliers(source: Path, out: Path) -> Path:
     """The same model in BF16, where powers of two cost nothing: a channel of each norm is louder, and the weights that
     read it are quieter. In FP8 the rest of the norm's output is lost beside it."""
-    execute(plan_conversion(Conversion(source, out, to="hf")))
+    execute(plan_command(Request(source, out, to="hf")))
     (file,) = out.glob("*.safetensors")
     tensors = load_file(file)
     for name, tensor in tensors.items():

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import after_one_update
@@ -71,13 +72,13 @@ def test_the_spelling_of_fp8_weights_is_told_and_still_known_of_values_made_of_t
     made = fp8_directories.make(tmp_path / "fp8", spelling, **fp8_directories.RAGGED)
     assert len(made) == 14  # of two layers: q, k, v, o, gate, up and down
     assert dict(tables(describe(open_checkpoint(tmp_path / "fp8")))[0].rows)["FP8 weights"] == words
-    execute(plan_conversion(Conversion(tmp_path / "fp8", tmp_path / "megatron", "megatron")), workers=1)
+    execute(plan_command(Request(tmp_path / "fp8", tmp_path / "megatron", "megatron")), workers=1)
     assert dict(tables(describe(open_checkpoint(tmp_path / "megatron")))[0].rows)["were FP8 weights"] == words
 
 
 def test_an_optimizer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pico.save(tmp_path / "hf")
-    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "megatron", "megatron")), workers=1)
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "megatron", "megatron")), workers=1)
     reader = open_checkpoint(tmp_path / "megatron")
     assert dict(tables(describe(reader))[0].rows)["optimizer"] == "none"
     monkeypatch.setattr(reader, "optimizer_specs", {"optimizer.state.exp_avg.x": TensorSpec((4,), torch.float32)})
@@ -91,7 +92,7 @@ def test_an_optimizer_that_cannot_be_read_keeps_nothing_else_from_being_told(
         raise DamagedCheckpoint("moments of another model")
 
     pico.save(tmp_path / "hf")
-    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "old", "megatron", container="torch")), workers=1)
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "old", "megatron", container="torch")), workers=1)
     reader = open_checkpoint(tmp_path / "old")
     monkeypatch.setattr(type(reader), "optimizer_specs", property(broken))
     summary = dict(tables(describe(reader))[0].rows)

@@ -16,10 +16,11 @@ from training import run as train
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import PlannedCommand, execute
 from precisionctl.conversion.known_state import known_state
 from precisionctl.conversion.weights_digest import digest_weights
-from precisionctl.conversion.work import Work, execute
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.evaluate.stored import load
 from precisionctl.fp8 import sidecar
@@ -109,8 +110,8 @@ def edited(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-def export(source: Path, **options: object) -> Work:
-    return plan_export(InferenceExport(source, source.parent / "export", target="vllm", **options))  # type: ignore[arg-type]
+def export(source: Path, **options: object) -> PlannedCommand:
+    return plan_command(Request.export(source, source.parent / "export", target="vllm", **options))  # type: ignore[arg-type]
 
 
 def calibrated(directory: Path, file: Path) -> Path:

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.commands.plan_export import InferenceExport, plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.engines.base import engines
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
 from precisionctl.evaluate import load
@@ -62,8 +62,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(source: Path, out: Path, target: str, scheme: str, **settings: object) -> dict[str, torch.Tensor]:
-    wanted = InferenceExport(source, out, target, scheme, kv_cache="fp8", **settings)  # type: ignore[arg-type]
-    execute(plan_export(wanted))
+    wanted = Request.export(source, out, target, scheme, kv_cache="fp8", **settings)  # type: ignore[arg-type]
+    execute(plan_command(wanted))
     return load_file(out / "model.safetensors")
 
 
@@ -148,7 +148,7 @@ def test_without_recorded_keys_and_values_it_is_refused_with_the_layer_and_what_
 
 def test_a_megatron_checkpoint_keeps_them_and_codes_take_them_along(source: Path, tmp_path: Path) -> None:
     expected = export(source, tmp_path / "first", "vllm", "static")
-    execute(plan_conversion(Conversion(source, tmp_path / "megatron", "megatron")))
+    execute(plan_command(Request(source, tmp_path / "megatron", "megatron")))
     export(tmp_path / "megatron", tmp_path / "second", "vllm", "static")
     files = [tmp_path / name / "model.safetensors" for name in ("first", "second")]
     assert files[0].read_bytes() == files[1].read_bytes()
@@ -158,7 +158,7 @@ def test_a_megatron_checkpoint_keeps_them_and_codes_take_them_along(source: Path
             stem = f"model.layers.{layer}.self_attn"
             scale = again[f"{stem}.{kind}_proj.{kind}_scale"]
             assert scale.item() == pytest.approx(expected[f"{stem}.{kind}_scale"].item(), rel=2**-7)
-    work = plan_export(InferenceExport(tmp_path / "first", tmp_path / "without", "vllm"))
+    work = plan_command(Request.export(tmp_path / "first", tmp_path / "without", "vllm"))
     assert any("left out; --kv-cache fp8" in note for note in work.notes)
     assert not any("k_scale" in name for name in work.plan.targets)
 

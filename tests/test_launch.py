@@ -24,8 +24,9 @@ from precisionctl.calibration.calibrate import Calibration, calibrate
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.cli import main
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownArchitecture
 from precisionctl.launch.base import Launch, Subject
 from precisionctl.launch.find import FRAMEWORKS, launch
@@ -68,7 +69,7 @@ def flags_of(found: Launch) -> list[str]:
 
 def converted(folder: Path, family: str = "llama-3", *, name: str = "", **changes: Any) -> Path:
     save(folder / "source", family)
-    execute(plan_conversion(Conversion(folder / "source", folder / (name or "megatron"), "megatron", **changes)))
+    execute(plan_command(Request(folder / "source", folder / (name or "megatron"), "megatron", **changes)))
     return folder / (name or "megatron")
 
 
@@ -143,9 +144,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = folder / "state"
     calibrate(Calibration(folder / "source", folder / "text", state, overrides=keys, passes=1, backend="emulated"))
     for name, precision in (("fp8", "fp8"), ("bf16", "bf16")):
-        made: Any = Conversion(folder / "source", folder / name, "megatron", precision, fp8_state=state)
-        execute(plan_conversion(made))
-    execute(plan_conversion(Conversion(folder / "fp8", folder / "hf", "hf")))
+        made: Any = Request(folder / "source", folder / name, "megatron", precision, fp8_state=state)
+        execute(plan_command(made))
+    execute(plan_command(Request(folder / "fp8", folder / "hf", "hf")))
     return folder
 
 

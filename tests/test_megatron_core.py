@@ -14,9 +14,10 @@ from transformers import LlamaForCausalLM
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.conversion.weights_digest import digest_weights
-from precisionctl.conversion.work import execute
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.extra_state import decode_payload
 from precisionctl.fp8.extra_state_writer import encode_payload
@@ -85,9 +86,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     for size in (1, 2):
         for family in FAMILIES:
             execute(
-                plan_conversion(
-                    Conversion(top / family, top / f"{family}-{size}", "megatron", parallelism=Parallelism(size))
-                )
+                plan_command(Request(top / family, top / f"{family}-{size}", "megatron", parallelism=Parallelism(size)))
             )
         families = [family for family in FAMILIES if size == 1 or family not in EXPERTS]
         peer(top, [load(top / f"{family}-{size}" / "release") for family in families], tensor_parallel=size)
@@ -156,7 +155,7 @@ def test_we_read_every_tensor_that_megatron_core_saved_bit_for_bit(saved):
 
 
 def test_what_megatron_core_saved_converts_to_a_model_of_transformers_with_the_same_logits(saved, tmp_path):
-    execute(plan_conversion(Conversion(saved.top, tmp_path / "hf", "hf")))
+    execute(plan_command(Request(saved.top, tmp_path / "hf", "hf")))
     model = LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         logits = model(TOKENS).logits

@@ -10,6 +10,7 @@ from typing import Any
 import pico
 import pytest
 import torch
+from conversions import carry_out
 from hypothesis import given
 from hypothesis import strategies as st
 from in_memory import InMemory, to_megatron
@@ -21,8 +22,7 @@ from precisionctl.checkpoints.megatron.keys import write_tracker
 from precisionctl.checkpoints.megatron.run import NO_RUN, Carried, MegatronReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.request import Request
 from precisionctl.errors import MappingError, ShapeMismatch
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
@@ -83,11 +83,10 @@ def trained(tmp_path: Path, run: Carried = NO_RUN, kinds: Sequence[str] = KINDS)
 
 def convert(
     source: Path, destination: Path, container: str, **sizes: int
-) -> tuple[MegatronReader, dict[str, Tensor], list[str]]:
+) -> tuple[MegatronReader, dict[str, Tensor], tuple[str, ...]]:
     """What is there afterwards, and what was told."""
-    asked = Conversion(source, destination, "megatron", container=container, parallelism=Parallelism(**sizes))
-    work = plan_conversion(asked)
-    execute(work, verify=True)
+    asked = Request(source, destination, "megatron", container=container, parallelism=Parallelism(**sizes))
+    work = carry_out(asked, verify=True)
     reader: Any = open_checkpoint(destination)
     specs = {**reader.specs, **reader.optimizer_specs}
     both = SimpleNamespace(specs=specs, chunks=reader.chunks)

@@ -65,7 +65,7 @@ def saved(model: ModelShape, made: Recipe) -> int:
     "family", ["llama-2", "qwen3", "nemotron", "gpt2", "gemma2", "gpt-oss", "mixtral", "qwen3-moe", "deepseek-v3"]
 )
 def test_activations_are_what_autograd_keeps(family: str, name: str) -> None:
-    """Within 5 % below (positions, masks, indices) and 10 % above, for every kind of layer."""
+    """StoredTensors 5 % below (positions, masks, indices) and 10 % above, for every kind of layer."""
     model, made = shape(family), recipe(name)
     if model.mla and name != "bf16":
         model = replace(model, mla=replace(model.mla, q_lora_rank=16, qk_pos_emb_head_dim=16, v_head_dim=32))

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.cli import main
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.commands.plan_export import InferenceExport, plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.engines.base import engines
 from precisionctl.errors import RecipeError
 from precisionctl.fp8 import sidecar
@@ -42,12 +42,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def megatron(source: Path) -> Path:
-    execute(plan_conversion(Conversion(source, source.with_name("megatron"), "megatron")))
+    execute(plan_command(Request(source, source.with_name("megatron"), "megatron")))
     return source.with_name("megatron")
 
 
 def export(source: Path, out: Path, target: str = "vllm", **settings: object) -> Path:
-    execute(plan_export(InferenceExport(source, out, target, **settings)))  # type: ignore[arg-type]
+    execute(plan_command(Request.export(source, out, target, **settings)))  # type: ignore[arg-type]
     return out
 
 
@@ -90,7 +90,7 @@ def test_codes_that_come_back_have_a_card_of_where_they_are_from(tmp_path: Path,
     fp8_directories.make(tmp_path / "fp8", spelling)
     (tmp_path / "fp8" / "README.md").write_text("of somebody else's model")
     for source, out, to, precision in (("fp8", "megatron", "megatron", "keep"), ("megatron", "again", "hf", "fp8")):
-        execute(plan_conversion(Conversion(tmp_path / source, tmp_path / out, to, precision=precision)))  # type: ignore[arg-type]
+        execute(plan_command(Request(tmp_path / source, tmp_path / out, to, precision=precision)))  # type: ignore[arg-type]
     card = ModelCard.load(tmp_path / "again" / "README.md")
     method = {"fp8": "fp8", "compressed": "compressed-tensors", "modelopt": "modelopt"}[spelling.partition("-")[0]]
     assert set(card.data.tags) == {"fp8", method, "precisionctl"}
@@ -155,7 +155,7 @@ def test_a_plain_megatron_checkpoint_takes_its_tokenizer_from_a_reference(
     shutil.copytree(megatron, plain)
     for companions in plain.rglob("precisionctl/hf"):
         shutil.rmtree(companions)
-    work = plan_export(InferenceExport(plain, tmp_path / "out", "vllm"))
+    work = plan_command(Request.export(plain, tmp_path / "out", "vllm"))
     assert any(
         note.startswith("Missing in the source, and so in the result: tokenizer, generation_config.json")
         for note in work.notes

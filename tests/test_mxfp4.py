@@ -13,6 +13,7 @@ import in_memory
 import pytest
 import torch
 from click.testing import CliRunner
+from conversions import carry_out
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
@@ -21,10 +22,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.cli import main
-from precisionctl.commands.inference_export import InferenceExport
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.commands.plan_export import plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionctlError
 from precisionctl.evaluate.stored import load
 from precisionctl.verify.compare import compare
@@ -120,9 +120,8 @@ def write(directory: Path, stored: Mapping[str, Tensor], config: Mapping[str, An
 
 def converted(source: Path, to: Path, layout: Any = "hf", workers: int = 1, **options: Any) -> list[str]:
     """Returns what is told."""
-    work = plan_conversion(Conversion(source, to, layout, **options))
-    execute(work, workers=workers)
-    return work.notes
+    work = carry_out(Request(source, to, layout, **options), workers=workers)
+    return list(work.notes)
 
 
 def decoded(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -229,7 +228,7 @@ def test_inspect_tells_what_is_stored_and_an_export_leaves_experts_in_bf16(tmp_p
     assert described["coded"]["weights_by_scale"] == {"block of 1 x 32": 2 * LAYERS * EXPERTS}
     refused = CliRunner().invoke(main, ["verify", str(tmp_path / "source"), "--target", "vllm"])
     assert refused.exit_code == 1 and "say nothing of MXFP4" in refused.output
-    execute(plan_export(InferenceExport(tmp_path / "source", tmp_path / "out", "vllm", "dynamic")))
+    execute(plan_command(Request.export(tmp_path / "source", tmp_path / "out", "vllm", "dynamic")))
     exported, expected = load_file(tmp_path / "out" / "model.safetensors"), decoded(stored)
     for name in (f"{LAYER}.gate_up_proj", f"{LAYER}.down_proj"):
         assert torch.equal(exported[name], expected[name])

@@ -13,9 +13,10 @@ import torch
 from conversions import tree
 
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.conversion.ranks import _first_host, _port
-from precisionctl.conversion.work import execute
 
 SHARD = 60_000
 
@@ -47,7 +48,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("ranks")
     pico.save(top / "hf", dtype=torch.bfloat16)
-    execute(plan_conversion(Conversion(top / "hf", top / "megatron", "megatron", "fp8")))
+    execute(plan_command(Request(top / "hf", top / "megatron", "megatron", "fp8")))
     return top / "megatron"
 
 
@@ -72,7 +73,7 @@ def test_torchrun_itself_can_start_it(tmp_path: Path, megatron: Path) -> None:
     command = [sys.executable, *launcher, "-m", "precisionctl", *convert(megatron, tmp_path / "two")]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    execute(plan_conversion(Conversion(megatron, tmp_path / "alone", "hf", max_shard_size=SHARD)), verify=True)
+    execute(plan_command(Request(megatron, tmp_path / "alone", "hf", max_shard_size=SHARD)), verify=True)
     assert tree(tmp_path / "two") == tree(tmp_path / "alone")
 
 
@@ -158,7 +159,7 @@ def test_ranks_with_other_sources_are_refused(tmp_path: Path, megatron: Path) ->
 
 def test_a_bias_that_must_be_zero_is_looked_at_by_one_of_the_ranks(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", "llama-attention-bias", dtype=torch.bfloat16)
-    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "megatron", "megatron")))
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "megatron", "megatron")))
     reader = open_checkpoint(tmp_path / "megatron")
     chunk = reader.chunks("decoder.layers.0.mlp.linear_fc1.bias")[0]
     assert isinstance(chunk.place, Path)

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
 from precisionctl.conversion import buffers
-from precisionctl.conversion.work import execute
+from precisionctl.conversion.command import execute
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.health import measure
 from precisionctl.fp8.numerics import after_one_update
@@ -79,7 +80,7 @@ def test_weights_are_measured_as_the_whole_of_megatron_s_tensors(tmp_path, monke
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "mixtral", "deepseek-v3"])
 def test_a_model_is_judged_alike_whatever_its_format(tmp_path, family):
     pico.save(tmp_path / "hf", family, dtype=torch.bfloat16)
-    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "megatron", to="megatron")))
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "megatron", to="megatron")))
     ours, theirs = measured(tmp_path / "hf"), measured(tmp_path / "megatron")
     assert ours == theirs
 
@@ -416,8 +417,8 @@ def test_statistics_travel_with_a_checkpoint_to_megatron_and_back(tmp_path, prec
         replace(states, modules={m: states.modules[m] for m in MODULES[:4]}, statistics=found),
     )
     there, back = tmp_path / "megatron", tmp_path / "back"
-    execute(plan_conversion(Conversion(tmp_path / "hf", there, to="megatron", precision=precision)))
-    execute(plan_conversion(Conversion(there, back, to="hf")))
+    execute(plan_command(Request(tmp_path / "hf", there, to="megatron", precision=precision)))
+    execute(plan_command(Request(there, back, to="hf")))
     assert open_checkpoint(there).fp8.statistics == open_checkpoint(back).fp8.statistics == found
 
 

@@ -10,16 +10,17 @@ import fp8_directories
 import pytest
 import torch
 import training
+from conversions import carry_out
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.commands.plan_export import InferenceExport, plan_export
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
 from precisionctl.conversion import buffers
-from precisionctl.conversion.work import execute
+from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, MappingError
 from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
@@ -263,7 +264,7 @@ def test_an_export_keeps_codes_where_its_scales_can_be_the_old_ones(tmp_path: Pa
     """Per channel to per channel, in another spelling: the codes are the same."""
     fp8_directories.make(tmp_path / "fp8", "modelopt-channel")
     run(tmp_path / "fp8", tmp_path / "bf16", "hf")
-    execute(plan_export(InferenceExport(tmp_path / "bf16", tmp_path / "out", "vllm", "dynamic")))
+    execute(plan_command(Request.export(tmp_path / "bf16", tmp_path / "out", "vllm", "dynamic")))
     before, after = stored(tmp_path / "fp8"), stored(tmp_path / "out")
     codes = [name for name, values in before.items() if values.dtype == torch.float8_e4m3fn]
     assert len(codes) == 14
@@ -277,8 +278,7 @@ def test_weights_that_an_export_leaves_in_bf16_are_no_codes_again(tmp_path: Path
     fp8_directories.make(tmp_path / "fp8", "modelopt-channel")
     run(tmp_path / "fp8", tmp_path / "bf16", "hf")
     recipe = replace(PRESETS["fp8-delayed"], keep_bf16=("decoder.layers.0.*",))
-    work = plan_export(InferenceExport(tmp_path / "bf16", tmp_path / "out", "vllm", "dynamic", recipe))
-    execute(work)
+    work = carry_out(Request.export(tmp_path / "bf16", tmp_path / "out", "vllm", "dynamic", recipe=recipe))
     codes = [name for name, values in stored(tmp_path / "out").items() if values.dtype == torch.float8_e4m3fn]
     assert len(codes) == 7
     assert "7 of 7 weights have the same codes and scales as before." in work.notes
@@ -291,7 +291,7 @@ def test_encodings_of_another_model_are_refused(tmp_path: Path) -> None:
     run(tmp_path / "other-fp8", tmp_path / "two", "hf")
     (tmp_path / "two" / encodings_file.RELATIVE).write_bytes((tmp_path / "one" / encodings_file.RELATIVE).read_bytes())
     with pytest.raises(MappingError, match="which this model does not have"):
-        plan_conversion(Conversion(tmp_path / "two", tmp_path / "back", "hf", precision="fp8"))
+        plan_command(Request(tmp_path / "two", tmp_path / "back", "hf", precision="fp8"))
 
 
 def edited(path: Path, **fields: object) -> None:
@@ -357,7 +357,7 @@ def test_encodings_cut_short_are_damage(tmp_path: Path) -> None:
     path = tmp_path / "hf" / encodings_file.RELATIVE
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(DamagedCheckpoint):
-        plan_conversion(Conversion(tmp_path / "hf", tmp_path / "back", "hf", precision="fp8"))
+        plan_command(Request(tmp_path / "hf", tmp_path / "back", "hf", precision="fp8"))
 
 
 def test_one_code_that_was_changed_on_the_way_is_counted(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from training import SMALL, contents, losses, make_place, make_source, make_text
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, DataError, OutputError, RecipeError
 from precisionctl.evaluate import evaluate, load
 from precisionctl.fp8 import sidecar
@@ -282,8 +283,8 @@ def test_carried_state_is_used_as_it_is(fp8_run: Path, place: Path, tmp_path: Pa
 def test_by_way_of_hugging_face_and_back_the_next_50_losses_are_the_same_to_the_last_bit(
     fp8_run: Path, place: Path, tmp_path: Path, container: str
 ) -> None:
-    execute(plan_conversion(Conversion(fp8_run, tmp_path / "hf", to="hf")))
-    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "megatron", to="megatron", container=container)))
+    execute(plan_command(Request(fp8_run, tmp_path / "hf", to="hf")))
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "megatron", to="megatron", container=container)))
     on = {"precision": "fp8", "load": "weights", "train__steps": 50, "train__save_every": 50}
     started, _, there = run(settings(tmp_path / "megatron", place / "text.txt", tmp_path / "there", **on))
     _, _, here = run(settings(fp8_run, place / "text.txt", tmp_path / "here", **on))

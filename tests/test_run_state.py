@@ -6,6 +6,7 @@ from typing import Any
 import pico
 import pytest
 import torch
+from conversions import carry_out
 
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.megatron.keys import write_tracker
@@ -13,8 +14,9 @@ from precisionctl.checkpoints.megatron.run import Carried, WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import RecipeError, UnknownArchitecture
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.verify.compare import compare
@@ -31,9 +33,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run with a plain optimizer leaves at iteration 7, cut for 1 x 1 ranks."""
     top = tmp_path_factory.mktemp("run")
     pico.save(top / "hf", dtype=torch.bfloat16)
-    execute(plan_conversion(Conversion(top / "hf", top / "weights", "megatron")))
+    execute(plan_command(Request(top / "hf", top / "weights", "megatron")))
     weights = TorchDistReader(top / "weights")
-    plan = plan_conversion(Conversion(top / "hf", top / "unused", "megatron")).plan
+    plan = plan_command(Request(top / "hf", top / "unused", "megatron")).plan
     specs = dict(plan.targets)
     for name, spec in plan.targets.items():
         for kind in ("param", "exp_avg", "exp_avg_sq"):
@@ -63,9 +65,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top / "run"
 
 
-def convert(source: Path, destination: Path, **options: Any) -> tuple[TorchDistReader, list[str]]:
-    work = plan_conversion(Conversion(source, destination, "megatron", **options))
-    execute(work, verify=True)
+def convert(source: Path, destination: Path, **options: Any) -> tuple[TorchDistReader, tuple[str, ...]]:
+    work = carry_out(Request(source, destination, "megatron", **options), verify=True)
     return TorchDistReader(destination), work.notes
 
 
@@ -100,33 +101,33 @@ def test_an_optimizer_can_be_left_behind(tmp_path: Path, trained: Path) -> None:
     weights, notes = convert(trained, tmp_path / "weights", drop_optimizer=True)
     assert weights.path.name == "release" and not weights.optimizer_specs
     assert any("optimizer stays behind" in note for note in notes)
-    execute(work := plan_conversion(Conversion(trained, tmp_path / "hf", "hf")))
+    work = carry_out(Request(trained, tmp_path / "hf", "hf"))
     assert any("optimizer stays behind" in note for note in work.notes)
 
 
 def test_a_checkpoint_without_a_family_is_taken_for_one_and_told_otherwise(tmp_path: Path, trained: Path) -> None:
-    guessed = plan_conversion(Conversion(trained, tmp_path / "out", "hf"))
+    guessed = plan_command(Request(trained, tmp_path / "out", "hf"))
     assert guessed.plan.model.architecture == "llama"
     assert any("taken for llama" in note and "mistral" in note for note in guessed.notes)
-    told = plan_conversion(Conversion(trained, tmp_path / "out", "hf", architecture="mistral"))
+    told = plan_command(Request(trained, tmp_path / "out", "hf", architecture="mistral"))
     assert told.plan.model.architecture == "mistral"
     assert not any("taken for" in note for note in told.notes)
     with pytest.raises(UnknownArchitecture, match="do not describe gpt2: they fit llama"):
-        plan_conversion(Conversion(trained, tmp_path / "out", "hf", architecture="gpt2"))
+        plan_command(Request(trained, tmp_path / "out", "hf", architecture="gpt2"))
 
 
 def test_a_reference_gives_what_megatron_has_no_place_for(tmp_path: Path, trained: Path) -> None:
     hf = trained.parent / "hf"
-    execute(plan_conversion(Conversion(trained, tmp_path / "out", "hf", reference=hf)))
+    execute(plan_command(Request(trained, tmp_path / "out", "hf", reference=hf)))
     assert compare(open_checkpoint(hf), open_checkpoint(tmp_path / "out")).equal
     assert open_checkpoint(tmp_path / "out").model.vocab_size == pico.SIZES["vocab_size"]
     with pytest.raises(RecipeError, match="says what it is"):
-        plan_conversion(Conversion(trained.parent / "weights", tmp_path / "again", "hf", reference=hf))
+        plan_command(Request(trained.parent / "weights", tmp_path / "again", "hf", reference=hf))
 
 
 @pytest.mark.parametrize("sizes", [Parallelism(), Parallelism(2, 2), Parallelism(1, 2)], ids=str)
 def test_a_run_goes_to_rank_directories_and_back(tmp_path: Path, trained: Path, sizes: Parallelism) -> None:
-    cut = plan_conversion(Conversion(trained, tmp_path / "cut", "megatron", container="torch", parallelism=sizes))
+    cut = plan_command(Request(trained, tmp_path / "cut", "megatron", container="torch", parallelism=sizes))
     execute(cut, verify=True)
     assert len(list((tmp_path / "cut" / "iter_0000007").glob("mp_rank_*"))) == sizes.tensor * sizes.pipeline
     back, _ = convert(tmp_path / "cut", tmp_path / "back")
@@ -137,4 +138,4 @@ def test_a_run_goes_to_rank_directories_and_back(tmp_path: Path, trained: Path, 
 
 def test_a_container_of_another_layout_is_refused() -> None:
     with pytest.raises(RecipeError, match="Known: safetensors, bin"):
-        Conversion(Path("a"), Path("b"), "hf", container="torch")
+        Request(Path("a"), Path("b"), "hf", container="torch")

@@ -19,8 +19,9 @@ from precisionctl.architectures.megatron_args import otherwise_in_megatron, read
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.megatron.model import model_of
 from precisionctl.checkpoints.megatron.provider import described_args, from_provider, to_provider
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionctlError, UnknownArchitecture
 from precisionctl.launch.find import launch
 from precisionctl.model_shape import MLA, STORED, TENSORS, ModelShape, MoE
@@ -61,7 +62,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama in both layouts; its config.json beside the one of Megatron."""
     folder = tmp_path_factory.mktemp("same")
     pico.save(folder / "hf", "llama-2", dtype=torch.bfloat16)
-    execute(plan_conversion(Conversion(folder / "hf", folder / "megatron", "megatron")))
+    execute(plan_command(Request(folder / "hf", folder / "megatron", "megatron")))
     return folder
 
 
@@ -74,14 +75,14 @@ def test_arguments_that_contradict_the_config_are_refused(
     shutil.copytree(converted / "megatron", source)
     if reference:
         shutil.rmtree(source / "release/precisionctl")
-    conversion = Conversion(source, tmp_path / "out", "hf", reference=converted / "hf" if reference else None)
-    plan_conversion(conversion)  # nothing is wrong with it yet
+    conversion = Request(source, tmp_path / "out", "hf", reference=converted / "hf" if reference else None)
+    plan_command(conversion)  # nothing is wrong with it yet
     common = source / "release/common.pt"
     state = torch.load(common, weights_only=False)
     vars(state["args"]).update(CONTRADICTIONS[way])
     torch.save(state, common)
     with pytest.raises(PrecisionctlError, match="contradicts the arguments of Megatron"):
-        plan_conversion(conversion)
+        plan_command(conversion)
 
 
 READ: dict[str, tuple[Any, ...]] = {
@@ -382,11 +383,11 @@ COMPUTES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_megatron_computes_otherwise_is_said_and_comes_back(tmp_path: Path, case: str) -> None:
     family, changes, words = OTHERWISE[case]
     theirs = pico.save(tmp_path / "hf", family, dtype=torch.bfloat16, **changes)
-    there = plan_conversion(Conversion(tmp_path / "hf", tmp_path / "megatron", "megatron"))
+    there = plan_command(Request(tmp_path / "hf", tmp_path / "megatron", "megatron"))
     (note,) = [note for note in there.notes if "computes another model" in note]
     assert words in note
     execute(there)
-    back = plan_conversion(Conversion(tmp_path / "megatron", tmp_path / "back", "hf"))
+    back = plan_command(Request(tmp_path / "megatron", tmp_path / "back", "hf"))
     assert any("do not say all of this model" in note and words in note for note in back.notes)
     assert back.reader.model.differences(from_hf_config(theirs.config.to_dict())) == {}
     with pytest.raises(UnknownArchitecture) as refused:
@@ -413,7 +414,7 @@ def test_a_fixed_epsilon_of_latent_norms_is_told(tmp_path: Path) -> None:
         theirs = pico.save(folder, "deepseek-v2", rms_norm_eps=epsilon)
         attention = theirs.model.layers[0].self_attn
         assert attention.kv_a_layernorm.variance_epsilon == 1e-6
-        planned = plan_conversion(Conversion(folder, tmp_path / f"{told}-megatron", "megatron"))
+        planned = plan_command(Request(folder, tmp_path / f"{told}-megatron", "megatron"))
         assert any("1e-06, whatever config.json says" in note for note in planned.notes) is told
 
 

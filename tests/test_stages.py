@@ -15,8 +15,9 @@ from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_legacy.names import count_layers
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.checkpoints.torch_zip import skeleton
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import ShapeMismatch
 from precisionctl.param import Parallelism
 from precisionctl.planning import checks
@@ -103,24 +104,24 @@ def test_stages_without_layers_or_a_pipeline_are_refused(sizes: Parallelism) -> 
 def test_uneven_stages_there_and_back_are_bit_exact_and_say_what_a_run_needs(tmp_path: Path, container: str) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16, num_hidden_layers=7)
     sizes = Parallelism(2, 3)
-    there = Conversion(tmp_path / "hf", tmp_path / "uneven", "megatron", container=container, parallelism=sizes)
-    work = plan_conversion(there)
+    there = Request(tmp_path / "hf", tmp_path / "uneven", "megatron", container=container, parallelism=sizes)
+    work = plan_command(there)
     told = "Pipeline ranks have 3, 3, 1 layers: start Megatron with --decoder-last-pipeline-num-layers 1."
     assert told in work.notes
     execute(work)
     reader = (LegacyReader if container == "torch" else TorchDistReader)(tmp_path / "uneven")
     assert reader.args["decoder_last_pipeline_num_layers"] == 1
-    again = Conversion(
+    again = Request(
         tmp_path / "uneven",
         tmp_path / "even",
         "megatron",
         container="torch",
         parallelism=Parallelism(1, 4, first_layers=1),
     )
-    execute(plan_conversion(again))
+    execute(plan_command(again))
     ranks = [tmp_path / "even" / "release" / f"mp_rank_00_{rank:03d}" / "model_optim_rng.pt" for rank in range(4)]
     assert [count_layers(skeleton(rank)["model"]) for rank in ranks] == [1, 2, 2, 2]
-    execute(plan_conversion(Conversion(tmp_path / "even", tmp_path / "back", "hf")))
+    execute(plan_command(Request(tmp_path / "even", tmp_path / "back", "hf")))
     before, after = HuggingFaceReader(tmp_path / "hf"), HuggingFaceReader(tmp_path / "back")
     assert before.specs.keys() == after.specs.keys()
     for name in before.specs:
@@ -131,8 +132,8 @@ def test_uneven_stages_there_and_back_are_bit_exact_and_say_what_a_run_needs(tmp
 def test_the_words_of_the_run_before_for_its_stages_do_not_stay(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16, num_hidden_layers=4)
     one, two = Parallelism(1, 2, first_layers=3), Parallelism(1, 2, 2)
-    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "one", "megatron", parallelism=one)))
-    execute(plan_conversion(Conversion(tmp_path / "one", tmp_path / "two", "megatron", parallelism=two)))
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "one", "megatron", parallelism=one)))
+    execute(plan_command(Request(tmp_path / "one", tmp_path / "two", "megatron", parallelism=two)))
     args = TorchDistReader(tmp_path / "two").args
     assert "decoder_first_pipeline_num_layers" not in args
     assert args["num_layers_per_virtual_pipeline_stage"] == 1

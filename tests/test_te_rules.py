@@ -15,8 +15,9 @@ from test_te_target import export, make_source
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionctlError, UnknownFormat
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
@@ -132,6 +133,6 @@ def test_the_command_says_so_and_exits_by_it(exported: Path, tmp_path: Path) -> 
 
 
 def test_megatron_is_for_an_export_first(exported: Path, tmp_path: Path) -> None:
-    execute(plan_conversion(Conversion(exported, tmp_path / "megatron", "megatron")))
+    execute(plan_command(Request(exported, tmp_path / "megatron", "megatron")))
     with pytest.raises(UnknownFormat, match="export-inference"):
         check_te(open_checkpoint(tmp_path / "megatron"))

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.commands.plan_export import InferenceExport, plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import EnvironmentProblem, MissingFp8State, RecipeError
 from precisionctl.evaluate import load
 from precisionctl.fp8 import sidecar
@@ -49,7 +49,7 @@ def make_source(directory: Path, family: str = "llama-3", **sizes: object) -> Pa
 
 
 def export(source: Path, out: Path, **settings: object) -> Path:
-    execute(plan_export(InferenceExport(source, out, "te", **settings)))  # type: ignore[arg-type]
+    execute(plan_command(Request.export(source, out, "te", **settings)))  # type: ignore[arg-type]
     return out
 
 
@@ -185,11 +185,11 @@ def test_scales_of_weights_are_of_the_weights_that_are_written(tmp_path: Path, f
 
 def test_megatron_gives_the_same_files_and_takes_them_back(source: Path, tmp_path: Path) -> None:
     out = export(source, tmp_path / "first")
-    execute(plan_conversion(Conversion(source, tmp_path / "megatron", "megatron")))
+    execute(plan_command(Request(source, tmp_path / "megatron", "megatron")))
     again = export(tmp_path / "megatron", tmp_path / "second")
     assert (out / sidecar.LIVE).read_bytes() == (again / sidecar.LIVE).read_bytes()
     assert (out / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
-    execute(plan_conversion(Conversion(out, tmp_path / "back", "megatron")))
+    execute(plan_command(Request(out, tmp_path / "back", "megatron")))
     ours, theirs = open_checkpoint(tmp_path / "back").fp8, sidecar.read(out / sidecar.LIVE)
     assert ours is not None and ours.modules.keys() == theirs.modules.keys()
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.commands.plan_export import InferenceExport, plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
@@ -22,7 +22,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 
 def export(source: Path, out: Path, scheme: str | None = None, **settings: object) -> dict[str, torch.Tensor]:
-    work = plan_export(InferenceExport(source, out, "vllm", scheme, **settings))  # type: ignore[arg-type]
+    work = plan_command(Request.export(source, out, "vllm", scheme, **settings))  # type: ignore[arg-type]
     execute(work, workers=1, verify=True)
     return load_file(out / "model.safetensors")
 
@@ -100,7 +100,7 @@ def test_an_infinite_weight_is_refused_by_its_name(tmp_path: Path, scheme: str) 
 def test_a_file_of_state_counts_more_than_fixed_scales_of_codes(tmp_path: Path, by_way_of: str) -> None:
     """Also where those have become state that waits in a sidecar."""
     fp8_directories.make(tmp_path / "fp8", "modelopt-tensor", **WHOLE)
-    execute(plan_conversion(Conversion(tmp_path / "fp8", tmp_path / "megatron", "megatron")))
+    execute(plan_command(Request(tmp_path / "fp8", tmp_path / "megatron", "megatron")))
     states = sidecar.read(tmp_path / "megatron" / "release" / sidecar.RELATIVE)
     module = "decoder.layers.0.mlp.linear_fc2"
     states.modules[module].roles["input"].amax_history[-1] = 7.0
@@ -109,8 +109,8 @@ def test_a_file_of_state_counts_more_than_fixed_scales_of_codes(tmp_path: Path, 
     sidecar.write(given, only)
     source = tmp_path / ("fp8" if by_way_of == "nothing" else "megatron")
     exported = export(source, tmp_path / "out", "static", fp8_state=given)
-    told = Conversion(source, tmp_path / "back", "hf", precision="fp8", fp8_state=given)
-    execute(plan_conversion(told))
+    told = Request(source, tmp_path / "back", "hf", precision="fp8", fp8_state=given)
+    execute(plan_command(told))
     converted = load_file(tmp_path / "back" / "model.safetensors")
     before = load_file(tmp_path / "fp8" / "model.safetensors")
     for stored in (exported, converted):

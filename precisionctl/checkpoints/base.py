@@ -17,6 +17,7 @@ from torch import Tensor
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import e2m1
 from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
@@ -108,14 +109,28 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
+class Hints:
+    """What a user tells of a Megatron checkpoint that does not say it by itself: its `family`, where no config.json
+    says it; the `companions` of another directory of the same model; and in which order a grouped linear's FP8 state
+    stands (`grouped_columns`), where the payloads do not tell."""
+
+    family: str | None = None
+    companions: Companions | None = None
+    grouped_columns: Order | None = None
+
+
+NO_HINTS = Hints()
+
+
+@dataclass(frozen=True)
 class Container:
     """How a container is recognised and opened: the `CONTAINER` of each module that reads one.
 
-    `open` takes the path and, of those that hold several, the iteration wanted.
+    `open` takes the path, of those that hold several the iteration wanted, and hints, which may say nothing to it.
     """
 
     recognise: Callable[[Path], bool]
-    open: Callable[[Path, int | None], Reader]
+    open: Callable[[Path, int | None, Hints], Reader]
     looked_for: str
 
 

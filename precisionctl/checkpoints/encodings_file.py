@@ -112,7 +112,7 @@ class WeightEncodings:
         return value
 
 
-class Within:
+class StoredTensors:
     """Tensors of one safetensors file, or of several."""
 
     def __init__(self, places: Mapping[str, tuple[Path, Stored]]) -> None:
@@ -165,7 +165,7 @@ def find(checkpoint: Path) -> WeightEncodings | None:
     if not has_file(path, checkpoint):
         return None
     tensors, metadata = read_described(path)
-    stored = Within({name: (path, tensor) for name, tensor in tensors.items()})
+    stored = StoredTensors({name: (path, tensor) for name, tensor in tensors.items()})
     said = parse_json(metadata.get(_KEY, "").encode(), path)
     if said.get("format_version") != FORMAT_VERSION:
         raise UnknownFormat(

@@ -7,7 +7,7 @@ begins with `model.module.`, and there is no FP8 state (megatron/core/transforme
 from pathlib import Path
 
 from precisionctl.checkpoints import dcp
-from precisionctl.checkpoints.base import Container
+from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
 from precisionctl.checkpoints.megatron.keys import MARKER
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 
@@ -22,9 +22,9 @@ def recognise(path: Path) -> bool:
     return path.is_dir() and any(_is_complete(directory) for directory in (path, *path.glob("iter_*")))
 
 
-def open_reader(path: Path, iteration: int | None = None) -> TorchDistReader:
+def open_reader(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> TorchDistReader:
     """An iteration, or the newest of a directory. Raises what TorchDistReader does."""
-    return TorchDistReader(path, iteration, container="fsdp_dtensor", complete=_is_complete)
+    return TorchDistReader(path, iteration, hints, container="fsdp_dtensor", complete=_is_complete)
 
 
 CONTAINER = Container(

@@ -12,9 +12,9 @@ import torch
 
 from precisionctl.architectures.find import from_hf_config
 from precisionctl.checkpoints import encodings_file
-from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
+from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions
-from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, WeightEncodings, Within, stored_encodings
+from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, Spelling, index_of, read_stored, spelling_of
 from precisionctl.checkpoints.output import open_weights
@@ -54,7 +54,7 @@ class HuggingFaceReader:
         self.config = _with_quantization(_load_json(path / "config.json"), path)
         self._check_choice()
         self.model: ModelShape = from_hf_config(self.config, path / "config.json")
-        self.stored = Within(unpacked(self._places()))
+        self.stored = StoredTensors(unpacked(self._places()))
         self._scales: Mapping[str, Scales] = stored_scales(self.config, self.stored.specs, path / "config.json")
         hidden = {name for scales in self._scales.values() for name in scales.names}
         hidden |= cache_scales(self.config, self.stored.specs).keys()
@@ -96,7 +96,7 @@ class HuggingFaceReader:
             return encodings_file.find(self.path)
         names = {name for scales in self._scales.values() for name in scales.names}
         names |= cache_scales(self.config, self.stored.specs).keys()
-        stored = Within({name: self.stored.places[name] for name in sorted(names)})
+        stored = StoredTensors({name: self.stored.places[name] for name in sorted(names)})
         weights = {name: self.specs[name] for name in self._scales}
         beside = self.path / QUANT_CONFIG
         files = {QUANT_CONFIG: _read_text(beside)} if has_file(beside, self.path) else {}
@@ -210,7 +210,7 @@ class HuggingFaceWriter:
         return config
 
 
-def _open(path: Path, iteration: int | None) -> HuggingFaceReader:
+def _open(path: Path, iteration: int | None, hints: Hints) -> HuggingFaceReader:
     if iteration is not None:
         raise CheckpointError("a Hugging Face directory has no iterations", where=path, do="Leave --iteration out.")
     return HuggingFaceReader(path)

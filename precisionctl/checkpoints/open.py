@@ -4,13 +4,14 @@ from pathlib import Path
 
 from precisionctl import checkpoints
 from precisionctl.checkpoints import foreign
-from precisionctl.checkpoints.base import Container, Reader
+from precisionctl.checkpoints.base import NO_HINTS, Container, Hints, Reader
 from precisionctl.discover import discover
 from precisionctl.errors import UnknownFormat
 
 
-def open_checkpoint(path: Path, iteration: int | None = None) -> Reader:
-    """A Reader for the checkpoint at `path`; `iteration` picks one of a Megatron directory's.
+def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> Reader:
+    """A Reader for the checkpoint at `path`. Of a Megatron directory `iteration` picks one, and `hints` tell what it
+    does not say itself.
 
     Raises UnknownFormat where nothing there is known, or is what is not read; DamagedCheckpoint where it is known and
     broken.
@@ -21,7 +22,7 @@ def open_checkpoint(path: Path, iteration: int | None = None) -> Reader:
     containers: list[Container] = discover(checkpoints, "CONTAINER")
     for container in containers:
         if container.recognise(path):
-            reader = container.open(path, iteration)
+            reader = container.open(path, iteration, hints)
             foreign.check_tensors(reader, path)
             return reader
     foreign.check_unread(path)

@@ -52,13 +52,11 @@ def inspect(
     if html and not html.absolute().parent.is_dir():
         raise click.UsageError(f"There is no directory {html.parent} for --html.")
     from precisionctl import console
-    from precisionctl.checkpoints.megatron.run import of_megatron
+    from precisionctl.checkpoints.base import Hints
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.reports import inspect as report
 
-    reader = open_checkpoint(checkpoint, iteration)
-    if grouped_columns is not None and of_megatron(reader):
-        reader.grouped_columns = grouped_columns
+    reader = open_checkpoint(checkpoint, iteration, Hints(grouped_columns=grouped_columns))
     description = report.describe(reader)
     if fp8:
         from precisionctl.readiness.assess import assess
@@ -162,8 +160,8 @@ def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
     """Print the rules of an engine that a directory breaks; whether the engine can load it all the same."""
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
-    from precisionctl.commands.plan_export import engine_named
-    from precisionctl.commands.plan_te_export import TE
+    from precisionctl.commands.codes import engine_named
+    from precisionctl.commands.request import TE
     from precisionctl.reports import verify as report
     from precisionctl.verify import te_rules
     from precisionctl.verify.engine_rules import check

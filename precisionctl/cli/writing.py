@@ -1,6 +1,5 @@
 """Commands that write a checkpoint: convert and export-inference."""
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,9 @@ from precisionctl.errors import RecipeError
 from precisionctl.reports.table import size
 
 if TYPE_CHECKING:
-    from precisionctl.conversion.work import Work
+    from precisionctl.commands.request import Request
+    from precisionctl.conversion.command import PlannedCommand
+    from precisionctl.conversion.findings import Findings
     from precisionctl.precision import Precision
 
 
@@ -73,13 +74,13 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     `export-inference --target vllm`, under the scheme that fits --recipe. Megatron's own FP8 flags, such as
     --fp8-amax-history-len, are accepted beside --recipe.
     """
-    from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+    from precisionctl.commands.request import Request
 
     try:
-        conversion = Conversion(recipe=precision_of(recipe, megatron), **what)
+        request = Request(recipe=precision_of(recipe, megatron), **what)
     except RecipeError as error:  # options that contradict one another
         raise click.UsageError(str(error)) from error
-    do_work(lambda: plan_conversion(conversion), how)
+    do(request, how)
 
 
 @click.command("export-inference", short_help="Write FP8 weights and scales for an inference engine.")
@@ -112,11 +113,9 @@ def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
     No calibration data is needed. Linears of attention and MLP become E4M3 codes; the rest stays BF16. Weights that are
     FP8 codes already keep them where they fit the scheme.
     """
-    from precisionctl.commands.inference_export import InferenceExport
-    from precisionctl.commands.plan_export import plan_export
+    from precisionctl.commands.request import Request
 
-    export = InferenceExport(recipe=precision_of(recipe), **what)
-    do_work(lambda: plan_export(export), how)
+    do(Request.export(recipe=precision_of(recipe), **what), how)
 
 
 def precision_of(recipe: str | None, overrides: tuple[str, ...] = ()) -> "Precision | None":
@@ -129,47 +128,53 @@ def precision_of(recipe: str | None, overrides: tuple[str, ...] = ()) -> "Precis
     return replace(load_recipe(recipe or "fp8-delayed", overrides).precision, fp8=True)
 
 
-def do_work(plan: Callable[[], "Work"], how: Writing) -> None:
-    """Show a plan, or carry it out; of several ranks, each makes it and the first one speaks."""
+def do(request: "Request", how: Writing) -> None:
+    """Show the plan of a request, or carry it out; of several ranks, each plans it and the first one speaks."""
     from precisionctl import console
+    from precisionctl.commands.plan_command import plan_command
+    from precisionctl.conversion.command import check_room
     from precisionctl.conversion.estimate import estimate
-    from precisionctl.conversion.work import check_room
     from precisionctl.reports import plan as report
 
     if not how.dry_run:
         try:
-            work, wrote = carry_out(plan, how)
+            command, found = carry_out(request, how)
         except KeyboardInterrupt:
             click.echo("Stopped. What is done is kept; the same command continues.", err=True)
             raise click.exceptions.Exit(GO_ON) from None
-        if work and how.json_wanted:
-            print_json(work.plan.describe() | {"notes": work.notes})
-        elif work:
-            done = f"Wrote {work.output.path}" if wrote else f"Already done: this command wrote {work.output.path}"
-            console.show_lines([f"{done}, {size(work.plan.nbytes)}.", *work.notes])
+        if command is None:
+            return
+        notes = [*command.notes, *(found.notes if found else ())]
+        if how.json_wanted:
+            print_json(command.plan.describe() | {"notes": notes})
+        else:
+            path = command.output.path
+            done = f"Wrote {path}" if found else f"Already done: this command wrote {path}"
+            console.show_lines([f"{done}, {size(command.plan.nbytes)}.", *notes])
         return
-    work = plan()
-    check_room(work)
-    expected = estimate(work.plan, work.reader, work.output.path, how.workers)
+    command = plan_command(request)
+    check_room(command)
+    expected = estimate(command.plan, command.reader, command.output.path, how.workers)
     if how.json_wanted:
-        print_json(work.plan.describe() | {"notes": work.notes, "estimate": asdict(expected)})
+        print_json(command.plan.describe() | {"notes": command.notes, "estimate": asdict(expected)})
     else:
-        console.show_tables(report.tables(work.plan, expected))
-        console.show_lines(work.notes)
+        console.show_tables(report.tables(command.plan, expected))
+        console.show_lines(command.notes)
 
 
-def carry_out(plan: Callable[[], "Work"], how: Writing) -> "tuple[Work | None, bool]":
-    """What was asked for, None at other ranks than the first; and whether something was left to do."""
+def carry_out(request: "Request", how: Writing) -> "tuple[PlannedCommand | None, Findings | None]":
+    """The command, None at other ranks than the first; and what was found out, None where nothing was left to do."""
     from precisionctl import console
+    from precisionctl.commands.plan_command import plan_command
     from precisionctl.conversion import ranks
-    from precisionctl.conversion.work import execute
+    from precisionctl.conversion.command import execute
 
     here = ranks.from_environment()
     with here.together():  # planning too: what stops one rank there is told to the others
-        work = plan()
-        total = (2 if how.verify else 1) * work.plan.nbytes // here.count
+        command = plan_command(request)
+        total = (2 if how.verify else 1) * command.plan.nbytes // here.count
         with console.bytes_progress("writing", total, quiet=not here.first) as on_bytes:
-            wrote = execute(
-                work, workers=how.workers, restart=how.restart, verify=how.verify, ranks=here, on_bytes=on_bytes
+            found = execute(
+                command, workers=how.workers, restart=how.restart, verify=how.verify, ranks=here, on_bytes=on_bytes
             )
-    return work if here.first else None, wrote
+    return command if here.first else None, found

@@ -1,6 +1,6 @@
 """What a command tells beside its result: what stays behind, what was guessed, what was made anew."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from precisionctl.architectures.find import architecture_of, models_of_megatron_args
@@ -11,6 +11,7 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.known_state import KnownState, origin
+from precisionctl.export.encode import is_slice
 from precisionctl.export.input_scales import OF_ONE_STEP, of_one_step
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import StateChange
@@ -18,6 +19,8 @@ from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import IN_USE, Fp8State, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, Parallelism
+from precisionctl.planning.plan import Plan
+from precisionctl.precision import Precision
 
 
 def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
@@ -208,16 +211,17 @@ def known_state_notes(known: KnownState, *, carried: bool) -> Iterator[str]:
         )
 
 
-def reencoding_notes(encodings: WeightEncodings, encoded: Iterable[str], changed: Mapping[str, float]) -> Iterator[str]:
-    """What became of those weights that are `encoded` and were codes before; `changed` has, for each that could not
-    keep its scales, how many of its codes are others."""
-    again = encodings.weights.keys() & set(encoded)
-    yield f"{len(again) - len(changed)} of {len(again)} weights have the same codes and scales as before."
-    if changed:
-        total = sum(encodings.weights[name].rows * encodings.weights[name].columns for name in changed)
-        number = sum(changed.values())
-        worst = max(changed, key=lambda name: changed[name])
+def in_bf16_notes(plan: Plan, precision: Precision, refused: Mapping[str, str]) -> Iterator[str]:
+    """Which weights of a plan stay in BF16 though `precision` has them in FP8: experts that a family stores as one
+    tensor, and those that an engine has `refused`, with the reason by name."""
+    if any(is_slice(job.writes[0]) and precision.in_fp8(job.module) for job in plan.jobs if job.row.gemm):
         yield (
-            f"{len(changed)} have blocks with new scales (their values have changed, their rows were split, or other "
-            f"blocks were asked for): {number:,.0f} of {total:,} codes differ, most of them in {worst}."
+            f"Experts stay in BF16: {plan.model.architecture} stores those of a layer as one tensor, "
+            "and no engine reads FP8 codes of that."
+        )
+    if refused:
+        name, what = next(iter(refused.items()))
+        yield (
+            f"{len(refused)} weights stay in BF16 for their shapes, with what is computed with them; the first is "
+            f"{name}: {what}."
         )

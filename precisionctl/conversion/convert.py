@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 from precisionctl.checkpoints.base import Chunk, Chunked
 from precisionctl.checkpoints.output import forget, sync
+from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.journal import Journal
 from precisionctl.conversion.processes import deal, in_processes, one_torch_thread
 from precisionctl.conversion.ranks import ALONE, Ranks
@@ -25,8 +26,8 @@ disk writes while the workers copy."""
 
 OnBytes = Callable[[int], None]
 T = TypeVar("T")
-Result = tuple[Job, Mapping[str, float]]
-"""A job that is done, and what it found out, by name (`Worker.do`)."""
+Result = tuple[Job, Findings]
+"""A job that is done, and what it found out."""
 
 
 class Target(Chunked, Protocol):
@@ -41,20 +42,20 @@ def run(
     writer: Target,
     *,
     journal: Journal | None = None,
-    weight_amax: bool = False,
+    collect_weight_amax: bool = False,
     carried: Mapping[str, Encoding] = MappingProxyType({}),
     workers: int = 1,
     ranks: Ranks = ALONE,
     on_bytes: OnBytes = lambda count: None,
-) -> dict[str, float]:
+) -> Findings:
     """Write this rank's share of a plan's targets, without what its journal says is done. `finish` and commit are the
     caller's.
 
-    `weight_amax` asks for the largest magnitude of each FP8 GEMM's weight. `carried` is how values that become codes
-    were coded before, by the target's names. More than one of `workers` need files on both sides. `on_bytes` is told of
-    bytes written, first of those that were written before.
+    `collect_weight_amax` asks for the largest magnitude of each FP8 GEMM's weight. `carried` is how values that become
+    codes were coded before, by the target's names. More than one of `workers` need files on both sides. `on_bytes` is
+    told of bytes written, first of those that were written before.
 
-    Returns what jobs found out (`Worker.do`), by name.
+    Returns what jobs found out, those that the journal says are done among them.
     """
     done = journal.done if journal and all(file.is_file() for file in _files(plan.targets, writer)) else set()
     ranks.gather("checked", {})  # before the first rank makes anew what another one has lost
@@ -66,8 +67,12 @@ def run(
     jobs = [job for job in plan.jobs if _is_mine(job, share, ranks)]
     on_bytes(sum(plan.job_bytes(job) for job in jobs if job.name in done))
     todo = [job for job in jobs if job.name not in done]
-    found: dict[str, float] = dict(journal.found) if journal else {}
-    results = in_processes(Worker(plan, reader, share, weight_amax, carried).do, todo, plan.costs(todo), workers)
+    found = Findings()
+    if journal:
+        found |= journal.found
+    results = in_processes(
+        Worker(plan, reader, share, collect_weight_amax, carried).do, todo, plan.costs(todo), workers
+    )
     with one_torch_thread(), closing(results), _Recorder(plan, share, journal) as recorder:
         for job, new in results:
             found |= new
@@ -160,7 +165,9 @@ class _Recorder:
             return
         for file in _files((name for job, _ in batch for name in job.outputs), self._writer):
             sync(file)
-        found = {name: value for _, new in batch for name, value in new.items()}
+        found = Findings()
+        for _, new in batch:
+            found |= new
         self._journal.record([job.name for job, _ in batch], found)
 
     def __enter__(self) -> "_Recorder":

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from precisionctl.conversion.buffers import Buffers
+from precisionctl.conversion.findings import Findings
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.blocks import BlockScales, share
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.statistics import UNDERFLOW
 from precisionctl.param import TensorSpec
-from precisionctl.planning.encode import Encode
+from precisionctl.planning.plan import Encode
 
 Piece = tuple[str, int, Tensor]
 """The tensor to write, its first row, and values `[rows, columns]` in a buffer that the next piece uses again."""
@@ -23,13 +24,6 @@ Put = Callable[[str, int, Tensor], None]
 
 Read = Callable[[str, int, int], Iterable[tuple[int, Tensor]]]
 """Reads rows of a source's tensor, so many from one on, piece by piece; each with the number of rows before it."""
-
-NAN = "NaN in "
-"""How the name begins, among what jobs find out, that tells of a NaN in a tensor."""
-
-ZEROED = "zeroed in "
-"""The same of the share of a tensor's elements that are zero as codes and not as values, where that is beyond what
-`inspect --fp8` would have in FP8."""
 
 
 @dataclass
@@ -63,21 +57,18 @@ class Encoder:
         self, specs: Mapping[str, TensorSpec], carried: Mapping[str, Encoding], buffers: Buffers, put: Put, read: Read
     ) -> None:
         self._specs, self._carried, self._buffers, self._put, self._read = specs, carried, buffers, put, read
-        self.with_nan: set[str] = set()
-        """The tensors that were seen to hold a NaN. Where values are neither cast nor encoded, nobody looks."""
-        self.zeroed: dict[str, float] = {}
-        """The share of elements that became zero, of tensors that lost more than UNDERFLOW."""
+        self.found = Findings()
+        """What it has noticed since somebody has last put empty Findings here."""
 
-    def encode(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> dict[str, float]:
+    def encode(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> None:
         """Write codes and scales of what `pieces` gives at each call. One pass is enough where each row has a scale of
         its own and none is carried.
 
-        Returns, by name of each tensor that could not keep all the scales it had, how many of its codes are others
-        now. Raises PrecisionError for an infinite weight.
+        Raises PrecisionError for an infinite weight.
         """
         seen = self._seen(encode, pieces)
         made = {name: self._made(found, encode.weight_scales[name], encode.numbers) for name, found in seen.items()}
-        changed = dict.fromkeys((name for name, found in seen.items() if found.carried and not found.fits.all()), 0.0)
+        changed = dict.fromkeys((name for name, found in seen.items() if found.carried and not found.fits.all()), 0)
         underflows = {name: _Underflows() for name in encode.blocks}
         for name, row, values in pieces():
             if name not in encode.blocks:
@@ -90,9 +81,9 @@ class Encoder:
                 changed[name] += seen[name].changed(values, codes, row)
             underflows[name].see(values, codes)
             self._put(name, row, codes)
-        self.zeroed |= {name: found.share for name, found in underflows.items() if found.share > UNDERFLOW}
+        self.found.zeroed |= {name: seen.share for name, seen in underflows.items() if seen.share > UNDERFLOW}
+        self.found.changed |= changed
         self.put_input_scales(encode)
-        return changed
 
     def _seen(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> dict[str, BlockScales]:
         """The first pass: what the scales of each tensor must be, but of those whose rows have one each."""
@@ -107,7 +98,7 @@ class Encoder:
         for name, found in seen.items():
             _check_finite(name, found.amax)
             if found.has_nan:
-                self.with_nan.add(name)
+                self.found.with_nan.add(name)
         if encode.shared:
             share([*seen.values(), *self._alongside(encode)])
         return seen
@@ -141,7 +132,7 @@ class Encoder:
         amax, has_nan = numerics.row_amax_and_nan(values, self._buffers.scratch)
         _check_finite(name, amax)
         if has_nan:
-            self.with_nan.add(name)
+            self.found.with_nan.add(name)
         scale_inv = numerics.rounded_up(numerics.scale_inv(amax, dtype), encode.numbers)
         self._put(encode.weight_scales[name], row, scale_inv)
         return Encoding(dtype, scale_inv, (1, values.shape[1]))
@@ -151,7 +142,7 @@ class Encoder:
         dtype = self._specs[name].dtype
         if values.dtype != dtype:
             if numerics.has_nan(values):
-                self.with_nan.add(name)
+                self.found.with_nan.add(name)
             values = self._buffers.to_write(dtype, *values.shape).copy_(values)
         self._put(name, row, values)
 

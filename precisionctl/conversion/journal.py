@@ -9,13 +9,14 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from precisionctl.checkpoints.lock import lock
 from precisionctl.checkpoints.output import Output, open_kept
+from precisionctl.conversion.findings import Findings
 from precisionctl.errors import OutputError
 
 PATIENCE = 3.0
@@ -30,22 +31,22 @@ _ANY = "latin-1"
 
 @dataclass
 class Journal:
-    """`done` are the names of finished jobs; `found` what jobs found out, by name."""
+    """`done` are the names of finished jobs; `found` what these found out."""
 
     file: IO[str]
     done: set[str] = field(default_factory=set)
-    found: dict[str, float] = field(default_factory=dict)
+    found: Findings = field(default_factory=Findings)
 
-    def record(self, names: Iterable[str], found: Mapping[str, float]) -> None:
+    def record(self, names: Iterable[str], found: Findings) -> None:
         """Append finished jobs, and wait until that is on the disk."""
         names = sorted(names)
         self.done.update(names)
-        self.found.update(found)
-        self._append({"done": names, "found": dict(found)})
+        self.found |= found
+        self._append({"done": names, "found": found.as_json()})
 
     def record_whole(self) -> None:
         """Say that all is done and written but for the rename, so that a kill right after it can be told."""
-        self._append({"done": [], "found": {}, "whole": True})
+        self._append({"done": [], "found": Findings().as_json(), "whole": True})
 
     def _append(self, line: Mapping[str, object]) -> None:
         self.file.write(json.dumps(line) + "\n")
@@ -57,7 +58,7 @@ class Journal:
         self.file.truncate(length)
         for line in lines:
             self.done.update(line["done"])
-            self.found.update(line["found"])
+            self.found |= Findings.from_json(line["found"])
 
 
 @contextmanager
@@ -192,7 +193,7 @@ def _whole_lines(text: str) -> tuple[list[dict[str, Any]], int]:
 def _is_record(line: dict[str, Any]) -> bool:
     match line:
         case {"done": list(done), "found": dict(found)}:
-            return all(isinstance(name, str) for name in done) and all(
-                isinstance(value, int | float) for value in found.values()
-            )
+            with suppress(ValueError):
+                Findings.from_json(found)
+                return all(isinstance(name, str) for name in done)
     return False

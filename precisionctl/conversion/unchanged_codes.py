@@ -11,7 +11,7 @@ from torch import Tensor
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.param import TensorSpec
-from precisionctl.planning.encode import Encode
+from precisionctl.planning.plan import Encode
 from precisionctl.planning.segments import Segment
 
 _SMALLEST = torch.finfo(torch.float32).tiny * 2.0**16
@@ -31,7 +31,8 @@ def scales_if_unchanged(
     under just the scales that are `carried`, and these may stay in the blocks and dtypes of the `targets`; and where
     the same holds of the weights of other jobs that share their scale.
     """
-    if not _stay_where_they_are(segments) or {segment.write for segment in segments} != encode.blocks.keys():
+    moves = any((each.read, each.read_row) != (each.write, each.write_row) for each in segments)
+    if moves or {segment.write for segment in segments} != encode.blocks.keys():
         return None
     grids: dict[str, Tensor] = {}
     whole = {name: (targets[name].rows, targets[name].columns) for name in encode.alongside}
@@ -46,10 +47,6 @@ def scales_if_unchanged(
         grids[name] = grid
     one = [grid.reshape(-1) for grid in grids.values()] if encode.shared else []
     return {name: grids[name] for name in encode.blocks} if all(torch.equal(grid, one[0]) for grid in one) else None
-
-
-def _stay_where_they_are(segments: Sequence[Segment]) -> bool:
-    return all((each.read, each.read_row) == (each.write, each.write_row) for each in segments)
 
 
 def _can_be_stored(grid: Tensor, codes: torch.dtype, dtype: torch.dtype) -> bool:

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Chunked, check_rows, read_rows, rows_held, whole, write_rows
 from precisionctl.conversion.buffers import WIDEST, Buffers
-from precisionctl.conversion.encoder import NAN, ZEROED, Encoder, Piece
+from precisionctl.conversion.encoder import Encoder, Piece
+from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.unchanged_codes import scales_if_unchanged
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
-from precisionctl.planning.encode import Encode
-from precisionctl.planning.plan import Job, Plan
+from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.planning.segments import Segment, lower
 
 
@@ -48,8 +48,8 @@ class Nowhere:
 class Worker:
     """Carries out jobs of a plan, one after the other, holding no more than a piece of a tensor at a time.
 
-    `weight_amax` asks for the amax of each FP8 GEMM's weight. `carried` is how values that are to be encoded were
-    coded before, by the target's names.
+    `collect_weight_amax` asks for the amax of each FP8 GEMM's weight. `carried` is how values that are to be encoded
+    were coded before, by the target's names.
     """
 
     def __init__(
@@ -57,47 +57,40 @@ class Worker:
         plan: Plan,
         reader: Source,
         writer: Chunked,
-        weight_amax: bool = False,
+        collect_weight_amax: bool = False,
         carried: Mapping[str, Encoding] = MappingProxyType({}),
     ) -> None:
         self._plan, self._reader, self._writer = plan, reader, writer
-        self._weight_amax, self._carried = weight_amax, carried
+        self._collect_weight_amax, self._carried = collect_weight_amax, carried
         self._buffers = Buffers()
         self._encoder = Encoder(writer.specs, carried, self._buffers, self._put, self._pieces)
 
-    def do(self, job: Job) -> dict[str, float]:
-        """Write what a job writes.
+    def do(self, job: Job) -> Findings:
+        """Write what a job writes. Returns what was found out on the way."""
+        self._encoder.found = Findings()
+        self._do(job)
+        return self._encoder.found
 
-        Returns what was found out on the way: the amax of the job's weight, by the job's name, where it was asked for;
-        by name of each tensor that could not keep all the scales it had, how many of its codes are others now; 1 by NAN
-        and the name of each in which a NaN was seen; and by ZEROED and the name of each that lost many elements to
-        zero, their share.
-        """
-        found = self._do(job)
-        seen, self._encoder.with_nan = self._encoder.with_nan, set()
-        zeroed, self._encoder.zeroed = self._encoder.zeroed, {}
-        return found | {NAN + name: 1.0 for name in seen} | {ZEROED + name: share for name, share in zeroed.items()}
-
-    def _do(self, job: Job) -> dict[str, float]:
+    def _do(self, job: Job) -> None:
         for copy in job.copies:
             self._check_equal(job.reads[0], copy)
         if not job.writes:
             self._check_zero(job)
-            return {}
+            return
         if self._plan.computes(job):
-            return self._compute(job)
+            self._compute(job)
+            return
         reads = {name: self._reader.specs[name].rows for name in job.reads}
         segments = lower(job.row, self._plan.model, self._plan.source, self._plan.target, reads, job.writes)
         if job.encode is None:
-            return self._move(job, segments)
-        if self._copy_codes(job.encode, segments):
-            return {}
-        return self._encoder.encode(job.encode, lambda: (piece for each in segments for piece in self._moved(each)))
+            self._move(job, segments)
+        elif not self._copy_codes(job.encode, segments):
+            self._encoder.encode(job.encode, lambda: (piece for each in segments for piece in self._moved(each)))
 
     def _put(self, name: str, row: int, values: Tensor) -> None:
         write_rows(self._writer, name, row, values)
 
-    def _compute(self, job: Job) -> dict[str, float]:
+    def _compute(self, job: Job) -> None:
         """A row that does more than move: its tensors whole, in the wider dtype of the two sides."""
         wanted = self._writer.specs[job.writes[0]].dtype
         made = self._plan.compute(
@@ -108,31 +101,31 @@ class Worker:
             for name, tensor in zip(job.writes, made, strict=True)
         ]
         if job.encode:
-            return self._encoder.encode(job.encode, lambda: pieces)
+            self._encoder.encode(job.encode, lambda: pieces)
+            return
         for name, row, values in pieces:
             self._encoder.put_values(name, row, values)
-        return self._found(job, [numerics.amax(part) for part in made] if self._wants_amax(job) else [])
+        if self._collects_amax(job):
+            self._encoder.found.amax[job.name] = max(float(numerics.amax(part)) for part in made)
 
-    def _move(self, job: Job, segments: Sequence[Segment]) -> dict[str, float]:
+    def _move(self, job: Job, segments: Sequence[Segment]) -> None:
         """Values that are copied, or rounded to the target's dtype."""
         amaxes: list[Tensor] = []
-        if not self._wants_amax(job):  # which is of all rows, whether or not the target takes them here
+        if not self._collects_amax(job):  # which is of all rows, whether or not the target takes them here
             segments = [part for segment in segments for part in self._here(segment)]
         for segment in segments:
             for name, row, values in self._moved(segment):
-                if self._wants_amax(job):  # while it is at hand
+                if self._collects_amax(job):  # while it is at hand
                     amax, has_nan = numerics.amax_and_nan(values)
                     amaxes.append(amax)
                     if has_nan:
-                        self._encoder.with_nan.add(name)
+                        self._encoder.found.with_nan.add(name)
                 self._encoder.put_values(name, row, values)
-        return self._found(job, amaxes)
+        if amaxes:
+            self._encoder.found.amax[job.name] = float(torch.stack(amaxes).amax())
 
-    def _wants_amax(self, job: Job) -> bool:
-        return self._weight_amax and job.row.gemm
-
-    def _found(self, job: Job, amaxes: Sequence[Tensor]) -> dict[str, float]:
-        return {job.name: float(torch.stack([*amaxes]).amax())} if amaxes else {}
+    def _collects_amax(self, job: Job) -> bool:
+        return self._collect_weight_amax and job.row.gemm
 
     def _here(self, segment: Segment) -> Iterator[Segment]:
         """The parts of a segment that the target takes: of a tensor that is cut for several ranks, not all rows."""

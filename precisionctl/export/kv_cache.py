@@ -14,12 +14,11 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.base import Engine
 from precisionctl.engines.cache import attention_and_kind
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
-from precisionctl.export.export import Export, Format
+from precisionctl.export.encode import WeightFormat
 from precisionctl.fp8.numerics import FP8_MAX, Numbers, recorded_amax, rounded_up
 from precisionctl.fp8.state import CACHE, Fp8States
 from precisionctl.param import TensorSpec
-from precisionctl.planning.encode import Encode
-from precisionctl.planning.plan import Job, Plan
+from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.quant_methods.base import CODES, QuantMethod
 
 _PROJECTION = "linear_proj"
@@ -76,14 +75,14 @@ def scales_of_state(states: Fp8States, plan: Plan) -> dict[str, CacheScale]:
     return {stem: scale for stem, scale in found.items() if scale is not None}
 
 
-def with_cache(made: Export, form: Format, scales: Mapping[str, CacheScale]) -> Export:
-    """The export with these scales added; the job that writes an attention's output projection writes them."""
+def with_cache(plan: Plan, form: WeightFormat, scales: Mapping[str, CacheScale]) -> Plan:
+    """The plan of codes with these scales added; the job that writes an attention's output projection writes them."""
     spelling = form.spelling.cache
     numbers: Numbers = "BF16" if spelling.as_bf16 or form.numbers == "BF16" else "FP32"
-    targets = dict(made.plan.targets)
-    attentions = {job.name: stem for stem, job in _attentions(made.plan).items()}
+    targets = dict(plan.targets)
+    attentions = {job.name: stem for stem, job in _attentions(plan).items()}
     jobs = []
-    for job in made.plan.jobs:
+    for job in plan.jobs:
         if stem := attentions.get(job.name):
             scale = scales[stem]
             found = rounded_up(torch.tensor([scale.k, scale.v]), numbers).tolist()
@@ -92,9 +91,9 @@ def with_cache(made: Export, form: Format, scales: Mapping[str, CacheScale]) -> 
             encode = job.encode or Encode({}, {}, {})
             job = replace(job, encode=replace(encode, input_scales={**encode.input_scales, **values}))
         jobs.append(job)
-    quantization = {**made.quantization, **spelling.config}
-    plan = replace(made.plan, jobs=tuple(jobs), targets=targets, quantization=quantization)
-    return replace(made, plan=plan, quantization=quantization, files=form.spelling.files(quantization))
+    quantization = {**plan.quantization, **spelling.config}
+    files = form.spelling.files(quantization)
+    return replace(plan, jobs=tuple(jobs), targets=targets, quantization=quantization, files=files)
 
 
 def notes(engine: Engine, method: QuantMethod, states: Fp8States | None) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.base import Engine
 from precisionctl.errors import MissingFp8State, PrecisionError
-from precisionctl.export.export import fp8_jobs
+from precisionctl.export.encode import fp8_jobs
 from precisionctl.export.input_scales import NO_STATE, OF_ONE_STEP, input_scales, of_one_step
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan

@@ -21,14 +21,14 @@ from precisionctl.fp8.encoding import Encoding, by_rows, of_rows
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
-from precisionctl.quant_methods.base import Scales, recognise, sibling
+from precisionctl.quant_methods.base import QuantMethod, Scales, recognise, sibling
 
 
 def weight_encodings(reader: Reader) -> WeightEncodings | None:
     """How a checkpoint's weights are FP8 codes, or were, by the names that a Hugging Face directory has for them when
     it is written. None where they never were, or nothing is known of it, or that is not written here (MXFP4)."""
     encodings = stored_weight_encodings(reader)
-    method = recognise({"quantization_config": encodings.quantization}) if encodings else None
+    method = method_of(encodings)
     if method and method.spelling is None:
         return None
     renamed = reader.layout == "megatron" or any(name.endswith("]") for name in reader.encodings)
@@ -37,6 +37,11 @@ def weight_encodings(reader: Reader) -> WeightEncodings | None:
     if reader.encodings and encodings and encodings.has_fixed_scales:
         return replace(encodings, of_weights=digest_weights(reader))
     return encodings
+
+
+def method_of(encodings: WeightEncodings | None) -> QuantMethod | None:
+    """How the directory that codes come from spells them, if they come from one."""
+    return recognise({"quantization_config": encodings.quantization}) if encodings else None
 
 
 def stored_weight_encodings(reader: Reader) -> WeightEncodings | None:
@@ -51,7 +56,7 @@ def _moved(reader: Reader, encodings: WeightEncodings | None) -> WeightEncodings
 
     `encodings` is what else is known of them, such as the scales of their inputs.
     """
-    method = recognise({"quantization_config": encodings.quantization}) if encodings else None
+    method = method_of(encodings)
     kinds = (method.weight_scales[0], method.input_scales[0]) if method else ("weight_scale", "input_scale")
     weights: dict[str, TensorSpec] = {}
     scales: dict[str, Scales] = {}

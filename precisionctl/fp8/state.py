@@ -76,7 +76,7 @@ def _is_bool(value: object) -> bool:
 
 
 MARGIN_LIMIT = 64
-"""Within it `fp8_max * 2**-margin` is a normal FP32 number, and so are the scales of any likely amax."""
+"""StoredTensors it `fp8_max * 2**-margin` is a normal FP32 number, and so are the scales of any likely amax."""
 
 _ACCEPTED: Mapping[str, Callable[[object], bool]] = {
     "margin": lambda value: _is_integer(value, -MARGIN_LIMIT, MARGIN_LIMIT),

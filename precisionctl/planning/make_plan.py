@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from precisionctl.architectures.find import architecture_of
-from precisionctl.architectures.param_map import Alias, Architecture, Row, filled, names
+from precisionctl.architectures.param_map import Alias, Row, filled, names
 from precisionctl.errors import MappingError, MissingTensor, at
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
@@ -66,7 +66,8 @@ def make_plan(
         model = stored.padded(parallelism.tensor) if target == "megatron" else stored
         parallelism = checks.with_stages(parallelism, model.num_layers)
         checks.check_ranks(model, parallelism)
-        derived = _derived(architecture, source)
+        patterns = [pattern.replace("{layer}", "*") for pattern in architecture.derived if source.layout == "hf"]
+        derived = tuple(name for name in source.specs if any(fnmatchcase(name, pattern) for pattern in patterns))
         by_row = {row: _row_jobs(row, architecture.aliases, model, source, target) for row in rows}
         jobs = [job for row_jobs in by_row.values() for job in row_jobs]
         _check_consumed(jobs, derived, source)
@@ -74,24 +75,21 @@ def make_plan(
         for row, row_jobs in by_row.items():
             if not row_jobs:
                 continue
-            _check_shapes(row, row_jobs, stored, source)
+            read_shapes, shapes = row.source.shapes(stored, source.layout), row.shapes(model, target)
+            for job in row_jobs:
+                read = {name: source.specs[name] for name in (*job.reads, *job.copies)}
+                checks.check_dtypes(read)
+                checks.check_shapes(read, (*read_shapes[: len(job.reads)], *read_shapes[:1] * len(job.copies)))
             checks.check_division(row, model, parallelism)
-            shapes = row.shapes(model, target)
             for job in row_jobs:
                 targets |= _targets(job, shapes, target, source.specs, dtype)
-        for job in _optimizer_jobs(jobs, source, target) if optimizer else ():
-            jobs.append(job)
-            targets[job.name] = _optimizer_target(job, stored, model, source)
+        if optimizer and isinstance(source, OptimizerSource):
+            for job in _optimizer_jobs(jobs, source, target):
+                jobs.append(job)  # a tensor as large as its parameter, which may be padded otherwise than stored
+                spec = source.optimizer_specs[job.name]
+                checks.check_shapes({job.name: spec}, [job.row.shape(stored)])
+                targets[job.name] = TensorSpec(job.row.shape(model), spec.dtype, job.row.parallel)
         return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
-
-
-def _check_shapes(row: Row, jobs: Iterable[Job], model: ModelShape, source: Source) -> None:
-    """Hold what the jobs of a row read against the sizes of the source's model."""
-    shapes = row.source.shapes(model, source.layout)
-    for job in jobs:
-        stored = {name: source.specs[name] for name in (*job.reads, *job.copies)}
-        checks.check_dtypes(stored)
-        checks.check_shapes(stored, (*shapes[: len(job.reads)], *shapes[:1] * len(job.copies)))
 
 
 def _with_mtp(source: Source, rows: Iterable[Row]) -> ModelShape:
@@ -133,13 +131,6 @@ def _copies(aliases: Iterable[Alias], model: ModelShape) -> tuple[str, ...]:
     )
 
 
-def _derived(architecture: Architecture, source: Source) -> tuple[str, ...]:
-    if source.layout != "hf":
-        return ()
-    patterns = [pattern.replace("{layer}", "*") for pattern in architecture.derived]
-    return tuple(name for name in source.specs if any(fnmatchcase(name, pattern) for pattern in patterns))
-
-
 def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: Source) -> None:
     uses = Counter(name for job in jobs for name in (*job.reads, *job.copies))
     uses.update(derived)
@@ -179,11 +170,7 @@ def _targets(
 _STATE = re.compile(r"optimizer\.state\.[a-z_]+\.(.+)")
 
 
-def _optimizer(source: Source) -> Mapping[str, TensorSpec]:
-    return source.optimizer_specs if isinstance(source, OptimizerSource) else {}
-
-
-def _optimizer_jobs(jobs: Iterable[Job], source: Source, target: Layout) -> list[Job]:
+def _optimizer_jobs(jobs: Iterable[Job], source: OptimizerSource, target: Layout) -> list[Job]:
     """A job for each of the source's optimizer tensors, which are as parallel as their parameters.
 
     Raises MappingError where the state is not stored by parameter, or goes to Hugging Face, which has no place
@@ -193,7 +180,7 @@ def _optimizer_jobs(jobs: Iterable[Job], source: Source, target: Layout) -> list
         raise MappingError("Hugging Face has no place for an optimizer", do="Leave it behind.")
     rows = {job.name: replace(job.row, gemm=False) for job in jobs}
     carried = []
-    for name in _optimizer(source):
+    for name in source.optimizer_specs:
         match = _STATE.fullmatch(name)
         if match is None or match[1] not in rows:
             raise MappingError(
@@ -202,10 +189,3 @@ def _optimizer_jobs(jobs: Iterable[Job], source: Source, target: Layout) -> list
             )
         carried.append(Job(name, rows[match[1]], (name,), (name,)))
     return carried
-
-
-def _optimizer_target(job: Job, stored: ModelShape, model: ModelShape, source: Source) -> TensorSpec:
-    """What a tensor of the optimizer becomes: as large as its parameter, which may be padded otherwise than stored."""
-    spec = _optimizer(source)[job.name]
-    checks.check_shapes({job.name: spec}, [job.row.shape(stored)])
-    return TensorSpec(job.row.shape(model), spec.dtype, job.row.parallel)

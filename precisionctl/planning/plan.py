@@ -16,10 +16,31 @@ from torch import Tensor
 
 from precisionctl.architectures.param_map import Row
 from precisionctl.errors import PrecisionError
+from precisionctl.fp8.numerics import Numbers
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
-from precisionctl.planning.encode import Encode
 from precisionctl.precision import Precision
+
+
+@dataclass(frozen=True)
+class Encode:
+    """The weights of a job that become FP8 codes, each of its target's dtype, and the scales written beside them.
+
+    `blocks`: by weight, how many rows and columns share a scale; tensors of the job that are not in it stay values.
+    `weight_scales`: by weight, the tensor that receives its grid of `scale_inv`.
+    `input_scales`: tensors whose one number is known already, and that number: scales of inputs, or of a KV cache.
+    `shared`: all weights have the one scale that their joint amax gives, because engines compute q/k/v, and gate/up, as
+    one and would requantize where scales differ.
+    `alongside`: weights of other jobs that have that scale too, and the tensors of the source that they are read from.
+    `numbers`: what new scales of weights are rounded up to.
+    """
+
+    blocks: Mapping[str, tuple[int, int]]
+    weight_scales: Mapping[str, str]
+    input_scales: Mapping[str, float]
+    shared: bool = False
+    numbers: Numbers = "FP32"
+    alongside: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,7 +82,7 @@ class Plan:
 
     `model` is the target's: its vocabulary may be padded to another size than the source's. `derived` are tensors of
     the source that are left out because they can be computed (`rotary_emb.inv_freq`). `quantization` is the
-    `quantization_config` of a result with FP8 weights.
+    `quantization_config` of a result with FP8 weights, and `files` are what says it beside config.json, by name.
     """
 
     model: ModelShape
@@ -72,11 +93,22 @@ class Plan:
     derived: tuple[str, ...] = ()
     parallelism: Parallelism = ONE_RANK
     quantization: Mapping[str, object] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all targets."""
         return sum(spec.nbytes for spec in self.targets.values())
+
+    @property
+    def encodes(self) -> bool:
+        """Whether jobs write codes, or scales."""
+        return any(job.encode for job in self.jobs)
+
+    @property
+    def codes(self) -> list[str]:
+        """The weights that become FP8 codes."""
+        return [name for job in self.jobs if job.encode for name in job.encode.weight_scales]
 
     def job_bytes(self, job: Job) -> int:
         """Bytes that a job writes, its scales included."""
@@ -113,7 +145,7 @@ class Plan:
             "parallelism": dataclasses.asdict(self.parallelism),
             "jobs": [
                 {"name": job.name, "reads": job.reads, "writes": job.writes, "copies": job.copies}
-                | ({"encode": job.encode.describe()} if job.encode else {})
+                | ({"encode": dataclasses.asdict(job.encode)} if job.encode else {})
                 for job in self.jobs
             ],
             "targets": {
@@ -134,14 +166,10 @@ def check_fp8_gemms(plan: Plan, precision: Precision) -> None:
     """Raise PrecisionError for a weight that `precision` has in FP8 and whose shape no FP8 GEMM takes. `precision` must
     know the plan's number of layers (`of_layers`)."""
     for job in plan.jobs:
-        if job.row.gemm and precision.in_fp8(job.module):
-            _check_fp8_gemm(job, plan.model, precision.alignment)
-
-
-def _check_fp8_gemm(job: Job, model: ModelShape, alignment: int) -> None:
-    shape = job.row.shape(model)
-    if any(size % alignment for size in shape):
+        shape = job.row.shape(plan.model) if job.row.gemm and precision.in_fp8(job.module) else ()
+        if not any(size % precision.alignment for size in shape):
+            continue
         raise PrecisionError(
-            f"`{job.name}` is {list(shape)}: FP8 GEMMs need multiples of {alignment}",
+            f"`{job.name}` is {list(shape)}: FP8 GEMMs need multiples of {precision.alignment}",
             do="Keep the module in BF16 (keep_bf16 in a recipe), or use --precision bf16.",
         )

@@ -20,8 +20,9 @@ from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionctlError
 from precisionctl.fp8 import sidecar
 from precisionctl.planning.make_plan import make_plan
@@ -103,7 +104,7 @@ def described(path: Path) -> tuple[dict[str, torch.Tensor], Any]:
 
 def test_encodings(tmp_path: Path) -> None:
     make(tmp_path / "fp8", "fp8-block")
-    execute(plan_conversion(Conversion(tmp_path / "fp8", tmp_path / "bf16", "hf", "bf16")), workers=1)
+    execute(plan_command(Request(tmp_path / "fp8", tmp_path / "bf16", "hf", "bf16")), workers=1)
     path = tmp_path / "bf16" / encodings_file.RELATIVE
     tensors, metadata = described(path)
     metadata["weights"] = dict(list(metadata["weights"].items())[:2])
@@ -132,7 +133,7 @@ def test_a_sidecar(tmp_path: Path) -> None:
 
 def test_a_runs_common_data(tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
-    execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "dist", "megatron")), workers=1)
+    execute(plan_command(Request(tmp_path / "hf", tmp_path / "dist", "megatron")), workers=1)
     common = tmp_path / "dist" / "release" / "common.pt"
     saved = torch.load(common, weights_only=False)
     check(saved, IN_PICKLES, lambda v: torch.save(v, common), lambda: plan_of(tmp_path / "dist"))
@@ -167,6 +168,6 @@ def test_what_a_rank_saved(tmp_path: Path) -> None:
         reader = LegacyReader(tmp_path)
         make_plan(reader, "hf")
         _ = reader.optimizer_specs, reader.fp8, reader.common, reader.iteration
-        plan_conversion(Conversion(tmp_path, tmp_path.parent / "nowhere", "megatron"))
+        plan_command(Request(tmp_path, tmp_path.parent / "nowhere", "megatron"))
 
     check(rest, IN_PICKLES, write, read)

@@ -13,9 +13,10 @@ from training import run, settings
 from precisionctl.checkpoints.megatron.keys import TRACKER as LATEST
 from precisionctl.checkpoints.megatron.keys import write_tracker
 from precisionctl.checkpoints.output import Output, open_kept, replace_file
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.conversion.journal import open_journal, open_share_journal
-from precisionctl.conversion.work import execute
 from precisionctl.errors import DataError, OutputError
 from precisionctl.trainer.measure.metrics import FILE as METRICS
 from precisionctl.trainer.saved.run_folder import Rollback, read_rollback, write_rollback
@@ -97,7 +98,7 @@ def test_a_conversion_does_not_write_into_a_linked_folder(tmp_path: Path) -> Non
     (tmp_path / "out.partial").symlink_to(tmp_path / "elsewhere")
     for restart in (False, True):
         with pytest.raises(OutputError, match="a link, or no file"):
-            execute(plan_conversion(Conversion(tmp_path / "hf", tmp_path / "out", "megatron")), restart=restart)
+            execute(plan_command(Request(tmp_path / "hf", tmp_path / "out", "megatron")), restart=restart)
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["kept"]
 
 

@@ -107,7 +107,11 @@ def test_a_chat_template_has_to_end(hurry: Callable[[str], None], bounded: None,
 ENDLESS = {"type": "Split", "pattern": {"Regex": "^(?:(?>a*)*)+$"}, "behavior": "Isolated", "invert": False}
 TOKENIZERS = {
     "a word that doubles": (changed(normalizer=replacing("a", "aa", 40)), "a", "GB of memory|longer than 1 s"),
-    "a word that is a million": (changed(normalizer=replacing("a", "a " * MB)), "a", "answers with|longer than 1 s|GB of memory"),
+    "a word that is a million": (
+        changed(normalizer=replacing("a", "a " * MB)),
+        "a",
+        "answers with|longer than 1 s|GB of memory",
+    ),
     "a pattern that tries everything": (
         changed(pre_tokenizer={**ENDLESS, "pattern": {"Regex": "^(a+)+$"}}),
         "a" * 40 + "!",

@@ -9,8 +9,9 @@ import torch
 from te_weights import cast, fp8_weights, taken
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.commands.plan_export import InferenceExport, plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.fp8 import sidecar
 from precisionctl.te import load_te
 
@@ -21,7 +22,7 @@ TOKENS = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(
 def export(root: Path, family: str) -> Path:
     pico.save(root / "hf", family, dtype=torch.bfloat16)
     sidecar.write(root / "hf" / sidecar.RELATIVE, in_memory.recorded(HuggingFaceReader(root / "hf")))
-    execute(plan_export(InferenceExport(root / "hf", root / "out", "te")))
+    execute(plan_command(Request.export(root / "hf", root / "out", "te")))
     return root / "out"
 
 

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.param import Parallelism
 
 ON_CPU = Path(__file__).with_name("bridge_on_cpu.py")
@@ -39,8 +40,8 @@ def through_bridge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family, changes in FAMILIES.items():
         pico.save(top / f"{family}-hf", family, dtype=torch.bfloat16, **changes)
         uneven = Parallelism(2, 3, first_layers=1) if changes.get("num_hidden_layers") == 5 else Parallelism(2)
-        there = Conversion(top / f"{family}-hf", top / f"{family}-ours", "megatron", parallelism=uneven)
-        execute(plan_conversion(there))
+        there = Request(top / f"{family}-hf", top / f"{family}-ours", "megatron", parallelism=uneven)
+        execute(plan_command(there))
     done = subprocess.run([python, ON_CPU, top, *FAMILIES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return top

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.fp8 import numerics
 
 SCRIPT = Path(__file__).with_name("llmcompressor_export.py")
@@ -85,7 +86,7 @@ def test_a_conversion_writes_those_values_and_the_way_back_the_same_directory(ma
         (tmp_path / "megatron", "bf16", "hf", "keep"),
         (tmp_path / "megatron", "back", "hf", "fp8"),
     ):
-        execute(plan_conversion(Conversion(source, tmp_path / target, to, precision)))
+        execute(plan_command(Request(source, tmp_path / target, to, precision)))
     values = load_file(tmp_path / "bf16" / "model.safetensors")
     assert all(torch.equal(values[name], expected[name]) for name in expected)
     before, after = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "back"))

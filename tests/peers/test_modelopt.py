@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.fp8 import numerics
 
 SCRIPT = Path(__file__).with_name("modelopt_export.py")
@@ -110,8 +111,8 @@ def test_its_directories_decode_to_what_it_says_itself_and_come_back(tmp_path, s
     for name, values in expected.items():
         ours = reader.encodings[name].decode_rows(read_tensor(reader, name), 0)
         assert torch.equal(ours, values), name
-    execute(plan_conversion(Conversion(tmp_path / "fp8", tmp_path / "megatron", "megatron")))
-    execute(plan_conversion(Conversion(tmp_path / "megatron", tmp_path / "back", "hf", "fp8")))
+    execute(plan_command(Request(tmp_path / "fp8", tmp_path / "megatron", "megatron")))
+    execute(plan_command(Request(tmp_path / "megatron", tmp_path / "back", "hf", "fp8")))
     before, after = tensors(tmp_path / "fp8"), tensors(tmp_path / "back")
     assert before.keys() == after.keys()
     for name, tensor in before.items():

@@ -18,8 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.commands.plan_export import InferenceExport, plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 from precisionctl.engines import shapes
 from precisionctl.engines.base import engines
 from precisionctl.engines.shapes import LATENT
@@ -235,7 +236,7 @@ def test_vllm_casts_its_cache_with_the_scales_that_are_stored(tmp_path, python, 
     }
     caches = {f"decoder.layers.{layer}.self_attention.core_attention": Fp8State(roles) for layer in range(2)}
     sidecar.write(tmp_path / "hf" / sidecar.RELATIVE, replace(source.fp8, modules={**source.fp8.modules, **caches}))
-    execute(plan_export(InferenceExport(tmp_path / "hf", tmp_path / "out", target, scheme, kv_cache="fp8")))
+    execute(plan_command(Request.export(tmp_path / "hf", tmp_path / "out", target, scheme, kv_cache="fp8")))
     load_in_vllm(python, tmp_path / "out")
     loaded = load_file(out_of(tmp_path / "out"))
     with safe_open(out_of(tmp_path / "out"), "pt") as file:

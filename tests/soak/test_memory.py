@@ -31,18 +31,18 @@ SIZES = {
 CONVERT = """
 import json, sys
 from pathlib import Path
-from precisionctl.commands.plan_conversion import Conversion, plan_conversion
-from precisionctl.commands.plan_export import InferenceExport, plan_export
-from precisionctl.conversion.work import execute
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import execute
 def memory(field):
     return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) / 1024
 task, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 Path("/proc/self/clear_refs").write_text("5")
 before = memory("VmRSS")
 if task == "export":
-    work = plan_export(InferenceExport(source, target, "vllm", "dynamic"))
+    work = plan_command(Request.export(source, target, "vllm", "dynamic"))
 else:
-    work = plan_conversion(Conversion(source, target, task))
+    work = plan_command(Request(source, target, task))
 execute(work, workers=1)
 print(json.dumps(memory("VmHWM") - before))
 """

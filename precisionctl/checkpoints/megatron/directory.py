@@ -6,13 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.base import Companions
+from precisionctl.checkpoints.base import Companions, Hints
 from precisionctl.checkpoints.megatron.extra_state import Experts, as_states, decode
 from precisionctl.checkpoints.megatron.model import companions_of, model_of
 from precisionctl.checkpoints.megatron.payloads import Saved
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.grouped import Order
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
@@ -23,10 +22,7 @@ class MegatronDirectory(ABC):
     find of arguments, common data and payloads."""
 
     layout: Layout = "megatron"
-    family: str | None = None
-    """Which family to take the model for, where no config.json says it."""
-    grouped_columns: Order | None = None
-    """In which order a grouped linear's FP8 state stands, where the payloads do not tell."""
+    hints: Hints
 
     path: Path
     specs: Mapping[str, TensorSpec]
@@ -56,8 +52,14 @@ class MegatronDirectory(ABC):
         """Each `_extra_state` that is not empty."""
 
     @cached_property
-    def companions(self) -> Companions:
+    def own_companions(self) -> Companions:
+        """The files that travel with the checkpoint itself."""
         return companions_of(self.path)
+
+    @property
+    def companions(self) -> Companions:
+        """Those of the reference that a user has named, else its own."""
+        return self.hints.companions or self.own_companions
 
     @cached_property
     def model(self) -> ModelShape:
@@ -68,10 +70,10 @@ class MegatronDirectory(ABC):
                 do="Give `convert` or `export-inference` a Hugging Face directory of the same model with --reference: "
                 "its config.json and tokenizer are enough. What `convert --to megatron` makes of it says by itself.",
             )
-        return model_of(self.path, self.args, self.companions, self.specs, self.family)
+        return model_of(self.path, self.args, self.companions, self.specs, self.hints.family)
 
     @cached_property
     def fp8(self) -> Fp8States | None:
         """The delayed-scaling state in `_extra_state`, else the one in the sidecar. Raises what `decode` raises."""
-        found = decode(self.payloads(), self.path, Experts(self.expert_ranks, self.grouped_columns), self.args)
+        found = decode(self.payloads(), self.path, Experts(self.expert_ranks, self.hints.grouped_columns), self.args)
         return as_states(found, self.common, self.iteration, sidecar.find(self.path))

@@ -19,7 +19,6 @@ from precisionctl.checkpoints.megatron.keys import OURS
 from precisionctl.checkpoints.megatron.payloads import Saved
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.grouped import Order
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.untrusted.safe_pickle import finite, parts
 
@@ -51,12 +50,10 @@ NO_RUN = Carried()
 class MegatronReader(Reader, Protocol):
     """A Reader of a Megatron container, whose checkpoints often do not say of which family they are."""
 
-    family: str | None
-    grouped_columns: Order | None
-    companions: Companions
-
     @property
     def path(self) -> Path: ...
+    @property
+    def own_companions(self) -> Companions: ...
     @property
     def optimizer_specs(self) -> Mapping[str, TensorSpec]: ...
     @property

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints import dcp, torch_zip
-from precisionctl.checkpoints.base import Chunk, Container
+from precisionctl.checkpoints.base import NO_HINTS, Chunk, Container, Hints
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import (
     COMMON,
@@ -78,6 +78,7 @@ class TorchDistReader(MegatronDirectory):
         self,
         path: Path,
         iteration: int | None = None,
+        hints: Hints = NO_HINTS,
         *,
         container: str = "torch_dist",
         complete: Callable[[Path], bool] = has_marker,
@@ -86,7 +87,7 @@ class TorchDistReader(MegatronDirectory):
         top = inner[0] if inner else path
         check_link(top, path)
         self.path: Path = find_iteration(top, iteration, complete)
-        self.container = container
+        self.container, self.hints = container, hints
         self._index = dcp.read_index(self.path)
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._prefix = model_prefix(self._index.tensors)

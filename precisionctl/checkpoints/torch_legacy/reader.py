@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from precisionctl.checkpoints.base import Box, Chunk, Container, shard_boxes
+from precisionctl.checkpoints.base import NO_HINTS, Box, Chunk, Container, Hints, shard_boxes
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, find_iteration, iteration_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, STATE
@@ -65,7 +65,8 @@ class LegacyReader(MegatronDirectory):
 
     container = "torch"
 
-    def __init__(self, path: Path, iteration: int | None = None) -> None:
+    def __init__(self, path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> None:
+        self.hints = hints
         self.path: Path = find_iteration(path, iteration, complete=is_legacy)
         self.parallelism, self._ranks = read_ranks(self.path)
         self._first = self._ranks[0].content

@@ -1,0 +1,165 @@
+"""Results whose weights are FP8 codes: for an inference engine, or the codes that they were before."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from precisionctl.commands.build import Result
+from precisionctl.commands.notes import (
+    companion_notes,
+    in_bf16_notes,
+    input_scale_notes,
+    known_state_notes,
+    left_behind_notes,
+    missing_notes,
+)
+from precisionctl.commands.request import TE, Request
+from precisionctl.commands.source import Source
+from precisionctl.engines.base import Engine, engines
+from precisionctl.errors import PrecisionError, RecipeError
+from precisionctl.export import kv_cache
+from precisionctl.export.as_before import AsBefore, in_powers_of_2
+from precisionctl.export.encode import WeightFormat, encode, in_scheme, modules_in_bf16, served
+from precisionctl.export.model_card import Card, beside
+from precisionctl.export.schemes import best_scheme
+from precisionctl.fp8.numerics import Numbers
+from precisionctl.fp8.statistics import Scaling
+from precisionctl.planning.plan import Plan
+from precisionctl.quant_methods.base import Scheme, quant_methods
+
+_SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic", "block": "block", "mxfp8": "mxfp8"}
+"""The scheme in which an engine computes most like a recipe's scaling."""
+
+_IN_WORDS: Mapping[Scheme, str] = {
+    "static": "one scale for a weight, one for all its inputs",
+    "dynamic": "one scale for an output channel of a weight, one for a token of inputs",
+    "block": "one scale for 128 x 128 values of a weight, one for 128 of inputs",
+    "mxfp8": "a power of two for 32 values of a weight or of inputs",
+}
+
+
+def for_engine(request: Request, source: Source) -> Result:
+    """A result for an engine; `convert` names none, and gets the spelling that transformers and vLLM read.
+
+    Raises MissingFp8State where `static` needs amaxes that were never recorded, PrecisionError for what the engine does
+    not take, RecipeError for state that a scheme has no use for.
+    """
+    reader, known, model = source.reader, source.known, source.plan.model
+    engine, precision = engine_named(request.target or "vllm"), request.numerics(model.num_layers)
+    scheme, notes = request.scheme, []
+    if request.target is None:
+        scheme = _SCHEMES[request.recipe.scaling if request.recipe else "delayed"]
+    if scheme is None:
+        scheme, why = best_scheme(engine, source.plan, precision, source.states, source.codes, known.why_none)
+        notes.append(f"Scheme {scheme}: {why}.")
+    form = _format(request, source, engine, scheme)
+    if scheme == "static":
+        notes += input_scale_notes(known.current, request.fp8_state)
+    notes += known_state_notes(known, carried=False)
+    policy = in_scheme(
+        source.plan,
+        source.states,
+        form,
+        precision,
+        partial(engine.refusal, scheme=scheme, served=served(source.plan, request.ranks)),
+        keep_refused=request.keep_misfits,
+        why_no_state=known.why_none,
+    )
+    if found := engine.check_experts([name for job in policy.jobs for name in job.writes], form.method.name, scheme):
+        raise PrecisionError(
+            f"{engine.title} does not load {found[0].what}",
+            where=found[0].where,
+            do="Export with --scheme static or block, or name the experts in keep_bf16 of a --recipe.",
+        )
+    plan = encode(source.plan, policy)
+    if request.kv_cache:
+        kv_cache.check_engine(source.plan, engine, form.method)
+        scales = kv_cache.recorded_scales(known.current, source.fixed_scales, source.plan)
+        plan = kv_cache.with_cache(plan, form, scales)
+        notes += kv_cache.notes(engine, form.method, known.current)
+    else:
+        notes += kv_cache.left_out(source.encodings, source.plan)
+    notes += [*left_behind_notes(reader), *in_bf16_notes(source.plan, precision, policy.refused)]
+    notes += [*missing_notes(reader), *companion_notes(reader)]
+    serve = engine.serve(request.destination, request.ranks, fp8_cache=request.kv_cache is not None)
+    notes.append(f"Serve it with: {serve}")
+    card = _card(request, source, plan, engine, form)
+    return Result(plan, notes, encodings=source.encodings, card=card, lacks=engine.lacks)
+
+
+def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) -> WeightFormat:
+    """How weights are coded and spelled."""
+    if scheme not in engine.spells:
+        raise PrecisionError(f"no {scheme} for {engine.title}", do=f"Choose --scheme {' or '.join(engine.spells)}.")
+    if scheme != "static" and request.fp8_state and not request.kv_cache:
+        raise RecipeError(
+            f"under {scheme} the engine makes input scales itself, without FP8 state", do="Leave --fp8-state out."
+        )
+    numbers: Numbers = "BF16" if engine.spells[scheme] in engine.bf16_scales else "FP32"
+    if scheme == "block" and source.codes is not None and in_powers_of_2(source.codes):
+        numbers = "powers of 2"
+    return WeightFormat(quant_methods()[engine.spells[scheme]], scheme, numbers)
+
+
+def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: WeightFormat) -> Card:
+    """What the model card says of a result for an engine."""
+    code, name = source.reader.companions.code, request.destination.name
+    file = Path(request.fp8_state.name) if request.fp8_state else None
+    inputs = [*input_scale_notes(source.known.current, file)] if form.scheme == "static" else [_BY_ENGINE]
+    facts = {
+        "weights": "float8_e4m3fn",
+        "format": form.method.name,
+        "scheme": f"{form.scheme}: {_IN_WORDS[form.scheme]}",
+        "input scales": " ".join(inputs),
+        "KV cache": "FP8, its scales stored" if request.kv_cache else "no scales stored",
+    }
+    if code:
+        facts["code of its own"] = f"{', '.join(code)}: the engine needs to be told to trust it"
+    command = engine.serve(beside(name), request.ranks, fp8_cache=request.kv_cache is not None)
+    kept = modules_in_bf16(source.plan, plan.codes)
+    return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model)
+
+
+_BY_ENGINE = "Input scales are made by the engine."
+
+
+def engine_named(name: str) -> Engine:
+    """The engine of a name. Raises PrecisionError, with the known names, for another."""
+    known = engines()
+    if name not in known:
+        raise PrecisionError(f"no engine `{name}`", do=f"Known: {', '.join((*known, TE))}.")
+    return known[name]
+
+
+def as_before(request: Request, source: Source) -> Result:
+    """A result whose weights are the FP8 codes that they were once, or are. Raises MissingFp8State for scales of
+    inputs, and PrecisionError for those of a KV cache, that belong to weights which have changed."""
+    reader, known, encodings = source.reader, source.known, source.encodings
+    assert encodings is not None, "there were codes before"
+    policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
+    plan = encode(source.plan, policy)
+    notes = [*left_behind_notes(reader), *companion_notes(reader), *known_state_notes(known, carried=True)]
+    card = _card_as_before(request.destination.name, source.plan, policy)
+    return Result(plan, notes, known.current or known.outdated, encodings=encodings, card=card)
+
+
+def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
+    """What the model card says of codes that are what they were, for whichever engine reads them."""
+    encodings = policy.encodings
+    method = policy.method
+    scheme = method.read(encodings.quantization).scheme
+    serving = [engine for engine in engines().values() if (method.name, scheme) in engine.reads]
+    dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in encodings.weights.values()})
+    fixed = any(scales.input is not None for scales in encodings.scales.values())
+    facts = {
+        "weights": ", ".join(dtypes),
+        "format": method.name,
+        "scheme": scheme,
+        "codes and scales": "those that the weights had before; where values have changed since, made anew",
+        "input scales": "as they were, or of what was recorded since" if fixed else "made by the engine",
+    }
+    matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name.endswith(".weight")]
+    kept = [name.removesuffix(".weight") for name in matrices if name not in encodings.weights]
+    title = " or ".join(engine.title for engine in serving) or f"readers of {method.name}"
+    command = "\n".join(engine.serve(beside(name), 1) for engine in serving) or f"precisionctl inspect {beside(name)}"
+    return Card(name, title, method.name, command, facts, list(encodings.weights), kept)

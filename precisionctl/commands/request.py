@@ -1,0 +1,146 @@
+"""Request: all that a user asks of `convert` and of `export-inference`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
+from precisionctl.errors import RecipeError
+from precisionctl.fp8.extra_state_writer import TeVersion
+from precisionctl.fp8.grouped import Order
+from precisionctl.fp8.state import DelayedScaling
+from precisionctl.param import ONE_RANK, Layout, Parallelism
+from precisionctl.precision import PRESETS, Precision
+from precisionctl.quant_methods.base import Scheme
+
+TE = "te"
+"""The target of an export that is no engine: Transformer Engine, under PyTorch."""
+
+TE_TITLE = "PyTorch with Transformer Engine"
+
+PrecisionChoice = Literal["keep", "bf16", "fp32", "fp8"]
+
+_VALUES: Mapping[PrecisionChoice, torch.dtype | None] = {
+    "keep": None,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp8": torch.bfloat16,
+}
+
+CONTAINERS: Mapping[Layout, tuple[str, ...]] = {"hf": ("safetensors", "bin"), "megatron": ("torch_dist", "torch")}
+"""What is written of each layout; the first where none is asked for."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to convert, and to what. An export is a conversion to Hugging Face's layout in FP8, for a `target`.
+
+    `recipe` None keeps the recipe of a carried state, or takes TE's defaults; for a target it says which modules stay
+    in BF16. A plain Megatron checkpoint names no family, tokenizer or true vocabulary: `architecture` names the family,
+    and `reference` is a Hugging Face directory of the same model, whose config.json and tokenizer are taken.
+    `te_version` is that of the FP8 payloads written; `grouped_columns` the order of those read of experts that do not
+    tell it.
+
+    `target` is an engine's name in engines/, or TE; it serves on `ranks` GPUs. `scheme` None takes the best that the
+    checkpoint allows; `static` needs recorded input scales, from the source or from `fp8_state`. `keep_misfits` leaves
+    modules in BF16 whose shapes the engine refuses, and `kv_cache` stores scales for a cache of keys and values in FP8,
+    which must have been recorded too. `base_model` is the source's name on the Hub, for the model card.
+    """
+
+    source: Path
+    destination: Path
+    to: Layout
+    precision: PrecisionChoice = "keep"
+    container: str | None = None
+    recipe: Precision | None = None
+    parallelism: Parallelism = ONE_RANK
+    iteration: int | None = None
+    max_shard_size: int = MAX_SHARD_SIZE
+    drop_fp8_state: bool = False
+    fp8_state: Path | None = None
+    drop_optimizer: bool = False
+    architecture: str | None = None
+    reference: Path | None = None
+    te_version: TeVersion = 2
+    grouped_columns: Order | None = None
+    target: str | None = None
+    scheme: Scheme | None = None
+    ranks: int = 1
+    keep_misfits: bool = False
+    kv_cache: Literal["fp8"] | None = None
+    base_model: str | None = None
+
+    @classmethod
+    def export(
+        cls, source: Path, destination: Path, target: str, scheme: Scheme | None = None, **options: Any
+    ) -> "Request":
+        """What `export-inference` is asked."""
+        return cls(source, destination, "hf", "fp8", target=target, scheme=scheme, **options)
+
+    def __post_init__(self) -> None:
+        """Raises RecipeError for options that contradict one another."""
+        if self.to == "hf" and self.parallelism != ONE_RANK:
+            raise RecipeError("Hugging Face directories are not cut for ranks", do="Leave --tp and its like out.")
+        if self.container not in (None, *CONTAINERS[self.to]):
+            known = ", ".join(CONTAINERS[self.to])
+            raise RecipeError(f"--to {self.to} is not written as {self.container}", do=f"Known: {known}.")
+        if self.container == "bin" and self.for_inference:
+            raise RecipeError("FP8 weights are not written as bin", do="Leave --container out.")
+        if self.architecture is not None and self.reference is not None:
+            raise RecipeError("--reference already says the family", do="Leave --architecture out.")
+        if self.recipe is not None and self.precision != "fp8":
+            raise RecipeError(
+                "--recipe says how FP8 is made, but the result is not FP8",
+                do="Give --precision fp8 too, or leave --recipe out.",
+            )
+        if self.drop_fp8_state and self.to == "hf" and self.precision == "fp8":
+            raise RecipeError(
+                "the input scales of FP8 weights come from the FP8 state",
+                do="Leave --drop-fp8-state out, or use `export-inference --scheme dynamic`.",
+            )
+        if self.te_version != 2 and not self.fills_extra_state:
+            raise RecipeError("the result holds no Transformer Engine state", do="Leave --te-version out.")
+        if self.grouped_columns and self.to == "hf" and self.precision == "fp8":
+            raise RecipeError("an export takes FP8 state as it is read", do="Convert with --grouped-columns first.")
+        if self.target == TE:
+            self._check_te()
+
+    def _check_te(self) -> None:
+        if self.scheme not in (None, "static"):
+            raise RecipeError(f"{TE_TITLE} is given state, which {self.scheme} has none of", do="Leave --scheme out.")
+        if self.recipe and self.recipe.scaling != "delayed":
+            raise RecipeError(f"{self.recipe.scaling} scaling keeps no state", do="Give a recipe of delayed scaling.")
+        if self.kv_cache or self.keep_misfits or self.ranks > 1:
+            raise RecipeError(
+                f"--kv-cache, --keep-misfits and --tp do not apply to {TE_TITLE}",
+                do="Leave them out; keep_bf16 in a --recipe.",
+            )
+
+    @property
+    def for_inference(self) -> bool:
+        """Whether the result is a Hugging Face directory in FP8."""
+        return self.to == "hf" and self.precision == "fp8"
+
+    @property
+    def fills_extra_state(self) -> bool:
+        """Whether FP8 state goes where a run loads it from: delayed scaling keeps some, other recipes none."""
+        delayed = self.recipe is None or self.recipe.keeps_state
+        return self.to == "megatron" and self.precision in ("keep", "fp8") and delayed
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the result's values, before any is encoded; None: as stored, FP8 codes decoded to BF16."""
+        return _VALUES[self.precision]
+
+    @property
+    def state_recipe(self) -> DelayedScaling | None:
+        """The recipe that FP8 state goes on under; None where it keeps its own, as for an engine, which has none."""
+        by_engine = self.for_inference and self.target != TE
+        return None if by_engine or self.recipe is None else self.recipe.delayed
+
+    def numerics(self, layers: int) -> Precision:
+        """The precision asked for, with patterns of layers resolved for a model of so many."""
+        return (self.recipe or PRESETS["fp8-delayed"]).of_layers(layers)

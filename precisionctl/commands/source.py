@@ -1,0 +1,114 @@
+"""Source: an open checkpoint with all that the command tells of it, and what is known of FP8 in it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from precisionctl.checkpoints.base import Companions, Hints, Reader
+from precisionctl.checkpoints.companions import read_companions
+from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.megatron.run import MegatronReader, of_megatron
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.request import Request
+from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
+from precisionctl.errors import DamagedCheckpoint, RecipeError
+from precisionctl.export.input_scales import state_of_input_scales
+from precisionctl.export.weight_encodings import check_model, weight_encodings
+from precisionctl.fp8.carry import merged
+from precisionctl.fp8.state import Fp8States
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Source:
+    """An open checkpoint, and the `plan` of what it becomes, before anything of that is encoded.
+
+    `encodings` is how its weights are FP8 codes, or were. `known` is the FP8 state that training or `calibrate` has
+    left. `trained` is the reader, where the optimizer goes along.
+    """
+
+    reader: Reader
+    plan: Plan
+    encodings: WeightEncodings | None
+    known: KnownState
+    trained: MegatronReader | None
+
+    @cached_property
+    def calibrated(self) -> Fp8States | None:
+        """State made from the fixed input scales that the codes came with."""
+        return state_of_input_scales(self.reader, self.encodings, self.plan)
+
+    @property
+    def states(self) -> Fp8States | None:
+        """The state that may be used, with what was never recorded filled in from the fixed input scales."""
+        current, fixed = self.known.current, self.calibrated
+        return merged(current, fixed) if current and fixed else current or fixed
+
+    @property
+    def codes(self) -> WeightEncodings | None:
+        """How the weights are FP8 codes now, if they are."""
+        return self.encodings if self.reader.encodings else None
+
+    @cached_property
+    def fixed_scales(self) -> WeightEncodings | None:
+        """Where fixed scales of inputs and caches are that still hold."""
+        return self.encodings if self.encodings and fixed_scales_hold(self.reader, self.encodings) else None
+
+
+def open_source(request: Request) -> Source:
+    """Open the source of a request, and plan the result in high precision.
+
+    Raises RecipeError where the command tells what the checkpoint says by itself, MappingError for state or encodings
+    of another model, and what opening, planning and reading raise.
+    """
+    reader = _open(request)
+    encodings = None if request.drop_fp8_state else weight_encodings(reader)
+    goes_along = request.to == "megatron" and not request.drop_optimizer
+    trained = reader if goes_along and of_megatron(reader) and reader.optimizer_specs else None
+    plan = make_plan(
+        reader,
+        request.to,
+        dtype=request.dtype,
+        parallelism=request.parallelism,
+        optimizer=trained is not None,
+        respelled=request.for_inference,
+    )
+    if encodings and request.for_inference:
+        check_model(encodings, plan)
+    known = known_state(reader, plan.gemms, request.fp8_state, request.state_recipe, drop=request.drop_fp8_state)
+    return Source(reader, plan, encodings, known, trained)
+
+
+def _open(request: Request) -> Reader:
+    """The Reader, told what the command says of the checkpoint."""
+    reference, order = request.reference, request.grouped_columns
+    companions = _companions_of(reference) if reference else None
+    reader = open_checkpoint(request.source, request.iteration, Hints(request.architecture, companions, order))
+    if order is not None and not of_megatron(reader):
+        raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
+    if request.architecture is None and reference is None:
+        return reader
+    if not of_megatron(reader) or reader.own_companions.files:
+        raise RecipeError(
+            "the checkpoint has a config.json, which says what it is", do="Leave --architecture and --reference out."
+        )
+    if reference is not None:
+        try:
+            _ = reader.model
+        except DamagedCheckpoint as error:
+            raise RecipeError(
+                f"the reference is of another model: {error.what}", where=reference, do="Give another one."
+            ) from error
+    return reader
+
+
+def _companions_of(reference: Path) -> Companions:
+    """Config and tokenizer of a directory, or of a Megatron checkpoint that has them. Raises RecipeError for one that
+    has none."""
+    if (reference / "config.json").is_file():
+        return read_companions(reference)
+    companions = open_checkpoint(reference).companions
+    if "config.json" not in companions.files:
+        raise RecipeError("the reference has no config.json", where=reference, do="Give a Hugging Face directory.")
+    return companions

@@ -1,0 +1,103 @@
+"""The target of `export-inference` that is no engine: Transformer Engine, under PyTorch.
+
+Its directory is the Hugging Face model in BF16, with the delayed-scaling state of each FP8 GEMM beside it ("calibrated
+extra data"): `te.load_te` makes the model's linears modules of Transformer Engine that start with that state.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from precisionctl.commands.build import Result
+from precisionctl.commands.notes import (
+    companion_notes,
+    input_scale_notes,
+    known_state_notes,
+    left_behind_notes,
+    missing_notes,
+)
+from precisionctl.commands.request import TE_TITLE, Request
+from precisionctl.commands.source import Source
+from precisionctl.errors import MissingFp8State
+from precisionctl.export.encode import fp8_jobs
+from precisionctl.export.input_scales import input_scales
+from precisionctl.export.model_card import Card, beside
+from precisionctl.fp8.carry import amax_by_module, check_modules, from_other_experts
+from precisionctl.fp8.numerics import after_one_update
+from precisionctl.fp8.state import Fp8State, Fp8States
+from precisionctl.planning.plan import Plan, check_fp8_gemms
+
+
+def with_te_state(request: Request, source: Source) -> Result:
+    """A result of values in BF16 that Transformer Engine computes with in FP8.
+
+    Scales of weights are those of the weights that are written, whatever was recorded of them. Raises MissingFp8State
+    where an input was never recorded, MappingError for state of another model, PrecisionError for sizes that no FP8
+    GEMM takes.
+    """
+    reader, recorded = source.reader, source.known.current
+    states = _of_gemms(request, source)
+    notes = [
+        *known_state_notes(source.known, carried=False),
+        *input_scale_notes(recorded, request.fp8_state),
+        *left_behind_notes(reader),
+        *missing_notes(reader),
+        *companion_notes(reader),
+        f'Load it with: precisionctl.te.load_te("{request.destination}")',
+    ]
+    make_states = partial(_with_weight_scales, states, source.plan)
+    return Result(source.plan, notes, make_states, live=True, card=_card(request, source, states))
+
+
+def _of_gemms(request: Request, source: Source) -> Fp8States:
+    """The state of every module that the recipe computes in FP8. An expert that no token has reached gets the largest
+    amax of the others."""
+    plan, states = source.plan, source.states
+    precision = request.numerics(plan.model.num_layers)
+    jobs = fp8_jobs(plan, precision)
+    check_fp8_gemms(plan, precision)
+    try:
+        input_scales(states, jobs, source.known.why_none)
+    except MissingFp8State as missing:
+        do = "Record it with `precisionctl calibrate` and give --fp8-state, or train a few steps in FP8."
+        raise MissingFp8State(missing.what, do=do) from missing
+    assert states is not None, "inputs of none are missing"
+    modules = {}
+    for module in dict.fromkeys(job.module for job in jobs):
+        roles = dict(states.modules[module].roles)
+        roles["input"] = from_other_experts(roles["input"], "input", states.recipe)
+        modules[module] = Fp8State(roles)
+    made = replace(states, modules=modules, raw={}, statistics={})
+    check_modules(made, plan.gemms)
+    return made
+
+
+def _with_weight_scales(
+    states: Fp8States, plan: Plan, weight_amax: Mapping[str, float]
+) -> tuple[Fp8States, Sequence[str]]:
+    """The same state with scales of the weights that are written."""
+    gemms = {module: shape for module, shape in plan.gemms.items() if module in states.modules}
+    modules = {}
+    for module, amax in amax_by_module(weight_amax, gemms).items():
+        stored = amax.bfloat16().float()  # as the weights are rounded, so is the largest of them
+        weight = after_one_update(stored, "weight", states.recipe)
+        modules[module] = Fp8State({**states.modules[module].roles, "weight": weight})
+    return replace(states, modules=modules), ()
+
+
+def _card(request: Request, source: Source, states: Fp8States) -> Card:
+    """What the model card says of it."""
+    plan, name = source.plan, request.destination.name
+    file = Path(request.fp8_state.name) if request.fp8_state else None
+    facts = {
+        "weights": "bfloat16, cast to float8_e4m3fn when it is loaded",
+        "scheme": "delayed scaling, with its state",
+        "input scales": " ".join(input_scale_notes(source.known.current, file)),
+    }
+    in_state = [name for job in plan.jobs if job.row.gemm and job.module in states.modules for name in job.writes]
+    matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2]
+    kept = [name.removesuffix(".weight") for name in matrices if name not in in_state]
+    command = f"from precisionctl.te import load_te\n\nmodel = load_te({json.dumps(beside(name))})"
+    return Card(name, TE_TITLE, "transformer-engine", command, facts, in_state, kept, request.base_model)

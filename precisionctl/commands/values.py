@@ -1,0 +1,84 @@
+"""Results whose weights are values, with the FP8 state that goes along."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from precisionctl.checkpoints.megatron.run import NO_RUN, Carried, carried, of_megatron
+from precisionctl.commands.build import Result
+from precisionctl.commands.notes import (
+    code_notes,
+    companion_notes,
+    decoded_notes,
+    family_notes,
+    known_state_notes,
+    left_behind_notes,
+    padding_notes,
+    payload_notes,
+    stage_notes,
+    state_notes,
+)
+from precisionctl.commands.request import Request
+from precisionctl.commands.source import Source
+from precisionctl.conversion.known_state import NOT_KNOWN
+from precisionctl.conversion.weights_digest import digest_weights
+from precisionctl.fp8.carry import amax_by_module, carry_state
+from precisionctl.fp8.state import Fp8States
+from precisionctl.planning.plan import check_fp8_gemms
+
+
+def as_values(request: Request, source: Source) -> Result:
+    """A result of values. Raises PrecisionError for weights that no FP8 GEMM takes, where it is to be trained in FP8,
+    and what taking a run along raises."""
+    plan, reader, known, encodings = source.plan, source.reader, source.known, source.encodings
+    state = known.current or (source.calibrated if request.precision == "fp8" else None)
+    sidecar = known.current or source.calibrated or known.outdated  # what no run is to start from
+    if request.precision == "fp8":
+        check_fp8_gemms(plan, request.numerics(plan.model.num_layers))
+    run = NO_RUN
+    if source.trained:  # rank files have no place for the states of generators
+        run = carried(source.trained, request.parallelism, generators=request.container != "torch")
+    live = request.fills_extra_state and (request.precision == "fp8" or state is not None)
+    cut = plan.model.moe is not None and request.container != "torch"  # for each rank of experts
+    notes = [
+        *_notes(request, source, run),
+        *(state.notes if state else ()),
+        *(payload_notes(request.te_version, request.parallelism.expert if cut else None) if live else ()),
+        *known_state_notes(known, carried=sidecar is known.outdated and not live),
+        *(code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)),
+    ]
+    return Result(plan, notes, partial(_live_state, request, source, state) if live else sidecar, live, run, encodings)
+
+
+def _notes(request: Request, source: Source, run: Carried) -> Iterator[str]:
+    """Notes on the family, the vocabulary, the pipeline stages, and a run that comes along."""
+    plan, reader = source.plan, source.reader
+    yield from family_notes(reader, request.to, told=request.architecture is not None)
+    yield from left_behind_notes(reader, carried=source.trained is not None)
+    yield from companion_notes(reader)
+    if of_megatron(reader):
+        yield from padding_notes(reader.model, plan.model)
+    yield from stage_notes(plan.parallelism, plan.model.num_layers)
+    if run.left:
+        yield f"Stays behind, as it belongs to ranks or to Megatron's own classes: {', '.join(run.left)}."
+    if source.trained and request.container == "torch":
+        yield "Go on from it with --no-load-rng: the states of random generators are not in this format here."
+
+
+def _live_state(
+    request: Request, source: Source, state: Fp8States | None, weight_amax: Mapping[str, float]
+) -> tuple[Fp8States, Sequence[str]]:
+    """The state that a run will load, once the weights' amaxes are known: of the modules that carry some, or, where the
+    result is to be trained in FP8, of every FP8 GEMM of the recipe."""
+    reader, gemms = source.reader, source.plan.gemms
+    wanted: Callable[[str], bool] = (state.modules if state else {}).__contains__
+    if request.precision == "fp8":
+        wanted = request.numerics(source.plan.model.num_layers).in_fp8
+    amax = amax_by_module(weight_amax, {module: shape for module, shape in gemms.items() if wanted(module)})
+    change = carry_state(state, amax, request.state_recipe)
+    states = change.states
+    if change.stale and not (reader.fp8 and reader.fp8.of_weights):  # then nothing proves the rest
+        states = replace(states, of_weights=NOT_KNOWN)
+    elif state is None:
+        states = replace(states, of_weights=digest_weights(reader))
+    return states, [*state_notes(change)]

@@ -1,0 +1,128 @@
+"""The policy of a way back to FP8: weights that were codes once become the codes that they were."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.errors import MissingFp8State, PrecisionError
+from precisionctl.export.input_scales import amax_of
+from precisionctl.export.weight_encodings import method_of
+from precisionctl.fp8.encoding import grid_shape
+from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
+from precisionctl.fp8.state import Fp8States
+from precisionctl.param import TensorSpec
+from precisionctl.planning.plan import Encode, Job, Plan
+from precisionctl.quant_methods.base import CODES, POWERS_OF_2, QuantMethod, sized
+
+_TWO_ROUNDINGS = 2.0**-22
+"""How far an amax may be off, relatively, after it has been a scale and has become an amax again. A history of one row,
+Megatron's default, keeps an amax in its scale alone."""
+
+
+@dataclass(frozen=True)
+class AsBefore:
+    """Weights that have not changed since they were codes get the codes that they had. Blocks that have changed get new
+    scales, in blocks of the old size. Input scales are those of amaxes that `states` has recorded, else the old ones,
+    while they are of the weights still (`fixed_hold`). What was no code is a value."""
+
+    encodings: WeightEncodings
+    states: Fp8States | None
+    fixed_hold: bool
+
+    @cached_property
+    def method(self) -> QuantMethod:
+        method = method_of(self.encodings)
+        assert method is not None, "codes of a Hugging Face directory have a method"
+        return method
+
+    def encodes(self, plan: Plan) -> Mapping[str, Encode]:
+        """Raises MissingFp8State for scales of inputs, and PrecisionError for those of a KV cache, that belong to
+        weights which have changed."""
+        encodings, encodes = self.encodings, {}
+        for job in plan.jobs:
+            if names := [name for name in job.writes if name in encodings.weights]:
+                encodes[job.name] = Encode(
+                    blocks={name: self._block(name) for name in names},
+                    weight_scales={name: encodings.scales[name].weight for name in names},
+                    input_scales=self._input_scales(names, job),
+                    numbers="powers of 2" if in_powers_of_2(encodings) else "FP32",
+                )
+        rest = self._of_no_weight()
+        if encodes and rest:  # the first job that encodes writes them
+            first, encode = next(iter(encodes.items()))
+            encodes[first] = replace(encode, input_scales={**encode.input_scales, **rest})
+        return encodes
+
+    def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
+        codes, scales = self.encodings.weights[weight], self.encodings.scales[weight]
+        stored, block = self.encodings.stored.specs[scales.weight], self._block(weight)
+        if block != scales.block:
+            stored = replace(stored, shape=grid_shape(codes.rows, codes.columns, block))
+        return {weight: replace(spec, dtype=codes.dtype), scales.weight: stored}
+
+    def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
+        stored = self.encodings.stored.specs
+        return {name: stored[name] for encode in encodes.values() for name in encode.input_scales}
+
+    def quantization(self, kept: Sequence[str]) -> Mapping[str, Any]:
+        return self.encodings.quantization
+
+    def files(self, quantization: Mapping[str, Any]) -> Mapping[str, bytes]:
+        return self.encodings.files
+
+    def _block(self, name: str) -> tuple[int, int]:
+        """The size that a weight's blocks had, if the method can say that size, else the first that it can."""
+        said = self.method.read(self.encodings.quantization)
+        blocks = [sized(block, self.encodings.weights[name]) for block in said.blocks]
+        had = self.encodings.scales[name].block
+        return had if had in blocks else blocks[0]
+
+    def _input_scales(self, names: Sequence[str], job: Job) -> dict[str, float]:
+        """The fixed scales that the inputs had; where the module (or the expert) has recorded another amax since, the
+        scale of that one."""
+        carried = {
+            given: value
+            for name in names
+            if (given := self.encodings.scales[name].input) and (value := self.encodings.input_scale(name)) is not None
+        }
+        state = self.states.modules.get(job.module) if self.states else None
+        if state and job.expert is not None:
+            state = state.of_expert(job.expert)
+        if self.states and state and carried and state.roles["input"].recorded:
+            recorded = float(recorded_amax(state.roles["input"], "input", self.states.recipe))
+            before = float(amax_of(max(carried.values())))
+            same = self.fixed_hold and math.isclose(recorded, before, rel_tol=_TWO_ROUNDINGS)
+            return carried if same else dict.fromkeys(carried, recorded / FP8_MAX[CODES])
+        if carried and not self.fixed_hold:
+            raise MissingFp8State(
+                f"the weights have changed since the fixed input scales of their codes were made, e.g. of `{names[0]}`",
+                do="Record others with `precisionctl calibrate` and give --fp8-state, or use `export-inference "
+                "--scheme dynamic`.",
+            )
+        return carried
+
+    def _of_no_weight(self) -> dict[str, float]:
+        """The scales that belong to no weight: those of a KV cache."""
+        stored = self.encodings.stored
+        known = {name for scales in self.encodings.scales.values() for name in scales.names}
+        rest = {name: spec for name, spec in stored.specs.items() if name not in known}
+        if rest and not self.fixed_hold:
+            raise PrecisionError(
+                f"the weights have changed since the scales of their KV cache were made, e.g. `{next(iter(rest))}`",
+                do="Record others with `precisionctl calibrate`, and use `export-inference --kv-cache fp8 "
+                "--fp8-state`.",
+            )
+        for name, spec in rest.items():
+            if spec.rows * spec.columns != 1:
+                what = f"`{name}` is {list(spec.shape)}: only one scale for a whole cache is carried back"
+                raise PrecisionError(what)
+        return {name: float(read_tensor(stored, name).float().reshape(())) for name in rest}
+
+
+def in_powers_of_2(encodings: WeightEncodings) -> bool:
+    """Whether all scales of blocks are said to be powers of two."""
+    return POWERS_OF_2.items() <= encodings.quantization.items()

@@ -1,0 +1,223 @@
+"""encode: a pass over a plan by which weights become FP8 codes, under a policy that says which and how.
+
+A plan without such a pass writes values.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from precisionctl.architectures.find import architecture_of
+from precisionctl.engines.shapes import Served, in_step
+from precisionctl.errors import PrecisionError
+from precisionctl.export.input_scales import NO_STATE, input_scales
+from precisionctl.fp8.numerics import Numbers, rounded_up
+from precisionctl.fp8.state import Fp8States
+from precisionctl.param import TensorSpec
+from precisionctl.planning.plan import Encode, Job, Plan
+from precisionctl.precision import Precision
+from precisionctl.quant_methods.base import CODES, POWERS_OF_2, QuantMethod, Scales, Scheme, Spelling
+
+_HEAD = "lm_head"
+
+
+class Policy(Protocol):
+    """Which weights of a plan become codes, and how."""
+
+    def encodes(self, plan: Plan) -> Mapping[str, Encode]:
+        """How jobs encode what they write, by the job's name; the others write values."""
+        ...
+
+    def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
+        """What stands in the result for a weight of this shape: its codes, and its scales."""
+        ...
+
+    def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
+        """Tensors that stand behind all weights."""
+        ...
+
+    def quantization(self, kept: Sequence[str]) -> Mapping[str, Any]:
+        """The `quantization_config`, where these modules are not quantized."""
+        ...
+
+    def files(self, quantization: Mapping[str, Any]) -> Mapping[str, bytes]:
+        """Further files that say the same, by name."""
+        ...
+
+
+def encode(plan: Plan, policy: Policy) -> Plan:
+    """The plan of the same model with weights as codes. Nothing is read but what a policy knows already.
+
+    Raises MissingFp8State for scales of inputs, and PrecisionError for weights, that the policy cannot give.
+    """
+    encodes = policy.encodes(plan)
+    codes = {name for encode in encodes.values() for name in encode.weight_scales}
+    targets: dict[str, TensorSpec] = {}
+    for name, spec in plan.targets.items():
+        targets |= policy.tensors(name, spec) if name in codes else {name: spec}
+    targets |= policy.further(encodes)
+    quantization = policy.quantization(modules_in_bf16(plan, codes))
+    jobs = tuple(replace(job, encode=encodes.get(job.name)) for job in plan.jobs)
+    return replace(plan, jobs=jobs, targets=targets, quantization=quantization, files=policy.files(quantization))
+
+
+def modules_in_bf16(plan: Plan, codes: Collection[str]) -> list[str]:
+    """Modules of a plan of values with a matrix that is not among the `codes`, among them those whose matrix is stored
+    under another name (a tied `lm_head`): they are modules all the same to a loader."""
+    matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]
+    aliases = architecture_of(plan.model.architecture).aliases
+    tied = [alias.hf for alias in aliases if getattr(plan.model, alias.switch) and not alias.written]
+    modules = [name.rpartition(".")[0] if is_slice(name) else name.removesuffix(".weight") for name in matrices + tied]
+    # transformers calls every head `lm_head`, whatever its tensor is called
+    return list(dict.fromkeys([*modules, _HEAD]))
+
+
+def is_slice(name: str) -> bool:
+    """Whether a tensor is one expert's slice of a stored tensor of all of them, `….mlp.experts.down_proj[3]`."""
+    return name.endswith("]")
+
+
+def fp8_jobs(plan: Plan, precision: Precision) -> list[Job]:
+    """The jobs whose weights become codes. Not those of experts that a family stores as one tensor: no engine reads
+    codes of that."""
+    wanted = (job for job in plan.jobs if job.row.gemm and precision.in_fp8(job.module))
+    return [job for job in wanted if not is_slice(job.writes[0])]
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How weights are stored as codes: E4M3 elements, one to a byte; the grid of scales of a `scheme`, which are
+    `numbers`, but for those that are kept of a source of codes; and how a `method` spells both."""
+
+    method: QuantMethod
+    scheme: Scheme
+    numbers: Numbers = "FP32"
+
+    @property
+    def spelling(self) -> Spelling:
+        assert self.method.spelling is not None, "engines name methods that exports are written in"
+        return self.method.spelling
+
+    def scales(self, weight: str, spec: TensorSpec) -> Scales:
+        """The scale tensors of a weight."""
+        return self.method.scales(weight, spec, self.scheme)
+
+
+@dataclass(frozen=True)
+class InScheme:
+    """The policy of a scheme that engines know: the weights of these `jobs` become codes in the scheme's grid.
+
+    `inputs` is the scale_inv of each module's input, where the scheme fixes that (`static`). `refused` are weights that
+    stay values because an engine refuses their shapes, and why.
+    """
+
+    format: WeightFormat
+    jobs: Sequence[Job]
+    refused: Mapping[str, str]
+    inputs: Mapping[str, float] | None = None
+
+    def encodes(self, plan: Plan) -> Mapping[str, Encode]:
+        if self.inputs is None:
+            return {job.name: self._encode(job, plan) for job in self.jobs}
+        # What engines compute as one has one weight scale, and one input scale, the largest of its inputs'.
+        encodes = {}
+        for group in with_one_input(self.jobs):
+            largest = torch.tensor(max(self.inputs[job.module] for job in group))
+            input_scale = float(rounded_up(largest, self.format.numbers))
+            for job in group:
+                scales = [self.format.scales(name, plan.targets[name]).input for name in job.writes]
+                encodes[job.name] = replace(
+                    self._encode(job, plan),
+                    shared=True,
+                    alongside={other.writes[0]: other.reads[0] for other in group if other is not job},
+                    input_scales={name: input_scale for name in scales if name is not None},
+                )
+        return encodes
+
+    def _encode(self, job: Job, plan: Plan) -> Encode:
+        scales = {name: self.format.scales(name, plan.targets[name]) for name in job.writes}
+        return Encode(
+            blocks={name: tensors.block for name, tensors in scales.items()},
+            weight_scales={name: tensors.weight for name, tensors in scales.items()},
+            input_scales={},
+            numbers=self.format.numbers,
+        )
+
+    def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
+        scales = self.format.spelling.specs(self.format.scales(weight, spec), spec, self.format.scheme)
+        return {weight: replace(spec, dtype=CODES), **scales}
+
+    def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
+        return {}
+
+    def quantization(self, kept: Sequence[str]) -> Mapping[str, Any]:
+        powers = POWERS_OF_2 if self.format.numbers == "powers of 2" else {}
+        return {**self.format.spelling.config(self.format.scheme, kept), **powers}
+
+    def files(self, quantization: Mapping[str, Any]) -> Mapping[str, bytes]:
+        return self.format.spelling.files(quantization)
+
+
+Refusal = Callable[[str, TensorSpec], str | None]
+"""What an engine has against a weight of this name and shape as FP8; None for nothing."""
+
+
+def served(plan: Plan, ranks: int = 1) -> Served:
+    """A plan's model on so many GPUs."""
+    return Served(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
+
+
+def in_scheme(
+    plan: Plan,
+    states: Fp8States | None,
+    form: WeightFormat,
+    precision: Precision,
+    refusal: Refusal | None = None,
+    *,
+    keep_refused: bool = False,
+    why_no_state: str = NO_STATE,
+) -> InScheme:
+    """The policy that makes of a plan of BF16 values one of codes in a format.
+
+    `precision` says which modules stay in BF16. Weights of shapes that the engine refuses are an error, or, with
+    `keep_refused`, stay in BF16 too, with all that engines want in one form with them. The scheme `static` takes its
+    input scales from `states`; `why_no_state` says why there are none, if there are none.
+
+    Raises MissingFp8State where `static` needs an input amax that was never recorded, PrecisionError for shapes that
+    are refused, and for weights that a family stores transposed (GPT-2's Conv1D).
+    """
+    refusal = refusal or partial(served(plan).refusal, scheme=form.scheme, ragged="last")
+    jobs = fp8_jobs(plan, precision)
+    refused = {name: why for job in jobs for name in job.writes if (why := refusal(name, plan.targets[name]))}
+    if refused and not keep_refused:
+        name, why = next(iter(refused.items()))
+        others = "--scheme static or dynamic, which have no blocks; or " if form.scheme == "block" else ""
+        raise PrecisionError(
+            f"{len(refused)} weights have shapes that the engine refuses, the first is `{name}`: {why}",
+            do=f"Choose {others}--keep-misfits, which leaves them in BF16 with what is computed with them; or name "
+            "modules in keep_bf16 of a --recipe.",
+        )
+    groups = {in_step(name) for name in refused}
+    jobs = [job for job in jobs if not any(in_step(name) in groups for name in job.writes)]
+    if form.scheme == "static":
+        return InScheme(form, jobs, refused, input_scales(states, jobs, why_no_state))
+    for job in jobs:
+        if not job.row.moves(plan.model):
+            raise PrecisionError(
+                f"`{job.writes[0]}` is stored as [in, out]: its rows are not the channels that have scales",
+                where=f"architecture {plan.model.architecture}",
+                do="Export with --scheme static, which has one scale for all of a weight.",
+            )
+    return InScheme(form, jobs, refused)
+
+
+def with_one_input(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Jobs whose weights engines compute as one, together: they have one input. A job is such a group, but for
+    DeepSeek's latents, which are two."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.name if job.row.of_experts else in_step(job.writes[0]), []).append(job)
+    return list(groups.values())
