@@ -38,7 +38,13 @@ CONTRADICTORY: dict[str, dict[str, Any]] = {
     "says how FP8 is made": {"to": "megatron", "recipe": PRESETS["fp8-delayed"]},
     "input scales of FP8 weights come from": {"to": "hf", "precision": "fp8", "drop_fp8_state": True},
     "not written as bin": {"to": "hf", "precision": "fp8", "container": "bin"},
-    "already says the family": {"to": "hf", "target": "vllm", "architecture": "llama", "reference": Path("of it")},
+    "already says the family": {
+        "to": "hf", "precision": "fp8", "target": "vllm",
+        "architecture": "llama", "reference": Path("of it"),
+    },
+    "reads is no such result": {"to": "megatron", "precision": "fp8", "target": "vllm"},
+    "are those of an engine": {"to": "hf", "precision": "fp8", "scheme": "block"},
+    "do not apply to PyTorch": {"to": "hf", "precision": "fp8", "target": "te", "kv_cache": "fp8"},
 }
 
 

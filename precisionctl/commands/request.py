@@ -105,6 +105,10 @@ class Request:
             raise RecipeError("the result holds no Transformer Engine state", do="Leave --te-version out.")
         if self.grouped_columns and self.to == "hf" and self.precision == "fp8":
             raise RecipeError("an export takes FP8 state as it is read", do="Convert with --grouped-columns first.")
+        if self.target is not None and not self.for_inference:
+            raise RecipeError(f"what {self.target} reads is no such result", do="Ask for hf in fp8, as Request.export.")
+        if self.target is None and (self.scheme or self.kv_cache or self.keep_misfits or self.ranks > 1):
+            raise RecipeError("schemes, caches and ranks are those of an engine", do="Name a target.")
         if self.target == TE:
             self._check_te()
 

@@ -1,0 +1,80 @@
+"""The pass by which weights of a plan become codes, and what is found out while a plan is carried out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fp8_directories
+import in_memory
+import pico
+import pytest
+import torch
+
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.commands import source as opening
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion.findings import Findings
+from precisionctl.export import weight_encodings as weight_encodings_module
+from precisionctl.export.as_before import AsBefore
+from precisionctl.export.encode import Policy, WeightFormat, encode, in_scheme
+from precisionctl.export.weight_encodings import weight_encodings
+from precisionctl.fp8 import sidecar
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.planning.plan import Plan
+from precisionctl.precision import PRESETS
+from precisionctl.quant_methods.base import quant_methods
+
+
+def values_of(reader: HuggingFaceReader) -> Plan:
+    return make_plan(reader, "hf", dtype=torch.bfloat16, respelled=True)
+
+
+@pytest.mark.parametrize("policy", ["static", "dynamic", "as before"])
+def test_encode_makes_another_plan_and_the_same_one_each_time(tmp_path: Path, policy: str) -> None:
+    fp8_directories.make(tmp_path / "fp8", "modelopt-tensor")
+    reader = HuggingFaceReader(tmp_path / "fp8")
+    plan, encodings = values_of(reader), weight_encodings(reader)
+    assert encodings is not None
+    made: Policy = AsBefore(encodings, None, fixed_hold=True)
+    if policy in ("static", "dynamic"):
+        form = WeightFormat(quant_methods()["compressed-tensors"], policy)  # type: ignore[arg-type]
+        made = in_scheme(plan, in_memory.recorded(reader), form, PRESETS["fp8-delayed"])
+    before = plan.digest
+    first, second = encode(plan, made), encode(plan, made)
+    assert plan.digest == before and not plan.encodes and not plan.codes
+    assert first == second and first.digest != before
+    assert len(first.codes) == 14 and all(first.targets[name].dtype == torch.float8_e4m3fn for name in first.codes)
+    written = [name for job in first.jobs for name in job.outputs]
+    assert sorted(written) == sorted(first.targets), "every tensor of the result is written by one job"
+
+
+@pytest.mark.parametrize("target", [None, "vllm", "te"])
+def test_a_request_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str | None) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    sidecar.write(tmp_path / "hf" / sidecar.RELATIVE, in_memory.recorded(HuggingFaceReader(tmp_path / "hf")))
+    planned = []
+
+    def counted(*args: Any, **named: Any) -> Plan:
+        planned.append(args)
+        return make_plan(*args, **named)
+
+    for module in (opening, weight_encodings_module):
+        monkeypatch.setattr(module, "make_plan", counted)
+    out = tmp_path / "out"
+    plan_command(Request.export(tmp_path / "hf", out, target) if target else Request(tmp_path / "hf", out, "megatron"))
+    assert len(planned) == 1
+
+
+def test_findings_come_back_from_json_and_anything_else_is_refused() -> None:
+    found = Findings({"a": 1.5}, {"b": 2}, {"c"}, {"d": 0.25})
+    assert Findings.from_json(json.loads(json.dumps(found.as_json()))) == found
+    for said in ({}, [], {**found.as_json(), "amax": {"a": "b"}}, {**found.as_json(), "with_nan": [1]}):
+        with pytest.raises(ValueError, match="no findings"):
+            Findings.from_json(said)
+
+
+def test_findings_of_different_tensors_are_put_together() -> None:
+    found = Findings({"a": 1.0}, {}, {"n"}, {})
+    found |= Findings({"b": 2.0}, {"c": 3}, {"m"}, {"d": 0.5}, ["told"])
+    assert found == Findings({"a": 1.0, "b": 2.0}, {"c": 3}, {"n", "m"}, {"d": 0.5}, ["told"])
