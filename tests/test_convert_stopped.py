@@ -354,7 +354,7 @@ def test_a_full_disk_is_one_error_and_keeps_what_is_done(tmp_path: Path) -> None
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     script = (
         "import resource, sys; from pathlib import Path\n"
-        "from precisionctl.commands import plan_command as c; from precisionctl.conversion import work as w\n"
+        "from precisionctl.commands import plan_command as c; from precisionctl.conversion import command as w\n"
         "work = c.plan_command(c.Request(Path(sys.argv[1]), Path(sys.argv[2]), 'megatron'))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n    w.execute(work)\nexcept w.DiskProblem as error:\n    print(error)\n"
