@@ -30,7 +30,7 @@ KILL = """
 import os, signal, sys
 from pathlib import Path
 from precisionctl.checkpoints import output
-from precisionctl.conversion import convert, work, worker
+from precisionctl.conversion import command, convert, worker
 convert.SYNC_EVERY = 20_000
 stage, source, destination = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
 calls = 0
@@ -44,7 +44,7 @@ def count(function):
     return counted
 worker.write_rows = count(worker.write_rows)
 output.sync = count(output.sync)  # what the commit calls
-work.execute(plan_command(Request(source, destination, "megatron", "fp8")), workers=1)
+command.execute(plan_command(Request(source, destination, "megatron", "fp8")), workers=1)
 """
 
 
