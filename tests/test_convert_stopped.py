@@ -30,6 +30,8 @@ KILL = """
 import os, signal, sys
 from pathlib import Path
 from precisionctl.checkpoints import output
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
 from precisionctl.conversion import command, convert, worker
 convert.SYNC_EVERY = 20_000
 stage, source, destination = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
