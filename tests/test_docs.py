@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from precisionctl.commands.plan_te_export import TE
+from precisionctl.commands.request import TE
 
 import precisionctl.architectures
 from precisionctl.cli import main
