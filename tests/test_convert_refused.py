@@ -39,8 +39,11 @@ CONTRADICTORY: dict[str, dict[str, Any]] = {
     "input scales of FP8 weights come from": {"to": "hf", "precision": "fp8", "drop_fp8_state": True},
     "not written as bin": {"to": "hf", "precision": "fp8", "container": "bin"},
     "already says the family": {
-        "to": "hf", "precision": "fp8", "target": "vllm",
-        "architecture": "llama", "reference": Path("of it"),
+        "to": "hf",
+        "precision": "fp8",
+        "target": "vllm",
+        "architecture": "llama",
+        "reference": Path("of it"),
     },
     "reads is no such result": {"to": "megatron", "precision": "fp8", "target": "vllm"},
     "are those of an engine": {"to": "hf", "precision": "fp8", "scheme": "block"},

@@ -175,7 +175,7 @@ def test_scales_for_channels_of_experts_are_refused_for_tensorrt_llm_and_not_tho
     with pytest.raises(PrecisionError, match="TensorRT-LLM does not load experts of modelopt with dynamic.*keep_bf16"):
         exported(tmp_path, "tensorrt-llm", "dynamic")
     kept = dataclasses.replace(PRESETS["fp8-delayed"], keep_bf16=("decoder.layers.*.mlp.experts.*",))
-    plan_command(Request.export(tmp_path / "hf", tmp_path / "out", "tensorrt-llm", "dynamic", kept))
+    plan_command(Request.export(tmp_path / "hf", tmp_path / "out", "tensorrt-llm", "dynamic", recipe=kept))
 
 
 def test_experts_in_one_tensor_stay_in_bf16_and_that_is_said(tmp_path: Path) -> None:
