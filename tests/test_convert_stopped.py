@@ -308,7 +308,7 @@ def test_a_source_that_changes_while_it_is_read_is_no_result(tmp_path: Path) -> 
 def test_whatever_a_crash_leaves_in_the_journal_is_gone_on_from_or_refused(tmp_path: Path) -> None:
     output = Output(tmp_path / "out")
     with open_journal(output, "plan", []) as kept:
-        kept.record(["a"], {})
+        kept.record(["a"], Findings())
     whole = output.journal.read_bytes()
     for junk in (b"\xff\x00\x85", b'{"done": ["\xff"], "found"', b"\x00" * 99 + b"\n", b"\xe2\x80\xa8\x1c\x0b\n"):
         output.journal.write_bytes(whole + junk)
