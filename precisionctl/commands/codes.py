@@ -55,7 +55,7 @@ def for_engine(request: Request, source: Source) -> Result:
     form = _format(request, source, engine, scheme)
     if scheme == "static":
         notes += input_scale_notes(known.current, request.fp8_state)
-    notes += known_state_notes(known, carried=False)
+    notes += known.notes  # of outdated state the scheme has told
     policy = in_scheme(
         source.plan,
         source.states,

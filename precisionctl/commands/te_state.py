@@ -14,7 +14,6 @@ from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     companion_notes,
     input_scale_notes,
-    known_state_notes,
     left_behind_notes,
     missing_notes,
 )
@@ -40,7 +39,7 @@ def with_te_state(request: Request, source: Source) -> Result:
     reader, recorded = source.reader, source.known.current
     states = _of_gemms(request, source)
     notes = [
-        *known_state_notes(source.known, carried=False),
+        *source.known.notes,
         *input_scale_notes(recorded, request.fp8_state),
         *left_behind_notes(reader),
         *missing_notes(reader),
