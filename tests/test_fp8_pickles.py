@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.torch_legacy.ranks import FILE
+from precisionctl.checkpoints.torch_legacy.rank_directories import FILE
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.commands.plan_export import InferenceExport, plan_export
 from precisionctl.conversion.work import execute

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from precisionctl.architectures.find import from_hf_config, from_megatron_args, to_hf_config
+from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
 from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.megatron.model import model_of
@@ -21,7 +21,7 @@ from precisionctl.checkpoints.megatron.provider import from_provider, to_provide
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute
 from precisionctl.errors import PrecisionctlError, UnknownArchitecture
-from precisionctl.launch.find import launch
+from precisionctl.launch.frameworks import launch
 from precisionctl.model_shape import MLA, STORED, TENSORS, ModelShape, MoE
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision

@@ -16,7 +16,7 @@ import torch
 from precisionctl.checkpoints.base import Chunk, Chunked, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import sync
-from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, Stored, make_header, read_described
+from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
 from precisionctl.fp8.numerics import FP8_MAX
@@ -112,10 +112,10 @@ class WeightEncodings:
         return value
 
 
-class Within:
+class StoredTensors:
     """Tensors of one safetensors file, or of several."""
 
-    def __init__(self, places: Mapping[str, tuple[Path, Stored]]) -> None:
+    def __init__(self, places: Mapping[str, tuple[Path, StoredTensor]]) -> None:
         self.places = places
         self.specs: Mapping[str, TensorSpec] = {name: stored.spec for name, (_, stored) in places.items()}
 
@@ -165,7 +165,7 @@ def find(checkpoint: Path) -> WeightEncodings | None:
     if not has_file(path, checkpoint):
         return None
     tensors, metadata = read_described(path)
-    stored = Within({name: (path, tensor) for name, tensor in tensors.items()})
+    stored = StoredTensors({name: (path, tensor) for name, tensor in tensors.items()})
     said = parse_json(metadata.get(_KEY, "").encode(), path)
     if said.get("format_version") != FORMAT_VERSION:
         raise UnknownFormat(

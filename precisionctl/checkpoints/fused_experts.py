@@ -6,7 +6,7 @@ Logical names are one per expert, so a stored one is its slices `name[0]`, `name
 import re
 from collections.abc import Mapping
 
-from precisionctl.checkpoints.safetensors_file import Stored
+from precisionctl.checkpoints.safetensors_file import StoredTensor
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
 
@@ -18,14 +18,14 @@ _MOST_SLICES = 1 << 18
 number."""
 
 
-def sliced(tensors: Mapping[str, Stored], where: object) -> dict[str, Stored]:
+def sliced(tensors: Mapping[str, StoredTensor], where: object) -> dict[str, StoredTensor]:
     """The logical tensors of a file's. Raises DamagedCheckpoint for more experts than any model has."""
     fused = {name for name, tensor in tensors.items() if _FUSED.fullmatch(name) and _is_stacked(name, tensor.spec)}
     if sum(tensors[name].spec.rows for name in fused) > _MOST_SLICES:
         raise DamagedCheckpoint(f"more than {_MOST_SLICES} experts", where=where)
     if posing := [name for name in tensors if _SLICE.fullmatch(name)]:
         raise DamagedCheckpoint(f"`{posing[0]}` is named as a slice of another tensor", where=where)
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         found |= _slices(name, tensor) if name in fused else {name: tensor}
     return found
@@ -36,9 +36,9 @@ def _is_stacked(name: str, spec: TensorSpec) -> bool:
     return len(spec.shape) > 1 or (len(spec.shape) == 1 and name.endswith(("_scale", "_scale_inv")))
 
 
-def _slices(name: str, tensor: Stored) -> dict[str, Stored]:
+def _slices(name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
     spec = TensorSpec(tensor.spec.shape[1:], tensor.spec.dtype)
-    return {f"{name}[{e}]": Stored(spec, tensor.offset + e * spec.nbytes) for e in range(tensor.spec.rows)}
+    return {f"{name}[{e}]": StoredTensor(spec, tensor.offset + e * spec.nbytes) for e in range(tensor.spec.rows)}
 
 
 def stored_name(name: str) -> tuple[str, int | None]:

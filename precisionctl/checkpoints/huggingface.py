@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from precisionctl.architectures.find import from_hf_config
+from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions
-from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, WeightEncodings, Within, stored_encodings
+from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
-from precisionctl.checkpoints.huggingface_files import SAFETENSORS, Spelling, index_of, read_stored, spelling_of
+from precisionctl.checkpoints.huggingface_files import SAFETENSORS, WeightFileFormat, index_of, read_stored, spelling_of
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.packed_experts import unpacked
-from precisionctl.checkpoints.safetensors_file import Stored, split_shards
+from precisionctl.checkpoints.safetensors_file import StoredTensor, split_shards
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
@@ -54,7 +54,7 @@ class HuggingFaceReader:
         self.config = _with_quantization(_load_json(path / "config.json"), path)
         self._check_choice()
         self.model: ModelShape = from_hf_config(self.config, path / "config.json")
-        self.stored = Within(unpacked(self._places()))
+        self.stored = StoredTensors(unpacked(self._places()))
         self._scales: Mapping[str, Scales] = stored_scales(self.config, self.stored.specs, path / "config.json")
         hidden = {name for scales in self._scales.values() for name in scales.names}
         hidden |= cache_scales(self.config, self.stored.specs).keys()
@@ -74,8 +74,8 @@ class HuggingFaceReader:
                 do="Keep the file that is the model, under the usual name, and remove the key.",
             )
 
-    def _places(self) -> dict[str, tuple[Path, Stored]]:
-        found: dict[str, tuple[Path, Stored]] = {}
+    def _places(self) -> dict[str, tuple[Path, StoredTensor]]:
+        found: dict[str, tuple[Path, StoredTensor]] = {}
         for file, tensors in read_stored(self.path, self._spelling).items():
             for name, stored in sliced(tensors, file).items():
                 if name in found:
@@ -96,7 +96,7 @@ class HuggingFaceReader:
             return encodings_file.find(self.path)
         names = {name for scales in self._scales.values() for name in scales.names}
         names |= cache_scales(self.config, self.stored.specs).keys()
-        stored = Within({name: self.stored.places[name] for name in sorted(names)})
+        stored = StoredTensors({name: self.stored.places[name] for name in sorted(names)})
         weights = {name: self.specs[name] for name in self._scales}
         beside = self.path / QUANT_CONFIG
         files = {QUANT_CONFIG: _read_text(beside)} if has_file(beside, self.path) else {}
@@ -152,7 +152,7 @@ class HuggingFaceWriter:
     quantization: Mapping[str, Any] | None = None
     extra_files: Mapping[str, bytes] = field(default_factory=dict)
     max_shard_size: int = MAX_SHARD_SIZE
-    spelling: Spelling = SAFETENSORS
+    spelling: WeightFileFormat = SAFETENSORS
     live: bool = False
     lacks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
 

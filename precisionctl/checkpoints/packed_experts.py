@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from precisionctl.checkpoints.safetensors_file import Stored
+from precisionctl.checkpoints.safetensors_file import StoredTensor
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
 
@@ -18,7 +18,7 @@ _BYTES = 16
 """Of a block of 32."""
 
 
-def unpacked(places: Mapping[str, tuple[Path, Stored]]) -> dict[str, tuple[Path, Stored]]:
+def unpacked(places: Mapping[str, tuple[Path, StoredTensor]]) -> dict[str, tuple[Path, StoredTensor]]:
     """The tensors of a directory, in which blocks of an expert are the matrix of codes that they hold.
 
     Raises DamagedCheckpoint for blocks or scales that are no bytes, and for blocks of another shape.
@@ -26,7 +26,9 @@ def unpacked(places: Mapping[str, tuple[Path, Stored]]) -> dict[str, tuple[Path,
     return {name: (file, _unpacked(name, file, stored, places)) for name, (file, stored) in places.items()}
 
 
-def _unpacked(name: str, file: Path, stored: Stored, places: Mapping[str, tuple[Path, Stored]]) -> Stored:
+def _unpacked(
+    name: str, file: Path, stored: StoredTensor, places: Mapping[str, tuple[Path, StoredTensor]]
+) -> StoredTensor:
     match = _BLOCKS.fullmatch(name)
     if match is None:
         return stored

@@ -44,7 +44,7 @@ _LARGEST_NUMBER = 1 << 63
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file: its shape and dtype, and the byte where it starts; `packed` as a Chunk is."""
 
     spec: TensorSpec
@@ -52,12 +52,12 @@ class Stored:
     packed: bool = False
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of a file. Raises DamagedCheckpoint; no tensor data is read."""
     return read_described(path)[0]
 
 
-def read_described(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+def read_described(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """As `read_header`, and the file's metadata."""
     try:
         with open(path, "rb") as file:
@@ -101,7 +101,7 @@ def _natural(digits: str) -> int:
     return int(digits)
 
 
-def _stored(entry: Mapping[str, Any], base: int) -> Stored:
+def _stored(entry: Mapping[str, Any], base: int) -> StoredTensor:
     if entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError("a tensor is described by its dtype, shape and data_offsets")
     shape, span = entry["shape"], entry["data_offsets"]
@@ -112,10 +112,10 @@ def _stored(entry: Mapping[str, Any], base: int) -> Stored:
     spec = TensorSpec(tuple(shape), DTYPES[entry["dtype"]])
     if end - begin != spec.nbytes:
         raise ValueError(f"{end - begin} bytes for {entry['dtype']} {shown(shape)}")
-    return Stored(spec, base + begin)
+    return StoredTensor(spec, base + begin)
 
 
-def _check_tiling(tensors: Mapping[str, Stored], start: int, size: int, path: Path) -> None:
+def _check_tiling(tensors: Mapping[str, StoredTensor], start: int, size: int, path: Path) -> None:
     """Tensors must fill the file without holes or overlaps."""
     expected = start
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].spec.nbytes)):

@@ -45,7 +45,7 @@ class Span:
             return file.read(self.length)
 
 
-class Located(NamedTuple):
+class LocatedTensor(NamedTuple):
     """A contiguous tensor whose row-major bytes start at byte `offset` of its file.
 
     `part`: whether it is a view of a larger storage. A tuple, since no pickle can change one that it has made.
@@ -57,13 +57,13 @@ class Located(NamedTuple):
     part: bool = False
 
 
-def locate(span: Span) -> Located:
+def locate(span: Span) -> LocatedTensor:
     """Find the tensor that is saved in `span`, reading its archive's directory and pickle only.
 
     Raises DamagedCheckpoint for anything but one whole, plain, uncompressed tensor, and UnsafePickle.
     """
     tensor = _skeleton(span, _TENSOR)
-    if not isinstance(tensor, Located) or tensor.part:
+    if not isinstance(tensor, LocatedTensor) or tensor.part:
         raise DamagedCheckpoint("not what torch.save writes: it holds no plain tensor", where=span)
     return tensor
 
@@ -81,7 +81,7 @@ def skeleton(path: Path) -> Any:
     return _skeleton(Span(path, 0, path.stat().st_size), _SKELETON)
 
 
-def read_located(path: Path, tensor: Located) -> torch.Tensor:
+def read_located(path: Path, tensor: LocatedTensor) -> torch.Tensor:
     """A tensor of a skeleton, small enough to be read whole."""
     length = math.prod(tensor.shape) * tensor.dtype.itemsize
     if length > _LONGEST:
@@ -195,7 +195,7 @@ class _Storage(NamedTuple):
     nbytes: int
 
 
-def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> "Located | Inert":
+def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> "LocatedTensor | Inert":
     """Stands in for torch._utils._rebuild_tensor_v2 of a storage that is only referred to."""
     shape = sizes(size)
     (start,) = sizes((offset,))
@@ -206,7 +206,7 @@ def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> "Loc
         return Inert()
     if begin + length > storage.nbytes:
         raise ValueError(f"a tensor {shown(shape)} at {shown(offset)} in {storage.nbytes} bytes")
-    return Located(storage.dtype, shape, storage.offset + begin, part=length != storage.nbytes)
+    return LocatedTensor(storage.dtype, shape, storage.offset + begin, part=length != storage.nbytes)
 
 
 _TENSOR: safe_pickle.Allowed = {

@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
+from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
 from precisionctl.untrusted.safe_pickle import STORAGES
 
 _ALIGNMENT = 64
@@ -54,7 +54,7 @@ class Archive:
 
 
 @dataclass(frozen=True)
-class Record:
+class TensorArchive:
     """The archive of one tensor: `head`, then its `nbytes` bytes, then `tail`."""
 
     head: bytes
@@ -112,10 +112,10 @@ def _as_opcodes(value: Any, blanks: Mapping[Blank, str], tensors: dict[str, torc
     if isinstance(value, torch.dtype):
         return Global("torch", str(value).removeprefix("torch."))
     if isinstance(value, io.BytesIO):
-        return Made(Global("_io", "BytesIO"), (), new=True, fields=(value.getvalue(), 0, None))
+        return PickledObject(Global("_io", "BytesIO"), (), new=True, fields=(value.getvalue(), 0, None))
     if isinstance(value, argparse.Namespace):
         fields = {name: _as_opcodes(item, blanks, tensors) for name, item in vars(value).items()}
-        return Made(Global("argparse", "Namespace"), (), new=True, fields=fields)
+        return PickledObject(Global("argparse", "Namespace"), (), new=True, fields=fields)
     if isinstance(value, dict):
         return {key: _as_opcodes(item, blanks, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -124,13 +124,13 @@ def _as_opcodes(value: Any, blanks: Mapping[Blank, str], tensors: dict[str, torc
     return value
 
 
-def _tensor(tensor: Blank | torch.Tensor, name: str) -> Made:
+def _tensor(tensor: Blank | torch.Tensor, name: str) -> PickledObject:
     """A contiguous tensor as PyTorch pickles it."""
     shape = tuple(tensor.shape)
     stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    storage = Persistent(("storage", _STORAGE_CLASSES[tensor.dtype], name, "cpu", math.prod(shape)))
-    hooks = Made(Global("collections", "OrderedDict"), ())
-    return Made(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, stride, False, hooks))
+    storage = PersistentId(("storage", _STORAGE_CLASSES[tensor.dtype], name, "cpu", math.prod(shape)))
+    hooks = PickledObject(Global("collections", "OrderedDict"), ())
+    return PickledObject(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, stride, False, hooks))
 
 
 _STORAGE_CLASSES = {dtype: Global(*name) for name, dtype in STORAGES.items()}
@@ -142,13 +142,13 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 @functools.cache
-def record(dtype: torch.dtype, shape: tuple[int, ...]) -> Record:
+def record(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorArchive:
     """The archive of one tensor of this dtype and shape, as `lay_out` makes it."""
     archive = lay_out(Blank(dtype, shape))
     (hole,) = archive.holes.values()
     head = b"".join(piece for start, piece in archive.pieces if start < hole)
     tail = b"".join(piece for start, piece in archive.pieces if start >= hole)
-    return Record(head, archive.length - len(head) - len(tail), tail)
+    return TensorArchive(head, archive.length - len(head) - len(tail), tail)
 
 
 def dump(value: object) -> bytes:

@@ -20,7 +20,7 @@ from precisionctl.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from precisionctl.fp8.grouped import Order
+    from precisionctl.fp8.grouped import ColumnOrder
 
 
 @click.command(short_help="Show what a checkpoint is, and whether FP8 is safe.")
@@ -38,7 +38,7 @@ def inspect(
     fp8_state: Path | None,
     html: Path | None,
     workers: int,
-    grouped_columns: "Order | None",
+    grouped_columns: "ColumnOrder | None",
     iteration: int | None,
     json_wanted: bool,
 ) -> None:
@@ -52,7 +52,7 @@ def inspect(
     if html and not html.absolute().parent.is_dir():
         raise click.UsageError(f"There is no directory {html.parent} for --html.")
     from precisionctl import console
-    from precisionctl.checkpoints.megatron.run import of_megatron
+    from precisionctl.checkpoints.megatron.carried_run import of_megatron
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.reports import inspect as report
 
@@ -189,7 +189,7 @@ def compare(
     if len(runs) < 2:
         raise click.UsageError("compare needs two runs or more.")
     from precisionctl import console
-    from precisionctl.reports import compare as report
+    from precisionctl.reports import compare_runs as report
 
     comparison = report.compare(runs)
     if png or html:
@@ -298,7 +298,7 @@ def launch_args(checkpoint: Path, framework: str, iteration: int | None, json_wa
     What it cannot know (data, batch sizes, learning rates) is listed for you to add.
     """
     from precisionctl import console
-    from precisionctl.launch.find import launch
+    from precisionctl.launch.frameworks import launch
 
     found = launch(checkpoint, framework, iteration)
     if json_wanted:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from precisionctl.checkpoints.base import Companions, Reader
 from precisionctl.checkpoints.companions import read_companions
-from precisionctl.checkpoints.megatron.run import of_megatron
+from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import DamagedCheckpoint, RecipeError
-from precisionctl.fp8.grouped import Order
+from precisionctl.fp8.grouped import ColumnOrder
 
 
 def open_source(
@@ -16,7 +16,7 @@ def open_source(
     *,
     architecture: str | None,
     reference: Path | None,
-    grouped_columns: Order | None = None,
+    grouped_columns: ColumnOrder | None = None,
 ) -> Reader:
     """Open a source. `architecture` names its family, or `reference` a Hugging Face directory of the same model, whose
     config and tokenizer it gets (weights need not be there); `grouped_columns` the order of experts' payloads that do

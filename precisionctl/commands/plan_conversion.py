@@ -10,7 +10,7 @@ import torch
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
-from precisionctl.checkpoints.megatron.run import NO_RUN, Carried, MegatronReader, carried, of_megatron
+from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, MegatronReader, carry_run, of_megatron
 from precisionctl.checkpoints.output import Output
 from precisionctl.commands.inference_export import InferenceExport
 from precisionctl.commands.notes import (
@@ -40,7 +40,7 @@ from precisionctl.export.reencode import make_reencoding, reencoding_card
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8.carry import amax_by_module, carry_state
 from precisionctl.fp8.extra_state_writer import TeVersion
-from precisionctl.fp8.grouped import Order
+from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.fp8.statistics import Scaling
 from precisionctl.param import ONE_RANK, Layout, Parallelism
@@ -83,7 +83,7 @@ class Conversion:
     architecture: str | None = None
     reference: Path | None = None
     te_version: TeVersion = 2
-    grouped_columns: Order | None = None
+    grouped_columns: ColumnOrder | None = None
 
     def __post_init__(self) -> None:
         """Raises RecipeError for options that contradict one another."""
@@ -168,14 +168,14 @@ def _plan_values(conversion: Conversion, reader: Reader, encodings: WeightEncodi
     return Work(reader, plan, writer, output, finish, digest, notes, makes, trained, encodings)
 
 
-def _carried(conversion: Conversion, trained: MegatronReader | None) -> Carried:
+def _carried(conversion: Conversion, trained: MegatronReader | None) -> CarriedRun:
     """What comes along of the run that made the source; rank files have no place for the states of generators."""
     if trained is None:
         return NO_RUN
-    return carried(trained, conversion.parallelism, generators=conversion.container != "torch")
+    return carry_run(trained, conversion.parallelism, generators=conversion.container != "torch")
 
 
-def _writer(conversion: Conversion, reader: Reader, plan: Plan, output: Output, run: Carried, live: bool) -> Writer:
+def _writer(conversion: Conversion, reader: Reader, plan: Plan, output: Output, run: CarriedRun, live: bool) -> Writer:
     """The Writer of the container that was asked for. FP8 state that is `live` goes where a run loads it from, else
     into the sidecar."""
     if conversion.to == "hf":
@@ -197,7 +197,7 @@ def _writer(conversion: Conversion, reader: Reader, plan: Plan, output: Output, 
     )
 
 
-def _notes(conversion: Conversion, reader: Reader, plan: Plan, run: Carried | None) -> list[str]:
+def _notes(conversion: Conversion, reader: Reader, plan: Plan, run: CarriedRun | None) -> list[str]:
     """Notes on the family, the vocabulary, the pipeline stages, and a run that comes along."""
     told = conversion.architecture is not None
     notes = [*family_notes(reader, conversion.to, told=told), *left_behind_notes(reader, carried=run is not None)]
@@ -280,7 +280,7 @@ def _make_state(
     recipe = conversion.recipe.delayed if conversion.recipe else None
 
     def make(weight_amax: Mapping[str, float]) -> Fp8States:
-        known = carried.modules if carried else {}
+        known = carried.modules if carry_run else {}
         wanted = conversion.numerics(plan).in_fp8 if conversion.precision == "fp8" else known.__contains__
         amax = amax_by_module(weight_amax, {module: shape for module, shape in plan.gemms.items() if wanted(module)})
         change = carry_state(carried, amax, recipe)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from precisionctl.architectures.find import to_hf_config
+from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Companions, Writer
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE, HuggingFaceWriter, config_dtype
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.megatron.keys import directory_name
-from precisionctl.checkpoints.megatron.run import Carried
 from precisionctl.checkpoints.output import Output
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
@@ -57,7 +57,7 @@ def megatron_writer(
     companions: Companions,
     *,
     container: str | None = None,
-    run: Carried,
+    run: CarriedRun,
     fp8_in: Literal["extra_state", "sidecar"],
     te: TeVersion = 2,
 ) -> Writer:

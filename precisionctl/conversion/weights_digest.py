@@ -14,7 +14,7 @@ from hashlib import sha256
 
 import torch
 
-from precisionctl.architectures.find import architecture_of
+from precisionctl.architectures.families import architecture_of
 from precisionctl.checkpoints.base import Chunk, Chunked, Reader
 from precisionctl.conversion.encoder import Piece
 from precisionctl.conversion.worker import Nowhere, Source, Worker

@@ -15,11 +15,11 @@ from torch import Tensor
 
 import precisionctl.engines
 from precisionctl.discover import discover
-from precisionctl.engines.cache import cache_scales_of_latents
-from precisionctl.engines.config_keys import Asked
+from precisionctl.engines.cache_rules import cache_scales_of_latents
 from precisionctl.engines.ignoring import Ignoring
-from precisionctl.engines.rule import Demand, Directory, Finding, Rule
-from precisionctl.engines.shapes import FUSED, LATENT, Ragged, Served
+from precisionctl.engines.required_keys import RequiredKeys
+from precisionctl.engines.rule import Demand, Finding, QuantizedDirectory, Rule
+from precisionctl.engines.serving import FUSED, LATENT, Ragged, ServingLayout
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES, Scales, Scheme, recognise, stored_scales
@@ -66,7 +66,7 @@ class Engine:
     experts: Rule
     ignores: Mapping[str | tuple[str, str], Ignoring]
     demands: tuple[Demand, ...]
-    keys: tuple[Asked, ...]
+    keys: tuple[RequiredKeys, ...]
     cache: Mapping[str, str]
     latents: Rule
     on_cache: str
@@ -87,12 +87,13 @@ class Engine:
         specs: Mapping[str, TensorSpec],
         read: Callable[[str], Tensor],
         ranks: int = 1,
-        beside: Mapping[str, Any] | None = None,
+        hf_quant_config: Mapping[str, Any] | None = None,
     ) -> list[Finding]:
         """Every rule that a directory breaks on so many GPUs. `config` is config.json, `specs` all stored tensors with
-        their scales, `read` gives a scale's value, and `beside` is hf_quant_config.json, if there is one."""
+        their scales, `read` gives a scale's value, and `hf_quant_config` is what hf_quant_config.json says, if there is
+        one."""
         try:
-            return self._findings(config, specs, read, ranks, beside)
+            return self._findings(config, specs, read, ranks, hf_quant_config)
         except PrecisionctlError as error:
             return [Finding("config.json", error.what, self.quantisation)]
 
@@ -102,7 +103,7 @@ class Engine:
         specs: Mapping[str, TensorSpec],
         read: Callable[[str], Tensor],
         ranks: int,
-        beside: Mapping[str, Any] | None,
+        hf_quant_config: Mapping[str, Any] | None,
     ) -> list[Finding]:
         method, scales = recognise(config), stored_scales(config, specs)
         said = [finding for asked in self.keys for finding in asked.findings(config)]
@@ -112,8 +113,10 @@ class Engine:
         scheme = method.read(quantization).narrowed(scales, specs).scheme
         if (method.name, scheme) not in self.reads or method.spelling is None:
             return [Finding("config.json", f"{method.name} with {scheme} activations", self.quantisation)]
-        found = Directory(quantization, method.name, scheme, method.spelling, specs, scales, read, beside)
-        served = Served.of(config, ranks)
+        found = QuantizedDirectory(
+            quantization, method.name, scheme, method.spelling, specs, scales, read, hf_quant_config
+        )
+        served = ServingLayout.of(config, ranks)
         shapes = (self.check_shape(name, specs[name], scheme, served) for name in scales)
         return [
             *said,
@@ -129,13 +132,13 @@ class Engine:
             *(finding for demand in self.demands for finding in demand.findings(found)),
         ]
 
-    def check_shape(self, name: str, spec: TensorSpec, scheme: str, served: Served) -> Finding | None:
+    def check_shape(self, name: str, spec: TensorSpec, scheme: str, served: ServingLayout) -> Finding | None:
         """The rule that a weight of this shape breaks as FP8 codes; None where it breaks none."""
         rule = self.blocks if scheme in ("block", "mxfp8") else self.aligned
         what = self.refusal(name, spec, scheme, served)
         return Finding(name, what, self.quantisation if self._unread(name) else rule) if what else None
 
-    def refusal(self, name: str, spec: TensorSpec, scheme: str, served: Served) -> str | None:
+    def refusal(self, name: str, spec: TensorSpec, scheme: str, served: ServingLayout) -> str | None:
         """What is wrong with a weight of this shape as FP8 codes, in words; None for nothing."""
         if self._unread(name):
             return "codes of a class that is no linear are taken for weights"
@@ -164,7 +167,7 @@ def _uncommon(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rul
             yield Finding(name, f"{str(specs[name].dtype).removeprefix('torch.')} codes", rule)
 
 
-def _misshapen(directory: Directory, rule: Rule) -> Iterator[Finding]:
+def _misshapen(directory: QuantizedDirectory, rule: Rule) -> Iterator[Finding]:
     specs, scheme = directory.specs, directory.scheme
     exponents = {"block": (*FLOATS, torch.float8_e8m0fnu), "mxfp8": (torch.uint8, torch.float8_e8m0fnu)}
     dtypes = exponents.get(scheme, FLOATS)
@@ -178,7 +181,7 @@ def _misshapen(directory: Directory, rule: Rule) -> Iterator[Finding]:
                 yield Finding(name, f"{stored.dtype}, not {spec.dtype}", rule)
 
 
-def _unnamed(directory: Directory, ignoring: Ignoring, rule: Rule) -> Iterator[Finding]:
+def _unnamed(directory: QuantizedDirectory, ignoring: Ignoring, rule: Rule) -> Iterator[Finding]:
     """A linear is either FP8 codes or ignored; anything else is read as what it is not."""
     for name in _linears(directory.specs):
         module = name.removesuffix(".weight")

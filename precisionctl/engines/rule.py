@@ -33,10 +33,10 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Directory:
+class QuantizedDirectory:
     """A directory of FP8 codes as rules see it: its `quantization_config`, the `method` and `scheme` that it names and
     how those are spelled, all of the stored tensors, the `scales` of those that are codes, `read`, which gives a
-    scale's value, and hf_quant_config.json, where there is one, `beside`."""
+    scale's value, and `hf_quant_config`, what hf_quant_config.json says, where there is one."""
 
     quantization: Mapping[str, Any]
     method: str
@@ -45,16 +45,20 @@ class Directory:
     specs: Mapping[str, TensorSpec]
     scales: Mapping[str, Scales]
     read: Callable[[str], Tensor]
-    beside: Mapping[str, Any] | None = None
+    hf_quant_config: Mapping[str, Any] | None = None
+
+
+Breaches = Iterator[tuple[str, str]]
+"""Where a demand is not kept to (a tensor or a file), and what is wrong there."""
 
 
 @dataclass(frozen=True)
 class Demand:
     """A rule that some engines have, and what finds, in a directory, where it is broken and how."""
 
-    broken: Callable[[Directory], Iterator[tuple[str, str]]]
+    broken: Callable[[QuantizedDirectory], Breaches]
     rule: Rule
 
-    def findings(self, directory: Directory) -> Iterator[Finding]:
+    def findings(self, directory: QuantizedDirectory) -> Iterator[Finding]:
         for where, what in self.broken(directory):
             yield Finding(where, what, self.rule)

@@ -1,7 +1,7 @@
 """SGLang: what it asks of an FP8 directory. Read in SGLang 0.5.23; its config parsers were run, without its kernels."""
 
 from precisionctl.engines.base import Engine
-from precisionctl.engines.cache import (
+from precisionctl.engines.cache_rules import (
     cache_by,
     cache_scales_of_no_use,
     cache_scales_of_values_alone,
@@ -9,7 +9,6 @@ from precisionctl.engines.cache import (
     cache_unsaid,
     cache_without_scales,
 )
-from precisionctl.engines.config_keys import Asked, of_models
 from precisionctl.engines.demands import (
     format_of_weights_alone,
     named,
@@ -18,6 +17,7 @@ from precisionctl.engines.demands import (
     unsaid_blocks,
 )
 from precisionctl.engines.ignoring import Ignoring, by_name_or_regex, by_part_or_glob, by_path
+from precisionctl.engines.required_keys import RequiredKeys, of_models
 from precisionctl.engines.rule import Demand, Rule
 
 ENGINE = Engine(
@@ -164,7 +164,7 @@ ENGINE = Engine(
         ),
     ),
     keys=(
-        Asked(
+        RequiredKeys(
             of_models(("deepseek_v2", "deepseek_v3"), "topk_method", "scoring_func", "moe_layer_freq"),
             Rule(
                 "its model asks the config for these keys, which have no defaults",

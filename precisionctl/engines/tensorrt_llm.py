@@ -4,10 +4,10 @@ Its older checkpoints (`rankN.safetensors`, `trtllm-build`) were removed in July
 """
 
 from precisionctl.engines.base import Engine
-from precisionctl.engines.cache import cache_scales
-from precisionctl.engines.config_keys import Asked, rotary_of_transformers_4
+from precisionctl.engines.cache_rules import cache_scales
 from precisionctl.engines.demands import classes_in_several_groups, said_twice_differently, stored_as_one
 from precisionctl.engines.ignoring import Ignoring, by_glob, by_name_or_regex
+from precisionctl.engines.required_keys import RequiredKeys, rotary_of_transformers_4
 from precisionctl.engines.rule import Demand, Rule
 
 _TOLD = "switches its cache to FP8 if told to, with scale 1: it reads the scales only for an NVFP4 cache"
@@ -96,7 +96,7 @@ ENGINE = Engine(
         ),
     ),
     keys=(
-        Asked(
+        RequiredKeys(
             rotary_of_transformers_4,
             Rule(
                 "up to 1.2, whose transformers is 4.57, it knows these keys alone, and takes a rope_theta of 10000",

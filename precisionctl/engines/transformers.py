@@ -5,7 +5,7 @@ Of compressed-tensors it computes with inputs that it rounds to FP8 and back, or
 """
 
 from precisionctl.engines.base import Engine
-from precisionctl.engines.cache import cache_scales_of_no_use, cache_scales_of_projections, cache_without_notice
+from precisionctl.engines.cache_rules import cache_scales_of_no_use, cache_scales_of_projections, cache_without_notice
 from precisionctl.engines.demands import exponents_named, named, scales_beyond_bf16, unsaid_tensors, without_dimension
 from precisionctl.engines.ignoring import Ignoring, by_name_or_regex, by_start_regex_or_end
 from precisionctl.engines.rule import Demand, Rule

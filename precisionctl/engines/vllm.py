@@ -1,7 +1,7 @@
 """vLLM: what it asks of an FP8 directory. Read in vLLM 0.33.0; config parser and weight loader were run on a CPU."""
 
 from precisionctl.engines.base import Engine
-from precisionctl.engines.cache import (
+from precisionctl.engines.cache_rules import (
     cache_by,
     cache_scales_beyond_bf16,
     cache_scales_of_no_use,
@@ -10,7 +10,6 @@ from precisionctl.engines.cache import (
     cache_unsaid,
     cache_without_scales,
 )
-from precisionctl.engines.config_keys import Asked, of_models
 from precisionctl.engines.demands import (
     exponents_named,
     format_of_weights_alone,
@@ -20,6 +19,7 @@ from precisionctl.engines.demands import (
     unsaid_blocks,
 )
 from precisionctl.engines.ignoring import Ignoring, by_name, by_name_or_regex, by_part_or_glob
+from precisionctl.engines.required_keys import RequiredKeys, of_models
 from precisionctl.engines.rule import Demand, Rule
 
 ENGINE = Engine(
@@ -171,7 +171,7 @@ ENGINE = Engine(
         ),
     ),
     keys=(
-        Asked(
+        RequiredKeys(
             of_models(("deepseek_v3",), "topk_method", "scoring_func"),
             Rule(
                 "it knows no bias of the router without topk_method, and takes softmax for scoring_func",

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from precisionctl.architectures.find import architecture_of
-from precisionctl.engines.shapes import in_step
+from precisionctl.architectures.families import architecture_of
+from precisionctl.engines.serving import in_step
 from precisionctl.errors import PrecisionError
 from precisionctl.export.input_scales import NO_STATE, input_scales
 from precisionctl.export.refused_shapes import Refusal, refused_error, refused_shapes, served, without_refused
@@ -125,7 +125,7 @@ def make_export(
 def _check_rows_are_channels(jobs: Sequence[Job], plan: Plan) -> None:
     """Raise PrecisionError for weights that a family stores transposed (GPT-2's Conv1D)."""
     for job in jobs:
-        if not job.row.moves(plan.model):
+        if not job.row.is_row_permutation(plan.model):
             raise PrecisionError(
                 f"`{job.writes[0]}` is stored as [in, out]: its rows are not the channels that have scales",
                 where=f"architecture {plan.model.architecture}",

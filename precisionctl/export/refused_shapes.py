@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from precisionctl.engines.shapes import Served, in_step
+from precisionctl.engines.serving import ServingLayout, in_step
 from precisionctl.errors import PrecisionError
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Job, Plan
@@ -12,9 +12,9 @@ Refusal = Callable[[str, TensorSpec], str | None]
 """What an engine has against a weight of this name and shape as FP8; None for nothing."""
 
 
-def served(plan: Plan, ranks: int = 1) -> Served:
+def served(plan: Plan, ranks: int = 1) -> ServingLayout:
     """A plan's model on so many GPUs."""
-    return Served(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
+    return ServingLayout(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
 
 
 def refused_shapes(jobs: Sequence[Job], plan: Plan, refusal: Refusal) -> dict[str, str]:

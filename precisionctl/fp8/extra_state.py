@@ -13,7 +13,7 @@ import torch
 
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, RecipeError
 from precisionctl.fp8 import grouped
-from precisionctl.fp8.grouped import Columns, Directions, Order
+from precisionctl.fp8.grouped import ColumnOrder, Columns, Directions
 from precisionctl.fp8.state import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
@@ -24,7 +24,7 @@ from precisionctl.fp8.state import (
     Role,
     RoleState,
 )
-from precisionctl.fp8.te_pickle import Delayed, StoredTensor, load, storage, tensor
+from precisionctl.fp8.te_pickle import Delayed, PickledTensor, load, storage, tensor
 
 FORMATS = {"HYBRID": (448, 57344), "E4M3": (448, 448)}
 """Largest numbers forward and backward."""
@@ -45,7 +45,7 @@ _MODES = {"fwd": ("input", "param", "forward"), "bwd": ("grad_output", "backward
 """Where fused operations have their tensors: of each kind by itself in 1.13 and 1.14, then of each direction."""
 
 
-class Cut(NamedTuple):
+class ExpertSlice(NamedTuple):
     """Which of a grouped linear's experts a payload is of, and the linear it was cut from."""
 
     expert: int
@@ -66,8 +66,8 @@ class Payload:
     directions: Directions
     gemms: int
     assumed: bool
-    order: Order | None
-    cut: Cut | None
+    order: ColumnOrder | None
+    cut: ExpertSlice | None
 
     def state(self, where: object) -> Fp8State:
         """The state of one GEMM, or of attention. Raises NotUnderstood for anything else."""
@@ -77,7 +77,7 @@ class Payload:
         state.check(self.recipe, where)
         return state
 
-    def group(self, order: Order, where: object) -> Fp8State:
+    def group(self, order: ColumnOrder, where: object) -> Fp8State:
         """The state of a grouped linear, `[gemms]`, whose columns stand in this order."""
         _check_columns(self.directions, 3 * self.gemms, 2 * self.gemms, where)
         state = grouped.by_gemm(self.directions, self.gemms, order)
@@ -215,7 +215,7 @@ def _checked_recipe(fields: Mapping[str, Any], where: object) -> DelayedScaling:
         raise DamagedCheckpoint(f"an FP8 recipe that makes no sense: {error.what}", where=where) from error
 
 
-def _order(fields: Mapping[str, Any]) -> Order | None:
+def _order(fields: Mapping[str, Any]) -> ColumnOrder | None:
     """The order of columns in the TE that wrote this, where the recipe tells its version: DelayedScaling had `interval`
     up to TE 2.1 and has `backward_override` since 2.15; the order changed in 2.3."""
     if "interval" in fields:
@@ -223,14 +223,14 @@ def _order(fields: Mapping[str, Any]) -> Order | None:
     return "gemm" if "backward_override" in fields else None
 
 
-def _cut(found: Mapping[str, Any], directions: Directions, where: object) -> Cut | None:
+def _cut(found: Mapping[str, Any], directions: Directions, where: object) -> ExpertSlice | None:
     """A strided scale is column `offset` of every `stride`, and the storage has them all."""
     match found.get("scale_fwd"):
-        case StoredTensor(offset=int(expert), stride=(int(experts),)) if 1 < experts <= _MOST_GEMMS:
+        case PickledTensor(offset=int(expert), stride=(int(experts),)) if 1 < experts <= _MOST_GEMMS:
             pass
         case _:
             return None
-    if not all(isinstance(found.get(key), StoredTensor) for key in _TENSORS):
+    if not all(isinstance(found.get(key), PickledTensor) for key in _TENSORS):
         return None
     whole = []
     for direction, columns in zip(("fwd", "bwd"), directions, strict=True):
@@ -240,7 +240,7 @@ def _cut(found: Mapping[str, Any], directions: Directions, where: object) -> Cut
             return None
         whole.append(Columns(scale, history.view(rows, wide)))
     same = all(torch.equal(one.scale, of.scale[expert::experts]) for one, of in zip(directions, whole, strict=True))
-    return Cut(expert, experts, (whole[0], whole[1])) if same else None
+    return ExpertSlice(expert, experts, (whole[0], whole[1])) if same else None
 
 
 def _gemm(directions: Directions, where: object) -> dict[Role, RoleState]:

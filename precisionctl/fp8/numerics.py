@@ -296,7 +296,7 @@ def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32)
     """
     if dtype == torch.float16:
         raise PrecisionError("FP8 codes do not survive FP16", do="Decode them to BF16 or FP32.")
-    return (worths(codes) * scale_inv).to(dtype)
+    return (code_values(codes) * scale_inv).to(dtype)
 
 
 def decode_by_scale_inv(codes: Tensor, scale_inv: Tensor, values: Tensor, scratch: Tensor) -> None:
@@ -307,13 +307,13 @@ def decode_by_scale_inv(codes: Tensor, scale_inv: Tensor, values: Tensor, scratc
         into.mul_(by)
 
 
-def worths(codes: Tensor) -> Tensor:
+def code_values(codes: Tensor) -> Tensor:
     """What codes are by themselves, FP32, laid out as they are; on a CPU from a table, piece by piece: five times as
     fast as PyTorch's own cast from E4M3."""
     if not codes.is_cpu or codes.dtype == torch.float8_e5m2:
         return codes.float()
     if codes.dim() == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
-        return worths(codes.t()).t()
+        return code_values(codes.t()).t()
     values, scratch = torch.empty(codes.shape), scratch_for(codes)
     flat = codes.reshape(1, -1)
     for tile, into in _tiles(scratch.numel(), flat, values.view(1, -1)):

@@ -33,7 +33,7 @@ CACHE: tuple[Role, ...] = ("k", "v")
 """Keys after rotary, and values, as a cache holds them. TE keeps nothing of them; the sidecar does."""
 ATTENTION: tuple[Role, ...] = ATTENTION_FORWARD + ATTENTION_BACKWARD + CACHE
 
-Format = Literal["HYBRID", "E4M3"]
+Fp8Format = Literal["HYBRID", "E4M3"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DelayedScaling:
     """TE's DelayedScaling recipe, field for field (transformer_engine/common/recipe/__init__.py)."""
 
     margin: int = 0
-    fp8_format: Format = "HYBRID"
+    fp8_format: Fp8Format = "HYBRID"
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True
@@ -60,7 +60,7 @@ class DelayedScaling:
         return code_dtype(self.fp8_format, role)
 
 
-def code_dtype(fp8_format: Format, role: Role) -> torch.dtype:
+def code_dtype(fp8_format: Fp8Format, role: Role) -> torch.dtype:
     """The dtype of a role's codes: under HYBRID E4M3 forward and E5M2 backward, else E4M3."""
     if role in BACKWARD + ATTENTION_BACKWARD and fp8_format == "HYBRID":
         return torch.float8_e5m2

@@ -9,8 +9,8 @@ from typing import Any
 
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, OURS
-from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.notes import GATE
 from precisionctl.doctor import examine_payloads
@@ -75,7 +75,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Subject:
+class LaunchSource:
     """A checkpoint that is to be gone on from, at `path`, as it was named."""
 
     reader: Reader

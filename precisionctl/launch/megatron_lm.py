@@ -7,7 +7,7 @@ from typing import Any
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
-from precisionctl.launch.base import Launch, Subject, left_to_provider
+from precisionctl.launch.base import Launch, LaunchSource, left_to_provider
 from precisionctl.megatron_flags import stateless_words
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
@@ -41,7 +41,7 @@ _SIZES = (
 )
 
 
-def launch(subject: Subject) -> Launch:
+def launch(subject: LaunchSource) -> Launch:
     """Raises CheckpointError for a checkpoint that is not Megatron's, and UnknownArchitecture for a model that flags
     cannot describe."""
     subject.require_megatron("Megatron-LM", "Write one: `precisionctl convert CKPT NEW --to megatron`.")
@@ -107,7 +107,7 @@ def _spelled(value: Any) -> str:
     return str(value).replace(" ", "")
 
 
-def _loading(subject: Subject) -> list[Option]:
+def _loading(subject: LaunchSource) -> list[Option]:
     options: list[Option] = [("--load", str(subject.root)), ("--ckpt-format", subject.reader.container)]
     if not subject.has_optimizer:
         options += [("--no-load-optim",), ("--no-load-rng",)]
@@ -118,13 +118,13 @@ def _loading(subject: Subject) -> list[Option]:
     return options
 
 
-def _tokenizer(subject: Subject) -> list[Option]:
+def _tokenizer(subject: LaunchSource) -> list[Option]:
     if subject.tokenizer is None:
         return []
     return [("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", str(subject.tokenizer))]
 
 
-def _precision(subject: Subject) -> list[Option]:
+def _precision(subject: LaunchSource) -> list[Option]:
     words: Mapping[str, object] = {}
     if subject.state:
         words = recipe_words(subject.state)
@@ -137,7 +137,7 @@ def _precision(subject: Subject) -> list[Option]:
     return options
 
 
-def _optimizer(subject: Subject) -> list[Option]:
+def _optimizer(subject: LaunchSource) -> list[Option]:
     """Megatron's own way to what fp8-lm keeps of a parameter (optimizer_config.py)."""
     if subject.recipe is None or subject.recipe.optimizer.preset != "fp8-lm":
         return []
@@ -146,7 +146,7 @@ def _optimizer(subject: Subject) -> list[Option]:
     return [("--use-distributed-optimizer",), ("--use-precision-aware-optimizer",), *kept]
 
 
-def _notes(subject: Subject) -> list[str]:
+def _notes(subject: LaunchSource) -> list[str]:
     notes = ["--seq-length is the model's longest; a shorter one is fine"]
     if subject.tokenizer is None:
         notes.append("no tokenizer lies beside the weights: --tokenizer-type and --tokenizer-model are yours, too")

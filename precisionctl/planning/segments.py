@@ -38,7 +38,7 @@ def lower(
     """
     written = _rows(row, model, target)
     copies = writes[len(written) :]
-    if source == target and row.source.move == row.move:
+    if source == target and row.source.rearrangement == row.rearrangement:
         pairs = [
             *zip(reads, writes, written, strict=False),
             *((next(iter(reads)), copy, written[0]) for copy in copies),

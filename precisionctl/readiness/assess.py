@@ -10,11 +10,11 @@ from precisionctl.conversion.known_state import KnownState, known_state, origin
 from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 
-Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+BytesProgress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Given how many bytes there are, what hears of those that are done."""
 
 
-def assess(reader: Reader, state_file: Path | None, progress: Progress, workers: int = 1) -> Readiness:
+def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, workers: int = 1) -> Readiness:
     """Measure every weight of an FP8 GEMM and judge. `state_file` is what --fp8-state names. Raises as make_plan and
     known_state do."""
     plan, jobs = plan_gemms(reader)

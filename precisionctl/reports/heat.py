@@ -50,7 +50,7 @@ STYLE = """
 
 
 @dataclass(frozen=True)
-class Scale:
+class ColourScale:
     """Steps of colour: up to each of `cool`, then up to each of `warm`; the last has no end. `words` say a bound."""
 
     cool: Sequence[float]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader, stored_dtype
-from precisionctl.checkpoints.megatron.run import of_megatron
+from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.errors import CheckpointError, PrecisionctlError

@@ -10,7 +10,7 @@ from precisionctl.readiness.history import headroom
 from precisionctl.readiness.judge import Readiness, RoleHealth, place
 from precisionctl.readiness.thresholds import ALL, GROWTH, KURTOSIS, SATURATION, UNDERFLOW
 from precisionctl.reports import heat
-from precisionctl.reports.heat import Cell, Column, Scale
+from precisionctl.reports.heat import Cell, ColourScale, Column
 from precisionctl.reports.inspect import Description, summary
 from precisionctl.reports.page import commands, escaped, heading, html_table, page, paragraph
 from precisionctl.reports.readiness import REMEDIES, findings, hints, keep_bf16, share
@@ -80,13 +80,13 @@ class _Measure:
 
     name: str
     value: Callable[[RoleHealth], float | None]
-    scale: Scale
+    scale: ColourScale
     words: Callable[[float], str]
     note: str
 
 
-_SHARES = Scale((0, 1e-5, 1e-4, 1e-3, UNDERFLOW.value), (0.1, 0.5, 1), share)
-_CLAMPED = Scale((0, SATURATION.value), (1e-4, 1e-3, 1), share)
+_SHARES = ColourScale((0, 1e-5, 1e-4, 1e-3, UNDERFLOW.value), (0.1, 0.5, 1), share)
+_CLAMPED = ColourScale((0, SATURATION.value), (1e-4, 1e-3, 1), share)
 
 
 def _plain(value: float) -> str:
@@ -126,7 +126,7 @@ def _measures(readiness: Readiness) -> list[_Measure]:
         _Measure(
             "Kurtosis",
             lambda health: health.kurtosis,
-            Scale((3.5, 10, 30, 100, KURTOSIS.value), (1e4, 1e5, 1e6), _plain),
+            ColourScale((3.5, 10, 30, 100, KURTOSIS.value), (1e4, 1e5, 1e6), _plain),
             _plain,
             f"3 for a Gaussian; it rises with outliers. Warm: beyond {KURTOSIS.shown}, a limit for activations and "
             "weights; gradients are heavy-tailed in health.",
@@ -134,21 +134,21 @@ def _measures(readiness: Readiness) -> list[_Measure]:
         _Measure(
             "Amax",
             lambda health: health.amax,
-            Scale(_steps(amaxes), (), _plain),
+            ColourScale(_steps(amaxes), (), _plain),
             _plain,
             "The largest magnitude that was seen, in five steps of equal factors.",
         ),
         _Measure(
             "Growth",
             lambda health: health.history.growth if health.history else None,
-            Scale((1.1, 1.5, 2, GROWTH.value), (8, 32, 128), _times),
+            ColourScale((1.1, 1.5, 2, GROWTH.value), (8, 32, 128), _times),
             _times,
             f"Newest amaxes over oldest ones in the history, medians of a quarter each. Warm: beyond {GROWTH.shown}.",
         ),
         _Measure(
             "Headroom",
             lambda health: -headroom(health.history) if health.history and health.history.used else None,
-            Scale((-8, -4, -2, -1, 1e-6), (1, 4, 16), lambda value: f"{round(-value, 3) + 0:g} binades"),
+            ColourScale((-8, -4, -2, -1, 1e-6), (1, 4, 16), lambda value: f"{round(-value, 3) + 0:g} binades"),
             lambda value: f"{-value:.1f}" if abs(value) > 0.05 else "0",
             "Binades between the newest amax under the delayed scale and the largest code. Below 0 it saturates.",
         ),

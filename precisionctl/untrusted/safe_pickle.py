@@ -21,11 +21,11 @@ from precisionctl.errors import DamagedCheckpoint, UnsafePickle, shown
 Allowed = Mapping[tuple[str, str], Any]
 """(module, qualified name) as the pickle spells it -> what stands in for it here."""
 
-Persistent = Callable[[Any], Any]
+PersistentLoad = Callable[[Any], Any]
 """A persistent id (a storage of torch.save) -> what stands in for it here."""
 
 
-def loads(data: bytes, allowed: Allowed, where: object, persistent: Persistent | None = None) -> Any:
+def loads(data: bytes, allowed: Allowed, where: object, persistent: PersistentLoad | None = None) -> Any:
     """The object that `data` pickles, built from nothing but `allowed` and plain containers.
 
     `where` names the source in errors. Raises UnsafePickle for a name outside `allowed` and
@@ -36,7 +36,7 @@ def loads(data: bytes, allowed: Allowed, where: object, persistent: Persistent |
     return load(io.BytesIO(data), allowed, where, persistent)
 
 
-def load(file: BinaryIO, allowed: Allowed, where: object, persistent: Persistent | None = None) -> Any:
+def load(file: BinaryIO, allowed: Allowed, where: object, persistent: PersistentLoad | None = None) -> Any:
     """As `loads`, of the next pickle in a file."""
     try:
         return _AllowListUnpickler(file, allowed, where, persistent).load()
@@ -251,7 +251,7 @@ class _AllowListUnpickler(pickle._Unpickler):
     for _opcode, _call in _COPYING.items():
         dispatch[_opcode[0]] = _copying(dispatch[_opcode[0]], call=_call)
 
-    def __init__(self, file: BinaryIO, allowed: Allowed, where: object, persistent: Persistent | None) -> None:
+    def __init__(self, file: BinaryIO, allowed: Allowed, where: object, persistent: PersistentLoad | None) -> None:
         super().__init__(file)
         start = file.tell()
         # In proportion to the file: what Megatron, PyTorch and Transformer Engine write takes a quarter of its size

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl.checkpoints.base import Companions
-from precisionctl.checkpoints.megatron.extra_state import Experts, as_states, decode
+from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode
 from precisionctl.checkpoints.megatron.model import companions_of, model_of
-from precisionctl.checkpoints.megatron.payloads import Saved
+from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.errors import CheckpointError
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.grouped import Order
+from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
@@ -25,7 +25,7 @@ class MegatronDirectory(ABC):
     layout: Layout = "megatron"
     family: str | None = None
     """Which family to take the model for, where no config.json says it."""
-    grouped_columns: Order | None = None
+    grouped_columns: ColumnOrder | None = None
     """In which order a grouped linear's FP8 state stands, where the payloads do not tell."""
 
     path: Path
@@ -52,7 +52,7 @@ class MegatronDirectory(ABC):
         """None for a `release`: weights that belong to no run."""
 
     @abstractmethod
-    def payloads(self) -> Iterator[Saved]:
+    def payloads(self) -> Iterator[SavedPayload]:
         """Each `_extra_state` that is not empty."""
 
     @cached_property
@@ -73,5 +73,5 @@ class MegatronDirectory(ABC):
     @cached_property
     def fp8(self) -> Fp8States | None:
         """The delayed-scaling state in `_extra_state`, else the one in the sidecar. Raises what `decode` raises."""
-        found = decode(self.payloads(), self.path, Experts(self.expert_ranks, self.grouped_columns), self.args)
+        found = decode(self.payloads(), self.path, ExpertPayloads(self.expert_ranks, self.grouped_columns), self.args)
         return as_states(found, self.common, self.iteration, sidecar.find(self.path))

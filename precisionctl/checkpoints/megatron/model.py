@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from precisionctl.architectures.find import from_hf_config, from_megatron_args
+from precisionctl.architectures.families import from_hf_config, from_megatron_args
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, as_in_megatron, read_megatron_args
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.companions import parse_json, read_companions

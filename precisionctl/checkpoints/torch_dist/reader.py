@@ -27,9 +27,15 @@ from precisionctl.checkpoints.megatron.keys import (
     iteration_of,
     object_name,
 )
-from precisionctl.checkpoints.megatron.logical import Logical, Part, logical_tensors, model_prefix, of_optimizer
-from precisionctl.checkpoints.megatron.order import EVERY_KIND, Modules
-from precisionctl.checkpoints.megatron.payloads import Saved, bytes_of
+from precisionctl.checkpoints.megatron.logical import (
+    LogicalTensor,
+    TensorPart,
+    logical_tensors,
+    model_prefix,
+    of_optimizer,
+)
+from precisionctl.checkpoints.megatron.parameter_order import EVERY_KIND, Modules
+from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
 from precisionctl.checkpoints.megatron.provider import described_args
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.errors import DamagedCheckpoint
@@ -100,7 +106,7 @@ class TorchDistReader(MegatronDirectory):
         """Whether the optimizer's tensors are flat buckets."""
         return any(is_bucket(key) for key in self._index.tensors)
 
-    def _with_buckets(self, tensors: dict[str, Logical]) -> dict[str, Logical]:
+    def _with_buckets(self, tensors: dict[str, LogicalTensor]) -> dict[str, LogicalTensor]:
         """An optimizer's flat buckets as tensors by parameter; as they are where they fit no known order."""
         if not self.in_buckets:
             return tensors
@@ -182,15 +188,15 @@ class TorchDistReader(MegatronDirectory):
         ranks = self.args.get("expert_model_parallel_size")
         return ranks if grouped and type(ranks) is int and ranks > 0 else None
 
-    def payloads(self) -> Iterator[Saved]:
+    def payloads(self) -> Iterator[SavedPayload]:
         """Each `_extra_state` that is not empty."""
         for key in self._index.objects:
             name = object_name(key.removeprefix(self._prefix)) or ""
             if EXTRA_STATE in name and (data := bytes_of(self.read_object(key), key)):
-                yield Saved(name, data, str(self.path))
+                yield SavedPayload(name, data, str(self.path))
 
 
-def _chunk(name: str, spec: TensorSpec, part: Part) -> Chunk:
+def _chunk(name: str, spec: TensorSpec, part: TensorPart) -> Chunk:
     located = torch_zip.locate(part.piece.span)
     if (located.dtype, located.shape) != (spec.dtype, part.piece.sizes):
         raise DamagedCheckpoint(

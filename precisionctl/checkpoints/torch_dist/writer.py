@@ -19,11 +19,11 @@ from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
-from precisionctl.checkpoints.megatron.extra_state_writer import beside_payloads, demanded, origin, payloads_of
+from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
+from precisionctl.checkpoints.megatron.fp8_state_writer import beside_payloads, demanded, origin, payloads_of
 from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
 from precisionctl.checkpoints.megatron.logical import MASTER, OPTIMIZER, STATE
 from precisionctl.checkpoints.megatron.provider import write_run_config
-from precisionctl.checkpoints.megatron.run import NO_RUN, Carried
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.torch_dist.placement import layers_differ, place, stored_tensors
 from precisionctl.errors import PrecisionError
@@ -52,7 +52,7 @@ class TorchDistWriter:
         specs: Mapping[str, TensorSpec],
         *,
         parallelism: Parallelism = ONE_RANK,
-        run: Carried = NO_RUN,
+        run: CarriedRun = NO_RUN,
         companions: Companions | None = None,
         fp8_in: Literal["extra_state", "sidecar"] = "extra_state",
         te: TeVersion = 2,

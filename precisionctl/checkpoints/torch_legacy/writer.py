@@ -19,7 +19,8 @@ from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.base import Box, Chunk, Companions, shard_boxes, whole
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
-from precisionctl.checkpoints.megatron.extra_state_writer import (
+from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
+from precisionctl.checkpoints.megatron.fp8_state_writer import (
     Object,
     beside_payloads,
     demanded,
@@ -28,13 +29,12 @@ from precisionctl.checkpoints.megatron.extra_state_writer import (
 )
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, expert_of, layer_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER, STATE
-from precisionctl.checkpoints.megatron.order import Modules, ordered
-from precisionctl.checkpoints.megatron.run import NO_RUN, Carried
+from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.torch_legacy.names import grouped_name, renumbered
 from precisionctl.checkpoints.torch_legacy.optimizer import MOMENTS, optimizer_state
-from precisionctl.checkpoints.torch_legacy.ranks import FILE, directory_name, places
-from precisionctl.checkpoints.torch_legacy.shards import cut_for
+from precisionctl.checkpoints.torch_legacy.rank_directories import FILE, directory_name, places
+from precisionctl.checkpoints.torch_legacy.rank_shards import cut_for
 from precisionctl.checkpoints.torch_zip_writer import Archive, Blank
 from precisionctl.errors import MappingError, ShapeMismatch
 from precisionctl.fp8 import sidecar
@@ -80,7 +80,7 @@ class LegacyWriter:
         specs: Mapping[str, TensorSpec],
         *,
         parallelism: Parallelism = ONE_RANK,
-        run: Carried = NO_RUN,
+        run: CarriedRun = NO_RUN,
         companions: Companions | None = None,
         fp8_in: Literal["extra_state", "sidecar"] = "extra_state",
         te: TeVersion = 2,

@@ -51,7 +51,7 @@ class Operand(NamedTuple):
 
     def inside(self) -> Tensor:
         """What is summed over, FP32."""
-        codes = self.codes if self.codes.dtype == torch.float32 else numerics.worths(self.codes)
+        codes = self.codes if self.codes.dtype == torch.float32 else numerics.code_values(self.codes)
         if not self.in_groups:
             return codes
         rows, groups = self.scale_inv.shape

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from precisionctl.fp8.numerics import FP8_MAX, amax, current_scale, worths
+from precisionctl.fp8.numerics import FP8_MAX, amax, code_values, current_scale
 from precisionctl.trainer.optimizer.scaled import Scaled
 from precisionctl.trainer.parallel.world import World
 
@@ -106,7 +106,7 @@ def _sum(parts: Sequence[Tensor], largest: Tensor, world: World, mu: float) -> t
     codes = torch.zeros(each * world.count, dtype=torch.uint8, device=largest.device)
     for part, place, scale in zip(parts, places, scales, strict=True):
         codes[place] = _encode(part.flatten(), scale)
-    total = worths(world.exchanged(codes.view(world.count, each)).view(CODES)).sum(0)
+    total = code_values(world.exchanged(codes.view(world.count, each)).view(CODES)).sum(0)
     for place, scale in zip(here, scales, strict=True):
         total[place] *= scale.reciprocal()
 

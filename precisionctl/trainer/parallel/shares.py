@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from precisionctl.architectures.find import architecture_of
+from precisionctl.architectures.families import architecture_of
 from precisionctl.architectures.param_map import Row, names
 from precisionctl.checkpoints.base import shard_boxes, whole
 from precisionctl.checkpoints.module import Part
@@ -19,7 +19,7 @@ from precisionctl.errors import RecipeError
 from precisionctl.fp8.state import Role
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import REPLICATED, TensorSpec
-from precisionctl.recipe import Parallel
+from precisionctl.recipe import ParallelSettings
 from precisionctl.trainer.parallel.group_ranks import TensorRanks
 from precisionctl.trainer.parallel.world import ALONE, World, local
 
@@ -139,7 +139,7 @@ def _norm(gradients: Iterable[Tensor]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def check(model: ModelShape, sizes: Parallel) -> None:
+def check(model: ModelShape, sizes: ParallelSettings) -> None:
     """Raise RecipeError for a model that so many tensor and expert ranks cannot share."""
     moe = model.moe
     shared = {
@@ -160,7 +160,7 @@ def check(model: ModelShape, sizes: Parallel) -> None:
         _check_experts(model, sizes)
 
 
-def _check_experts(model: ModelShape, sizes: Parallel) -> None:
+def _check_experts(model: ModelShape, sizes: ParallelSettings) -> None:
     experts = model.moe.num_experts if model.moe else 0
     if not experts or experts % sizes.expert:
         raise RecipeError(

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Literal, get_args
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron.run import of_megatron
+from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, RecipeError
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron.logical import STATE
-from precisionctl.checkpoints.megatron.run import Carried
 from precisionctl.checkpoints.module import LiveModel, Made, Part, RowsOf, Snapshot
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
@@ -188,10 +188,10 @@ def _begin(
     return _Iteration(run.step, plan, output, writer, _live(run), _collected(run, carried), carried)
 
 
-def _carried(run: Run) -> Carried:
+def _carried(run: Run) -> CarriedRun:
     kept = run.optimizer.kept
     objects = {RNG: _rng(), **({OPTIMIZER: dict(kept)} if kept else {})}
-    return Carried(run.step, _common(run), objects)
+    return CarriedRun(run.step, _common(run), objects)
 
 
 def _saved(run: Run, wanted: Mapping[str, Any]) -> Saved:

@@ -6,32 +6,33 @@ from typing import Any
 
 from precisionctl.engines.rule import Finding, Rule
 
-Config = Mapping[str, Any]
+MissingKeys = Callable[[Mapping[str, Any]], Iterator[str]]
+"""The keys that a config.json lacks."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequiredKeys:
     """What `lacks` names is what an export adds, and what a checker finds missing."""
 
-    lacks: Callable[[Config], Iterator[str]]
+    lacks: MissingKeys
     rule: Rule
 
-    def findings(self, config: Config) -> Iterator[Finding]:
+    def findings(self, config: Mapping[str, Any]) -> Iterator[Finding]:
         for key in self.lacks(config):
             yield Finding("config.json", f"no {key}", self.rule)
 
 
-def of_models(model_types: tuple[str, ...], *keys: str) -> Callable[[Config], Iterator[str]]:
+def of_models(model_types: tuple[str, ...], *keys: str) -> MissingKeys:
     """These keys, in a config of these models."""
 
-    def lacks(config: Config) -> Iterator[str]:
+    def lacks(config: Mapping[str, Any]) -> Iterator[str]:
         if config.get("model_type") in model_types:
             yield from (key for key in keys if config.get(key) is None)
 
     return lacks
 
 
-def rotary_of_transformers_4(config: Config) -> Iterator[str]:
+def rotary_of_transformers_4(config: Mapping[str, Any]) -> Iterator[str]:
     """What transformers 4 called `rope_parameters`; where those differ by kinds of layers, it had other words."""
     said = config.get("rope_parameters")
     if not isinstance(said, Mapping) or any(isinstance(value, Mapping) for value in said.values()):

@@ -16,10 +16,10 @@ from torch import Tensor
 from precisionctl.checkpoints.base import Chunk, Companions, Reader
 from precisionctl.checkpoints.megatron.arguments import STAGES
 from precisionctl.checkpoints.megatron.keys import OURS
-from precisionctl.checkpoints.megatron.payloads import Saved
+from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.grouped import Order
+from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.untrusted.safe_pickle import finite, parts
 
@@ -27,11 +27,11 @@ _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_g
 _OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
 _SHARDING = "param_state_sharding_type"
 _WRITTEN = ("args", "checkpoint_version", "content_metadata", "iteration", "model", "optimizer", OURS)
-"""Keys of the common data that the writer makes itself, or `carried` says apart."""
+"""Keys of the common data that the writer makes itself, or `carry_run` says apart."""
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedRun:
     """What a Writer is given of a run; nothing where there is none. `iteration` None makes a `release`. `common` is
     added to the common data, and `args` to the arguments in it. `objects`, by whole key (`rng_state/shard_0.0_1.1`),
     are pickled beside the tensors, or copied from another checkpoint. `distributed_optimizer` lays the optimizer out
@@ -45,14 +45,14 @@ class Carried:
     left: tuple[str, ...] = ()
 
 
-NO_RUN = Carried()
+NO_RUN = CarriedRun()
 
 
 class MegatronReader(Reader, Protocol):
     """A Reader of a Megatron container, whose checkpoints often do not say of which family they are."""
 
     family: str | None
-    grouped_columns: Order | None
+    grouped_columns: ColumnOrder | None
     companions: Companions
 
     @property
@@ -67,7 +67,7 @@ class MegatronReader(Reader, Protocol):
     def objects(self) -> Sequence[str]: ...
     def read_object(self, key: str) -> Any: ...
     def checked_object(self, key: str) -> Span: ...
-    def payloads(self) -> Iterator[Saved]: ...
+    def payloads(self) -> Iterator[SavedPayload]: ...
 
 
 def of_megatron(reader: Reader) -> TypeGuard[MegatronReader]:
@@ -93,7 +93,7 @@ class WithOptimizer:
         return self.reader.chunks(name)
 
 
-def carried(reader: MegatronReader, parallelism: Parallelism, *, generators: bool = True) -> Carried:
+def carry_run(reader: MegatronReader, parallelism: Parallelism, *, generators: bool = True) -> CarriedRun:
     """What of a run goes along into a checkpoint cut for `parallelism`, with its optimizer where it has one.
 
     Megatron restores generators only at the tensor- and pipeline-parallel sizes that they were saved at; and the
@@ -111,7 +111,7 @@ def carried(reader: MegatronReader, parallelism: Parallelism, *, generators: boo
         objects, left = {}, [*left, "rng_state"]
     kept = {"no_save_optim": not optimizers, "no_save_rng": not objects}
     distributed = any(_SHARDING in optimizer for optimizer in optimizers)
-    return Carried(reader.iteration, common, objects, args | kept, distributed, tuple(left))
+    return CarriedRun(reader.iteration, common, objects, args | kept, distributed, tuple(left))
 
 
 def optimizer_settings(reader: MegatronReader) -> list[dict[str, Any]]:

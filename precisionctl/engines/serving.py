@@ -39,7 +39,7 @@ def in_step(weight: str) -> str:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServingLayout:
     """A model that is served on `ranks` GPUs with tensor parallelism: its `heads` of queries, and its `groups` of keys
     and values."""
 
@@ -48,7 +48,7 @@ class Served:
     ranks: int = 1
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], ranks: int = 1) -> "Served":
+    def of(cls, config: Mapping[str, Any], ranks: int = 1) -> "ServingLayout":
         """The model that a config.json describes."""
         heads = config.get("num_attention_heads")
         groups = config.get("num_key_value_heads") or heads

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import shard_boxes
 from precisionctl.checkpoints.encodings_file import EncodingsOnDemand
-from precisionctl.checkpoints.te_tensors import Fp8Located
-from precisionctl.checkpoints.torch_legacy.shards import Logical, Shard
-from precisionctl.checkpoints.torch_zip import Located, read_located
+from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
+from precisionctl.checkpoints.torch_legacy.rank_shards import Shard, ShardedTensor
+from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.fp8.encoding import Encoding, by_rows, grid_shape, of_rows
 from precisionctl.param import TensorSpec
@@ -18,17 +18,17 @@ from precisionctl.quant_methods.base import Scales, encoding
 
 CODES = torch.float8_e4m3fn
 
-Found = dict[tuple[Path, int], Fp8Located]
+Fp8Weights = dict[tuple[Path, int], LocatedFp8Weight]
 """FP8 weights by the file and the byte where their codes start."""
 
 
-def codes_of(weight: Fp8Located, path: Path, found: Found) -> Located:
+def codes_of(weight: LocatedFp8Weight, path: Path, found: Fp8Weights) -> LocatedTensor:
     """The codes of an FP8 weight as a tensor like others, and a note in `found` of what it was. Raises
     DamagedCheckpoint."""
     codes, scale = weight.codes, weight.scale_inv
-    if not isinstance(codes, Located) or codes.dtype != torch.uint8 or len(codes.shape) != 2:
+    if not isinstance(codes, LocatedTensor) or codes.dtype != torch.uint8 or len(codes.shape) != 2:
         raise DamagedCheckpoint("an FP8 weight without codes that could be read", where=path)
-    of_scales = isinstance(scale, Located) and scale.dtype in (torch.float32, torch.uint8)
+    of_scales = isinstance(scale, LocatedTensor) and scale.dtype in (torch.float32, torch.uint8)
     if not of_scales or len(scale.shape) > 2 or 0 in scale.shape:
         raise DamagedCheckpoint("an FP8 weight without scales that could be read", where=path)
     if found.setdefault((path, codes.offset), weight) != weight:
@@ -36,7 +36,7 @@ def codes_of(weight: Fp8Located, path: Path, found: Found) -> Located:
     return codes._replace(dtype=CODES)
 
 
-def encodings_of(tensors: Mapping[str, Logical], found: Found) -> EncodingsOnDemand:
+def encodings_of(tensors: Mapping[str, ShardedTensor], found: Fp8Weights) -> EncodingsOnDemand:
     """How the codes among tensors decode, by logical name."""
     weights = {name: tensor for name, tensor in tensors.items() if tensor.spec.dtype == CODES}
 
@@ -47,7 +47,7 @@ def encodings_of(tensors: Mapping[str, Logical], found: Found) -> EncodingsOnDem
     return EncodingsOnDemand(weights, read)
 
 
-def _of_replicas(name: str, replicas: tuple[Shard, ...], found: Found) -> Encoding:
+def _of_replicas(name: str, replicas: tuple[Shard, ...], found: Fp8Weights) -> Encoding:
     """The encoding of a shard. Raises DamagedCheckpoint where its replicas have different scales."""
     first, *others = (_of_shard(name, shard, found) for shard in replicas)
     for shard, other in zip(replicas[1:], others, strict=True):
@@ -60,7 +60,7 @@ def _of_replicas(name: str, replicas: tuple[Shard, ...], found: Found) -> Encodi
     return first
 
 
-def _of_shard(name: str, shard: Shard, found: Found) -> Encoding:
+def _of_shard(name: str, shard: Shard, found: Fp8Weights) -> Encoding:
     path, weight = shard.rank.path, found.get((shard.rank.path, shard.tensor.offset))
     if weight is None:
         raise DamagedCheckpoint(f"`{name}` is FP8 codes without scales", where=path)
