@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
 from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.base import Companions
-from precisionctl.checkpoints.megatron.model import model_of
+from precisionctl.checkpoints.megatron.directory import model_of
 from precisionctl.checkpoints.megatron.provider import from_provider, to_provider
 from precisionctl.commands.plan_conversion import Conversion, plan_conversion
 from precisionctl.conversion.work import execute

@@ -1,10 +1,16 @@
-"""Experts that Hugging Face stores as one tensor: `mlp.experts.gate_up_proj` of shape [experts, ...].
+"""Experts that Hugging Face stores as one tensor: `mlp.experts.gate_up_proj` of shape `[experts, ...]`.
 
-Logical names are one per expert, so a stored one is its slices `name[0]`, `name[1]`, ...; each is contiguous.
+Logical names are one per expert, so a stored tensor is read as its slices `name[0]`, `name[1]`, ...; each is
+contiguous. In MXFP4, as gpt-oss has it, `experts.gate_up_proj_blocks` are bytes `[experts, rows, columns / 32, 16]` of
+two E2M1 codes each, beside `..._scales`, one byte for each block of 32 (`quant_methods/mxfp4.py` reads those).
 """
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
 
 from precisionctl.checkpoints.safetensors_file import StoredTensor
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
@@ -64,3 +70,35 @@ def stacked(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
             raise ShapeMismatch(f"the slices of `{stored}` do not make one tensor")
         found[stored] = TensorSpec((len(parts), *parts[0].shape), parts[0].dtype)
     return found
+
+
+_BLOCKS = re.compile(r"(.+\.experts\.[a-z_]+)_blocks(\[\d+\])")
+_BYTES = 16
+"""Of a block of 32."""
+
+
+def unpacked(places: Mapping[str, tuple[Path, StoredTensor]]) -> dict[str, tuple[Path, StoredTensor]]:
+    """The tensors of a directory, in which blocks of an expert are the matrix of codes that they hold.
+
+    Raises DamagedCheckpoint for blocks or scales that are no bytes, and for blocks of another shape.
+    """
+    return {name: (file, _unpacked(name, file, stored, places)) for name, (file, stored) in places.items()}
+
+
+def _unpacked(
+    name: str, file: Path, stored: StoredTensor, places: Mapping[str, tuple[Path, StoredTensor]]
+) -> StoredTensor:
+    match = _BLOCKS.fullmatch(name)
+    if match is None:
+        return stored
+    scales = places.get(f"{match[1]}_scales{match[2]}")
+    for kind, spec in ((name, stored.spec), (f"{match[1]}_scales", scales[1].spec if scales else None)):
+        if spec is not None and spec.dtype != torch.uint8:
+            dtype = str(spec.dtype).removeprefix("torch.")
+            raise DamagedCheckpoint(f"`{kind}` is {dtype}; MXFP4 is made of bytes", where=file)
+    shape = stored.spec.shape
+    if len(shape) != 3 or shape[2] != _BYTES:
+        raise DamagedCheckpoint(
+            f"`{name}` is {list(shape)}; blocks of MXFP4 are [rows, columns / 32, {_BYTES}]", where=file
+        )
+    return replace(stored, spec=TensorSpec((shape[0], 2 * _BYTES * shape[1]), torch.float8_e4m3fn), packed=True)

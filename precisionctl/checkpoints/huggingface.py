@@ -15,10 +15,9 @@ from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Companions, Container, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
-from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
+from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name, unpacked
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, WeightFileFormat, index_of, read_stored, spelling_of
 from precisionctl.checkpoints.output import open_weights
-from precisionctl.checkpoints.packed_experts import unpacked
 from precisionctl.checkpoints.safetensors_file import StoredTensor, split_shards
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.fp8 import sidecar

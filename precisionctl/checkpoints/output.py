@@ -1,9 +1,11 @@
 """Output: a directory that is there only when it is whole, and what a disk can do to it."""
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -164,3 +166,22 @@ _MENDS = {
     errno.EROFS: "Choose a destination that can be written to.",
     errno.EFBIG: "What is done is kept. Raise the limit on file sizes (ulimit -f) and run the same command again.",
 }
+
+
+def lock(file: IO[str], taken: OutputError, patience: float = 0.0) -> None:
+    """Lock an open file until it is closed. Raises `taken` where another process still has it after `patience` seconds,
+    and OutputError where the file system has no locks."""
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                raise taken from None
+            time.sleep(0.05)
+        except OSError as error:
+            raise OutputError(
+                f"the file system has no locks: {error.strerror}",
+                where=file.name,
+                do="Choose another one, or have it mounted with locks (Lustre: -o flock).",
+            ) from error

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from precisionctl.checkpoints.lfs import check_fetched
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
+from precisionctl.untrusted.safe_files import check_fetched
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,

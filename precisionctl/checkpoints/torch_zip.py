@@ -18,10 +18,10 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from precisionctl.checkpoints import te_tensors
-from precisionctl.checkpoints.lfs import check_fetched
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.untrusted import safe_archive, safe_pickle
 from precisionctl.untrusted.safe_archive import MAGIC, WHAT, directory, elements, reference_of, stored
+from precisionctl.untrusted.safe_files import check_fetched
 from precisionctl.untrusted.safe_pickle import finite, itself, sizes
 
 

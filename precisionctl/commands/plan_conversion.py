@@ -280,7 +280,7 @@ def _make_state(
     recipe = conversion.recipe.delayed if conversion.recipe else None
 
     def make(weight_amax: Mapping[str, float]) -> Fp8States:
-        known = carried.modules if carry_run else {}
+        known = carried.modules if carried else {}
         wanted = conversion.numerics(plan).in_fp8 if conversion.precision == "fp8" else known.__contains__
         amax = amax_by_module(weight_amax, {module: shape for module, shape in plan.gemms.items() if wanted(module)})
         change = carry_state(carried, amax, recipe)

@@ -18,7 +18,7 @@ from precisionctl.discover import discover
 from precisionctl.engines.cache_rules import cache_scales_of_latents
 from precisionctl.engines.ignoring import Ignoring
 from precisionctl.engines.required_keys import RequiredKeys
-from precisionctl.engines.rule import Demand, Finding, QuantizedDirectory, Rule
+from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory
 from precisionctl.engines.serving import FUSED, LATENT, Ragged, ServingLayout
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
@@ -54,21 +54,21 @@ class Engine:
     reads_experts: frozenset[tuple[str, str]]
     command: str
     on_ranks: str
-    quantisation: Rule
-    scales: Rule
-    aligned: Rule
-    blocks: Rule
+    quantisation: EngineRule
+    scales: EngineRule
+    aligned: EngineRule
+    blocks: EngineRule
     ragged: Ragged
-    fused: Rule
-    all_or_none: Rule
+    fused: EngineRule
+    all_or_none: EngineRule
     fuses: bool
     reads_conv1d: bool
-    experts: Rule
+    experts: EngineRule
     ignores: Mapping[str | tuple[str, str], Ignoring]
     demands: tuple[Demand, ...]
     keys: tuple[RequiredKeys, ...]
     cache: Mapping[str, str]
-    latents: Rule
+    latents: EngineRule
     on_cache: str
     bf16_scales: frozenset[str] = frozenset()
 
@@ -160,14 +160,14 @@ def engines() -> dict[str, Engine]:
     return {engine.name: engine for engine in found}
 
 
-def _uncommon(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule) -> Iterator[Finding]:
+def _uncommon(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule) -> Iterator[Finding]:
     """No engine takes other codes than E4M3 for weights."""
     for name in scales:
         if specs[name].dtype != CODES:
             yield Finding(name, f"{str(specs[name].dtype).removeprefix('torch.')} codes", rule)
 
 
-def _misshapen(directory: QuantizedDirectory, rule: Rule) -> Iterator[Finding]:
+def _misshapen(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Finding]:
     specs, scheme = directory.specs, directory.scheme
     exponents = {"block": (*FLOATS, torch.float8_e8m0fnu), "mxfp8": (torch.uint8, torch.float8_e8m0fnu)}
     dtypes = exponents.get(scheme, FLOATS)
@@ -181,7 +181,7 @@ def _misshapen(directory: QuantizedDirectory, rule: Rule) -> Iterator[Finding]:
                 yield Finding(name, f"{stored.dtype}, not {spec.dtype}", rule)
 
 
-def _unnamed(directory: QuantizedDirectory, ignoring: Ignoring, rule: Rule) -> Iterator[Finding]:
+def _unnamed(directory: QuantizedDirectory, ignoring: Ignoring, rule: EngineRule) -> Iterator[Finding]:
     """A linear is either FP8 codes or ignored; anything else is read as what it is not."""
     for name in _linears(directory.specs):
         module = name.removesuffix(".weight")
@@ -218,7 +218,7 @@ def _experts(names: Iterable[str]) -> dict[tuple[str, str], list[str]]:
 
 
 def _torn(
-    scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule, fused: Iterable[tuple[str, ...]]
+    scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule, fused: Iterable[tuple[str, ...]]
 ) -> Iterator[Finding]:
     for group in (*_groups(specs, fused), *_experts(specs).values()):
         quantised = [name for name in group if name in scales]
@@ -227,7 +227,7 @@ def _torn(
 
 
 def _unequal(
-    scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: Rule, fused: Iterable[tuple[str, ...]]
+    scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: EngineRule, fused: Iterable[tuple[str, ...]]
 ) -> Iterator[Finding]:
     for group in _groups(scales, fused):
         static = [scales[name] for name in group if name in scales and scales[name].input is not None]
@@ -237,7 +237,9 @@ def _unequal(
                 yield Finding(group[0], f"{kind} scales {values} of one fused group differ", rule)
 
 
-def _unequal_experts(scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: Rule) -> Iterator[Finding]:
+def _unequal_experts(
+    scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: EngineRule
+) -> Iterator[Finding]:
     for experts in _experts(scales).values():
         inputs = {float(read(tensors.input)) for name in experts if (tensors := scales[name]).input is not None}
         if len(inputs) > 1:

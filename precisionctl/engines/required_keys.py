@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from precisionctl.engines.rule import Finding, Rule
+from precisionctl.engines.rule import EngineRule, Finding
 
 MissingKeys = Callable[[Mapping[str, Any]], Iterator[str]]
 """The keys that a config.json lacks."""
@@ -15,7 +15,7 @@ class RequiredKeys:
     """What `lacks` names is what an export adds, and what a checker finds missing."""
 
     lacks: MissingKeys
-    rule: Rule
+    rule: EngineRule
 
     def findings(self, config: Mapping[str, Any]) -> Iterator[Finding]:
         for key in self.lacks(config):

@@ -11,7 +11,7 @@ from precisionctl.quant_methods.base import Scales, Spelling
 
 
 @dataclass(frozen=True)
-class Rule:
+class EngineRule:
     """What is asked, and where that is known from. Breaking a `fatal` rule stops the engine from loading the
     directory or makes its answers wrong; breaking another costs accuracy or speed."""
 
@@ -26,7 +26,7 @@ class Finding:
 
     where: str
     what: str
-    rule: Rule
+    rule: EngineRule
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}; {self.rule.text} [{self.rule.source}]"
@@ -57,7 +57,7 @@ class Demand:
     """A rule that some engines have, and what finds, in a directory, where it is broken and how."""
 
     broken: Callable[[QuantizedDirectory], Breaches]
-    rule: Rule
+    rule: EngineRule
 
     def findings(self, directory: QuantizedDirectory) -> Iterator[Finding]:
         for where, what in self.broken(directory):
