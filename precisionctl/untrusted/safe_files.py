@@ -76,8 +76,8 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def check_fetched(path: Path) -> None:
-    """Raise DamagedCheckpoint where a file was not fetched: Git LFS leaves a few lines of text, its pointer, in its place
-    (git-lfs, docs/spec.md)."""
+    """Raise DamagedCheckpoint where a file was not fetched: Git LFS leaves a few lines of text, its pointer, in its
+    place (git-lfs, docs/spec.md)."""
     with open(path, "rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
             what = "a pointer of Git LFS, not the file itself"
