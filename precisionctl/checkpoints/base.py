@@ -198,7 +198,8 @@ def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | Non
         if isinstance(chunk.place, Tensor):
             into.copy_(_window(chunk.place.detach(), part, chunk.box.row, chunk.box.column))
         elif chunk.packed:
-            _read_packed(chunk, part, into)
+            pairs = torch.empty(part.rows, part.columns // 2, dtype=torch.uint8)
+            e2m1.unpack(_read(replace(chunk, box=_halved(chunk.box)), _halved(part), pairs), into)
         elif into.is_contiguous():
             _read(chunk, part, into)
         else:
@@ -236,11 +237,6 @@ def _read(chunk: Chunk, part: Box, into: Tensor) -> Tensor:
             do="Is its disk failing? What is done is kept; copy the file anew and run the same command again.",
         ) from error
     return into
-
-
-def _read_packed(chunk: Chunk, part: Box, into: Tensor) -> None:
-    pairs = torch.empty(part.rows, part.columns // 2, dtype=torch.uint8)
-    e2m1.unpack(_read(replace(chunk, box=_halved(chunk.box)), _halved(part), pairs), into)
 
 
 def _halved(box: Box) -> Box:

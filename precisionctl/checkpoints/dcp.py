@@ -118,50 +118,40 @@ def read_index(directory: Path) -> Index:
     path = directory / FILE
     root = safe_pickle.loads(read_file(path, directory, _LARGEST), _ALLOWED, path)
     with damage("not what PyTorch writes", path):
-        return _index(root, _Files(directory))
-
-
-def _index(root: Any, files: "_Files") -> Index:
-    infos = {_place_of(index): info for index, info in root.storage_data.items()}
-    tensors, objects = {}, {}
-    for key, entry in root.state_dict_metadata.items():
-        _text(key)
-        if isinstance(entry, _Object):
-            objects[key] = files.span(infos[key, None])
-        else:
-            boxes = dict.fromkeys((sizes(chunk.offsets), sizes(chunk.sizes)) for chunk in entry.chunks)
-            pieces = tuple(DcpPiece(*box, files.span(infos[key, box[0]])) for box in boxes)
-            tensors[key] = DcpTensor(sizes(entry.size), _dtype(entry.properties.args[0]), pieces)
-            _check(key, tensors[key])
-    return Index(tensors, objects)
+        files = _Files(directory)
+        infos = {_place_of(index): info for index, info in root.storage_data.items()}
+        tensors, objects = {}, {}
+        for key, entry in root.state_dict_metadata.items():
+            _text(key)
+            if isinstance(entry, _Object):
+                objects[key] = files.span(infos[key, None])
+            else:
+                boxes = dict.fromkeys((sizes(chunk.offsets), sizes(chunk.sizes)) for chunk in entry.chunks)
+                pieces = tuple(DcpPiece(*box, files.span(infos[key, box[0]])) for box in boxes)
+                value = entry.properties.args[0]
+                if not isinstance(value, torch.dtype):
+                    raise ValueError(f"{shown(value)} as a dtype")
+                # Before anything is made as large as the sizes say: each piece is inside its tensor and its file, and
+                # together they have as many elements as the tensor. Overlaps are the reader's to find.
+                tensor = tensors[key] = DcpTensor(sizes(entry.size), value, pieces)
+                for piece in tensor.pieces:
+                    ends = [offset + size for offset, size in zip(piece.offsets, piece.sizes, strict=True)]
+                    if any(end > length for end, length in zip(ends, tensor.shape, strict=True)):
+                        raise ValueError(f"{key} has a piece outside itself")
+                    if math.prod(piece.sizes) * tensor.dtype.itemsize > piece.span.length:
+                        raise ValueError(f"{key} has a piece {piece.sizes} in {piece.span.length} bytes")
+                if not sum(math.prod(piece.sizes) for piece in tensor.pieces) == math.prod(tensor.shape) > 0:
+                    raise ValueError(f"{key} has pieces of another size than itself")
+        return Index(tensors, objects)
 
 
 def _place_of(index: Any) -> tuple[str, tuple[int, ...] | None]:
     return _text(index.fqn), None if index.offset is None else sizes(index.offset)
 
 
-def _check(key: str, tensor: DcpTensor) -> None:
-    """Before anything is made as large as the sizes say: each piece is inside its tensor and its file, and together
-    they have as many elements as the tensor. Overlaps are the reader's to find."""
-    for piece in tensor.pieces:
-        ends = [offset + size for offset, size in zip(piece.offsets, piece.sizes, strict=True)]
-        if any(end > length for end, length in zip(ends, tensor.shape, strict=True)):
-            raise ValueError(f"{key} has a piece outside itself")
-        if math.prod(piece.sizes) * tensor.dtype.itemsize > piece.span.length:
-            raise ValueError(f"{key} has a piece {piece.sizes} in {piece.span.length} bytes")
-    if not sum(math.prod(piece.sizes) for piece in tensor.pieces) == math.prod(tensor.shape) > 0:
-        raise ValueError(f"{key} has pieces of another size than itself")
-
-
 def _text(value: Any) -> str:
     if type(value) is not str:
         raise ValueError(f"{shown(value)} as a name")
-    return value
-
-
-def _dtype(value: Any) -> torch.dtype:
-    if not isinstance(value, torch.dtype):
-        raise ValueError(f"{shown(value)} as a dtype")
     return value
 
 
@@ -217,7 +207,19 @@ def write_index(directory: Path, index: Index) -> None:
 
 def _entries(index: Index) -> Iterator[tuple[str, PickledObject]]:
     for key, tensor in index.tensors.items():
-        yield key, _tensor_object(tensor)
+        chunks = LazyList(
+            _object(_METADATA, "ChunkStorageMetadata", offsets=_size(piece.offsets), sizes=_size(piece.sizes))
+            for piece in tensor.pieces
+        )
+        dtype = Global("torch", str(tensor.dtype).removeprefix("torch."))
+        layout = PickledObject(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+        contiguous = PickledObject(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+        state = (dtype, layout, False, contiguous, False)  # ..., requires_grad, memory format, pinned
+        properties = PickledObject(Global(_METADATA, "TensorProperties"), (), new=True, fields=state)
+        yield (
+            key,
+            _object(_METADATA, "TensorStorageMetadata", properties=properties, size=_size(tensor.shape), chunks=chunks),
+        )
     for key in index.objects:
         yield key, _object(_METADATA, "BytesStorageMetadata")
 
@@ -232,19 +234,6 @@ def _places(index: Index) -> Iterator[tuple[PickledObject, PickledObject]]:
 
 def _object(module: str, name: str, **fields: object) -> PickledObject:
     return PickledObject(Global(module, name), (), new=True, fields=fields)
-
-
-def _tensor_object(tensor: DcpTensor) -> PickledObject:
-    chunks = LazyList(
-        _object(_METADATA, "ChunkStorageMetadata", offsets=_size(piece.offsets), sizes=_size(piece.sizes))
-        for piece in tensor.pieces
-    )
-    dtype = Global("torch", str(tensor.dtype).removeprefix("torch."))
-    layout = PickledObject(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = PickledObject(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
-    state = (dtype, layout, False, contiguous, False)  # ..., requires_grad, memory format, pinned
-    properties = PickledObject(Global(_METADATA, "TensorProperties"), (), new=True, fields=state)
-    return _object(_METADATA, "TensorStorageMetadata", properties=properties, size=_size(tensor.shape), chunks=chunks)
 
 
 def _size(values: tuple[int, ...]) -> PickledObject:

@@ -10,7 +10,6 @@ import functools
 import io
 import math
 import struct
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -97,7 +96,13 @@ def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
         @functools.cache
         def start(key: str) -> tuple[int, int]:
             entry = stored(archive, f"{root}/data/{key}")
-            begin = _start_of_data(archive.fp, entry)
+            # Where an entry's bytes start: its local header's lengths may differ from the directory's (torch pads
+            # there)
+            archive.fp.seek(entry.header_offset)
+            signature, name, extra = _LOCAL_HEADER.unpack(archive.fp.read(_LOCAL_HEADER.size))
+            if signature != MAGIC or archive.fp.read(name) != entry.orig_filename.encode():
+                raise ValueError(f"no local header for {entry.filename}")
+            begin = int(entry.header_offset + _LOCAL_HEADER.size + name + extra)
             if begin + entry.file_size > span.length:
                 raise ValueError("its bytes reach past its end")
             return span.offset + begin, entry.file_size
@@ -218,15 +223,6 @@ _SKELETON = _Objects(_OBJECTS | {("torch._utils", "_rebuild_tensor_v2"): _locate
 
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., length of the name, length of the extra field
-
-
-def _start_of_data(file: Any, entry: zipfile.ZipInfo) -> int:
-    """Where an entry's bytes start: its local header's lengths may differ from the directory's (torch pads there)."""
-    file.seek(entry.header_offset)
-    signature, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    if signature != MAGIC or file.read(name) != entry.orig_filename.encode():
-        raise ValueError(f"no local header for {entry.filename}")
-    return int(entry.header_offset + _LOCAL_HEADER.size + name + extra)
 
 
 _LARGEST = 1 << 30

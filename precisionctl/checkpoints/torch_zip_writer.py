@@ -84,7 +84,8 @@ def lay_out(value: object) -> Archive:
     for name, text in ((".format_version", "1"), (".storage_alignment", str(_ALIGNMENT)), ("byteorder", sys.byteorder)):
         archive.write_record(name, text.encode(), len(text))
     for name, tensor in tensors.items():
-        archive.write_record(f"data/{name}", _bytes(tensor), tensor.nbytes)
+        row_major = bytes(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        archive.write_record(f"data/{name}", row_major, tensor.nbytes)
     archive.write_end_of_file()
     return around.archive(list(blanks))
 
@@ -134,11 +135,6 @@ def _tensor(tensor: Blank | torch.Tensor, name: str) -> PickledObject:
 
 
 _STORAGE_CLASSES = {dtype: Global(*name) for name, dtype in STORAGES.items()}
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    """Row-major bytes."""
-    return bytes(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @functools.cache

@@ -36,7 +36,12 @@ def encode_payload(state: Fp8State, recipe: DelayedScaling, te: TeVersion = 2) -
 
     Raises PrecisionError for a state that does not have the recipe's history length.
     """
-    _check_length(state, recipe)
+    for role, part in state.roles.items():
+        if part.amax_history.shape != (*part.scale.shape, recipe.amax_history_len):
+            raise PrecisionError(
+                f"{role} has an amax history of shape {list(part.amax_history.shape)}",
+                do=f"A TE payload of this recipe takes [{recipe.amax_history_len}].",
+            )
     gemms = state.roles["weight"].scale.numel() if state.of_gemm else 3
     return encode_columns(columns_of(state, recipe, te), gemms, recipe, te)
 
@@ -74,15 +79,6 @@ def encode_columns(directions: Directions, gemms: int, recipe: DelayedScaling, t
     return dumps(payload)
 
 
-def _check_length(state: Fp8State, recipe: DelayedScaling) -> None:
-    for role, part in state.roles.items():
-        if part.amax_history.shape != (*part.scale.shape, recipe.amax_history_len):
-            raise PrecisionError(
-                f"{role} has an amax history of shape {list(part.amax_history.shape)}",
-                do=f"A TE payload of this recipe takes [{recipe.amax_history_len}].",
-            )
-
-
 def _recipe_object(recipe: DelayedScaling) -> PickledObject:
     largest = PickledObject(Global(RECIPES, "_FormatHelper"), FORMATS[recipe.fp8_format], new=True)
     fields = {
@@ -101,18 +97,15 @@ def _recipe_object(recipe: DelayedScaling) -> PickledObject:
 
 def _tensor_object(values: Tensor) -> PickledObject:
     values = values.detach().float().cpu().contiguous()
-    storage = PickledObject(Global("torch.storage", "_load_from_bytes"), (_saved_storage(values),))
-    hooks = PickledObject(Global("collections", "OrderedDict"), ())
-    arguments = (storage, 0, tuple(values.shape), values.stride(), False, hooks)
-    return PickledObject(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
-
-
-def _saved_storage(values: Tensor) -> bytes:
-    """`torch.save` of an FP32 storage in the legacy format (torch/serialization.py, _legacy_save), which is how
-    storages pickle, with the key "0" where PyTorch puts an address."""
+    # `torch.save` of an FP32 storage in the legacy format (torch/serialization.py, _legacy_save), which is how
+    # storages pickle, with the key "0" where PyTorch puts an address
     sizes = {"short": 2, "int": 4, "long": 4}
     system = {"protocol_version": LEGACY_VERSION, "little_endian": True, "type_sizes": sizes}
     reference = ("storage", Global("torch", "FloatStorage"), "0", "cpu", values.numel(), None)
     pickles = (LEGACY_VERSION, system, PersistentId(reference), ["0"])
     numbers = struct.pack("<q", values.numel()) + values.view(torch.uint8).numpy().tobytes()
-    return LEGACY_MAGIC + b"".join(dumps(value, protocol=2) for value in pickles) + numbers
+    saved = LEGACY_MAGIC + b"".join(dumps(value, protocol=2) for value in pickles) + numbers
+    storage = PickledObject(Global("torch.storage", "_load_from_bytes"), (saved,))
+    hooks = PickledObject(Global("collections", "OrderedDict"), ())
+    arguments = (storage, 0, tuple(values.shape), values.stride(), False, hooks)
+    return PickledObject(Global("torch._utils", "_rebuild_tensor_v2"), arguments)

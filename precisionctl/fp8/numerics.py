@@ -162,15 +162,11 @@ def update_delayed(state: RoleState, dtype: torch.dtype, recipe: DelayedScaling)
     history = state.amax_history
     last = history[..., 0]
     used = last != 0
-    seen = last if recipe.amax_compute_algo == "most_recent" else _largest(history)
+    seen = last if recipe.amax_compute_algo == "most_recent" else history.nan_to_num(nan=0.0, posinf=math.inf).amax(-1)
     scale = delayed_scale(torch.where(used, seen, 0.0), state.scale, dtype, recipe.margin)
     rolled = history.roll(-1, -1)
     rolled[..., 0] = 0.0
     return RoleState(scale, torch.where(used.unsqueeze(-1), rolled, history))
-
-
-def _largest(history: Tensor) -> Tensor:
-    return history.nan_to_num(nan=0.0, posinf=math.inf).amax(-1)
 
 
 def without_infinite(history: Tensor, there: Tensor) -> Tensor:

@@ -93,27 +93,8 @@ def read(path: Path) -> Fp8States:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise DamagedCheckpoint(f"the FP8 sidecar cannot be read: {error}", where=path) from error
-    fields = _read_metadata(metadata.get(_KEY, ""), path)
-    raw = {name.removesuffix("/raw"): tensors.pop(name) for name in list(tensors) if name.endswith("/raw")}
-    statistics = _read_statistics(
-        {name: tensors.pop(name) for name in list(tensors) if name.endswith(_STATISTICS)}, path
-    )
-    recipe = _read_recipe(fields, path)
-    modules = {module: _read_module(module, tensors, recipe, path) for module in _modules(tensors, path)}
-    return Fp8States(
-        recipe,
-        modules,
-        _read_raw(raw, path),
-        fields["producer"],
-        fields["iteration"],
-        statistics,
-        fields.get("of_weights"),
-    )
-
-
-def _read_metadata(text: str, path: Path) -> Mapping[str, Any]:
     try:
-        fields: object = json.loads(text)
+        fields: object = json.loads(metadata.get(_KEY, ""))
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint("the FP8 sidecar's metadata is not JSON", where=path) from error
     if not isinstance(fields, dict):
@@ -131,7 +112,21 @@ def _read_metadata(text: str, path: Path) -> Mapping[str, Any]:
     told = isinstance(fields.get("producer"), str) and isinstance(fields.get("of_weights", ""), str)
     if not dated or not told:
         raise DamagedCheckpoint("the FP8 sidecar does not say who made it and when", where=path)
-    return fields
+    raw = {name.removesuffix("/raw"): tensors.pop(name) for name in list(tensors) if name.endswith("/raw")}
+    statistics = _read_statistics(
+        {name: tensors.pop(name) for name in list(tensors) if name.endswith(_STATISTICS)}, path
+    )
+    recipe = _read_recipe(fields, path)
+    modules = {module: _read_module(module, tensors, recipe, path) for module in _modules(tensors, path)}
+    return Fp8States(
+        recipe,
+        modules,
+        _read_raw(raw, path),
+        fields["producer"],
+        fields["iteration"],
+        statistics,
+        fields.get("of_weights"),
+    )
 
 
 def _read_recipe(fields: Mapping[str, Any], path: Path) -> DelayedScaling:

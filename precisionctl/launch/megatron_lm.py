@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.megatron.arguments import recipe_words
@@ -52,13 +51,28 @@ def launch(subject: LaunchSource) -> Launch:
     options += [(_flag(name), str(size)) for name, size in sizes.items()]
     if subject.model.moe and sizes.get("tensor_model_parallel_size", 1) > 1:
         options.append(("--sequence-parallel",))  # which experts ask for
+    notes = ["--seq-length is the model's longest; a shorter one is fine"]
+    if subject.tokenizer is None:
+        notes.append("no tokenizer lies beside the weights: --tokenizer-type and --tokenizer-model are yours, too")
+    if subject.ours:
+        notes.append("the optimizer of `precisionctl resume` stays behind: Megatron does not read it")
+    if subject.recipe:
+        notes += _unsaid(subject.recipe)
+    if subject.state:
+        notes.append(
+            "to go on in BF16, leave the --fp8 flags out, and convert with --precision bf16 so that no pickle is met"
+        )
+    elif subject.reader.fp8:
+        notes.append("FP8 state is in the sidecar alone: for an FP8 run, convert with --precision fp8")
+    if subject.lacks_extra_state:
+        notes.append("no _extra_state is in it; --dist-ckpt-strictness lets Megatron load it and name what is missing")
     return Launch(
         "megatron-lm",
         ("torchrun", "--nproc-per-node", str(ranks), "pretrain_gpt.py"),
         tuple(options),
         subject.environment,
         yours=("--micro-batch-size", "--global-batch-size", "--train-iters", "--lr", "--data-path", "--save"),
-        notes=tuple(_notes(subject)),
+        notes=tuple(notes),
     )
 
 
@@ -80,14 +94,6 @@ def _model_options(model: ModelShape) -> list[Option]:
         said.pop("num_query_groups")
     if not said.get("use_rope_scaling"):
         said.pop("rope_scaling_factor", None)
-    _require_said(model, said)
-    options: list[Option] = [(_flag(name), _spelled(said[name])) for name in _VALUES if name in said]
-    options += [(_flag(name),) for name in _SWITCHES if name in said]
-    return options + [(flag,) for name, flag in _OFF.items() if name in said]
-
-
-def _require_said(model: ModelShape, said: Mapping[str, Any]) -> None:
-    """Raise UnknownArchitecture where Megatron's flags do not say all of a model."""
     try:
         understood = read_megatron_args({"q_lora_rank": None, **said}, model.padded_vocab_size, "")
     except DamagedCheckpoint as error:
@@ -100,11 +106,10 @@ def _require_said(model: ModelShape, said: Mapping[str, Any]) -> None:
             f"Megatron-LM has no flags for all of `{model.architecture}`: {', '.join(unsaid)}",
             do="Megatron-Bridge goes by what is described beside the weights: --framework megatron-bridge.",
         )
-
-
-def _spelled(value: Any) -> str:
-    """As the flags' own readers take it: tuples and lists without spaces."""
-    return str(value).replace(" ", "")
+    # The flags' own readers take tuples and lists without spaces
+    options: list[Option] = [(_flag(name), str(said[name]).replace(" ", "")) for name in _VALUES if name in said]
+    options += [(_flag(name),) for name in _SWITCHES if name in said]
+    return options + [(flag,) for name, flag in _OFF.items() if name in said]
 
 
 def _loading(subject: LaunchSource) -> list[Option]:
@@ -144,25 +149,6 @@ def _optimizer(subject: LaunchSource) -> list[Option]:
     dtypes = {"main_grads": "bf16", "main_params": "fp16", "exp_avg": "fp8", "exp_avg_sq": "fp16"}
     kept = [(_flag(f"{name}_dtype"), dtype) for name, dtype in dtypes.items()]
     return [("--use-distributed-optimizer",), ("--use-precision-aware-optimizer",), *kept]
-
-
-def _notes(subject: LaunchSource) -> list[str]:
-    notes = ["--seq-length is the model's longest; a shorter one is fine"]
-    if subject.tokenizer is None:
-        notes.append("no tokenizer lies beside the weights: --tokenizer-type and --tokenizer-model are yours, too")
-    if subject.ours:
-        notes.append("the optimizer of `precisionctl resume` stays behind: Megatron does not read it")
-    if subject.recipe:
-        notes += _unsaid(subject.recipe)
-    if subject.state:
-        notes.append(
-            "to go on in BF16, leave the --fp8 flags out, and convert with --precision bf16 so that no pickle is met"
-        )
-    elif subject.reader.fp8:
-        notes.append("FP8 state is in the sidecar alone: for an FP8 run, convert with --precision fp8")
-    if subject.lacks_extra_state:
-        notes.append("no _extra_state is in it; --dist-ckpt-strictness lets Megatron load it and name what is missing")
-    return notes
 
 
 def _unsaid(recipe: Recipe) -> list[str]:

@@ -36,7 +36,7 @@ def lower(
     `writes` beyond the row's own are copies of its first. `model` is the target's: from Megatron to Megatron its
     vocabulary may be padded to more or fewer rows.
     """
-    written = _rows(row, model, target)
+    written = [shape[0] for shape in row.shapes(model, target)]
     copies = writes[len(written) :]
     if source == target and row.source.rearrangement == row.rearrangement:
         pairs = [
@@ -62,10 +62,6 @@ def _resized(read: str, stored: int, write: str, rows: int) -> list[Segment]:
     kept = min(stored, rows)
     zeros = [Segment(None, 0, write, kept, rows - kept)] if kept < rows else []
     return [Segment(read, 0, write, 0, kept), *zeros]
-
-
-def _rows(row: Row, model: ModelShape, layout: Layout) -> list[int]:
-    return [shape[0] for shape in row.shapes(model, layout)]
 
 
 def _number(sizes: Iterable[int]) -> tuple[list[Tensor], list[int]]:

@@ -120,17 +120,13 @@ def judge(
 ) -> Readiness:
     """Judge the modules whose GEMMs would be FP8, by their weights and by what `states` recorded and measured;
     `outdated` is what was recorded with other weights than these."""
+    attention = sorted((states.modules.keys() | states.statistics.keys()) - set(gemms)) if states else []
     roles = [
         _judge_role(module, role, weights.get(module, ()), states, outdated)
-        for module in (*gemms, *_others(gemms, states))
+        for module in (*gemms, *attention)
         for role in _roles_of(module, module in weights, states)
     ]
     return Readiness(tuple(roles), {scaling: _verdict(scaling, gemms, roles, states) for scaling in SCALINGS})
-
-
-def _others(gemms: Sequence[str], states: Fp8States | None) -> list[str]:
-    """Attention, which has FP8 state and is no GEMM of the plan."""
-    return sorted((states.modules.keys() | states.statistics.keys()) - set(gemms)) if states else []
 
 
 def _roles_of(module: str, is_gemm: bool, states: Fp8States | None) -> list[Role]:
@@ -227,13 +223,14 @@ def _verdict(scaling: Scaling, gemms: Sequence[str], roles: Sequence[RoleHealth]
     margin = _modules_with("margin", scaling, concerned) - kept
     if scaling == "delayed":
         again |= set(gemms) if not states else set()
-    unjudged = [health.role for health in concerned if health.role in IN_USE and not _known(health, scaling)]
+    # A history says whether delayed scaling saturates; what underflows, only elements do
+    unjudged = [
+        health.role
+        for health in concerned
+        if health.role in IN_USE
+        and not (bool(health.measured) or (scaling == "delayed" and health.history is not None))
+    ]
     return Verdict(scaling, len(gemms), shortened(kept, gemms), len(kept), len(again), len(margin), _count(unjudged))
-
-
-def _known(health: RoleHealth, scaling: Scaling) -> bool:
-    """A history says whether delayed scaling saturates; what underflows, only elements do."""
-    return bool(health.measured) or (scaling == "delayed" and health.history is not None)
 
 
 def _modules_with(remedy: Remedy, scaling: Scaling, roles: Iterable[RoleHealth]) -> set[str]:

@@ -92,15 +92,11 @@ def _override(table: TomlTable, override: str) -> None:
         raise RecipeError(f"--set wants section.key=value, not {override!r}")
     where, value = f"--set {override}", _toml_value(text)
     _set(table, key.strip(), value, where)
-    _value(_hint(key.strip()), value, key.strip(), where)  # so that an error names the option, and not the file
-
-
-def _hint(key: str) -> Any:
-    """The type of a known key."""
+    # The type of a known key
     hint: Any = Recipe
-    for name in key.split("."):
+    for name in key.strip().split("."):
         hint = get_type_hints(_item(hint) or hint)[name]
-    return hint
+    _value(hint, value, key.strip(), where)  # so that an error names the option, and not the file
 
 
 def _set(table: TomlTable, key: str, value: Any, where: str) -> None:

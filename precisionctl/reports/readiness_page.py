@@ -35,8 +35,13 @@ def write_page(path: Path, description: Description, readiness: Readiness) -> No
 
 def whole_page(description: Description, readiness: Readiness) -> str:
     """`description` is what `reports.inspect.describe` says of the checkpoint."""
+    model = description["model"]
+    when = "" if description["iteration"] is None else f" at iteration {description['iteration']}"
     parts = [
-        paragraph(_lead(description)),
+        paragraph(
+            f"{description['architecture']}, {model['num_layers']} layers of hidden size {model['hidden_size']}{when}. "
+            "Every element of every weight was measured; of activations and gradients, what was recorded is shown."
+        ),
         _cards(readiness),
         *(_folded(f"For a recipe: {names} scaling", text) for names, text in keep_bf16(readiness)),
         *(paragraph(line) for line in hints(readiness, str(description["path"]))),
@@ -49,15 +54,6 @@ def whole_page(description: Description, readiness: Readiness) -> str:
     ]
     name = Path(str(description["path"])).name
     return page(f"Is {name} ready for FP8?", parts, style=heat.STYLE + _CARDS)
-
-
-def _lead(description: Description) -> str:
-    model = description["model"]
-    when = "" if description["iteration"] is None else f" at iteration {description['iteration']}"
-    return (
-        f"{description['architecture']}, {model['num_layers']} layers of hidden size {model['hidden_size']}{when}. "
-        "Every element of every weight was measured; of activations and gradients, what was recorded is shown."
-    )
 
 
 def _cards(readiness: Readiness) -> str:

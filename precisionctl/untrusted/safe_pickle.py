@@ -152,12 +152,8 @@ def _check_keys(keys: Iterable[Any]) -> None:
     """Raise UnpicklingError for one whose hash may take for ever: allowed are scalars, flat tuples and identities."""
     for key in keys:
         parts = key if type(key) is tuple else (key,)
-        if not all(type(part) in _SCALARS or _hashes_by_identity(type(part)) for part in parts):
+        if not all(type(part) in _SCALARS or (type(part).__hash__ is object.__hash__) for part in parts):
             raise pickle.UnpicklingError(f"{shown(key)} as a key")
-
-
-def _hashes_by_identity(kind: Any) -> bool:
-    return kind.__hash__ is object.__hash__
 
 
 def _hashing(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
@@ -182,25 +178,21 @@ _CONTAINERS = (list, tuple, set, frozenset, dict)
 _TEXTS = (str, bytes)
 
 
-def _copied(value: Any) -> int:
-    """How many parts a copy of a call's arguments, or of a state, can have: its own, and those of what it holds. Eight
-    letters are one: an array of NumPy's is copied twice on its way from text to bytes to itself."""
-    count = 0
-    for part in value if type(value) is tuple else (value,):
-        if isinstance(part, _CONTAINERS):
-            count += len(part)
-        elif isinstance(part, _TEXTS):
-            count += len(part) // 8
-        count += 1
-    return count
-
-
 def _copying(load: Callable[[Any], None], *, call: bool) -> Callable[[Any], None]:
     def checked(unpickler: Any) -> None:
         value = unpickler.stack[-1]
         if call and type(value) is not tuple:
             raise pickle.UnpicklingError(f"{shown(value)} as arguments")
-        unpickler._left -= _copied(value)
+        # How many parts a copy of a call's arguments, or of a state, can have: its own, and those of what it holds.
+        # Eight letters are one: an array of NumPy's is copied twice on its way from text to bytes to itself
+        count = 0
+        for part in value if type(value) is tuple else (value,):
+            if isinstance(part, _CONTAINERS):
+                count += len(part)
+            elif isinstance(part, _TEXTS):
+                count += len(part) // 8
+            count += 1
+        unpickler._left -= count
         if unpickler._left < 0:
             raise pickle.UnpicklingError("it copies its parts over and over")
         load(unpickler)

@@ -56,24 +56,17 @@ def model_of(
         return model
     told = read_megatron_args(args, rows, directory)
     model = dataclasses.replace(model, **{field: getattr(told, field) for field in MEGATRON_ONLY})
-    _check_agreement(model, told, path)
-    return model
-
-
-def _check_agreement(config: ModelShape, args: ModelShape, where: Path) -> None:
-    """A config.json that travelled along may be older than the run that went on from it.
-
-    The arguments are to say what config.json says, or what they have instead where they have no word for it.
-    """
-    differing = config.differences(args)
-    contradictions = {name: differing[name] for name in as_in_megatron(config).differences(args) if name in differing}
+    # A config.json that travelled along may be older than the run that went on from it
+    differing = model.differences(told)
+    contradictions = {name: differing[name] for name in as_in_megatron(model).differences(told) if name in differing}
     if contradictions:
         values = ", ".join(f"{name} {shown(left)} / {shown(right)}" for name, (left, right) in contradictions.items())
         raise DamagedCheckpoint(
             f"it contradicts the arguments of Megatron: {values}",
-            where=where,
+            where=path,
             do="Remove it to go by the arguments alone.",
         )
+    return model
 
 
 class MegatronDirectory(ABC):

@@ -89,7 +89,14 @@ class _Decoding:
                 self._check_numbers(module, numbered)
                 self._found.modules[module] = _joined([numbered[number] for number in range(len(numbered))], join)
         for module, payloads in self._cut.items():
-            self._found.modules[module] = self._put_together(module, payloads)
+            # The payloads that Megatron cut out of one for all experts of a rank
+            self._check_numbers(module, payloads)
+            count, cut = len(payloads), payloads[0].cut
+            size = cut.experts if cut else count // (self._experts.ranks or count)
+            if size == 0 or count % size:
+                raise DamagedCheckpoint(f"{count} experts of {module} in linears of {size}", where=self._where)
+            groups = [[payloads[i] for i in range(first, first + size)] for first in range(0, count, size)]
+            self._found.modules[module] = _joined([self._group(module, group) for group in groups], torch.cat)
         self._found.notes.extend(self._notes())
         return self._found
 
@@ -154,16 +161,6 @@ class _Decoding:
         if gemms > 1:
             self._orders.setdefault(order, set()).add(module)
         return order
-
-    def _put_together(self, module: str, payloads: Mapping[int, Payload]) -> Fp8State:
-        """The payloads that Megatron cut out of one for all experts of a rank."""
-        self._check_numbers(module, payloads)
-        count, cut = len(payloads), payloads[0].cut
-        size = cut.experts if cut else count // (self._experts.ranks or count)
-        if size == 0 or count % size:
-            raise DamagedCheckpoint(f"{count} experts of {module} in linears of {size}", where=self._where)
-        groups = [[payloads[i] for i in range(first, first + size)] for first in range(0, count, size)]
-        return _joined([self._group(module, group) for group in groups], torch.cat)
 
     def _group(self, module: str, payloads: list[Payload]) -> Fp8State:
         cut = payloads[0].cut

@@ -64,7 +64,10 @@ def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[st
         raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
     found = _by_parameter({renamed.get(name, name): one for name, one in found.items()})
     for name, one in found.items():
-        _check_tiled(name, one, where)
+        # The boxes must cover the tensor exactly once
+        boxes = [part.box for part in one.parts]
+        if _overlap(boxes) or sum(box.rows * box.columns for box in boxes) != one.spec.rows * one.spec.columns:
+            raise DamagedCheckpoint(f"the pieces of {name} do not make one tensor {list(one.spec.shape)}", where=where)
     return found
 
 
@@ -124,22 +127,19 @@ def _slices(key: str, stored: dcp.DcpTensor, where: Path) -> Iterator[tuple[str,
     counts, spec = stored.shape[:depth], TensorSpec(stored.shape[depth:], stored.dtype)
     slices: dict[tuple[int, ...], list[TensorPart]] = {at: [] for at in itertools.product(*map(range, counts))}
     for piece in stored.pieces:
-        box = _box(spec.shape, piece.offsets[depth:], piece.sizes[depth:], where)
+        # Offsets and sizes per dimension, as a box of rows and columns: only the first two dimensions may be cut
+        offsets, sizes = piece.offsets[depth:], piece.sizes[depth:]
+        if sizes[2:] != spec.shape[2:]:
+            raise DamagedCheckpoint(f"a piece {sizes} at {offsets} of a tensor {spec.shape}", where=where)
+        inner = math.prod(spec.shape[2:])
+        row, rows = (offsets[0], sizes[0]) if spec.shape else (0, 1)
+        column, columns = (offsets[1] * inner, sizes[1] * inner) if len(spec.shape) > 1 else (0, 1)
+        box = Box(row, rows, column, columns)
         ranges = zip(piece.offsets[:depth], piece.sizes[:depth], strict=True)
         for index, at in enumerate(itertools.product(*(range(start, start + size) for start, size in ranges))):
             slices[at].append(TensorPart(box, piece, index * box.rows * box.columns))
     for at, parts in slices.items():
         yield unstack(key, at) if depth == leading(key) else key, LogicalTensor(spec, tuple(parts))
-
-
-def _box(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], where: Path) -> Box:
-    """A box per dimension as one of rows and columns; only the first two dimensions may be cut."""
-    if sizes[2:] != shape[2:]:
-        raise DamagedCheckpoint(f"a piece {sizes} at {offsets} of a tensor {shape}", where=where)
-    inner = math.prod(shape[2:])
-    row, rows = (offsets[0], sizes[0]) if shape else (0, 1)
-    column, columns = (offsets[1] * inner, sizes[1] * inner) if len(shape) > 1 else (0, 1)
-    return Box(row, rows, column, columns)
 
 
 def _by_parameter(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
@@ -207,13 +207,6 @@ def te_names(names: Mapping[str, object]) -> dict[str, str]:
                 before = name.removesuffix(layer[1] + layer[2])
                 renamed[name] = before + layer[1] + new + layer[2].removeprefix(old)
     return renamed
-
-
-def _check_tiled(name: str, one: LogicalTensor, where: Path) -> None:
-    """Raise DamagedCheckpoint where the boxes do not cover the tensor exactly once."""
-    boxes = [part.box for part in one.parts]
-    if _overlap(boxes) or sum(box.rows * box.columns for box in boxes) != one.spec.rows * one.spec.columns:
-        raise DamagedCheckpoint(f"the pieces of {name} do not make one tensor {list(one.spec.shape)}", where=where)
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:

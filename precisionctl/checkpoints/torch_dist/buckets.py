@@ -248,15 +248,12 @@ class _Unpacking:
         expert = expert_of(name)
         size = self._tensor
         if expert is not None and self._apart:
-            size = self._expert_tensor(name)
+            # As many ranks as the experts' second linears are cut for: those are one part on each
+            size = len(self._model[re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name)].parts)
             if expert * (width // size) // self._experts != rank // size:
                 return None
         of_rank = boxes if len(boxes) == 1 else boxes[rank % size :: size]
         return _Local(name, tuple(of_rank))
-
-    def _expert_tensor(self, name: str) -> int:
-        """Ranks that the experts' tensors are cut for: second linears are cut once for each."""
-        return len(self._model[re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name)].parts)
 
     def _take(self, at: _At, bucket: _Bucket) -> None:
         """Add a parameter's parts, unless another rank has the same boxes."""

@@ -98,7 +98,27 @@ class TorchDistWriter:
         )
         if not any("post_layernorm" in name for name in self.specs):  # of models with a provider of their own
             write_run_config(self.directory, self._args)
-        (self.directory / COMMON).write_bytes(torch_zip_writer.dump(self._common_data(payloads)))
+        args = self._args | (fp8_args(payloads) if payloads else {})
+        ours = origin(payloads) if payloads else {}
+        # What Megatron, since 0.13, goes by when it works out which keys to ask for
+        content: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        if self._by_layer:
+            content["non_homogeneous_layers"] = True
+        if self._run.distributed_optimizer:
+            content["distrib_optim_sharding_type"] = "fully_reshardable"
+        (self.directory / COMMON).write_bytes(
+            torch_zip_writer.dump(
+                {
+                    "args": argparse.Namespace(**args),
+                    "checkpoint_version": 3.0,
+                    "iteration": self._run.iteration or 0,
+                    "content_metadata": content,
+                    "num_floating_point_operations_so_far": 0,
+                    OURS: ours,
+                }
+                | dict(self._run.common)
+            )
+        )
         write_companions(self.directory / COMPANIONS, self._companions)
         beside = fp8 if payloads is None else beside_payloads(payloads)
         if beside is not None:
@@ -129,27 +149,6 @@ class TorchDistWriter:
         files = {placed.path for placed in self._placed}
         numbers = itertools.count()
         return next(path for number in numbers if (path := self.directory / f"__0_{number}.distcp") not in files)
-
-    def _common_data(self, fp8: Fp8States | None) -> dict[str, object]:
-        args = self._args | (fp8_args(fp8) if fp8 else {})
-        ours = origin(fp8) if fp8 else {}
-        return {
-            "args": argparse.Namespace(**args),
-            "checkpoint_version": 3.0,
-            "iteration": self._run.iteration or 0,
-            "content_metadata": self._content_metadata(),
-            "num_floating_point_operations_so_far": 0,
-            OURS: ours,
-        } | dict(self._run.common)
-
-    def _content_metadata(self) -> dict[str, object]:
-        """What Megatron, since 0.13, goes by when it works out which keys to ask for."""
-        content: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-        if self._by_layer:
-            content["non_homogeneous_layers"] = True
-        if self._run.distributed_optimizer:
-            content["distrib_optim_sharding_type"] = "fully_reshardable"
-        return content
 
 
 def _check_stacks(specs: Mapping[str, TensorSpec], keys: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:

@@ -42,7 +42,18 @@ def encodings_of(tensors: Mapping[str, ShardedTensor], found: Fp8Weights) -> Enc
 
     def read(name: str) -> Encoding:
         shards = [_of_replicas(name, replicas, found) for replicas in weights[name].shards]
-        return _together(name, weights[name].spec, shards)
+        # The encoding of a weight out of those of its shards: moved as their rows are, or side by side
+        boxes = shard_boxes(weights[name].spec, len(shards))
+        if weights[name].spec.parallel.kind == "columns" and len(shards) > 1:
+            return _side_by_side(name, weights[name].spec, shards)
+        parts: list[tuple[int, Tensor]] = []
+        for shard, of_rank in zip(shards, boxes, strict=True):
+            rows, first = by_rows(shard, sum(box.rows for box in of_rank)), 0
+            for box in of_rank:
+                parts.append((box.row, rows[first : first + box.rows]))
+                first += box.rows
+        whole = torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])])
+        return of_rows(CODES, whole, shards[0], weights[name].spec.columns)
 
     return EncodingsOnDemand(weights, read)
 
@@ -72,21 +83,6 @@ def _of_shard(name: str, shard: Shard, found: Fp8Weights) -> Encoding:
     if weight.block is None and grid.numel() != 1 or grid.shape[0] < high or grid.shape[1] < wide:
         raise DamagedCheckpoint(f"`{name}` has scales of {list(scale.shape)}", where=path)
     return encoding(grid[:high, :wide].contiguous(), Scales(name, None, block), spec, path)  # what pads is cut off
-
-
-def _together(name: str, spec: TensorSpec, shards: list[Encoding]) -> Encoding:
-    """The encoding of a weight out of those of its shards: moved as their rows are, or side by side."""
-    boxes = shard_boxes(spec, len(shards))
-    if spec.parallel.kind == "columns" and len(shards) > 1:
-        return _side_by_side(name, spec, shards)
-    parts: list[tuple[int, Tensor]] = []
-    for shard, of_rank in zip(shards, boxes, strict=True):
-        rows, first = by_rows(shard, sum(box.rows for box in of_rank)), 0
-        for box in of_rank:
-            parts.append((box.row, rows[first : first + box.rows]))
-            first += box.rows
-    whole = torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])])
-    return of_rows(CODES, whole, shards[0], spec.columns)
 
 
 def _side_by_side(name: str, spec: TensorSpec, shards: list[Encoding]) -> Encoding:

@@ -79,7 +79,9 @@ class LegacyReader(MegatronDirectory):
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._fp8: Fp8Weights = {}
         self._stages = list(self._numbered())
-        self._shards = self._model_shards()
+        self._shards = gathered(self._located(), self.parallelism)
+        if self._tied and self.parallelism.pipeline > 1:
+            _join_tied(self._shards, _OUTPUT, EMBEDDING)
         self._tensors = assembled(self._shards, self.parallelism, self._parallel)
         self.specs = {name: tensor.spec for name, tensor in self._tensors.items()}
         self.encodings: Mapping[str, Encoding] = encodings_of(self._tensors, self._fp8)
@@ -120,16 +122,15 @@ class LegacyReader(MegatronDirectory):
             for index, chunk in enumerate(chunks):
                 first = sum(counts[: index * self.parallelism.pipeline + rank.pipeline])
                 expert = rank.expert * count_experts(chunk)
-                yield rank, {renumbered(name, first, expert): self._plain(value, rank) for name, value in chunk.items()}
-
-    def _plain(self, value: Any, rank: Rank) -> Any:
-        return codes_of(value, rank.path, self._fp8) if isinstance(value, LocatedFp8Weight) else value
-
-    def _model_shards(self) -> dict[str, dict[int, list[Shard]]]:
-        shards = gathered(self._located(), self.parallelism)
-        if self._tied and self.parallelism.pipeline > 1:
-            _join_tied(shards, _OUTPUT, EMBEDDING)
-        return shards
+                yield (
+                    rank,
+                    {
+                        renumbered(name, first, expert): (
+                            codes_of(value, rank.path, self._fp8) if isinstance(value, LocatedFp8Weight) else value
+                        )
+                        for name, value in chunk.items()
+                    },
+                )
 
     def _located(self) -> Iterator[tuple[Rank, str, LocatedTensor]]:
         for rank, entries in self._stages:
@@ -184,12 +185,10 @@ class LegacyReader(MegatronDirectory):
             up = self._shards.get(name.replace("_down_proj", "_up_proj"))
             taken = up[0][0].tensor.shape[-1:] if up else ()
             return ROWS if taken and shard.shape[:1] < taken else REPLICATED
-        return parallel_of(name, self._is_gated(name))
-
-    def _is_gated(self, name: str) -> bool:
-        """Whether the first linear of an MLP is gate and up: then it has twice the rows that the second has columns."""
+        # Where the first linear of an MLP is gate and up, it has twice the rows that the second has columns
         shapes = [self._shards[weight][0][0].tensor.shape for weight in fc_weights(name) if weight in self._shards]
-        return len(shapes) == 2 and all(len(shape) == 2 for shape in shapes) and shapes[0][0] == 2 * shapes[1][1]
+        matrices = len(shapes) == 2 and all(len(shape) == 2 for shape in shapes)
+        return parallel_of(name, gated=matrices and shapes[0][0] == 2 * shapes[1][1])
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name not in self._chunks:

@@ -92,7 +92,13 @@ class LegacyWriter:
         self._args["use_distributed_optimizer"] = False
         self._starts = [0, *accumulate(parallelism.layers_of_stages(model.num_layers))][:-1]
         self._experts = 1 + max((e for name in specs if (e := expert_of(name)) is not None), default=-1)
-        _check_expert_tensor(parallelism)
+        if parallelism.tensor % (parallelism.expert_tensor or 1):
+            raise ShapeMismatch(
+                f"experts cut for {parallelism.expert_tensor} ranks have no place in directories of "
+                f"{parallelism.tensor} tensor ranks",
+                do="Megatron's torch format takes only expert tensor sizes that divide the tensor size; "
+                "use torch_dist.",
+            )
         _check_optimizer(specs)
         self._ranks = [self._empty_rank(*place) for place in places(parallelism)]
         self._of_stage: dict[int, list[_Rank]] = {}
@@ -238,14 +244,6 @@ def _in_order(stage: dict[str, Blank]) -> dict[str, Blank]:
     """The tensors in the order of the modules, as Megatron numbers parameters; unknown ones as they came."""
     names = ordered(stage, _MODULES) or list(stage)
     return {name: stage[name] for name in names}
-
-
-def _check_expert_tensor(sizes: Parallelism) -> None:
-    if sizes.tensor % (sizes.expert_tensor or 1):
-        raise ShapeMismatch(
-            f"experts cut for {sizes.expert_tensor} ranks have no place in directories of {sizes.tensor} tensor ranks",
-            do="Megatron's torch format takes only expert tensor sizes that divide the tensor size; use torch_dist.",
-        )
 
 
 def _check_optimizer(specs: Mapping[str, TensorSpec]) -> None:
