@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "precisionctl"
+DOCS = PACKAGE.parent / "docs"
 
 SAME_MEANING = {
     "GroupedLinear": "the same module in both backends",
@@ -44,3 +45,12 @@ def test_a_class_an_alias_and_a_file_have_a_name_that_no_other_has():
     twice = {name: files for name, files in places.items() if len(files) > 1}
     assert {name: files for name, files in twice.items() if name not in {*SAME_MEANING, *TO_RENAME}} == {}
     assert {*SAME_MEANING, *TO_RENAME} - twice.keys() == set(), "no longer twice: take it off the list"
+
+
+def test_the_glossary_has_the_terms_of_the_architecture_and_is_in_alphabetical_order():
+    words = (DOCS / "architecture.md").read_text(encoding="utf-8").partition("## Words")[2].partition("\n## ")[0]
+    used = {term.lower() for term in re.findall(r"\*\*(.+?)\*\*", words)} - {"state"}  # there it is FP8 state
+    entries = re.findall(r"^- \*\*(.+?)\*\*:", (DOCS / "glossary.md").read_text(encoding="utf-8").lower(), re.MULTILINE)
+    terms = {term for entry in entries for term in entry.split(", ")}
+    assert len(used) > 2 and (used | {"scale", "scale_inv", "role", "fp8 state"}) - terms == set()
+    assert entries == sorted(entries)

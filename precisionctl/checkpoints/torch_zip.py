@@ -96,11 +96,11 @@ def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
         @functools.cache
         def start(key: str) -> tuple[int, int]:
             entry = stored(archive, f"{root}/data/{key}")
-            # Where an entry's bytes start: its local header's lengths may differ from the directory's (torch pads
-            # there)
-            archive.fp.seek(entry.header_offset)
-            signature, name, extra = _LOCAL_HEADER.unpack(archive.fp.read(_LOCAL_HEADER.size))
-            if signature != MAGIC or archive.fp.read(name) != entry.orig_filename.encode():
+            # The lengths in an entry's own header may differ from the directory's: torch.save pads there
+            whole: Any = archive.fp
+            whole.seek(entry.header_offset)
+            signature, name, extra = _LOCAL_HEADER.unpack(whole.read(_LOCAL_HEADER.size))
+            if signature != MAGIC or whole.read(name) != entry.orig_filename.encode():
                 raise ValueError(f"no local header for {entry.filename}")
             begin = int(entry.header_offset + _LOCAL_HEADER.size + name + extra)
             if begin + entry.file_size > span.length:

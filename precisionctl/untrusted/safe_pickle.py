@@ -152,8 +152,12 @@ def _check_keys(keys: Iterable[Any]) -> None:
     """Raise UnpicklingError for one whose hash may take for ever: allowed are scalars, flat tuples and identities."""
     for key in keys:
         parts = key if type(key) is tuple else (key,)
-        if not all(type(part) in _SCALARS or (type(part).__hash__ is object.__hash__) for part in parts):
+        if not all(type(part) in _SCALARS or _hashes_by_identity(type(part)) for part in parts):
             raise pickle.UnpicklingError(f"{shown(key)} as a key")
+
+
+def _hashes_by_identity(kind: Any) -> bool:
+    return kind.__hash__ is object.__hash__
 
 
 def _hashing(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
