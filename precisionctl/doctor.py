@@ -1,4 +1,4 @@
-"""What this machine can run of FP8, and what of a checkpoint's FP8 payloads Transformer Engine takes up."""
+"""Which FP8 recipes this machine runs, and which of a checkpoint's FP8 payloads Transformer Engine will load."""
 
 import os
 import platform
@@ -55,7 +55,7 @@ class RecipeSupport:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is here. `packages`: versions, None for one that is not installed. `devices`: CUDA devices and their
+    """This machine. `packages`: versions, None for one that is not installed. `devices`: CUDA devices and their
     capability. `transformer_engine`: why it cannot run FP8 here, None where it can. `variables`: those of
     Transformer Engine's environment variables that are set."""
 

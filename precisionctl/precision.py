@@ -17,7 +17,8 @@ from precisionctl.param import GEMM_ALIGNMENT
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run: up to and with the step that is `until` of all, in FP8 or in BF16."""
+    """A part of a run, in FP8 or in BF16. It ends with the step at the share `until` (above 0, up to 1) of all
+    steps."""
 
     until: float = 1.0
     fp8: bool = True

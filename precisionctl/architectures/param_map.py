@@ -24,7 +24,7 @@ Place = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Condition:
-    """Switches of ModelShape, by layout, without which a row's tensors do not exist there.
+    """When a row's tensors exist: by layout, the switches of ModelShape that must be on.
 
     Where only one side has them they are zero biases: filled with zeros on the way there, and checked
     to be zero on the way back.
@@ -108,7 +108,7 @@ class Row:
         return self.rearrangement.is_row_permutation(model)
 
     def places(self, model: ModelShape) -> Iterator[Place]:
-        """Every place where there is such a parameter, in order."""
+        """The numbers (layer, expert, ...) of every parameter that this row describes, in order."""
         if "{mtp}" in self.megatron:
             for mtp in range(model.mtp_num_layers):
                 # Megatron builds them of the decoder's last layer
@@ -144,8 +144,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Either:
-    """Two spellings of the same rows in Hugging Face: what is read is what is there, what is written the first; to
-    Hugging Face what is there again, unless that is `only_read`."""
+    """Two spellings of the same rows in Hugging Face. Read is the one that is stored. Written is the first; but from
+    Hugging Face to Hugging Face the stored one again, unless the second is `only_read`."""
 
     first: tuple[Row, ...]
     second: tuple[Row, ...]

@@ -117,7 +117,7 @@ class Transposed(_Computation):
 class Alternating(_Computation):
     """Hugging Face alternates rows of gate and up; Megatron has all of gate, then all of up.
 
-    Rows only move, but each of them alone: to copy them one by one would be slow.
+    It permutes rows too, but single ones, which would be slow to copy one by one: so it counts as a computation.
     """
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:

@@ -37,7 +37,7 @@ class Box:
         return self.rows * self.columns
 
     def intersect(self, other: "Box") -> "Box | None":
-        """What both boxes have; None for nothing."""
+        """The part that is in both boxes; None where they do not overlap."""
         row, column = max(self.row, other.row), max(self.column, other.column)
         rows = min(self.row + self.rows, other.row + other.rows) - row
         columns = min(self.column + self.columns, other.column + other.columns) - column
@@ -48,9 +48,9 @@ class Box:
 class Chunk:
     """A box of a logical tensor and where its row-major bytes are.
 
-    `place` is a file, where they start at byte `offset`, or a live tensor of the box's shape. `only` a part of it is
-    to be looked at, where others have the rest. A `packed` one of a file, which is read whole rows at a time, has two
-    codes of E2M1 in each byte; read are the E4M3 codes of the same numbers.
+    `place` is a file, in which they start at byte `offset`, or a live tensor of the box's shape. `only` is set where
+    this process reads or writes just a part of the box, because other ranks have the rest. `packed`: the file has two
+    E2M1 codes in each byte; they are read as the E4M3 codes of the same numbers, whole rows at a time.
     """
 
     box: Box
@@ -79,17 +79,29 @@ class Reader(Protocol):
     """A checkpoint (or a live model) to read from. Opening one reads no tensor data."""
 
     @property
-    def path(self) -> Path | None: ...
+    def path(self) -> Path | None:
+        """The checkpoint's directory; None for a live model."""
+        ...
+
     @property
-    def container(self) -> str: ...
+    def container(self) -> str:
+        """Its name as `--container` and reports have it, e.g. `torch_dist`."""
+        ...
+
     @property
     def layout(self) -> Layout: ...
     @property
     def model(self) -> ModelShape: ...
     @property
-    def specs(self) -> Mapping[str, TensorSpec]: ...
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Shape, dtype and sharding of every tensor of the model, by logical name."""
+        ...
+
     @property
-    def fp8(self) -> Fp8States | None: ...
+    def fp8(self) -> Fp8States | None:
+        """The state of delayed scaling that is stored with the weights; None where there is none."""
+        ...
+
     @property
     def encodings(self) -> Mapping[str, Encoding]:
         """How FP8 codes among `specs` decode, by tensor name."""
@@ -184,7 +196,7 @@ def stored_dtype(source: Chunked, name: str) -> torch.dtype:
 
 
 def in_mxfp4(reader: Reader) -> list[str]:
-    """The weights that are."""
+    """The names of the weights that are stored in MXFP4."""
     return [name for name in reader.encodings if stored_dtype(reader, name) == e2m1.DTYPE]
 
 
@@ -216,7 +228,7 @@ def in_pieces(row: int, rows: int, width: int, room: int) -> Iterator[tuple[int,
 
 
 def rows_held(place: Chunked, name: str) -> list[range]:
-    """The runs of rows of which some chunk holds something: one of all rows, but where other ranks have the rest."""
+    """The runs of rows that some chunk holds: one run of all rows, unless other ranks hold the rest."""
     runs: list[range] = []
     parts = [chunk.part for chunk in place.chunks(name)]
     for start, stop in sorted((part.row, part.row + part.rows) for part in parts):

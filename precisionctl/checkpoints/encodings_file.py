@@ -35,8 +35,8 @@ _LARGEST = torch.finfo(torch.float32).max / FP8_MAX[torch.float8_e4m3fn]
 
 class EncodingsOnDemand(Mapping[str, Encoding]):
     """The encodings of weights by name, read from files when they are asked for. The grids of a large model are
-    gigabytes where channels have scales, so none is kept but the last: whoever decodes asks for one weight's many times
-    over."""
+    gigabytes where channels have scales, so only the last one is kept: decoding a weight piece by piece asks for the
+    same one many times in a row."""
 
     def __init__(self, weights: Collection[str], read: Callable[[str], Encoding]) -> None:
         self._weights, self._read = weights, read

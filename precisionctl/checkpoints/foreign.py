@@ -1,4 +1,4 @@
-"""What is not read here, and what to do with it today: each by what it is recognised by (docs/foreign.md).
+"""Formats that are not read here: how each is recognised, and what the user can do with it (docs/foreign.md).
 
 Names of files, config.json and names of tensors are looked at; nothing is unpickled.
 """
@@ -22,9 +22,10 @@ from precisionctl.untrusted.safe_files import read_file
 
 @dataclass(frozen=True)
 class Foreign:
-    """`what` something is, the `sign` that it is told by (in words), and what to `do` with it. `find` looks for the
-    sign, at a path or in an open checkpoint, and gives what was found; None where it is something else. In `do`,
-    `{path}` is where it is, and `{found}` what was found, which else is said beside `what`."""
+    """Something that is not read here: `what` it is, the `sign` that it is recognised by (in words), and what the user
+    can `do` with it. `find` looks for the sign at a path or in an open checkpoint, and returns what it found there;
+    None where it is something else. `do` may contain `{path}`, where it is, and `{found}`, what was found; without
+    `{found}` in it, that is said after `what`."""
 
     what: str
     sign: str

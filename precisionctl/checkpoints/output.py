@@ -1,4 +1,4 @@
-"""Output: a directory that is there only when it is whole, and what a disk can do to it."""
+"""Output: a directory that appears only when it is complete; atomic small files and locks; errors of the disk."""
 
 import errno
 import fcntl
@@ -125,7 +125,7 @@ def _not_ours(path: Path) -> OutputError:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a small file whole or not at all: readers see the old one or the new one, after a crash too."""
+    """Write a small file atomically: readers see the old one or the new one, after a crash too."""
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)  # what a kill left
     with open(new, "xb") as file:
@@ -137,7 +137,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def forget(file: Path) -> None:
-    """Let go of a synced file's pages in memory, so that reading it reads the disk (where the system knows how)."""
+    """Sync a file and drop it from the page cache, so that reading it reads the disk (where the system has a way)."""
     sync(file)
     if hasattr(os, "posix_fadvise"):
         handle = os.open(file, os.O_RDONLY)

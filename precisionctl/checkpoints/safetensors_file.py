@@ -76,7 +76,8 @@ def read_described(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]
 
 
 def _parse(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """The entries of a header, and its metadata. As strict as the library, and about what is there twice stricter."""
+    """The entries of a header, and its metadata. As strict as the library, and stricter about
+    duplicate keys."""
     if not text.startswith(b"{") or sum(map(text.count, (b",", b"[", b"{"))) > _MOST_VALUES:
         raise ValueError("the header is not a JSON object of tensors")
     header: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=_once, parse_int=_natural)

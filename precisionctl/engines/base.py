@@ -35,17 +35,22 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 
 @dataclass(frozen=True)
 class Engine:
-    """`spells` is the quant method that an export to this engine is written in, by scheme; `reads` every pair of
-    method and scheme that it loads, `reads_experts` those that it loads for experts too. `ragged` says which linears'
-    rows may end within a block of scales, `fuses` whether it computes linears of one input as one,
-    `reads_conv1d` whether it takes codes of GPT-2's linears for such, `ignores` how the list of modules that are no
-    codes is read, by quant method, or by method and scheme where it is otherwise for one; `bf16_scales` are the methods
-    whose FP32 scales it rounds to BF16; `demands` are what else is asked, and `keys` what of config.json, which an
-    export adds where it is missing.
-    `cache` is what it does with the scales of an FP8 KV cache, by quant method, nothing for others, and `latents` what
-    becomes of those of latent attention, which caches neither keys nor values. `command` serves a
-    directory, in place of `{path}`; `on_ranks` tells it of several GPUs, in place of `{ranks}`, and `on_cache` of an
-    FP8 cache."""
+    """An inference engine, and its rules.
+
+    What it loads: `spells` is the quant method that exports to it are written in, by scheme; `reads` are all pairs of
+    quant method and scheme that it loads, `reads_experts` those that it loads for experts too. `bf16_scales` are the
+    quant methods whose FP32 scales it rounds to BF16.
+
+    How it computes: `fuses` says whether it computes linears of one input as one, `ragged` which linears may have a
+    last block of scales that is cut off, `reads_conv1d` whether it loads codes for GPT-2's linears. `ignores` says how
+    it reads the list of modules that are not FP8: by quant method, or by method and scheme where one scheme differs.
+
+    Further rules: `demands`, and `keys`, which config.json must have and an export adds. `cache` says in words what it
+    does with the scales of an FP8 KV cache, by quant method (none: nothing), and `latents` what it does with those of
+    latent attention, which caches neither keys nor values.
+
+    How it is started: `command` serves the directory `{path}`; `on_ranks` is added for `{ranks}` GPUs, `on_cache` for
+    an FP8 cache."""
 
     name: str
     title: str

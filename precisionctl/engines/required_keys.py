@@ -7,12 +7,12 @@ from typing import Any
 from precisionctl.engines.rule import EngineRule, Finding
 
 MissingKeys = Callable[[Mapping[str, Any]], Iterator[str]]
-"""The keys that a config.json lacks."""
+"""From a config.json, the required keys that it lacks."""
 
 
 @dataclass(frozen=True)
 class RequiredKeys:
-    """What `lacks` names is what an export adds, and what a checker finds missing."""
+    """Keys that a config.json must have: an export adds those that `lacks` names, and `verify` reports them."""
 
     lacks: MissingKeys
     rule: EngineRule

@@ -12,8 +12,8 @@ from precisionctl.quant_methods.base import Scales, Spelling
 
 @dataclass(frozen=True)
 class EngineRule:
-    """What is asked, and where that is known from. Breaking a `fatal` rule stops the engine from loading the
-    directory or makes its answers wrong; breaking another costs accuracy or speed."""
+    """What an engine requires, and the `source` that says so. Where a `fatal` rule is broken, the engine does not load
+    the directory or answers wrongly; where another is, it loses accuracy or speed."""
 
     text: str
     source: str

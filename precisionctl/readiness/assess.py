@@ -11,7 +11,7 @@ from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 
 BytesProgress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Given how many bytes there are, what hears of those that are done."""
+"""Opens a progress bar for so many bytes, and yields a function that is called with the bytes done since."""
 
 
 def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, workers: int = 1) -> Readiness:

@@ -59,7 +59,7 @@ def _read(file: Path, above: tuple[Path, ...] = ()) -> TomlTable:
 
 
 def _over(table: TomlTable, below: TomlTable) -> TomlTable:
-    """Keys of both, section by section; those of the first count. Lists are not joined."""
+    """Both tables as one, section by section; where both have a key, `table` wins. Lists are not joined."""
     both = {**below, **table}
     for key, value in table.items():
         if isinstance(value, dict) and isinstance(below.get(key), dict):

@@ -51,7 +51,8 @@ STYLE = """
 
 @dataclass(frozen=True)
 class ColourScale:
-    """Steps of colour: up to each of `cool`, then up to each of `warm`; the last has no end. `words` say a bound."""
+    """The colour of a value. `cool` and `warm` are ascending upper bounds of the steps of colour, the last of `warm`
+    open; `words` formats a bound for the legend."""
 
     cool: Sequence[float]
     warm: Sequence[float]

@@ -62,7 +62,7 @@ STORAGES: Mapping[tuple[str, str], torch.dtype] = {
 
 
 def itself(value: Any) -> Any:
-    """Stands in for a class or function of one argument that matters to nobody here; it makes nothing."""
+    """Stands in for a class or function of one argument whose result is not needed: it returns the argument."""
     return value
 
 

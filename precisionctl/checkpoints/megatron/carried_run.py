@@ -1,4 +1,4 @@
-"""What a Megatron run keeps beside its tensors, taken along to a checkpoint for other parallel sizes.
+"""What a Megatron run keeps beside its tensors, carried into a checkpoint for other parallel sizes.
 
 Arguments, counters, schedule, the optimizer's settings by group of parameters, and the states of random generators.
 """
@@ -32,10 +32,11 @@ _WRITTEN = ("args", "checkpoint_version", "content_metadata", "iteration", "mode
 
 @dataclass(frozen=True)
 class CarriedRun:
-    """What a Writer is given of a run; nothing where there is none. `iteration` None makes a `release`. `common` is
-    added to the common data, and `args` to the arguments in it. `objects`, by whole key (`rng_state/shard_0.0_1.1`),
-    are pickled beside the tensors, or copied from another checkpoint. `distributed_optimizer` lays the optimizer out
-    as `fully_reshardable`. `left` names what a checkpoint of other sizes cannot have, or what no plain value is."""
+    """What a Writer takes along of the run that saved the source; by default nothing. `iteration` None makes a
+    `release`. `common` is added to the common data, and `args` to the arguments in it. `objects`, by whole key
+    (`rng_state/shard_0.0_1.1`), are pickled beside the tensors, or copied from another checkpoint.
+    `distributed_optimizer` lays the optimizer out as `fully_reshardable`. `left` names what a checkpoint of other sizes
+    cannot have, or what no plain value is."""
 
     iteration: int | None = None
     common: Mapping[str, object] = field(default_factory=dict)

@@ -118,7 +118,7 @@ def iteration_of(directory: Path, common: Mapping[str, Any]) -> int | None:
 
 
 def write_tracker(top: Path, iteration: int | None) -> None:
-    """Say which iteration is the newest, at once: readers see the old one or the new one."""
+    """Write atomically which iteration is the newest."""
     replace_file(top / TRACKER, "release" if iteration is None else str(iteration))
 
 
