@@ -188,10 +188,12 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     check_size(heads, "num_attention_heads")
     num_layers = _need(args, "num_layers", where)
     check_size(num_layers, "num_layers", MOST_LAYERS)
-    window = _read_window(args.get("window_size"))
+    distances = args.get("window_size")  # to the left and right, -1 without end; Hugging Face counts the token itself
+    window = None if not distances or int(distances[0]) == -1 else int(distances[0]) + 1
     biased = bool(args.get("add_bias_linear", True))  # Megatron's default
     epsilon = args["layernorm_epsilon"] if "layernorm_epsilon" in args else _need(args, "norm_epsilon", where)
-    mla = _read_mla(args, where)
+    sizes: dict[str, Any] = {name: _need(args, name, where) for name in _MLA if args.get("multi_latent_attention")}
+    mla = MLA(**sizes) if sizes else None
     scaling = _read_rope(args, mla, where)
     for name, value in (scaling or {}).items():
         if name not in ("rope_type", "truncate"):
@@ -277,11 +279,6 @@ def _read_yarn(args: Mapping[str, Any], prefix: str, where: object) -> dict[str,
     return {"rope_type": "yarn", **yarn}
 
 
-def _read_window(window: Any) -> int | None:
-    """Megatron says how far to the left; -1 is without end."""
-    return None if not window or int(window[0]) == -1 else int(window[0]) + 1
-
-
 def _read_window_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | None:
     """`N`: every N-th layer sees all; a list: 1 where there is a window."""
     if frequency is None:
@@ -289,13 +286,6 @@ def _read_window_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | N
     if isinstance(frequency, int):
         return tuple(layer % frequency != 0 for layer in range(1, num_layers + 1))
     return tuple(bool(each) for each in frequency)
-
-
-def _read_mla(args: Mapping[str, Any], where: object) -> MLA | None:
-    if not args.get("multi_latent_attention"):
-        return None
-    sizes: dict[str, Any] = {name: _need(args, name, where) for name in _MLA}
-    return MLA(**sizes)
 
 
 def _read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, where: object) -> MoE | None:

@@ -91,8 +91,11 @@ def spelling_of(directory: Path) -> WeightFileFormat | None:
 def read_stored(directory: Path, spelling: WeightFileFormat) -> dict[Path, dict[str, StoredTensor]]:
     """The tensors of each file, as stored. Raises DamagedCheckpoint where index and files contradict one another."""
     weight_map = _weight_map(directory, spelling)
+    single = directory / spelling.single
+    # Without an index transformers reads one file; others (consolidated.safetensors) hold copies
+    unindexed = [single] if single.is_file() else sorted(directory.glob(f"*{spelling.suffix}"))
     found: dict[Path, dict[str, StoredTensor]] = {}
-    for file in sorted(set(weight_map.values())) or _unindexed(directory, spelling):
+    for file in sorted(set(weight_map.values())) or unindexed:
         check_link(file, directory)
         if not file.is_file():
             raise DamagedCheckpoint("not a file", where=file, do="Download it again.")
@@ -101,12 +104,6 @@ def read_stored(directory: Path, spelling: WeightFileFormat) -> dict[Path, dict[
         if name not in found[file]:
             raise DamagedCheckpoint(f"{spelling.index} says that `{name}` is in {file.name}, but it is not")
     return found
-
-
-def _unindexed(directory: Path, spelling: WeightFileFormat) -> list[Path]:
-    """Without an index transformers reads one file; others (consolidated.safetensors) hold copies."""
-    single = directory / spelling.single
-    return [single] if single.is_file() else sorted(directory.glob(f"*{spelling.suffix}"))
 
 
 def _weight_map(directory: Path, spelling: WeightFileFormat) -> dict[str, Path]:

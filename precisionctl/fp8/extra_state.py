@@ -73,7 +73,12 @@ class Payload:
         """The state of one GEMM, or of attention. Raises NotUnderstood for anything else."""
         if self.gemms not in (1, 3):
             raise NotUnderstood(f"FP8 state of {self.gemms} GEMMs", where=where)
-        state = Fp8State(_attention(self.directions, where) if self.gemms == 3 else _gemm(self.directions, where))
+        if self.gemms == 3:
+            state = Fp8State(_attention(self.directions, where))
+        else:
+            _check_columns(self.directions, len(FORWARD), len(BACKWARD), where)
+            parts = [part for columns in self.directions for part in _each(columns)]
+            state = Fp8State(dict(zip(FORWARD + BACKWARD, parts, strict=True)))
         state.check(self.recipe, where)
         return state
 
@@ -117,7 +122,8 @@ def read_payload(data: bytes, where: object) -> Payload | None:
         return None
     if not isinstance(found, dict):
         raise NotUnderstood(f"FP8 state that is a {type(found).__name__}", where=where)
-    parts = _parts(found)
+    modes = [found.get(mode) for names in _MODES.values() for mode in names]
+    parts = [part for part in (found, *modes) if isinstance(part, dict)]  # of fused operations one for each mode
     if not any(key in part for part in parts for key in _TENSORS):
         return None
     recipe = next((part["recipe"] for part in parts if "recipe" in part), None)
@@ -125,21 +131,23 @@ def read_payload(data: bytes, where: object) -> Payload | None:
         raise NotUnderstood("FP8 state of another recipe than delayed scaling", where=where)
     directions = _columns(found, "fwd", where), _columns(found, "bwd", where)
     gemms = _gemms(found, directions, where)
-    extra = _extra(found)
+    cut = _cut(found, directions, where) if gemms == 1 else None
+    fields = _recipe_fields(recipe.fields) if recipe else _assumed_fields(_extra(found), directions[0])
+    try:
+        known = DelayedScaling(**fields)
+    except RecipeError as error:
+        raise DamagedCheckpoint(f"an FP8 recipe that makes no sense: {error.what}", where=where) from error
+    if [len(columns.scale) for columns in directions] == [2 * gemms, gemms]:
+        # TE up to 0.5, and fused operations, keep no columns of output and grad_input
+        directions = _padded(directions[0], gemms), _padded(directions[1], gemms)
     return Payload(
-        _recipe(recipe.fields, where) if recipe else _assumed_recipe(extra, directions[0], where),
-        _with_unused(directions, gemms),
+        known,
+        directions,
         gemms,
         recipe is None,
         _order(recipe.fields) if recipe else "role",
-        _cut(found, directions, where) if gemms == 1 else None,
+        cut,
     )
-
-
-def _parts(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parts of a payload: itself, and of TE's fused operations the part for each mode."""
-    modes = [found.get(mode) for names in _MODES.values() for mode in names]
-    return [part for part in (found, *modes) if isinstance(part, dict)]
 
 
 def _extra(found: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -176,14 +184,6 @@ def _gemms(found: Mapping[str, Any], directions: Directions, where: object) -> i
     return gemms
 
 
-def _with_unused(directions: Directions, gemms: int) -> Directions:
-    """Add the columns of output and grad_input, which TE up to 0.5 did not keep, and fused operations do not."""
-    forward, backward = directions
-    if (len(forward.scale), len(backward.scale)) != (2 * gemms, gemms):
-        return directions
-    return _padded(forward, gemms), _padded(backward, gemms)
-
-
 def _padded(columns: Columns, gemms: int) -> Columns:
     """Add a column for each GEMM, as TE starts it."""
     scale = columns.scale.view(gemms, -1)
@@ -193,26 +193,20 @@ def _padded(columns: Columns, gemms: int) -> Columns:
     return Columns(scale.flatten(), history.flatten(1))
 
 
-def _recipe(fields: Mapping[str, Any], where: object) -> DelayedScaling:
+def _recipe_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of DelayedScaling, of a recipe that is there."""
     known = {name: fields[name] for name in DelayedScaling.__dataclass_fields__ if name in fields}
     if "fp8_format" in known:
         limits = getattr(known["fp8_format"], "value", None)
         known["fp8_format"] = next((name for name, pair in FORMATS.items() if pair == limits), None)
-    return _checked_recipe(known, where)
+    return known
 
 
-def _assumed_recipe(extra: Mapping[str, Any], forward: Columns, where: object) -> DelayedScaling:
+def _assumed_fields(extra: Mapping[str, Any], forward: Columns) -> dict[str, Any]:
     """What can be known of a recipe that is not there: the format by its largest numbers, the history's length."""
     largest = (extra.get("fp8_max_fwd"), extra.get("fp8_max_bwd"))
     format = next((name for name, pair in FORMATS.items() if pair == largest), "HYBRID")
-    return _checked_recipe({"fp8_format": format, "amax_history_len": len(forward.history)}, where)
-
-
-def _checked_recipe(fields: Mapping[str, Any], where: object) -> DelayedScaling:
-    try:
-        return DelayedScaling(**fields)
-    except RecipeError as error:
-        raise DamagedCheckpoint(f"an FP8 recipe that makes no sense: {error.what}", where=where) from error
+    return {"fp8_format": format, "amax_history_len": len(forward.history)}
 
 
 def _order(fields: Mapping[str, Any]) -> ColumnOrder | None:
@@ -241,12 +235,6 @@ def _cut(found: Mapping[str, Any], directions: Directions, where: object) -> Exp
         whole.append(Columns(scale, history.view(rows, wide)))
     same = all(torch.equal(one.scale, of.scale[expert::experts]) for one, of in zip(directions, whole, strict=True))
     return ExpertSlice(expert, experts, (whole[0], whole[1])) if same else None
-
-
-def _gemm(directions: Directions, where: object) -> dict[Role, RoleState]:
-    _check_columns(directions, len(FORWARD), len(BACKWARD), where)
-    parts = [part for columns in directions for part in _each(columns)]
-    return dict(zip(FORWARD + BACKWARD, parts, strict=True))
 
 
 def _attention(directions: Directions, where: object) -> dict[Role, RoleState]:

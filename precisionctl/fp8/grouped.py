@@ -35,17 +35,12 @@ def by_gemm(directions: Directions, gemms: int, order: ColumnOrder) -> Fp8State:
 
 
 def _by_role(columns: Columns, roles: tuple[Role, ...], gemms: int, order: ColumnOrder) -> dict[Role, RoleState]:
-    places = _places(len(roles), gemms, order)
+    numbers = torch.arange(len(roles) * gemms)  # of the columns: in which is each role of each GEMM, [roles, gemms]
+    places = numbers.view(-1, gemms) if order == "role" else numbers.view(gemms, -1).t()
     return {
         role: RoleState(columns.scale[at].clone(), columns.history[:, at].t().contiguous())
         for role, at in zip(roles, places, strict=True)
     }
-
-
-def _places(roles: int, gemms: int, order: ColumnOrder) -> Tensor:
-    """In which column each role of each GEMM is, `[roles, gemms]`."""
-    columns = torch.arange(roles * gemms)
-    return columns.view(roles, gemms) if order == "role" else columns.view(gemms, roles).t()
 
 
 def in_columns(state: Fp8State, order: ColumnOrder) -> Directions:

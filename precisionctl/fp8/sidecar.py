@@ -113,6 +113,9 @@ def read(path: Path) -> Fp8States:
     if not dated or not told:
         raise DamagedCheckpoint("the FP8 sidecar does not say who made it and when", where=path)
     raw = {name.removesuffix("/raw"): tensors.pop(name) for name in list(tensors) if name.endswith("/raw")}
+    for module, data in raw.items():
+        if data.dtype != torch.uint8 or data.dim() != 1:
+            raise DamagedCheckpoint(f"{module}/raw in an FP8 sidecar is not bytes", where=path)
     statistics = _read_statistics(
         {name: tensors.pop(name) for name in list(tensors) if name.endswith(_STATISTICS)}, path
     )
@@ -121,7 +124,7 @@ def read(path: Path) -> Fp8States:
     return Fp8States(
         recipe,
         modules,
-        _read_raw(raw, path),
+        raw,
         fields["producer"],
         fields["iteration"],
         statistics,
@@ -149,9 +152,10 @@ def _modules(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
 
 def _read_module(module: str, tensors: Mapping[str, Tensor], recipe: DelayedScaling, path: Path) -> Fp8State:
     """All roles of a GEMM, or those of an attention that are there."""
-    roles = _roles(module, tensors)
+    parts = ("scale", "amax_history")
+    roles = tuple(role for role in ROLES + ATTENTION if any(f"{module}/{role}.{part}" in tensors for part in parts))
     wanted = ROLES if set(roles) & set(ROLES) else roles
-    leaves = [f"{role}.{part}" for role in wanted for part in ("scale", "amax_history")]
+    leaves = [f"{role}.{part}" for role in wanted for part in parts]
     if missing := [leaf for leaf in leaves if f"{module}/{leaf}" not in tensors]:
         raise DamagedCheckpoint(f"the FP8 sidecar lacks {module}/{missing[0]}", where=path)
     if alien := set(roles) - set(wanted):
@@ -166,11 +170,6 @@ def _read_module(module: str, tensors: Mapping[str, Tensor], recipe: DelayedScal
     return state
 
 
-def _roles(module: str, tensors: Mapping[str, Tensor]) -> tuple[Role, ...]:
-    parts = ("scale", "amax_history")
-    return tuple(role for role in ROLES + ATTENTION if any(f"{module}/{role}.{part}" in tensors for part in parts))
-
-
 def _read_statistics(tensors: Mapping[str, Tensor], path: Path) -> Mapping[str, Mapping[Role, Statistics]]:
     found: dict[str, dict[Role, Statistics]] = {}
     for name, numbers in sorted(tensors.items()):
@@ -183,10 +182,3 @@ def _read_statistics(tensors: Mapping[str, Tensor], path: Path) -> Mapping[str, 
         except ValueError as error:
             raise DamagedCheckpoint(f"{name} in an FP8 sidecar: {error}", where=path) from error
     return found
-
-
-def _read_raw(raw: Mapping[str, Tensor], path: Path) -> Mapping[str, Tensor]:
-    for module, data in raw.items():
-        if data.dtype != torch.uint8 or data.dim() != 1:
-            raise DamagedCheckpoint(f"{module}/raw in an FP8 sidecar is not bytes", where=path)
-    return raw

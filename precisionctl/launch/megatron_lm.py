@@ -45,9 +45,15 @@ def launch(subject: LaunchSource) -> Launch:
     cannot describe."""
     subject.require_megatron("Megatron-LM", "Write one: `precisionctl convert CKPT NEW --to megatron`.")
     sizes = subject.sizes(_SIZES)
-    ranks = _product(sizes, "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-    options = [*_model_options(subject.model), *_loading(subject), *_tokenizer(subject)]
-    options += [*_precision(subject), *_optimizer(subject)]
+    ranks = math.prod(sizes.get(f"{group}_model_parallel_size", 1) for group in ("tensor", "pipeline", "expert"))
+    options = [*_model_options(subject.model), *_loading(subject)]
+    if subject.tokenizer:
+        options += [("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", str(subject.tokenizer))]
+    options += _precision(subject)
+    if subject.recipe and subject.recipe.optimizer.preset == "fp8-lm":  # kept as nearly as Megatron's own optimizer can
+        dtypes = {"main_grads": "bf16", "main_params": "fp16", "exp_avg": "fp8", "exp_avg_sq": "fp16"}
+        options += [("--use-distributed-optimizer",), ("--use-precision-aware-optimizer",)]
+        options += [(_flag(f"{name}_dtype"), dtype) for name, dtype in dtypes.items()]
     options += [(_flag(name), str(size)) for name, size in sizes.items()]
     if subject.model.moe and sizes.get("tensor_model_parallel_size", 1) > 1:
         options.append(("--sequence-parallel",))  # which experts ask for
@@ -74,10 +80,6 @@ def launch(subject: LaunchSource) -> Launch:
         yours=("--micro-batch-size", "--global-batch-size", "--train-iters", "--lr", "--data-path", "--save"),
         notes=tuple(notes),
     )
-
-
-def _product(sizes: Mapping[str, int], *names: str) -> int:
-    return math.prod(sizes.get(name, 1) for name in names)
 
 
 def _flag(name: str) -> str:
@@ -123,12 +125,6 @@ def _loading(subject: LaunchSource) -> list[Option]:
     return options
 
 
-def _tokenizer(subject: LaunchSource) -> list[Option]:
-    if subject.tokenizer is None:
-        return []
-    return [("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", str(subject.tokenizer))]
-
-
 def _precision(subject: LaunchSource) -> list[Option]:
     words: Mapping[str, object] = {}
     if subject.state:
@@ -140,15 +136,6 @@ def _precision(subject: LaunchSource) -> list[Option]:
         flag = _flag("fp8_format" if name == "fp8" else name)
         options.append((flag,) if value is True else (flag, str(value)))
     return options
-
-
-def _optimizer(subject: LaunchSource) -> list[Option]:
-    """Megatron's own way to what fp8-lm keeps of a parameter (optimizer_config.py)."""
-    if subject.recipe is None or subject.recipe.optimizer.preset != "fp8-lm":
-        return []
-    dtypes = {"main_grads": "bf16", "main_params": "fp16", "exp_avg": "fp8", "exp_avg_sq": "fp16"}
-    kept = [(_flag(f"{name}_dtype"), dtype) for name, dtype in dtypes.items()]
-    return [("--use-distributed-optimizer",), ("--use-precision-aware-optimizer",), *kept]
 
 
 def _unsaid(recipe: Recipe) -> list[str]:

@@ -144,7 +144,16 @@ def _plain(values: Tensor) -> Any:
 
 def tables(description: Description) -> list[Table]:
     """The description for people."""
-    return [summary(description)] + ([_by_role(description["fp8"])] if description["fp8"] else [])
+    found = [summary(description)]
+    if not (fp8 := description["fp8"]):
+        return found
+    rows = []
+    for role, never in fp8["never_recorded"].items():
+        recorded = [each[role] for each in fp8["modules"].values() if role in each and each[role]["recorded"]]
+        amax, scale = (_range(state[key] for state in recorded) for key in ("amax", "scale"))
+        rows.append((role, str(len(recorded)), str(never), amax, scale))
+    columns = ("role", "recorded", "never recorded", "amax", "scale")
+    return [*found, Table("FP8 state by role", columns, rows)]
 
 
 def summary(description: Description) -> Table:
@@ -220,23 +229,6 @@ def _fp8_rows(fp8: Description) -> list[tuple[str, str]]:
     if fp8["not_understood"]:
         rows.append(("kept unread", ", ".join(fp8["not_understood"])))
     return rows + [("", note) for note in fp8["notes"]]
-
-
-def _by_role(fp8: Description) -> Table:
-    modules = fp8["modules"].values()
-    rows = []
-    for role in fp8["never_recorded"]:
-        recorded = [module[role] for module in modules if role in module and module[role]["recorded"]]
-        rows.append(
-            (
-                role,
-                str(len(recorded)),
-                str(fp8["never_recorded"][role]),
-                _range(state["amax"] for state in recorded),
-                _range(state["scale"] for state in recorded),
-            )
-        )
-    return Table("FP8 state by role", ("role", "recorded", "never recorded", "amax", "scale"), rows)
 
 
 def _range(values: Any) -> str:

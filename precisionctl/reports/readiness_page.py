@@ -37,6 +37,7 @@ def whole_page(description: Description, readiness: Readiness) -> str:
     """`description` is what `reports.inspect.describe` says of the checkpoint."""
     model = description["model"]
     when = "" if description["iteration"] is None else f" at iteration {description['iteration']}"
+    limits = [(name.replace("_", " "), limit.shown, limit.source) for name, limit in ALL.items()]
     parts = [
         paragraph(
             f"{description['architecture']}, {model['num_layers']} layers of hidden size {model['hidden_size']}{when}. "
@@ -49,7 +50,7 @@ def whole_page(description: Description, readiness: Readiness) -> str:
         paragraph("Hold the pointer over a cell for its name and number. Of experts, each cell has the worst."),
         _maps(readiness),
         *([html_table(findings(readiness))] if any(health.findings for health in readiness.roles) else []),
-        html_table(_limits()),
+        html_table(Table("Limits that the verdict rests on", ("limit", "value", "source"), limits)),
         html_table(summary(description)),
     ]
     name = Path(str(description["path"])).name
@@ -94,23 +95,21 @@ def _times(value: float) -> str:
     return f"{value:.2g}×"
 
 
-def _underflows() -> list[_Measure]:
-    return [
-        _Measure(
-            f"Zeros: {NAMES[scaling]}",
-            lambda health, scaling=scaling: health.underflow(scaling),  # type: ignore[misc]
-            _SHARES,
-            share,
-            f"Share of elements that become zero under {NAMES[scaling]} scaling. Warm: beyond {UNDERFLOW.shown}.",
-        )
-        for scaling in SCALINGS
-    ]
-
-
 def _measures(readiness: Readiness) -> list[_Measure]:
     amaxes = [health.amax for health in readiness.roles if health.amax and math.isfinite(health.amax)]
+    low, high = min(amaxes, default=1.0), max(amaxes, default=1.0)
+    steps = [low * (high / low) ** (number / heat.COOL) for number in range(1, heat.COOL)] + [high]  # equal factors
     return [
-        *_underflows(),
+        *(
+            _Measure(
+                f"Zeros: {NAMES[scaling]}",
+                lambda health, scaling=scaling: health.underflow(scaling),  # type: ignore[misc]
+                _SHARES,
+                share,
+                f"Share of elements that become zero under {NAMES[scaling]} scaling. Warm: beyond {UNDERFLOW.shown}.",
+            )
+            for scaling in SCALINGS
+        ),
         _Measure(
             "Saturation: delayed",
             lambda health: health.saturation("delayed"),
@@ -130,7 +129,7 @@ def _measures(readiness: Readiness) -> list[_Measure]:
         _Measure(
             "Amax",
             lambda health: health.amax,
-            ColourScale(_steps(amaxes), (), _plain),
+            ColourScale(steps, (), _plain),
             _plain,
             "The largest magnitude that was seen, in five steps of equal factors.",
         ),
@@ -149,12 +148,6 @@ def _measures(readiness: Readiness) -> list[_Measure]:
             "Binades between the newest amax under the delayed scale and the largest code. Below 0 it saturates.",
         ),
     ]
-
-
-def _steps(amaxes: list[float]) -> list[float]:
-    """Bounds of equal factors from the smallest to the largest."""
-    low, high = min(amaxes, default=1.0), max(amaxes, default=1.0)
-    return [low * (high / low) ** (number / heat.COOL) for number in range(1, heat.COOL)] + [high]
 
 
 def _maps(readiness: Readiness) -> str:
@@ -210,8 +203,3 @@ def _map(readiness: Readiness, cell: Callable[[RoleHealth], Cell]) -> str:
         rows.setdefault(label, {})[kind, health.role] = cell(health)
     kinds = list(dict.fromkeys(kind for kind, _ in columns))
     return heat.heat_map(rows, sorted(columns, key=lambda column: kinds.index(column[0])))
-
-
-def _limits() -> Table:
-    rows = [(name.replace("_", " "), limit.shown, limit.source) for name, limit in ALL.items()]
-    return Table("Limits that the verdict rests on", ("limit", "value", "source"), rows)

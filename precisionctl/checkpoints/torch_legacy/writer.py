@@ -100,24 +100,26 @@ class LegacyWriter:
                 "use torch_dist.",
             )
         _check_optimizer(specs)
-        self._ranks = [self._empty_rank(*place) for place in places(parallelism)]
+        self._ranks = [
+            _Rank(
+                *place, directory / directory_name(*place, parallelism) / FILE, [{} for _ in range(parallelism.virtual)]
+            )
+            for place in places(parallelism)
+        ]
         self._of_stage: dict[int, list[_Rank]] = {}
         for rank in self._ranks:
             self._of_stage.setdefault(rank.pipeline, []).append(rank)
         self._chunks = self._placed()
-
-    def _empty_rank(self, tensor: int, pipeline: int, expert: int) -> _Rank:
-        path = self.directory / directory_name(tensor, pipeline, expert, self._sizes) / FILE
-        return _Rank(tensor, pipeline, expert, path, [{} for _ in range(self._sizes.virtual)])
 
     def _placed(self) -> dict[str, list[Chunk]]:
         """Give every rank its Blanks; the chunks of each tensor."""
         held: dict[Path, list[tuple[str, Blank, list[Box]]]] = {rank.path: [] for rank in self._ranks}
         for name, spec in self.specs.items():
             kind, parameter = _parameter(name)
-            shares = self._shares(parameter, spec)
+            replicated = spec.parallel.kind == "replicated"
+            shards = [[whole(spec)]] if replicated else shard_boxes(spec, cut_for(parameter, self._sizes))
             for rank, stage, local in self._holders(parameter):
-                boxes = shares[rank.tensor % len(shares)]
+                boxes = shards[rank.tensor % len(shards)]
                 blank = Blank(spec.dtype, _shape(spec, boxes))
                 if kind:
                     rank.optimizer[kind, stage, local] = blank
@@ -126,7 +128,8 @@ class LegacyWriter:
                 held[rank.path].append((name, blank, boxes))
         chunks: dict[str, list[Chunk]] = {name: [] for name in self.specs}
         for rank in self._ranks:
-            rank.stages = [_in_order(stage) for stage in rank.stages]
+            # In the order of the modules, as Megatron numbers parameters; names that are not known as they came
+            rank.stages = [{name: stage[name] for name in ordered(stage, _MODULES) or stage} for stage in rank.stages]
             holes = self._archive(rank, {}, None).holes
             for name, blank, boxes in held[rank.path]:
                 offset = holes[blank]
@@ -151,12 +154,6 @@ class LegacyWriter:
             for rank in self._of_stage[stage % self._sizes.pipeline]:
                 if expert_rank in (None, rank.expert):
                     yield rank, stage // self._sizes.pipeline, local
-
-    def _shares(self, name: str, spec: TensorSpec) -> list[list[Box]]:
-        """What of a tensor each of its tensor-parallel ranks has."""
-        if spec.parallel.kind == "replicated":
-            return [[whole(spec)]]
-        return shard_boxes(spec, cut_for(name, self._sizes))
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._chunks[name]
@@ -238,12 +235,6 @@ def _shape(spec: TensorSpec, boxes: Sequence[Box]) -> tuple[int, ...]:
         return spec.shape
     rows = sum(box.rows for box in boxes)
     return (rows, boxes[0].columns) if spec.parallel.kind == "columns" else (rows, *spec.shape[1:])
-
-
-def _in_order(stage: dict[str, Blank]) -> dict[str, Blank]:
-    """The tensors in the order of the modules, as Megatron numbers parameters; unknown ones as they came."""
-    names = ordered(stage, _MODULES) or list(stage)
-    return {name: stage[name] for name in names}
 
 
 def _check_optimizer(specs: Mapping[str, TensorSpec]) -> None:
