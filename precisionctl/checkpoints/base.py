@@ -305,14 +305,12 @@ def _transfer(chunk: Chunk, part: Box, window: Tensor, call: Callable[..., int],
     file = os.open(chunk.place, flags)  # type: ignore[arg-type]
     try:
         for index, run in enumerate(runs):
-            _transfer_run(file, run.view(torch.uint8).numpy().data.cast("B"), offset + index * pitch, call, chunk)
+            data, at = run.view(torch.uint8).numpy().data.cast("B"), offset + index * pitch
+            while data:  # a call may transfer less than it is asked for
+                done = call(file, [data], at)
+                if done == 0:
+                    what = "a file ends before its tensors do"
+                    raise DamagedCheckpoint(what, where=chunk.place, do="Is the copy whole?")
+                data, at = data[done:], at + done
     finally:
         os.close(file)
-
-
-def _transfer_run(file: int, data: memoryview, offset: int, call: Callable[..., int], chunk: Chunk) -> None:
-    while data:
-        done = call(file, [data], offset)
-        if done == 0:
-            raise DamagedCheckpoint("a file ends before its tensors do", where=chunk.place, do="Is the copy whole?")
-        data, offset = data[done:], offset + done

@@ -119,7 +119,9 @@ def read_index(directory: Path) -> Index:
     root = safe_pickle.loads(read_file(path, directory, _LARGEST), _ALLOWED, path)
     with damage("not what PyTorch writes", path):
         files = _Files(directory)
-        infos = {_place_of(index): info for index, info in root.storage_data.items()}
+        infos = {}
+        for index, info in root.storage_data.items():
+            infos[_text(index.fqn), None if index.offset is None else sizes(index.offset)] = info
         tensors, objects = {}, {}
         for key, entry in root.state_dict_metadata.items():
             _text(key)
@@ -143,10 +145,6 @@ def read_index(directory: Path) -> Index:
                 if not sum(math.prod(piece.sizes) for piece in tensor.pieces) == math.prod(tensor.shape) > 0:
                     raise ValueError(f"{key} has pieces of another size than itself")
         return Index(tensors, objects)
-
-
-def _place_of(index: Any) -> tuple[str, tuple[int, ...] | None]:
-    return _text(index.fqn), None if index.offset is None else sizes(index.offset)
 
 
 def _text(value: Any) -> str:

@@ -33,18 +33,18 @@ def sliced(tensors: Mapping[str, StoredTensor], where: object) -> dict[str, Stor
         raise DamagedCheckpoint(f"`{posing[0]}` is named as a slice of another tensor", where=where)
     found: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        found |= _slices(name, tensor) if name in fused else {name: tensor}
+        if name not in fused:
+            found[name] = tensor
+            continue
+        spec = TensorSpec(tensor.spec.shape[1:], tensor.spec.dtype)
+        for expert in range(tensor.spec.rows):
+            found[f"{name}[{expert}]"] = StoredTensor(spec, tensor.offset + expert * spec.nbytes)
     return found
 
 
 def _is_stacked(name: str, spec: TensorSpec) -> bool:
     """Whether dimension 0 is that of experts: of every stack, and of their scales where each has one."""
     return len(spec.shape) > 1 or (len(spec.shape) == 1 and name.endswith(("_scale", "_scale_inv")))
-
-
-def _slices(name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
-    spec = TensorSpec(tensor.spec.shape[1:], tensor.spec.dtype)
-    return {f"{name}[{e}]": StoredTensor(spec, tensor.offset + e * spec.nbytes) for e in range(tensor.spec.rows)}
 
 
 def stored_name(name: str) -> tuple[str, int | None]:
@@ -82,23 +82,20 @@ def unpacked(places: Mapping[str, tuple[Path, StoredTensor]]) -> dict[str, tuple
 
     Raises DamagedCheckpoint for blocks or scales that are no bytes, and for blocks of another shape.
     """
-    return {name: (file, _unpacked(name, file, stored, places)) for name, (file, stored) in places.items()}
-
-
-def _unpacked(
-    name: str, file: Path, stored: StoredTensor, places: Mapping[str, tuple[Path, StoredTensor]]
-) -> StoredTensor:
-    match = _BLOCKS.fullmatch(name)
-    if match is None:
-        return stored
-    scales = places.get(f"{match[1]}_scales{match[2]}")
-    for kind, spec in ((name, stored.spec), (f"{match[1]}_scales", scales[1].spec if scales else None)):
-        if spec is not None and spec.dtype != torch.uint8:
-            dtype = str(spec.dtype).removeprefix("torch.")
-            raise DamagedCheckpoint(f"`{kind}` is {dtype}; MXFP4 is made of bytes", where=file)
-    shape = stored.spec.shape
-    if len(shape) != 3 or shape[2] != _BYTES:
-        raise DamagedCheckpoint(
-            f"`{name}` is {list(shape)}; blocks of MXFP4 are [rows, columns / 32, {_BYTES}]", where=file
-        )
-    return replace(stored, spec=TensorSpec((shape[0], 2 * _BYTES * shape[1]), torch.float8_e4m3fn), packed=True)
+    found = dict(places)
+    for name, (file, stored) in places.items():
+        match = _BLOCKS.fullmatch(name)
+        if match is None:
+            continue
+        scales = places.get(f"{match[1]}_scales{match[2]}")
+        for kind, spec in ((name, stored.spec), (f"{match[1]}_scales", scales[1].spec if scales else None)):
+            if spec is not None and spec.dtype != torch.uint8:
+                dtype = str(spec.dtype).removeprefix("torch.")
+                raise DamagedCheckpoint(f"`{kind}` is {dtype}; MXFP4 is made of bytes", where=file)
+        shape = stored.spec.shape
+        if len(shape) != 3 or shape[2] != _BYTES:
+            what = f"`{name}` is {list(shape)}; blocks of MXFP4 are [rows, columns / 32, {_BYTES}]"
+            raise DamagedCheckpoint(what, where=file)
+        codes = TensorSpec((shape[0], 2 * _BYTES * shape[1]), torch.float8_e4m3fn)
+        found[name] = file, replace(stored, spec=codes, packed=True)
+    return found

@@ -71,7 +71,14 @@ def read_described(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         what = f"the header makes no sense: {type(error).__name__}: {error}"
         raise DamagedCheckpoint(what, where=path, do="Copy it again.") from error
-    _check_tiling(tensors, 8 + length, size, path)
+    expected = 8 + length  # tensors must fill the rest of the file without holes or overlaps
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].spec.nbytes)):
+        if stored.offset != expected:
+            raise DamagedCheckpoint(f"`{name}` overlaps another tensor or leaves a hole", where=path)
+        expected += stored.spec.nbytes
+    if expected != size:
+        what = f"{size} bytes where its header describes {expected}"
+        raise DamagedCheckpoint(what, where=path, do="Truncated? Copy it again.")
     return tensors, metadata
 
 
@@ -114,19 +121,6 @@ def _stored(entry: Mapping[str, Any], base: int) -> StoredTensor:
     if end - begin != spec.nbytes:
         raise ValueError(f"{end - begin} bytes for {entry['dtype']} {shown(shape)}")
     return StoredTensor(spec, base + begin)
-
-
-def _check_tiling(tensors: Mapping[str, StoredTensor], start: int, size: int, path: Path) -> None:
-    """Tensors must fill the file without holes or overlaps."""
-    expected = start
-    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].spec.nbytes)):
-        if stored.offset != expected:
-            raise DamagedCheckpoint(f"`{name}` overlaps another tensor or leaves a hole", where=path)
-        expected += stored.spec.nbytes
-    if expected != size:
-        raise DamagedCheckpoint(
-            f"{size} bytes where its header describes {expected}", where=path, do="Truncated? Copy it again."
-        )
 
 
 def make_header(

@@ -130,7 +130,9 @@ def carry_state(
     for name, amax in weight_amax.items():
         weight = modules[name].roles["weight"]
         unrecorded[name] = ~weight.recorded_each
-        stale[name] = weight.recorded_each & _is_stale(weight, amax, new)
+        recorded, own = recorded_amax(weight, "weight", new).double(), amax.double()
+        far_off = (own > 0) & ((recorded > STALE * own) | (recorded * STALE < own))
+        stale[name] = weight.recorded_each & far_off
         weight = weight.replaced(unrecorded[name] | stale[name], after_one_update(amax, "weight", new))
         modules[name] = Fp8State({**modules[name].roles, "weight": weight})
     return StateChange(replace(states, modules=modules), _any(unrecorded), _any(stale))
@@ -138,9 +140,3 @@ def carry_state(
 
 def _any(where: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: which for name, which in where.items() if which.any()}
-
-
-def _is_stale(weight: RoleState, amax: Tensor, recipe: DelayedScaling) -> Tensor:
-    """Whether the recorded amax is not of weights with this one, for each expert: bool."""
-    recorded, amax = recorded_amax(weight, "weight", recipe).double(), amax.double()
-    return (amax > 0) & ((recorded > STALE * amax) | (recorded * STALE < amax))

@@ -195,19 +195,18 @@ def change_recipe(state: Fp8State, old: DelayedScaling, new: DelayedScaling) -> 
     """State for going on under another recipe: the newest rows of the history (of a history of one row, the amax that
     gave the scale), and where margin, format or algorithm differ, the scales that TE would have computed from the
     amaxes recorded under `old`."""
-    return Fp8State({role: _change_role(part, role, old, new) for role, part in state.roles.items()})
-
-
-def _change_role(state: RoleState, role: Role, old: DelayedScaling, new: DelayedScaling) -> RoleState:
-    resized = state.resized(new.amax_history_len)
-    if new.amax_history_len > old.amax_history_len == 1:  # it rests at zero; the amax is in the scale
-        resized.amax_history[..., -1] = recorded_amax(state, role, old)
-    if (old.margin, old.dtype(role), old.amax_compute_algo) == (new.margin, new.dtype(role), new.amax_compute_algo):
-        return resized
-    window = 1 if new.amax_compute_algo == "most_recent" else new.amax_history_len
-    newest = RoleState(state.scale, state.amax_history[..., -window:])
-    seen = recorded_amax(newest, role, old)
-    return RoleState(delayed_scale(seen, state.scale, new.dtype(role), new.margin), resized.amax_history)
+    roles: dict[Role, RoleState] = {}
+    for role, part in state.roles.items():
+        roles[role] = part.resized(new.amax_history_len)
+        if new.amax_history_len > old.amax_history_len == 1:  # it rests at zero; the amax is in the scale
+            roles[role].amax_history[..., -1] = recorded_amax(part, role, old)
+        if (old.margin, old.dtype(role), old.amax_compute_algo) == (new.margin, new.dtype(role), new.amax_compute_algo):
+            continue
+        window = 1 if new.amax_compute_algo == "most_recent" else new.amax_history_len
+        seen = recorded_amax(RoleState(part.scale, part.amax_history[..., -window:]), role, old)
+        scale = delayed_scale(seen, part.scale, new.dtype(role), new.margin)
+        roles[role] = RoleState(scale, roles[role].amax_history)
+    return Fp8State(roles)
 
 
 def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -119,7 +118,10 @@ def read(path: Path) -> Fp8States:
     statistics = _read_statistics(
         {name: tensors.pop(name) for name in list(tensors) if name.endswith(_STATISTICS)}, path
     )
-    recipe = _read_recipe(fields, path)
+    try:
+        recipe = DelayedScaling(**fields["recipe"])
+    except (KeyError, TypeError, RecipeError) as error:
+        raise DamagedCheckpoint(f"the FP8 sidecar's recipe makes no sense: {error}", where=path) from error
     modules = {module: _read_module(module, tensors, recipe, path) for module in _modules(tensors, path)}
     return Fp8States(
         recipe,
@@ -130,13 +132,6 @@ def read(path: Path) -> Fp8States:
         statistics,
         fields.get("of_weights"),
     )
-
-
-def _read_recipe(fields: Mapping[str, Any], path: Path) -> DelayedScaling:
-    try:
-        return DelayedScaling(**fields["recipe"])
-    except (KeyError, TypeError, RecipeError) as error:
-        raise DamagedCheckpoint(f"the FP8 sidecar's recipe makes no sense: {error}", where=path) from error
 
 
 def _modules(tensors: Mapping[str, Tensor], path: Path) -> list[str]:

@@ -175,7 +175,14 @@ class Fp8State:
         for state in states:
             for role, part in state.roles.items():
                 parts.setdefault(role, []).append(part)
-        return Fp8State({role: _merge_roles(listed) for role, listed in parts.items()})
+        roles = {}
+        for role, listed in parts.items():
+            scales = torch.stack([part.scale for part in listed])
+            histories = torch.stack([part.amax_history for part in listed])
+            unrecorded = (scales == 1) & (histories == 0).all(-1)  # each expert by itself, where there are some
+            scale = scales.masked_fill(unrecorded, torch.inf).amin(0)
+            roles[role] = RoleState(scale.where(~unrecorded.all(0), 1.0), histories.amax(0))
+        return Fp8State(roles)
 
     def check(self, recipe: DelayedScaling, where: object) -> None:
         """Raise DamagedCheckpoint unless every role is sound and its history has the recipe's length."""
@@ -191,14 +198,6 @@ class Fp8State:
 
 def _stacked(parts: "list[RoleState]") -> RoleState:
     return RoleState(torch.stack([p.scale for p in parts]), torch.stack([p.amax_history for p in parts]))
-
-
-def _merge_roles(parts: list[RoleState]) -> RoleState:
-    """One state for several of a role; each expert by itself where there are experts."""
-    scales, histories = (torch.stack([getattr(part, name) for part in parts]) for name in ("scale", "amax_history"))
-    unrecorded = (scales == 1) & (histories == 0).all(-1)
-    scale = scales.masked_fill(unrecorded, torch.inf).amin(0)
-    return RoleState(scale.where(~unrecorded.all(0), 1.0), histories.amax(0))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,16 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     file = find_recipe(name)
     table = _read(file)
     for override in overrides:
-        _override(table, override)
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not re.fullmatch(r"\w+(\.\w+)+", key):
+            raise RecipeError(f"--set wants section.key=value, not {override!r}")
+        where, value = f"--set {override}", _toml_value(text)
+        _set(table, key, value, where)
+        hint: Any = Recipe  # the type of the key, so that an error names the option and not the file
+        for name_of_part in key.split("."):
+            hint = get_type_hints(_item(hint) or hint)[name_of_part]
+        _value(hint, value, key, where)
     return _make(Recipe, table, prefix="", where=file)
 
 
@@ -84,19 +93,6 @@ def bundled_recipes() -> Mapping[str, Path]:
     folder = package / "recipes"  # in a wheel; a checkout has them beside the package
     files = (folder if folder.is_dir() else package.parent / "recipes").glob("*.toml")
     return {file.stem: file for file in sorted(files)}
-
-
-def _override(table: TomlTable, override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not re.fullmatch(r"\w+(\.\w+)+", key.strip()):
-        raise RecipeError(f"--set wants section.key=value, not {override!r}")
-    where, value = f"--set {override}", _toml_value(text)
-    _set(table, key.strip(), value, where)
-    # The type of a known key
-    hint: Any = Recipe
-    for name in key.strip().split("."):
-        hint = get_type_hints(_item(hint) or hint)[name]
-    _value(hint, value, key.strip(), where)  # so that an error names the option, and not the file
 
 
 def _set(table: TomlTable, key: str, value: Any, where: str) -> None:

@@ -247,16 +247,10 @@ def as_states(
         of_weights=weights if type(weights) is str else None,
         notes=tuple(decoded.notes),
     )
-    of_the_same = sidecar_state and (sidecar_state.of_weights, sidecar_state.iteration) == (
-        states.of_weights,
-        states.iteration,
-    )
-    return _with_sidecar_state(states, sidecar_state) if sidecar_state and of_the_same else states
-
-
-def _with_sidecar_state(states: Fp8States, sidecar_state: Fp8States) -> Fp8States:
-    """Add what payloads have no place for and the sidecar (`sidecar_state`) of the same weights has: keys and values of
-    a cache, and statistics."""
+    these = (states.of_weights, states.iteration)
+    if sidecar_state is None or (sidecar_state.of_weights, sidecar_state.iteration) != these:
+        return states
+    # What payloads have no place for: keys and values of a cache, and statistics
     modules = dict(states.modules)
     for name, state in sidecar_state.modules.items():
         cache = Fp8State({role: part for role, part in state.roles.items() if role in CACHE})

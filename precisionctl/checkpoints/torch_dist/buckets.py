@@ -147,15 +147,19 @@ class _Unpacking:
         if not all(self._found.values()):
             return None
         dtypes = next(iter(self._buffers.values()))[0].dtypes
-        return {name: self._logical(name, parts, dtypes) for name, parts in self._found.items()}
-
-    def _logical(self, name: str, parts: list[TensorPart], dtypes: Mapping[str, torch.dtype]) -> LogicalTensor:
-        kind, _, parameter = name.removeprefix(STATE).partition(".")
-        return LogicalTensor(TensorSpec(self._model[parameter].spec.shape, dtypes[kind]), tuple(parts))
+        tensors = {}
+        for name, parts in self._found.items():
+            kind, _, parameter = name.removeprefix(STATE).partition(".")
+            spec = TensorSpec(self._model[parameter].spec.shape, dtypes[kind])
+            tensors[name] = LogicalTensor(spec, tuple(parts))
+        return tensors
 
     def _split(self) -> list[list[str]] | None:
         """The parameters of each virtual stage, in the order of the model: as many layers as fill its buffers."""
-        chunks, first, stages = self._chunks(), 0, []
+        # Each part of the pipeline on a rank has a buffer for each dtype
+        dtypes = {self._model[name].spec.dtype for names in self._layers.values() for name in names}
+        numbers = 1 + max((number for optimizer, _, number in self._buffers if optimizer == 0), default=0)
+        chunks, first, stages = max(1, numbers // max(1, len(dtypes))), 0, []
         for number in range(chunks * self._stages):
             is_last = number == chunks * self._stages - 1
             counts = [len(self._layers) - first] if is_last else range(len(self._layers) - first + 1)
@@ -168,12 +172,6 @@ class _Unpacking:
             stages.append(names)
             first += count
         return stages
-
-    def _chunks(self) -> int:
-        """Parts of the pipeline on each of its ranks: each has a buffer for each dtype."""
-        dtypes = {self._model[name].spec.dtype for names in self._layers.values() for name in names}
-        numbers = 1 + max((number for optimizer, _, number in self._buffers if optimizer == 0), default=0)
-        return max(1, numbers // max(1, len(dtypes)))
 
     def _stage(self, first: int, count: int, is_first: bool, is_last: bool) -> list[str]:
         """Its parameters. The last of several stages has a copy of tied embeddings, and one for predicting tokens."""

@@ -137,15 +137,15 @@ def stored_tensors(specs: Mapping[str, TensorSpec], placed: Iterable[Placed]) ->
     pieces: dict[str, list[Placed]] = {}
     for each in placed:
         pieces.setdefault(each.key, []).append(each)
-    return {key: _stored(specs[theirs[0].name], theirs) for key, theirs in pieces.items()}
-
-
-def _stored(spec: TensorSpec, placed: list[Placed]) -> dcp.DcpTensor:
-    depth = len(placed[0].piece.offsets) - len(spec.shape)
-    counts = (max(each.piece.offsets[axis] for each in placed) + 1 for axis in range(depth))
-    shape = (*counts, *spec.shape)
-    assert sum(math.prod(each.piece.sizes) for each in placed) == math.prod(shape), placed[0].key
-    return dcp.DcpTensor(shape, spec.dtype, tuple(each.piece for each in placed))
+    stored = {}
+    for key, theirs in pieces.items():
+        spec = specs[theirs[0].name]
+        depth = len(theirs[0].piece.offsets) - len(spec.shape)  # dimensions of layers and experts
+        counts = (max(each.piece.offsets[axis] for each in theirs) + 1 for axis in range(depth))
+        shape = (*counts, *spec.shape)
+        assert sum(math.prod(each.piece.sizes) for each in theirs) == math.prod(shape), key
+        stored[key] = dcp.DcpTensor(shape, spec.dtype, tuple(each.piece for each in theirs))
+    return stored
 
 
 def _dimensions(spec: TensorSpec, box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -29,7 +29,6 @@ from precisionctl.checkpoints.megatron.keys import (
 )
 from precisionctl.checkpoints.megatron.logical import (
     LogicalTensor,
-    TensorPart,
     logical_tensors,
     model_prefix,
     of_optimizer,
@@ -40,7 +39,6 @@ from precisionctl.checkpoints.megatron.provider import described_args
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
 
 INNER = ("weights", VERL, f"model/{VERL}")
@@ -122,8 +120,16 @@ class TorchDistReader(MegatronDirectory):
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name not in self._chunks:
-            tensor = self._tensors[name]
-            self._chunks[name] = tuple(_chunk(name, tensor.spec, part) for part in tensor.parts)
+            spec, chunks = self._tensors[name].spec, []
+            for part in self._tensors[name].parts:
+                piece = part.piece
+                located = torch_zip.locate(piece.span)
+                if (located.dtype, located.shape) != (spec.dtype, piece.sizes):
+                    found, wanted = f"{located.dtype} {list(located.shape)}", f"{spec.dtype} {list(piece.sizes)}"
+                    raise DamagedCheckpoint(f"{name}: a piece is {found}, not {wanted}", where=piece.span)
+                start = located.offset + part.start * spec.dtype.itemsize
+                chunks.append(Chunk(part.box, piece.span.path, start))
+            self._chunks[name] = tuple(chunks)
         return self._chunks[name]
 
     @cached_property
@@ -194,16 +200,6 @@ class TorchDistReader(MegatronDirectory):
             name = object_name(key.removeprefix(self._prefix)) or ""
             if EXTRA_STATE in name and (data := bytes_of(self.read_object(key), key)):
                 yield SavedPayload(name, data, str(self.path))
-
-
-def _chunk(name: str, spec: TensorSpec, part: TensorPart) -> Chunk:
-    located = torch_zip.locate(part.piece.span)
-    if (located.dtype, located.shape) != (spec.dtype, part.piece.sizes):
-        raise DamagedCheckpoint(
-            f"{name}: a piece is {located.dtype} {list(located.shape)}, not {spec.dtype} {list(part.piece.sizes)}",
-            where=part.piece.span,
-        )
-    return Chunk(part.box, part.piece.span.path, located.offset + part.start * spec.dtype.itemsize)
 
 
 CONTAINER = Container(

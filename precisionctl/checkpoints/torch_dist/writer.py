@@ -135,7 +135,9 @@ class TorchDistWriter:
         states = {
             object_key(name, self.model.num_layers, experts, self._by_layer): data for name, data in payloads.items()
         }
-        path, offset, spans = self._objects_file(), 0, {}
+        taken = {placed.path for placed in self._placed}
+        files = (self.directory / f"__0_{number}.distcp" for number in itertools.count())  # of the first rank
+        path, offset, spans = next(file for file in files if file not in taken), 0, {}
         with open(path, "wb") as file:
             for key, value in (states | dict(self._run.objects)).items():
                 # Megatron wraps each in a list
@@ -143,12 +145,6 @@ class TorchDistWriter:
                 spans[key] = torch_zip.Span(path, offset, len(record))
                 offset += file.write(record)
         return spans
-
-    def _objects_file(self) -> Path:
-        """The next file of the first rank."""
-        files = {placed.path for placed in self._placed}
-        numbers = itertools.count()
-        return next(path for number in numbers if (path := self.directory / f"__0_{number}.distcp") not in files)
 
 
 def _check_stacks(specs: Mapping[str, TensorSpec], keys: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:

@@ -49,7 +49,10 @@ def optimizer_tensors(
     parameters = {name: tensor for stage in stages for name, tensor in stage.items()}
     optimizers = list(_optimizers(content, path))
     groups = [(inner, group, masters) for inner, all_masters in optimizers for group, masters in all_masters]
-    classes = [_class(group) for _, group, _ in groups]
+    classes = [
+        (bool(group.get("is_expert_parallel")), group.get("wd_mult") == 0.0, bool(group.get("is_decoupled_lr")))
+        for _, group, _ in groups
+    ]
     for (inner, group, masters), its_class in zip(groups, classes, strict=True):
         if not inner.get("state"):
             continue
@@ -169,10 +172,6 @@ def _optimizers(content: Mapping[str, Any], path: Path) -> Iterator[tuple[Mappin
 _Class = tuple[bool, bool, bool]
 """Whether a group of parameters is of experts (where they have an optimizer of their own), has no weight decay, and has
 a learning rate of its own."""
-
-
-def _class(group: Mapping[str, Any]) -> _Class:
-    return bool(group.get("is_expert_parallel")), group.get("wd_mult") == 0.0, bool(group.get("is_decoupled_lr"))
 
 
 def _class_of(name: str, parameter: LocatedTensor, classes: Sequence[_Class]) -> _Class:

@@ -59,10 +59,10 @@ def assembled(
 
     Raises DamagedCheckpoint where shards are missing, or replicas differ in shape or dtype.
     """
-    return {name: _logical(name, shards, cut_for(name, sizes), parallel) for name, shards in found.items()}
+    return {name: _assembled(name, shards, cut_for(name, sizes), parallel) for name, shards in found.items()}
 
 
-def _logical(
+def _assembled(
     name: str, found: Mapping[int, Sequence[Shard]], size: int, parallel: Callable[[str, LocatedTensor, int], Parallel]
 ) -> ShardedTensor:
     first = next(iter(found.values()))[0]
