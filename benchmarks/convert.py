@@ -56,7 +56,7 @@ def write_model(directory: Path, width: int, ffn: int, layers: int, vocabulary: 
     """A Llama with random BF16 weights and recorded FP8 state, written shard by shard."""
     import torch
 
-    from precisionctl.architectures.find import architecture_of, from_hf_config
+    from precisionctl.architectures.families import architecture_of, from_hf_config
     from precisionctl.architectures.param_map import names
     from precisionctl.checkpoints.base import Companions, write_rows
     from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
@@ -100,7 +100,7 @@ def recorded_state(model: Any) -> Any:
     """FP8 state as after training, so that a static export has input scales, but for the digest of the weights."""
     import torch
 
-    from precisionctl.architectures.find import architecture_of
+    from precisionctl.architectures.families import architecture_of
     from precisionctl.architectures.param_map import names
     from precisionctl.fp8.numerics import after_one_update
     from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States

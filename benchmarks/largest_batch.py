@@ -60,7 +60,7 @@ class Sizes:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Sizes":
         """By the architecture's own table of rows."""
-        from precisionctl.architectures.find import architecture_of, from_hf_config
+        from precisionctl.architectures.families import architecture_of, from_hf_config
 
         model = from_hf_config(dict(config))
         counts = [0, 0]

@@ -1,4 +1,4 @@
-"""What this machine can run of FP8, and what of a checkpoint's FP8 payloads Transformer Engine takes up."""
+"""Which FP8 recipes this machine runs, and which of a checkpoint's FP8 payloads Transformer Engine will load."""
 
 import os
 import platform
@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron.payloads import Saved
-from precisionctl.checkpoints.megatron.run import of_megatron
+from precisionctl.checkpoints.megatron.carried_run import of_megatron
+from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.commands.notes import GATE
 from precisionctl.errors import EnvironmentProblem, NotUnderstood
 from precisionctl.fp8.extra_state import Payload, read_payload
@@ -46,7 +46,7 @@ VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RecipeSupport:
     """A recipe of Transformer Engine's, and why this machine cannot run it (`problem`), None where it can."""
 
     name: str
@@ -55,7 +55,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is here. `packages`: versions, None for one that is not installed. `devices`: CUDA devices and their
+    """This machine. `packages`: versions, None for one that is not installed. `devices`: CUDA devices and their
     capability. `transformer_engine`: why it cannot run FP8 here, None where it can. `variables`: those of
     Transformer Engine's environment variables that are set."""
 
@@ -64,7 +64,7 @@ class Machine:
     cuda: str | None
     devices: Mapping[str, Capability]
     transformer_engine: str | None
-    recipes: tuple[Recipe, ...]
+    recipes: tuple[RecipeSupport, ...]
     variables: Mapping[str, str]
 
 
@@ -107,12 +107,12 @@ def _version(name: str) -> str | None:
         return None
 
 
-def recipes(capability: Capability | None, cuda: tuple[int, ...]) -> tuple[Recipe, ...]:
+def recipes(capability: Capability | None, cuda: tuple[int, ...]) -> tuple[RecipeSupport, ...]:
     """Which recipes a device runs, under this version of CUDA (transformer_engine/pytorch/quantization.py,
     `_compute_*_support`, of 2.20)."""
     if capability is None:
-        return tuple(Recipe(name, f"no CUDA device{beside}") for name, _, beside in _RECIPES)
-    return tuple(Recipe(name, problem(capability, cuda)) for name, problem, _ in _RECIPES)
+        return tuple(RecipeSupport(name, f"no CUDA device{beside}") for name, _, beside in _RECIPES)
+    return tuple(RecipeSupport(name, problem(capability, cuda)) for name, problem, _ in _RECIPES)
 
 
 def _per_tensor(capability: Capability, cuda: tuple[int, ...]) -> str | None:
@@ -164,7 +164,7 @@ def examine_payloads(reader: Reader, te_version: str | None) -> Payloads:
 _UNKNOWN = "not understood"
 
 
-def _form(one: Saved) -> tuple[str, Payload | None]:
+def _form(one: SavedPayload) -> tuple[str, Payload | None]:
     try:
         payload = read_payload(one.data, one.where)
     except NotUnderstood:

@@ -1,4 +1,4 @@
-"""ModelShape: the sizes and switches of a model, in Megatron's words; all that tells one function from another."""
+"""ModelShape: the sizes and switches of a model, under Megatron's names; and whether two describe the same model."""
 
 import dataclasses
 from collections.abc import Mapping

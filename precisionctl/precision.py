@@ -10,14 +10,15 @@ import torch
 
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.numerics import MX_BLOCK
-from precisionctl.fp8.state import DelayedScaling, Format, Role, code_dtype
+from precisionctl.fp8.state import DelayedScaling, Fp8Format, Role, code_dtype
 from precisionctl.fp8.statistics import Scaling
 from precisionctl.param import GEMM_ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run: up to and with the step that is `until` of all, in FP8 or in BF16."""
+    """A part of a run, in FP8 or in BF16. It ends with the step at the share `until` (above 0, up to 1) of all
+    steps."""
 
     until: float = 1.0
     fp8: bool = True
@@ -29,7 +30,7 @@ class BlockScaling:
     of 128-blocks are no powers of two (where it is not given, TE asks NVTE_FP8_BLOCK_SCALING_FP32_SCALES); those of
     MXFP8 always are."""
 
-    fp8_format: Format = "E4M3"
+    fp8_format: Fp8Format = "E4M3"
     use_f32_scales: bool = False
 
 
@@ -75,7 +76,7 @@ class Precision:
         return MX_BLOCK if self.scaling == "mxfp8" else GEMM_ALIGNMENT
 
     @property
-    def fp8_format(self) -> Format:
+    def fp8_format(self) -> Fp8Format:
         """The format of `scaling`."""
         return (self.block if self.scaling in ("block", "mxfp8") else self.delayed).fp8_format
 

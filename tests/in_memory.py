@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from precisionctl.architectures.find import to_hf_config
+from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Chunk, Companions, Reader, read_tensor, whole
 from precisionctl.checkpoints.huggingface import HuggingFaceReader, HuggingFaceWriter
 from precisionctl.conversion import convert

@@ -26,7 +26,7 @@ from precisionctl.conversion import convert
 from precisionctl.fp8.state import Fp8State
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS
-from precisionctl.recipe import Optimizer, Parallel
+from precisionctl.recipe import Optimizer, ParallelSettings
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.data.batch import Batch
@@ -39,14 +39,14 @@ from precisionctl.trainer.parallel.world import ALONE, World, _meshes, together
 from precisionctl.trainer.shadow import compare_gradients
 
 SIZES = {
-    "tensor": (2, Parallel(tensor=2)),
-    "sequence": (2, Parallel(tensor=2, sequence=True)),
-    "sequence and data": (4, Parallel(tensor=2, sequence=True)),
-    "tensor in copies": (4, Parallel(tensor=2, replicate=2)),
-    "experts": (4, Parallel(expert=4)),
-    "experts in copies": (4, Parallel(expert=2, replicate=2)),
-    "experts and tensor": (4, Parallel(tensor=2, expert=2)),
-    "experts and sequence": (4, Parallel(tensor=2, sequence=True, expert=2)),
+    "tensor": (2, ParallelSettings(tensor=2)),
+    "sequence": (2, ParallelSettings(tensor=2, sequence=True)),
+    "sequence and data": (4, ParallelSettings(tensor=2, sequence=True)),
+    "tensor in copies": (4, ParallelSettings(tensor=2, replicate=2)),
+    "experts": (4, ParallelSettings(expert=4)),
+    "experts in copies": (4, ParallelSettings(expert=2, replicate=2)),
+    "experts and tensor": (4, ParallelSettings(tensor=2, expert=2)),
+    "experts and sequence": (4, ParallelSettings(tensor=2, sequence=True, expert=2)),
 }
 """How many ranks, and how they share a model."""
 
@@ -175,7 +175,7 @@ def by_data_ranks(source: InMemory, backend: BackendName = "emulated") -> dict[s
     with together() as ranks:
         dist.init_process_group("gloo", store=ranks.store, rank=ranks.rank, world_size=ranks.count)
         for case, again in {"kept": False, "recomputed": True}.items():
-            world = World(ranks, *_meshes("cpu", ranks.count, Parallel()))
+            world = World(ranks, *_meshes("cpu", ranks.count, ParallelSettings()))
             losses, model, optimizer = in_fp8(backend, source, world, "fp8-delayed", again)
             live = LiveModel(source.model, optimizer.gradients, shards=model.shards.tensors)
             pairs = {

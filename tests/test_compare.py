@@ -6,7 +6,7 @@ from html import escape
 import pytest
 
 from precisionctl.errors import DataError, printable
-from precisionctl.reports.compare import Comparison, draw, find_gap
+from precisionctl.reports.compare_runs import RunComparison, draw, find_gap
 from precisionctl.reports.curves import Curve, read_curve, read_curves
 
 
@@ -42,7 +42,7 @@ def test_a_first_loss_of_zero_is_infinitely_far_from_every_other_and_passes_no_g
     assert (gap.now, gap.worst, gap.worst_step) == (math.inf, math.inf, 2)
     assert find_gap(curve({2: 0.0}), first).mean == 0.0
     never = curve({1: 0.0})
-    assert not Comparison([never], [find_gap(curve({1: 0.1}), never)]).within(1e9)
+    assert not RunComparison([never], [find_gap(curve({1: 0.1}), never)]).within(1e9)
 
 
 def test_runs_without_a_common_step_cannot_be_compared():
@@ -99,7 +99,7 @@ def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):
 def test_a_run_may_have_any_name_and_the_picture_says_it(tmp_path, name):
     runs = [Curve("first", {1: 2.0, 2: 1.0}), Curve(name, {1: 2.0, 2: 1.5})]
     for curves in (runs, runs[::-1]):
-        draw(Comparison(curves, []), png=tmp_path / "a.png", html=tmp_path / "a.html")
+        draw(RunComparison(curves, []), png=tmp_path / "a.png", html=tmp_path / "a.html")
         page = (tmp_path / "a.html").read_text(encoding="utf-8")
         assert page[page.index("<svg") :].count(escape(printable(name), quote=False)) >= 1
         xml.etree.ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])

@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 from conversions import assert_same_tensors, run, tree
 
-from precisionctl.checkpoints import lock
+from precisionctl.checkpoints import output
 from precisionctl.checkpoints.output import Output
 from precisionctl.cli import main
 from precisionctl.commands.plan_command import plan_command
@@ -327,7 +327,7 @@ def test_a_file_system_without_locks_is_told_from_another_run(tmp_path: Path, mo
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(lock.fcntl, "flock", no_locks)
+    monkeypatch.setattr(output.fcntl, "flock", no_locks)
     with pytest.raises(OutputError, match="has no locks"), open_journal(Output(tmp_path / "out"), "plan", []):
         pass
 

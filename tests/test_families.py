@@ -17,7 +17,7 @@ from in_memory import InMemory, to_hf, to_megatron
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from precisionctl.architectures.find import from_hf_config, from_megatron_args, supported, to_hf_config
+from precisionctl.architectures.families import from_hf_config, from_megatron_args, supported, to_hf_config
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader

@@ -12,7 +12,7 @@ from torch import Tensor
 from training import SMALL, make_source, make_text
 from transformers import AutoModelForCausalLM
 
-from precisionctl.architectures.find import architecture_of, from_hf_config
+from precisionctl.architectures.families import architecture_of, from_hf_config
 from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.evaluate import load

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.torch_legacy.ranks import FILE
+from precisionctl.checkpoints.torch_legacy.rank_directories import FILE
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute

@@ -13,11 +13,11 @@ from te_states import same
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.megatron.extra_state import Experts, decode
-from precisionctl.checkpoints.megatron.extra_state_writer import grouped_payloads, payloads_of
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun
+from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, decode
+from precisionctl.checkpoints.megatron.fp8_state_writer import grouped_payloads, payloads_of
 from precisionctl.checkpoints.megatron.keys import object_key
-from precisionctl.checkpoints.megatron.payloads import Saved
-from precisionctl.checkpoints.megatron.run import Carried
+from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
@@ -106,11 +106,11 @@ ORDERS = {**dict.fromkeys(BEFORE, "role"), **dict.fromkeys(SINCE, "gemm")}
 def test_a_grouped_linear_is_read_in_the_order_of_its_version(version, unused):
     state = of_experts(4, unused=unused)
     data = pickled(payload_of(as_te_stacks(state, ORDERS[version]), version, 4))
-    saved = [Saved(f"{LINEAR}._extra_state", data, "here", 0)]
+    saved = [SavedPayload(f"{LINEAR}._extra_state", data, "here", 0)]
     if unused and version in ((2, 2), (2, 3)):  # neither the recipe's fields nor the numbers tell
         with pytest.raises(PrecisionError, match="--grouped-columns gemm"):
             decode(saved, Path("here"))
-        told = decode(saved, Path("here"), Experts(order=ORDERS[version]))
+        told = decode(saved, Path("here"), ExpertPayloads(order=ORDERS[version]))
         assert same(told.modules[LINEAR], state)
         assert any("as told" in note for note in told.notes)
         return
@@ -134,10 +134,10 @@ def test_experts_that_megatron_cut_apart_are_put_right(version, ranks):
         )
         parts = as_megatron_splits(payload_of(as_te_stacks(of_rank, ORDERS[version]), version, each), each)
         saved += [
-            Saved(f"{LINEAR}._extra_state{rank * each + i}", as_megatron_encodes(part, version), "here")
+            SavedPayload(f"{LINEAR}._extra_state{rank * each + i}", as_megatron_encodes(part, version), "here")
             for i, part in enumerate(parts)
         ]
-    assert same(decode(saved, Path("here"), Experts(ranks=ranks)).modules[LINEAR], state)
+    assert same(decode(saved, Path("here"), ExpertPayloads(ranks=ranks)).modules[LINEAR], state)
 
 
 @pytest.mark.parametrize("te", [1, 2])
@@ -152,8 +152,8 @@ def test_what_is_written_for_expert_ranks_is_what_megatron_makes_te_s_columns_of
         part = Fp8State({role: RoleState(p.scale[held], p.amax_history[held]) for role, p in state.roles.items()})
         expected = as_te_stacks(part, {1: "role", 2: "gemm"}[te])
         assert all(torch.equal(merged[key], expected[key]) for key in expected)
-    saved = [Saved(name, data.numpy().tobytes(), "here") for name, data in written.items()]
-    assert same(decode(saved, Path("here"), Experts(ranks=ranks)).modules[LINEAR], state)
+    saved = [SavedPayload(name, data.numpy().tobytes(), "here") for name, data in written.items()]
+    assert same(decode(saved, Path("here"), ExpertPayloads(ranks=ranks)).modules[LINEAR], state)
 
 
 def test_experts_that_were_linears_by_themselves_are_taken_as_they_are():
@@ -162,15 +162,15 @@ def test_experts_that_were_linears_by_themselves_are_taken_as_they_are():
     for expert in range(4):
         alone = {role: RoleState(p.scale[[expert]], p.amax_history[[expert]]) for role, p in state.roles.items()}
         data = pickled(payload_of(as_te_stacks(Fp8State(alone), "gemm"), (2, 20), 1))
-        saved.append(Saved(f"{LINEAR}._extra_state{expert}", data, "here"))
-    assert same(decode(saved, Path("here"), Experts(ranks=None)).modules[LINEAR], state)
+        saved.append(SavedPayload(f"{LINEAR}._extra_state{expert}", data, "here"))
+    assert same(decode(saved, Path("here"), ExpertPayloads(ranks=None)).modules[LINEAR], state)
 
 
 def test_an_expert_without_a_payload_is_damage():
     written = payloads_of(Fp8States(RECIPE, {LINEAR: of_experts(4)}), 2, 1)
-    saved = [Saved(name, data.numpy().tobytes(), "here") for name, data in written.items()]
+    saved = [SavedPayload(name, data.numpy().tobytes(), "here") for name, data in written.items()]
     with pytest.raises(DamagedCheckpoint, match="only some experts"):
-        decode(saved[:2] + saved[3:], Path("here"), Experts(ranks=1))
+        decode(saved[:2] + saved[3:], Path("here"), ExpertPayloads(ranks=1))
 
 
 def test_ranks_that_kept_amaxes_for_themselves_give_the_largest_and_the_smallest_scale():
@@ -181,7 +181,7 @@ def test_ranks_that_kept_amaxes_for_themselves_give_the_largest_and_the_smallest
     saved = []
     for state in (a, b, a):
         data = pickled(payload_of(as_te_stacks(state, "gemm"), (2, 20), 2))
-        saved.append(Saved(f"{LINEAR}._extra_state", data, "here", 0))
+        saved.append(SavedPayload(f"{LINEAR}._extra_state", data, "here", 0))
     found = decode(saved, Path("here"))
     merged = found.modules[LINEAR].roles
     assert torch.equal(merged["weight"].scale, torch.minimum(a.roles["weight"].scale, b.roles["weight"].scale))
@@ -288,7 +288,7 @@ def test_a_rank_s_payload_is_of_its_own_experts(tmp_path):
 def test_two_recipes_in_one_checkpoint_are_damage_and_one_of_attention_is_kept():
     linear = {f"decoder.layers.{n}.mlp.linear_fc2": Fp8State.fresh(n + 2) for n in (0, 1)}
     saved = [
-        Saved(f"{name}._extra_state", payload, "here")
+        SavedPayload(f"{name}._extra_state", payload, "here")
         for name, payload in (
             (name, encode_payload(state, DelayedScaling(amax_history_len=n + 2)))
             for n, (name, state) in enumerate(linear.items())
@@ -299,7 +299,7 @@ def test_two_recipes_in_one_checkpoint_are_damage_and_one_of_attention_is_kept()
     attention = "decoder.layers.0.self_attention.core_attention"
     parts = dict.fromkeys(ATTENTION, RoleState(torch.tensor(2.0), torch.ones(3)))
     theirs = encode_payload(Fp8State(parts), RECIPE)
-    found = decode([Saved(f"{attention}._extra_state", theirs, "here"), saved[0]], Path("here"))
+    found = decode([SavedPayload(f"{attention}._extra_state", theirs, "here"), saved[0]], Path("here"))
     assert found.raw[attention].numpy().tobytes() == theirs
     assert any("recipe of its own" in note for note in found.notes)
 
@@ -318,7 +318,7 @@ def with_payloads(source: Reader, directory: Path, container: str, payloads) -> 
         torch.save(saved, file)
         return LegacyReader(directory / "release")
     objects = {object_key(name, plan.model.num_layers): value for name, value in payloads.items()}
-    writer = TorchDistWriter(directory / "release", plan.model, plan.targets, run=Carried(objects=objects))
+    writer = TorchDistWriter(directory / "release", plan.model, plan.targets, run=CarriedRun(objects=objects))
     convert.run(plan, source, writer)
     writer.finish(None)
     return TorchDistReader(directory / "release")
@@ -398,7 +398,7 @@ def test_what_a_payload_of_te_1_does_not_say_of_its_recipe_the_run_s_arguments_d
     assert any("the rest from the run's arguments" in note for note in found.fp8.notes)
     data = of_module(state, recipe, (1, 14)).numpy().tobytes()
     for args in ({}, {"fp8": None, "fp8_margin": 3}, {"fp8": "hybrid", "fp8_margin": "3"}):
-        decoded = decode([Saved(f"{name}._extra_state", data, "here")], Path("here"), args=args)
+        decoded = decode([SavedPayload(f"{name}._extra_state", data, "here")], Path("here"), args=args)
         assert decoded.recipe == DelayedScaling(fp8_format="E4M3", amax_history_len=2)
         assert any("margin 0 and algorithm max are assumed" in note for note in decoded.notes)
 
@@ -406,13 +406,13 @@ def test_what_a_payload_of_te_1_does_not_say_of_its_recipe_the_run_s_arguments_d
 def test_one_expert_in_a_linear_has_one_order():
     state = of_experts(1, unused=True)
     data = pickled(payload_of(as_te_stacks(state, "gemm"), (2, 3), 1))
-    assert same(decode([Saved(f"{LINEAR}._extra_state", data, "here", 0)], Path("here")).modules[LINEAR], state)
+    assert same(decode([SavedPayload(f"{LINEAR}._extra_state", data, "here", 0)], Path("here")).modules[LINEAR], state)
 
 
 def test_an_expert_that_is_not_understood_is_kept_and_leaves_nothing_half_read():
     state = of_experts(3, unused=True)
     data = pickled(payload_of(as_te_stacks(state, "gemm"), (2, 20), 3))  # of attention's size, under an expert's name
-    saved = [Saved(f"{LINEAR}._extra_state0", data, "here")]
+    saved = [SavedPayload(f"{LINEAR}._extra_state0", data, "here")]
     found = decode(saved, Path("here"))
     assert not found.modules
     assert found.raw[f"{LINEAR}.0"].numpy().tobytes() == data

@@ -11,7 +11,7 @@ from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
 from precisionctl.checkpoints.encodings_file import StoredTensors
 from precisionctl.checkpoints.fused_experts import sliced, stacked
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter
-from precisionctl.checkpoints.safetensors_file import Stored, read_header
+from precisionctl.checkpoints.safetensors_file import StoredTensor, read_header
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
 
@@ -64,7 +64,7 @@ def test_slices_are_written_as_the_tensors_that_transformers_loads(gpt_oss: GptO
 
 
 def test_a_header_that_claims_a_billion_experts_is_refused_at_once() -> None:
-    billion = {"mlp.experts.gate_up_proj": Stored(TensorSpec((10**9, 0), torch.float32), 0)}
+    billion = {"mlp.experts.gate_up_proj": StoredTensor(TensorSpec((10**9, 0), torch.float32), 0)}
     with pytest.raises(DamagedCheckpoint, match="experts"):
         sliced(billion, "here")
 

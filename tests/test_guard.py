@@ -22,7 +22,7 @@ from precisionctl.conversion.command import execute
 from precisionctl.errors import DamagedCheckpoint, DataError, PrecisionError, RecipeError
 from precisionctl.evaluate import load
 from precisionctl.precision import Precision
-from precisionctl.reports.compare import compare
+from precisionctl.reports.compare_runs import compare
 from precisionctl.reports.run import warnings
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import IGNORED, Batch, Feed

@@ -28,8 +28,8 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnknownArchitecture
-from precisionctl.launch.base import Launch, Subject
-from precisionctl.launch.find import FRAMEWORKS, launch
+from precisionctl.launch.base import Launch, LaunchSource
+from precisionctl.launch.frameworks import FRAMEWORKS, launch
 from precisionctl.param import Parallelism
 
 with warnings.catch_warnings():
@@ -232,7 +232,7 @@ def test_a_checkpoint_without_extra_state_is_loaded_less_strictly(place: Path, m
 def test_an_optimizer_of_megatron_is_loaded_and_generators_that_are_not_there_are_not(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = Subject(open_checkpoint(place / "bf16"), place / "bf16")
+    subject = LaunchSource(open_checkpoint(place / "bf16"), place / "bf16")
     monkeypatch.setattr(subject.reader, "optimizer_specs", {"optimizer.state.exp_avg.x": None})
     flags = flags_of(FRAMEWORKS["megatron-lm"](subject))
     assert "--no-load-rng" in flags and "--no-load-optim" not in flags

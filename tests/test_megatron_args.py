@@ -6,7 +6,7 @@ import pytest
 import torch
 from pico import make
 
-from precisionctl.architectures.find import from_hf_config, from_megatron_args
+from precisionctl.architectures.families import from_hf_config, from_megatron_args
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Box, read_tensor, write_rows
-from precisionctl.checkpoints.dcp import Piece, StoredTensor
+from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor
 from precisionctl.checkpoints.torch_dist.buckets import flat_boxes
 from precisionctl.checkpoints.torch_dist.masters import differing_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -102,10 +102,10 @@ def save(directory: Path, layers: list[int], stages: int, largest: int | None, d
                     flat[start : start + sizes[name]] = tensors[f"optimizer.state.{kind}.{name}"].flatten()
                 places = cuts(bucket, sizes, data_parallel)
                 pieces = tuple(
-                    Piece((start,), (end - start,), archive.add(flat[start:end]))
+                    DcpPiece((start,), (end - start,), archive.add(flat[start:end]))
                     for start, end in zip(places, places[1:], strict=False)
                 )
-                stored[key] = StoredTensor((len(flat),), torch.float32, pieces)
+                stored[key] = DcpTensor((len(flat),), torch.float32, pieces)
     archive.path.write_bytes(archive.data)
     index = dcp.read_index(directory)
     dcp.write_index(directory, dcp.Index({**index.tensors, **stored}, index.objects))
@@ -210,7 +210,7 @@ def test_a_bucket_of_another_length_is_not_guessed_at(tmp_path):
     assert all("bucket_idx" in name for name in TorchDistReader(tmp_path).optimizer_specs)
 
 
-def _shorter(tensor: StoredTensor) -> StoredTensor:
+def _shorter(tensor: DcpTensor) -> DcpTensor:
     return dataclasses.replace(tensor, shape=tensor.pieces[-1].offsets, pieces=tensor.pieces[:-1])
 
 
@@ -220,7 +220,7 @@ def test_a_tensor_of_endless_layers_is_refused(tmp_path):
     span = archive.add(torch.zeros(layers, 1, dtype=torch.int8))
     archive.path.write_bytes(archive.data)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    stored = StoredTensor((layers, 1), torch.int8, (Piece((0, 0), (layers, 1), span),))
+    stored = DcpTensor((layers, 1), torch.int8, (DcpPiece((0, 0), (layers, 1), span),))
     dcp.write_index(tmp_path, dcp.Index({"decoder.layers.x": stored}, {}))
     with pytest.raises(DamagedCheckpoint, match="would be 4194306 tensors and parts"):
         TorchDistReader(tmp_path)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import read_tensor, write_rows
+from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, carry_run
 from precisionctl.checkpoints.megatron.keys import expert_of
-from precisionctl.checkpoints.megatron.run import NO_RUN, Carried, carried
 from precisionctl.checkpoints.torch_dist.masters import differing_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
@@ -37,7 +37,7 @@ def form(name: str) -> Parallel:
     return ROWS if name.endswith(ROWS_OF) else REPLICATED
 
 
-def rewrite(source: Path, target: Path, parallelism: Parallelism, run: Carried = NO_RUN) -> None:
+def rewrite(source: Path, target: Path, parallelism: Parallelism, run: CarriedRun = NO_RUN) -> None:
     """Write what is there by our Writer, with the run's own arguments."""
     reader = TorchDistReader(source)
     kept = reader.specs | (reader.optimizer_specs if run.common else {})
@@ -123,7 +123,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     peer(top, saves, tensor_parallel=2, pipeline_parallel=2)
     loads = []
     for way in WAYS:
-        run = carried(TorchDistReader(top / way), Parallelism(1))
+        run = carry_run(TorchDistReader(top / way), Parallelism(1))
         rewrite(top / way, top / f"our {way}", Parallelism(1), run)
         kind = "plain" if way == "plain" else "fully_reshardable"
         loads.append({"do": "load", "directory": str(top / f"our {way}"), "optimizer": kind})

@@ -16,12 +16,12 @@ from conversions import tree
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 
-from precisionctl.architectures.find import to_hf_config
+from precisionctl.architectures.families import to_hf_config
 from precisionctl.architectures.megatron_args import to_megatron_args
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Companions, read_tensor, write_rows
 from precisionctl.checkpoints.megatron import keys
-from precisionctl.checkpoints.megatron.run import Carried, carried
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun, carry_run
 from precisionctl.checkpoints.torch_dist import placement
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader, recognise
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
@@ -166,7 +166,7 @@ def test_equal_input_gives_equal_bytes(tmp_path):
             tensors,
             state,
             parallelism=Parallelism(2),
-            run=Carried(iteration=3, common=common),
+            run=CarriedRun(iteration=3, common=common),
             companions=companions(),
         )
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
@@ -237,7 +237,7 @@ def test_state_of_transformer_engine_1_is_kept_though_not_understood(tmp_path):
     file = io.BytesIO()
     torch.save({"scale_fwd": torch.ones(3), "amax_history_fwd": torch.zeros(4, 3)}, file)
     key = "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"
-    write(tmp_path, values(specs()), run=Carried(objects={key: file}))
+    write(tmp_path, values(specs()), run=CarriedRun(objects={key: file}))
     found = TorchDistReader(tmp_path).fp8
     assert found is not None
     assert found.raw["decoder.layers.0.mlp.linear_fc1"].numpy().tobytes() == file.getvalue()
@@ -249,7 +249,7 @@ def companions() -> Companions:
 
 def test_companions_objects_and_common_data_come_back(tmp_path):
     objects = {"rng_state/shard_0.0_1.1": {"torch": torch.arange(4)}, "data/shard_0_1": {"rows": 12}}
-    write(tmp_path, values(specs()), companions=companions(), run=Carried(9, {"extra": {"lr": 0.5}}, objects))
+    write(tmp_path, values(specs()), companions=companions(), run=CarriedRun(9, {"extra": {"lr": 0.5}}, objects))
     reader = TorchDistReader(tmp_path)
     assert reader.companions == companions()
     assert torch.equal(reader.read_object("rng_state/shard_0.0_1.1")["torch"], torch.arange(4))
@@ -276,7 +276,7 @@ def test_a_config_that_contradicts_the_arguments_is_refused(tmp_path):
 
 def test_the_tracker_names_the_newest_iteration_and_any_complete_one_can_be_named(tmp_path):
     for iteration in (5, 10):
-        write(tmp_path / keys.directory_name(iteration), values(specs()), run=Carried(iteration))
+        write(tmp_path / keys.directory_name(iteration), values(specs()), run=CarriedRun(iteration))
         keys.write_tracker(tmp_path, iteration)
     assert recognise(tmp_path)
     assert recognise(tmp_path / "iter_0000005")
@@ -323,7 +323,7 @@ def test_an_optimizer_whose_tensors_are_of_another_shape_is_not_taken_for_one_by
 
 def test_an_optimizer_stored_by_rank_is_told_of(tmp_path):
     key = "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"
-    write(tmp_path, values(specs()), run=Carried(objects={key: {"buckets_coalesced": True}}))
+    write(tmp_path, values(specs()), run=CarriedRun(objects={key: {"buckets_coalesced": True}}))
     assert TorchDistReader(tmp_path).unread_optimizer
 
 
@@ -332,7 +332,7 @@ def test_generators_go_along_to_the_same_sizes_alone(tmp_path, sizes):
     write(
         tmp_path,
         values(specs(optimizer=True)),
-        run=Carried(
+        run=CarriedRun(
             common={
                 "optimizer": {"optimizer": {"param_groups": [{"lr": 0.1}]}},
                 "opt_param_scheduler": {"num_steps": 5},
@@ -341,14 +341,14 @@ def test_generators_go_along_to_the_same_sizes_alone(tmp_path, sizes):
         ),
         parallelism=Parallelism(2),
     )
-    run = carried(TorchDistReader(tmp_path), sizes)
+    run = carry_run(TorchDistReader(tmp_path), sizes)
     assert run.common["opt_param_scheduler"] == {"num_steps": 5}
     assert run.common["optimizer"] == {"optimizer": {"param_groups": [{"lr": 0.1}]}}
     assert not run.distributed_optimizer
     assert bool(run.objects) == (sizes.tensor == 2) == (run.left == ())
     assert run.args["no_save_rng"] == (sizes.tensor == 1)
     if run.objects:
-        write(tmp_path / "made", values(specs()), run=Carried(objects=run.objects))
+        write(tmp_path / "made", values(specs()), run=CarriedRun(objects=run.objects))
         restored = TorchDistReader(tmp_path / "made").read_object("rng_state/shard_0.0_1.2")
         assert torch.equal(restored[0]["torch_rng_state"], torch.arange(4))
 
@@ -363,14 +363,14 @@ def test_what_is_endless_to_walk_is_refused(tmp_path):
     torch.save(common, buffer)
     (tmp_path / "common.pt").write_bytes(buffer.getvalue())
     with pytest.raises(DamagedCheckpoint, match="without end"):
-        carried(TorchDistReader(tmp_path), Parallelism(1))
+        carry_run(TorchDistReader(tmp_path), Parallelism(1))
 
 
 def test_an_index_is_written_as_it_is_made(tmp_path: Path) -> None:
     """A large checkpoint has hundreds of thousands of pieces, and of their opcodes a MiB is held at a time."""
     span = Span(tmp_path / "__0_0.distcp", 0, 4)
-    pieces = tuple(dcp.Piece((number,), (1,), span) for number in range(16_000))
-    index = dcp.Index({"flat": dcp.StoredTensor((16_000,), torch.float32, pieces)}, {})
+    pieces = tuple(dcp.DcpPiece((number,), (1,), span) for number in range(16_000))
+    index = dcp.Index({"flat": dcp.DcpTensor((16_000,), torch.float32, pieces)}, {})
     tracemalloc.start()
     dcp.write_index(tmp_path, index)
     most = tracemalloc.get_traced_memory()[1]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_megatron_dist import DEMANDED, MODEL, specs, values, write
 
 from precisionctl.checkpoints.megatron import keys
-from precisionctl.checkpoints.megatron.run import Carried
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
@@ -140,7 +140,7 @@ def test_the_fp8_state_of_experts_comes_back_as_one(tmp_path, layers_by_key):
     states = Fp8States(recipe, {module: Fp8State(dict.fromkeys(ROLES, role))}, producer="somebody", iteration=5)
     wanted = write_experts(tmp_path / "names")
     args = {"moe_grouped_gemm": True} | ({"linear_attention_freq": [1, 1]} if layers_by_key else {})
-    writer = TorchDistWriter(tmp_path / "made", MODEL, wanted, run=Carried(args=args))
+    writer = TorchDistWriter(tmp_path / "made", MODEL, wanted, run=CarriedRun(args=args))
     writer.lay_out()
     writer.finish(states)
     found = TorchDistReader(tmp_path / "made").fp8

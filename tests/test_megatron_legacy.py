@@ -13,11 +13,11 @@ import torch
 from in_memory import InMemory, recorded, to_megatron
 from torch import Tensor
 
-from precisionctl.architectures.find import architecture_of, supported
+from precisionctl.architectures.families import architecture_of, supported
 from precisionctl.architectures.param_map import Row
 from precisionctl.checkpoints.base import Reader, read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.megatron.run import Carried
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.names import parallel_of
@@ -192,7 +192,7 @@ def test_an_optimizer_is_written_by_parameter(tmp_path: Path, sizes: Parallelism
         plan.model,
         targets,
         parallelism=sizes,
-        run=Carried(
+        run=CarriedRun(
             iteration=9,
             args={"use_distributed_optimizer": True},
             common={"optimizer": settings, "opt_param_scheduler": {"num_steps": 3}},

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import read_rows, read_tensor, write_rows
-from precisionctl.checkpoints.megatron.run import Carried
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
@@ -190,7 +190,7 @@ def loaded(saved: Path) -> Path:
         sizes = Parallelism(**case["sizes"], first_layers=case["model"].get("first"))
         specs = {**reader.specs, **reader.optimizer_specs}
         common = {"optimizer": reader.common["optimizer"]} if "optimizer" in case else {}
-        writer = LegacyWriter(target, reader.model, specs, parallelism=sizes, run=Carried(10, common))
+        writer = LegacyWriter(target, reader.model, specs, parallelism=sizes, run=CarriedRun(10, common))
         writer.lay_out()
         both = SimpleNamespace(specs=specs, chunks=reader.chunks)
         for each in specs:

@@ -17,12 +17,12 @@ from pico import FAMILIES, make
 from test_megatron_dist import MODEL, NAMES, specs, values, write
 from torch.distributed.checkpoint import FileSystemWriter
 
-from precisionctl.architectures.find import from_hf_config
+from precisionctl.architectures.families import from_hf_config
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.megatron.provider import from_provider, to_provider
-from precisionctl.checkpoints.megatron.run import Carried
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError
@@ -88,7 +88,7 @@ def _named(value: dict[str, Any]) -> Any:
 
 
 def test_a_checkpoint_has_what_bridge_reads_of_its_run(tmp_path):
-    write(tmp_path, values(specs()), run=Carried(args={"no_save_optim": False}))
+    write(tmp_path, values(specs()), run=CarriedRun(args={"no_save_optim": False}))
     config = yaml.safe_load((tmp_path / "run_config.yaml").read_text())
     assert config["model"]["_target_"] == "megatron.bridge.models.gpt_provider.GPTModelProvider"
     assert config["model"]["tensor_model_parallel_size"] == config["model"]["pipeline_model_parallel_size"] == 1
@@ -106,7 +106,7 @@ def without_arguments(directory: Path) -> None:
 
 
 def test_bridges_directory_is_read(tmp_path):
-    write(tmp_path / "iter_0000005", values(specs()), run=Carried(5))
+    write(tmp_path / "iter_0000005", values(specs()), run=CarriedRun(5))
     without_arguments(tmp_path / "iter_0000005")
     torch.save(
         {"step": torch.tensor(5), "consumed_train_samples": torch.tensor(80)}, tmp_path / "latest_train_state.pt"

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, MegatronReader
 from precisionctl.checkpoints.megatron.keys import write_tracker
-from precisionctl.checkpoints.megatron.run import NO_RUN, Carried, MegatronReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.commands.request import Request
@@ -47,7 +47,9 @@ def test_a_padded_size_padded_for_more_ranks_is_the_size_padded_for_them(size: i
     assert of_padded.padded_vocab_size == expected
 
 
-def trained(tmp_path: Path, run: Carried = NO_RUN, kinds: Sequence[str] = KINDS) -> tuple[InMemory, dict[str, Tensor]]:
+def trained(
+    tmp_path: Path, run: CarriedRun = NO_RUN, kinds: Sequence[str] = KINDS
+) -> tuple[InMemory, dict[str, Tensor]]:
     """A model with an optimizer, saved by a run at TP 1: 250 tokens and 6 rows of padding that hold something."""
     pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
     source = to_megatron(HuggingFaceReader(tmp_path / "hf"))
@@ -167,7 +169,7 @@ def test_muons_state_has_no_known_place_in_rank_files_and_stays_in_torch_dist(tm
 def test_generators_go_along_where_there_is_a_place_for_them_and_a_run_is_told_where_not(
     tmp_path: Path, container: str
 ) -> None:
-    trained(tmp_path, Carried(objects={"rng_state/shard_0.0_1.1": {"torch_rng_state": torch.get_rng_state()}}))
+    trained(tmp_path, CarriedRun(objects={"rng_state/shard_0.0_1.1": {"torch_rng_state": torch.get_rng_state()}}))
     reader, _, told = convert(tmp_path / "run", tmp_path / "out", container)
     kept = container == "torch_dist"
     assert ("rng_state/shard_0.0_1.1" in reader.objects) == kept

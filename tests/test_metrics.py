@@ -14,7 +14,7 @@ import pytest
 
 from precisionctl.errors import DataError, EnvironmentProblem
 from precisionctl.recipe import Tracking
-from precisionctl.reports.compare import find_looks
+from precisionctl.reports.compare_runs import find_looks
 from precisionctl.reports.curves import read_curve, read_shadows
 from precisionctl.trainer.measure.metrics import FILE, SHADOWS, MetricsLog, StepMetrics, read_metrics
 from precisionctl.trainer.measure.tracking import require

@@ -12,7 +12,7 @@ from in_memory import InMemory, to_megatron
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from precisionctl.architectures.find import from_hf_config
+from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling

@@ -13,15 +13,15 @@ import torch
 from test_recipe import PLAIN
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from precisionctl.architectures.find import from_hf_config
+from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.fused_experts import sliced
-from precisionctl.checkpoints.safetensors_file import Stored
+from precisionctl.checkpoints.safetensors_file import StoredTensor
 from precisionctl.errors import RecipeError
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import check_fp8_gemms
-from precisionctl.recipe import Parallel, bundled_recipes, load_recipe
+from precisionctl.recipe import ParallelSettings, bundled_recipes, load_recipe
 from precisionctl.trainer.measure.memory import estimate
 from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.parallel import shards
@@ -126,7 +126,9 @@ def on_paper(real: Real) -> OnPaper:
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
     specs = {name: TensorSpec(tuple(values.shape), values.dtype) for name, values in theirs.state_dict().items()}
-    stored = sliced({name: Stored(spec, 0) for name, spec in specs.items()}, "memory")  # experts are one tensor there
+    stored = sliced(
+        {name: StoredTensor(spec, 0) for name, spec in specs.items()}, "memory"
+    )  # experts are one tensor there
     return OnPaper(from_hf_config(config), {name: each.spec for name, each in stored.items()})
 
 
@@ -168,7 +170,7 @@ def test_its_batches_divide_among_the_gpus_that_its_first_line_names(name: str) 
 def test_it_fits_the_gpus_that_it_names_and_not_an_eighth_of_them(name: str) -> None:
     recipe, real = load_recipe(name), real_of(name)
     model = from_hf_config(dict(real.config))
-    alone = replace(recipe, parallel=Parallel())  # an eighth of the ranks cannot be dealt out so
+    alone = replace(recipe, parallel=ParallelSettings())  # an eighth of the ranks cannot be dealt out so
     for precision in (recipe.precision, replace(recipe.precision, fp8=False)):
         taken = estimate(model, replace(recipe, precision=precision), "te", ranks=real.gpus, gpu=True).total
         assert 20e9 < taken < 72e9, f"{taken / 1e9:.0f} GB"

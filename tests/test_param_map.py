@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precisionctl.architectures.find import architecture_of, supported
-from precisionctl.architectures.moves import QKV
+from precisionctl.architectures.families import architecture_of, supported
 from precisionctl.architectures.param_map import Architecture, Either, Row
+from precisionctl.architectures.rearrange import QKV
 from precisionctl.errors import UnknownArchitecture
 from precisionctl.model_shape import MLA, ModelShape, MoE
 from precisionctl.planning.segments import lower
@@ -75,7 +75,7 @@ def test_split_is_the_inverse_of_merge(row: Row, model: ModelShape) -> None:
 @given(model=models().filter(lambda model: model.hf_zero_centered_gamma == model.zero_centered_gamma))
 @settings(max_examples=25, deadline=None)
 def test_lowered_segments_move_what_the_row_moves(row: Row, model: ModelShape) -> None:
-    if not row.moves(model):
+    if not row.is_row_permutation(model):
         pytest.skip("it does more than move")
     parts = hf_parts(row, model)
     names = [f"part{number}" for number in range(len(parts))]
@@ -130,7 +130,11 @@ def test_both_spellings_of_a_row_are_one_parameter() -> None:
         assert [row.megatron for row in each.first] == [row.megatron for row in each.second]
         for first, second in zip(each.first, each.second, strict=True):
             assert (first.sizes, first.parallel, first.layers) == (second.sizes, second.parallel, second.layers)
-            assert first.move == second.move or (first.moves(MODEL) and second.moves(MODEL)) or each.only_read
+            assert (
+                first.rearrangement == second.rearrangement
+                or (first.is_row_permutation(MODEL) and second.is_row_permutation(MODEL))
+                or each.only_read
+            )
 
 
 def test_every_table_names_each_tensor_once() -> None:

@@ -20,7 +20,7 @@ from precisionctl.fp8.state import Fp8State
 from precisionctl.readiness.assess import assess
 from precisionctl.readiness.judge import judge
 from precisionctl.reports import readiness as report
-from precisionctl.reports.heat import Scale
+from precisionctl.reports.heat import ColourScale
 from precisionctl.reports.inspect import describe
 from precisionctl.reports.readiness_page import whole_page
 
@@ -154,7 +154,7 @@ def test_a_map_is_left_out_where_nothing_is_known_of_its_measure(tmp_path):
     ("value", "step"), [(0, "c0"), (1, "c1"), (1.5, "c2"), (2, "c2"), (3, "w0"), (9, "w1"), (99, "w2")]
 )
 def test_colours_turn_warm_beyond_the_limit(value, step):
-    assert Scale((0, 1, 2), (5, 10, 100), str).step(value) == step
+    assert ColourScale((0, 1, 2), (5, 10, 100), str).step(value) == step
 
 
 @pytest.mark.parametrize(

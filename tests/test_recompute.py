@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_model import VOCABULARY, same_state, transformers_model
 
-from precisionctl.architectures.find import from_hf_config
+from precisionctl.architectures.families import from_hf_config
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.trainer.backends.base import fp8_linears

@@ -9,8 +9,8 @@ import torch
 from conversions import carry_out
 
 from precisionctl.checkpoints.base import read_tensor, write_rows
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun, WithOptimizer
 from precisionctl.checkpoints.megatron.keys import write_tracker
-from precisionctl.checkpoints.megatron.run import Carried, WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
@@ -44,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         top / "run" / "iter_0000007",
         weights.model,
         specs,
-        run=Carried(
+        run=CarriedRun(
             iteration=7,
             common={
                 "optimizer": SETTINGS,

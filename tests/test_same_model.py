@@ -14,16 +14,16 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from precisionctl.architectures.find import from_hf_config, from_megatron_args, to_hf_config
+from precisionctl.architectures.families import from_hf_config, from_megatron_args, to_hf_config
 from precisionctl.architectures.megatron_args import otherwise_in_megatron, read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.base import Companions
-from precisionctl.checkpoints.megatron.model import model_of
+from precisionctl.checkpoints.megatron.directory import model_of
 from precisionctl.checkpoints.megatron.provider import described_args, from_provider, to_provider
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.errors import PrecisionctlError, UnknownArchitecture
-from precisionctl.launch.find import launch
+from precisionctl.launch.frameworks import launch
 from precisionctl.model_shape import MLA, STORED, TENSORS, ModelShape, MoE
 from precisionctl.param import TensorSpec
 from precisionctl.precision import Precision

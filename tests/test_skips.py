@@ -12,11 +12,11 @@ from test_guard import run_with_kills
 from training import contents, losses, run, scales, settings
 
 from precisionctl.checkpoints.base import read_tensor
-from precisionctl.checkpoints.megatron.run import WithOptimizer
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
 from precisionctl.fp8 import sidecar
-from precisionctl.reports.compare import compare
+from precisionctl.reports.compare_runs import compare
 from precisionctl.reports.run import warnings
 from precisionctl.trainer import resume as trainer
 from precisionctl.trainer.measure.metrics import FILE, read_metrics

@@ -9,7 +9,7 @@ from forked import run_program
 from shared_layers import CASES, SIZES, source_of
 
 from precisionctl.errors import RecipeError
-from precisionctl.recipe import Parallel, load_recipe
+from precisionctl.recipe import ParallelSettings, load_recipe
 from precisionctl.trainer.data.blend import Blend
 from precisionctl.trainer.data.rows import EqualRows, Rows
 from precisionctl.trainer.parallel import shards, world
@@ -55,14 +55,14 @@ def test_fp8_of_data_ranks_that_starts_cold_is_that_of_one_process(told: Told, a
 @pytest.mark.parametrize(
     ("family", "sizes", "message"),
     [
-        ("llama-3", Parallel(tensor=4), "2 query groups cannot be shared evenly by 4 ranks"),
-        ("llama-2", Parallel(tensor=3), "4 attention heads cannot be shared evenly by 3 ranks"),
-        ("deepseek-v3", Parallel(tensor=8), "4 attention heads"),
-        ("llama-3", Parallel(expert=2), "0 experts cannot be dealt out"),
-        ("mixtral", Parallel(expert=3), "4 experts cannot be dealt out to parallel.expert = 3"),
+        ("llama-3", ParallelSettings(tensor=4), "2 query groups cannot be shared evenly by 4 ranks"),
+        ("llama-2", ParallelSettings(tensor=3), "4 attention heads cannot be shared evenly by 3 ranks"),
+        ("deepseek-v3", ParallelSettings(tensor=8), "4 attention heads"),
+        ("llama-3", ParallelSettings(expert=2), "0 experts cannot be dealt out"),
+        ("mixtral", ParallelSettings(expert=3), "4 experts cannot be dealt out to parallel.expert = 3"),
     ],
 )
-def test_a_model_that_ranks_cannot_share_is_refused(family: str, sizes: Parallel, message: str) -> None:
+def test_a_model_that_ranks_cannot_share_is_refused(family: str, sizes: ParallelSettings, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         shards.check(source_of(family).model, sizes)
 

@@ -59,7 +59,7 @@ class Key:
         return {self.field: bool(value) if isinstance(self.default, bool) else value}
 
     def write(self, model: ModelShape) -> Config:
-        value = _get(model, self.field)
+        value = attrgetter(self.field)(model)
         return {} if value is None and self.absent is None else {self.key: value}
 
 
@@ -115,10 +115,6 @@ class Only:
 
     def write(self, model: ModelShape) -> Config:
         return {self.key: self.value}
-
-
-def _get(model: ModelShape, field: str) -> Any:
-    return attrgetter(field)(model)
 
 
 def size(config: Config, key: str, where: object, largest: int | None = None) -> int:

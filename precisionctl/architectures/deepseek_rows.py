@@ -5,8 +5,8 @@ Rows of multi-token prediction layers are the decoder's under other names, and w
 
 from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT
 from precisionctl.architectures.moe_rows import EXPERTS, MOE_NORM, ROUTER
-from precisionctl.architectures.moves import GAMMA, GATE_UP
 from precisionctl.architectures.param_map import Alias, Either, Row, renamed, when
+from precisionctl.architectures.rearrange import GAMMA, GATE_UP
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
 
 _QUERY_LATENT = when("query_latent")

@@ -11,14 +11,14 @@ from precisionctl.architectures.gemma2 import COMMON
 from precisionctl.architectures.gemma_rows import NOTE, ROWS
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
-from precisionctl.architectures.rope import KEYS, found, read_rope
+from precisionctl.architectures.rope import KEYS, read_rope, rotary_parameters
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 from precisionctl.model_shape import ModelShape, real
 
 
 def _read_rope(config: Config, where: object) -> Fields:
     """By kind of layer in transformers 5; transformers 4 has `rope_local_base_freq` beside the usual keys."""
-    parameters = found(config, where)
+    parameters = rotary_parameters(config, where)
     if not {"full_attention", "sliding_attention"} & parameters.keys():
         local = config.get("rope_local_base_freq", 10000.0)
         fields = read_rope(config, where, parameters, 1e6, 1.0)

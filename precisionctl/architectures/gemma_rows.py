@@ -1,8 +1,8 @@
 """Rows that Gemma 2 and 3 have beside Llama's: a norm before and one after each block."""
 
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, EMBEDDING, FINAL_NORM, MLP, OUTPUT
-from precisionctl.architectures.moves import GAMMA
 from precisionctl.architectures.param_map import Row
+from precisionctl.architectures.rearrange import GAMMA
 
 ROWS = (
     *EMBEDDING,

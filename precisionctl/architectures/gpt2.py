@@ -18,9 +18,9 @@ from precisionctl.architectures.config_keys import (
     size,
     tied,
 )
-from precisionctl.architectures.moves import QKV, SAME, Joined, Transposed
-from precisionctl.architectures.moves import VOCABULARY as PADDED
 from precisionctl.architectures.param_map import Alias, Architecture, Either, Row, renamed, when
+from precisionctl.architectures.rearrange import QKV, SAME, Joined, Transposed
+from precisionctl.architectures.rearrange import VOCABULARY as PADDED
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
 

@@ -28,8 +28,8 @@ from precisionctl.architectures.llama_rows import (
 )
 from precisionctl.architectures.mixtral import EXPERTS_EVERYWHERE
 from precisionctl.architectures.moe_rows import FC1, FC1_SIZES, FC2, FC2_SIZES, MOE_NORM
-from precisionctl.architectures.moves import SAME, Alternating, Move, Transposed
 from precisionctl.architectures.param_map import Architecture, Either, Row
+from precisionctl.architectures.rearrange import SAME, Alternating, Rearrangement, Transposed
 from precisionctl.architectures.rope import rope
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS, Parallel
 
@@ -43,11 +43,11 @@ _YARN = {
 }
 
 
-def _matrix(name: str, megatron: str, sizes: tuple[str, ...], stands: Move, parallel: Parallel) -> Either:
+def _matrix(name: str, megatron: str, sizes: tuple[str, ...], stands: Rearrangement, parallel: Parallel) -> Either:
     """An expert's weight, `[in, out]`, or in MXFP4 `[out, in]`."""
     stored = f"model.layers.{{layer}}.mlp.experts.{name}"
     row = Row(f"{stored}[{{expert}}]", megatron, sizes, Transposed(stands), parallel, layers="moe", gemm=True)
-    return Either((row,), (replace(row, names=f"{stored}_blocks[{{expert}}]", move=stands),), only_read=True)
+    return Either((row,), (replace(row, names=f"{stored}_blocks[{{expert}}]", rearrangement=stands),), only_read=True)
 
 
 ARCHITECTURE = Architecture(

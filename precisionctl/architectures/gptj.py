@@ -6,8 +6,8 @@ has a bias.
 
 from precisionctl.architectures.config_keys import Always, Config, Fields, Rule, size, tied
 from precisionctl.architectures.gpt2 import SIZES
-from precisionctl.architectures.moves import QKV
 from precisionctl.architectures.param_map import Architecture, Row
+from precisionctl.architectures.rearrange import QKV
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
 

@@ -1,14 +1,14 @@
 """Groups of rows that Llama, and every family that took its names from it, have in common."""
 
-from precisionctl.architectures.moves import GAMMA, GATE_UP, QKV, VOCABULARY
-from precisionctl.architectures.param_map import Alias, Present, Row, when
+from precisionctl.architectures.param_map import Alias, Condition, Row, when
+from precisionctl.architectures.rearrange import GAMMA, GATE_UP, QKV, VOCABULARY
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
 
 # Megatron has one switch for all biases and one for QKV's alone; Hugging Face one for the attention or for QKV, and
 # one for the MLP
-QKV_BIASES = Present("qkv_bias", ("add_bias_linear", "add_qkv_bias"))
-PROJ_BIAS = Present("proj_bias", ("add_bias_linear",))
-MLP_BIAS = Present("mlp_bias", ("add_bias_linear",))
+QKV_BIASES = Condition("qkv_bias", ("add_bias_linear", "add_qkv_bias"))
+PROJ_BIAS = Condition("proj_bias", ("add_bias_linear",))
+MLP_BIAS = Condition("mlp_bias", ("add_bias_linear",))
 UNTIED = when("untied_embeddings")
 
 EMBEDDING = (

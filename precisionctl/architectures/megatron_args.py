@@ -188,10 +188,19 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
     check_size(heads, "num_attention_heads")
     num_layers = _need(args, "num_layers", where)
     check_size(num_layers, "num_layers", MOST_LAYERS)
-    window = _read_window(args.get("window_size"))
+    distances = args.get("window_size")  # to the left and right, -1 without end; Hugging Face counts the token itself
+    window = None if not distances or int(distances[0]) == -1 else int(distances[0]) + 1
     biased = bool(args.get("add_bias_linear", True))  # Megatron's default
     epsilon = args["layernorm_epsilon"] if "layernorm_epsilon" in args else _need(args, "norm_epsilon", where)
-    mla = _read_mla(args, where)
+    sizes: dict[str, Any] = {name: _need(args, name, where) for name in _MLA if args.get("multi_latent_attention")}
+    mla = MLA(**sizes) if sizes else None
+    scaling = _read_rope(args, mla, where)
+    for name, value in (scaling or {}).items():
+        if name not in ("rope_type", "truncate"):
+            real(value, name)
+    known = ("rope", "learned_absolute", "yarn")  # yarn is rope, scaled
+    kind = _one_of(args, "position_embedding_type", known, "learned_absolute", where)
+    scale = args.get("softmax_scale")  # a root, which may have cost the last digits
     return ModelShape(
         architecture="",
         num_layers=num_layers,
@@ -207,15 +216,15 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         norm_epsilon=epsilon,
         normalization=_one_of(args, "normalization", ("RMSNorm", "LayerNorm"), "LayerNorm", where),
         zero_centered_gamma=bool(args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")),
-        position_embedding=_read_positions(args, where),
+        position_embedding="rope" if kind == "yarn" else kind,
         rotary_base=float(args.get("rotary_base", 10000)),
         rotary_percent=float(args.get("rotary_percent", 1.0)),
         rotary_interleaved=bool(args.get("rotary_interleaved")),
-        rope_scaling=_numbers(_read_rope(args, mla, where)),
+        rope_scaling=scaling,
         sliding_window=window,
         window_layers=_read_window_layers(args.get("window_attn_skip_freq"), num_layers) if window else None,
         qk_layernorm=bool(args.get("qk_layernorm")) and mla is None,
-        query_pre_attn_scalar=_read_scale(args.get("softmax_scale")),
+        query_pre_attn_scalar=None if scale is None else round(float(scale) ** -2, 9),
         softmax_offset=_one_of(args, "softmax_type", ("vanilla", "learnable"), "vanilla", where) == "learnable",
         tied_embeddings=not args.get("untie_embeddings_and_output_weights", False),
         qkv_bias=biased or bool(args.get("add_qkv_bias")),
@@ -245,37 +254,20 @@ def _read_activation(args: Mapping[str, Any]) -> dict[str, Any]:
     return fields | {"activation": "gelu_tanh" if args.get("bias_gelu_fusion", True) else "gelu"}
 
 
-def _read_positions(args: Mapping[str, Any], where: object) -> Any:
-    known = ("rope", "learned_absolute", "yarn")  # yarn is rope, scaled
-    kind = _one_of(args, "position_embedding_type", known, "learned_absolute", where)
-    return "rope" if kind == "yarn" else kind
-
-
 def _read_rope(args: Mapping[str, Any], mla: MLA | None, where: object) -> dict[str, Any] | None:
     if args.get("position_embedding_type") == "yarn":
         rounded = bool(args.get("yarn_correction_range_round_to_int", True))
         return _read_yarn(args, "yarn_", where) | ({} if rounded else {"truncate": False})
     if mla is not None:
-        return _read_mla_rope(args, where)
+        # Of plain rotary positions, MLA heeds no scaling; but its scores are scaled as YaRN's are
+        if _one_of(args, "rope_type", ("rope", "yarn"), "yarn", where) == "yarn":
+            return _read_yarn(args, "", where)
+        _one_of(args, "mscale_all_dim", (0, None), 0, where)
+        return None
     if args.get("use_rope_scaling"):
         return {"rope_type": "llama3", "factor": args.get("rope_scaling_factor", 8.0), **_LLAMA3}
     if args.get("rotary_seq_len_interpolation_factor"):
         return {"rope_type": "linear", "factor": args["rotary_seq_len_interpolation_factor"]}
-    return None
-
-
-def _numbers(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
-    for name, value in (scaling or {}).items():
-        if name not in ("rope_type", "truncate"):
-            real(value, name)
-    return scaling
-
-
-def _read_mla_rope(args: Mapping[str, Any], where: object) -> dict[str, Any] | None:
-    """Of plain rotary positions, MLA heeds no scaling; but its scores are scaled as YaRN's are."""
-    if _one_of(args, "rope_type", ("rope", "yarn"), "yarn", where) == "yarn":
-        return _read_yarn(args, "", where)
-    _one_of(args, "mscale_all_dim", (0, None), 0, where)
     return None
 
 
@@ -287,16 +279,6 @@ def _read_yarn(args: Mapping[str, Any], prefix: str, where: object) -> dict[str,
     return {"rope_type": "yarn", **yarn}
 
 
-def _read_scale(scale: Any) -> float | None:
-    """The root may have cost the last digits."""
-    return None if scale is None else round(float(scale) ** -2, 9)
-
-
-def _read_window(window: Any) -> int | None:
-    """Megatron says how far to the left; -1 is without end."""
-    return None if not window or int(window[0]) == -1 else int(window[0]) + 1
-
-
 def _read_window_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | None:
     """`N`: every N-th layer sees all; a list: 1 where there is a window."""
     if frequency is None:
@@ -304,13 +286,6 @@ def _read_window_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | N
     if isinstance(frequency, int):
         return tuple(layer % frequency != 0 for layer in range(1, num_layers + 1))
     return tuple(bool(each) for each in frequency)
-
-
-def _read_mla(args: Mapping[str, Any], where: object) -> MLA | None:
-    if not args.get("multi_latent_attention"):
-        return None
-    sizes: dict[str, Any] = {name: _need(args, name, where) for name in _MLA}
-    return MLA(**sizes)
 
 
 def _read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, where: object) -> MoE | None:

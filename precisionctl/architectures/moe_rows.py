@@ -4,8 +4,8 @@ Experts come under a number each, as transformers saves them, or fused in one te
 transformers 5 has them in memory.
 """
 
-from precisionctl.architectures.moves import GAMMA, GATE_UP, SAME
 from precisionctl.architectures.param_map import Either, Row
+from precisionctl.architectures.rearrange import GAMMA, GATE_UP, SAME
 from precisionctl.param import COLUMNS, GATED_ROWS
 
 MOE_NORM = (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.architectures.config_keys import Entry
-from precisionctl.architectures.moves import SAME, Move
+from precisionctl.architectures.rearrange import SAME, Rearrangement
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import REPLICATED, Layout, Parallel
 
@@ -23,8 +23,8 @@ Place = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Present:
-    """Switches of ModelShape, by layout, without which a row's tensors do not exist there.
+class Condition:
+    """When a row's tensors exist: by layout, the switches of ModelShape that must be on.
 
     Where only one side has them they are zero biases: filled with zeros on the way there, and checked
     to be zero on the way back.
@@ -39,12 +39,12 @@ class Present:
         return not self.megatron or any(getattr(model, switch) for switch in self.megatron)
 
 
-ALWAYS = Present()
+ALWAYS = Condition()
 
 
-def when(switch: str) -> Present:
+def when(switch: str) -> Condition:
     """Present in both layouts while `switch` of ModelShape is on."""
-    return Present(switch, (switch,))
+    return Condition(switch, (switch,))
 
 
 @dataclass(frozen=True)
@@ -54,25 +54,25 @@ class Row:
     `sizes` are the fields of ModelShape that make the shape of the whole (all ranks') Megatron tensor. `layers`
     says in which layers there is one: those whose MLP is dense, those with experts, or all. `gemm` says whether
     this is the weight of a GEMM that an FP8 recipe computes in FP8: routers stay in BF16. `keeps_dtype` says whether
-    values stay as stored whatever dtype the target has. `found` is the same row in another spelling, where the source
-    has that.
+    values stay as stored whatever dtype the target has. `as_stored` is the same row under the source's names, where
+    those are not the ones to write.
     """
 
     names: str | tuple[str, ...]
     megatron: str
     sizes: tuple[str, ...]
-    move: Move = SAME
+    rearrangement: Rearrangement = SAME
     parallel: Parallel = REPLICATED
-    present: Present = ALWAYS
+    present: Condition = ALWAYS
     layers: Literal["all", "dense", "moe"] = "all"
     gemm: bool = False
     keeps_dtype: bool = False
-    found: "Row | None" = None
+    as_stored: "Row | None" = None
 
     @property
     def source(self) -> "Row":
         """The row as the source spells it."""
-        return self.found or self
+        return self.as_stored or self
 
     @property
     def hf(self) -> tuple[str, ...]:
@@ -97,18 +97,18 @@ class Row:
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         """Hugging Face's tensors as the whole Megatron one."""
-        return self.move.merge(parts, model)
+        return self.rearrangement.merge(parts, model)
 
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         """The inverse of `merge`."""
-        return self.move.split(whole, model)
+        return self.rearrangement.split(whole, model)
 
-    def moves(self, model: ModelShape) -> bool:
+    def is_row_permutation(self, model: ModelShape) -> bool:
         """Whether `merge` and `split` only move rows (dimension 0)."""
-        return self.move.moves(model)
+        return self.rearrangement.is_row_permutation(model)
 
     def places(self, model: ModelShape) -> Iterator[Place]:
-        """Every place where there is such a parameter, in order."""
+        """The numbers (layer, expert, ...) of every parameter that this row describes, in order."""
         if "{mtp}" in self.megatron:
             for mtp in range(model.mtp_num_layers):
                 # Megatron builds them of the decoder's last layer
@@ -144,8 +144,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Either:
-    """Two spellings of the same rows in Hugging Face: what is read is what is there, what is written the first; to
-    Hugging Face what is there again, unless that is `only_read`."""
+    """Two spellings of the same rows in Hugging Face. Read is the one that is stored. Written is the first; but from
+    Hugging Face to Hugging Face the stored one again, unless the second is `only_read`."""
 
     first: tuple[Row, ...]
     second: tuple[Row, ...]
@@ -184,7 +184,7 @@ class Architecture:
 
     def spelled(self, stored: Mapping[str, object], model: ModelShape, respelled: bool = False) -> tuple[Row, ...]:
         """The rows, each in the spelling of the names in `stored`; else, if they are to be `respelled` or the second is
-        `only_read`, in the first, with the row that was `found`."""
+        `only_read`, in the first, with the stored one as `as_stored`."""
         rows: list[Row] = []
         for row in self.rows:
             if isinstance(row, Row):
@@ -193,7 +193,7 @@ class Architecture:
                 rows += row.first
             elif respelled or row.only_read:
                 found = {second.megatron: second for second in row.second}
-                rows += (replace(first, found=found[first.megatron]) for first in row.first)
+                rows += (replace(first, as_stored=found[first.megatron]) for first in row.first)
             else:
                 rows += row.second
         return tuple(rows)

@@ -23,8 +23,8 @@ from precisionctl.architectures.llama_rows import (
     ROTARY,
     TIED,
 )
-from precisionctl.architectures.moves import QKV, Joined
 from precisionctl.architectures.param_map import Architecture, Row
+from precisionctl.architectures.rearrange import QKV, Joined
 from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, GATED_ROWS, ROWS

@@ -51,7 +51,7 @@ def rope(
 
     def read(config: Config, where: object) -> Fields:
         config = config if original is None else {_ORIGINAL: original} | dict(config)
-        fields = read_rope(config, where, found(config, where) or scaling or {}, base, percent)
+        fields = read_rope(config, where, rotary_parameters(config, where) or scaling or {}, base, percent)
         if not partial and fields["rotary_percent"] != 1:
             raise UnknownArchitecture(
                 f"no {config.get('model_type')} known here has partial_rotary_factor={fields['rotary_percent']}",
@@ -73,7 +73,7 @@ def rope(
     return Rule(keys, read, write)
 
 
-def found(config: Config, where: object, key: str = "rope_parameters") -> Mapping[str, Any]:
+def rotary_parameters(config: Config, where: object, key: str = "rope_parameters") -> Mapping[str, Any]:
     """What config.json says of rotary embeddings, under either of its keys."""
     parameters = config.get(key) or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):

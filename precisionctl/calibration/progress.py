@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from precisionctl.checkpoints.lock import lock
-from precisionctl.checkpoints.output import Output, open_kept, replace_file, sync
+from precisionctl.checkpoints.output import Output, lock, open_kept, replace_file, sync
 from precisionctl.errors import DamagedCheckpoint, OutputError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States

@@ -17,7 +17,7 @@ from torch import Tensor
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import e2m1
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.grouped import Order
+from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
@@ -38,7 +38,7 @@ class Box:
         return self.rows * self.columns
 
     def intersect(self, other: "Box") -> "Box | None":
-        """What both boxes have; None for nothing."""
+        """The part that is in both boxes; None where they do not overlap."""
         row, column = max(self.row, other.row), max(self.column, other.column)
         rows = min(self.row + self.rows, other.row + other.rows) - row
         columns = min(self.column + self.columns, other.column + other.columns) - column
@@ -49,9 +49,9 @@ class Box:
 class Chunk:
     """A box of a logical tensor and where its row-major bytes are.
 
-    `place` is a file, where they start at byte `offset`, or a live tensor of the box's shape. `only` a part of it is
-    to be looked at, where others have the rest. A `packed` one of a file, which is read whole rows at a time, has two
-    codes of E2M1 in each byte; read are the E4M3 codes of the same numbers.
+    `place` is a file, in which they start at byte `offset`, or a live tensor of the box's shape. `only` is set where
+    this process reads or writes just a part of the box, because other ranks have the rest. `packed`: the file has two
+    E2M1 codes in each byte; they are read as the E4M3 codes of the same numbers, whole rows at a time.
     """
 
     box: Box
@@ -80,17 +80,29 @@ class Reader(Protocol):
     """A checkpoint (or a live model) to read from. Opening one reads no tensor data."""
 
     @property
-    def path(self) -> Path | None: ...
+    def path(self) -> Path | None:
+        """The checkpoint's directory; None for a live model."""
+        ...
+
     @property
-    def container(self) -> str: ...
+    def container(self) -> str:
+        """Its name as `--container` and reports have it, e.g. `torch_dist`."""
+        ...
+
     @property
     def layout(self) -> Layout: ...
     @property
     def model(self) -> ModelShape: ...
     @property
-    def specs(self) -> Mapping[str, TensorSpec]: ...
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Shape, dtype and sharding of every tensor of the model, by logical name."""
+        ...
+
     @property
-    def fp8(self) -> Fp8States | None: ...
+    def fp8(self) -> Fp8States | None:
+        """The state of delayed scaling that is stored with the weights; None where there is none."""
+        ...
+
     @property
     def encodings(self) -> Mapping[str, Encoding]:
         """How FP8 codes among `specs` decode, by tensor name."""
@@ -116,7 +128,7 @@ class Hints:
 
     family: str | None = None
     companions: Companions | None = None
-    grouped_columns: Order | None = None
+    grouped_columns: ColumnOrder | None = None
 
 
 NO_HINTS = Hints()
@@ -199,7 +211,7 @@ def stored_dtype(source: Chunked, name: str) -> torch.dtype:
 
 
 def in_mxfp4(reader: Reader) -> list[str]:
-    """The weights that are."""
+    """The names of the weights that are stored in MXFP4."""
     return [name for name in reader.encodings if stored_dtype(reader, name) == e2m1.DTYPE]
 
 
@@ -213,7 +225,8 @@ def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | Non
         if isinstance(chunk.place, Tensor):
             into.copy_(_window(chunk.place.detach(), part, chunk.box.row, chunk.box.column))
         elif chunk.packed:
-            _read_packed(chunk, part, into)
+            pairs = torch.empty(part.rows, part.columns // 2, dtype=torch.uint8)
+            e2m1.unpack(_read(replace(chunk, box=_halved(chunk.box)), _halved(part), pairs), into)
         elif into.is_contiguous():
             _read(chunk, part, into)
         else:
@@ -230,7 +243,7 @@ def in_pieces(row: int, rows: int, width: int, room: int) -> Iterator[tuple[int,
 
 
 def rows_held(place: Chunked, name: str) -> list[range]:
-    """The runs of rows of which some chunk holds something: one of all rows, but where other ranks have the rest."""
+    """The runs of rows that some chunk holds: one run of all rows, unless other ranks hold the rest."""
     runs: list[range] = []
     parts = [chunk.part for chunk in place.chunks(name)]
     for start, stop in sorted((part.row, part.row + part.rows) for part in parts):
@@ -251,11 +264,6 @@ def _read(chunk: Chunk, part: Box, into: Tensor) -> Tensor:
             do="Is its disk failing? What is done is kept; copy the file anew and run the same command again.",
         ) from error
     return into
-
-
-def _read_packed(chunk: Chunk, part: Box, into: Tensor) -> None:
-    pairs = torch.empty(part.rows, part.columns // 2, dtype=torch.uint8)
-    e2m1.unpack(_read(replace(chunk, box=_halved(chunk.box)), _halved(part), pairs), into)
 
 
 def _halved(box: Box) -> Box:
@@ -312,14 +320,12 @@ def _transfer(chunk: Chunk, part: Box, window: Tensor, call: Callable[..., int],
     file = os.open(chunk.place, flags)  # type: ignore[arg-type]
     try:
         for index, run in enumerate(runs):
-            _transfer_run(file, run.view(torch.uint8).numpy().data.cast("B"), offset + index * pitch, call, chunk)
+            data, at = run.view(torch.uint8).numpy().data.cast("B"), offset + index * pitch
+            while data:  # a call may transfer less than it is asked for
+                done = call(file, [data], at)
+                if done == 0:
+                    what = "a file ends before its tensors do"
+                    raise DamagedCheckpoint(what, where=chunk.place, do="Is the copy whole?")
+                data, at = data[done:], at + done
     finally:
         os.close(file)
-
-
-def _transfer_run(file: int, data: memoryview, offset: int, call: Callable[..., int], chunk: Chunk) -> None:
-    while data:
-        done = call(file, [data], offset)
-        if done == 0:
-            raise DamagedCheckpoint("a file ends before its tensors do", where=chunk.place, do="Is the copy whole?")
-        data, offset = data[done:], offset + done

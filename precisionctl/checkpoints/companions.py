@@ -15,7 +15,7 @@ from precisionctl.untrusted.safe_files import read_file, read_files
 
 
 @dataclass(frozen=True)
-class Kind:
+class CompanionKind:
     """Files by the `patterns` of their names, what becomes of them, and the reason."""
 
     patterns: tuple[str, ...]
@@ -23,8 +23,10 @@ class Kind:
     reason: str
 
 
-CONFIG = Kind(("config.json",), "travels", "says which model it is; `--to hf` sets the dtype and `quantization_config`")
-TOKENIZER = Kind(
+CONFIG = CompanionKind(
+    ("config.json",), "travels", "says which model it is; `--to hf` sets the dtype and `quantization_config`"
+)
+TOKENIZER = CompanionKind(
     (
         *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
         *("spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "*.tiktoken", "tekken.json"),
@@ -33,46 +35,48 @@ TOKENIZER = Kind(
     "the tokenizer",
 )
 KINDS = (
-    Kind(
+    CompanionKind(
         ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"),
         "made anew",
         "weights, and the index of their files",
     ),
     CONFIG,
     TOKENIZER,
-    Kind(("generation_config.json",), "travels", "how the model is sampled from"),
-    Kind(("configuration.json",), "travels", "what ModelScope's client looks for"),
-    Kind(("chat_template*",), "travels", "how a conversation becomes tokens"),
-    Kind(
+    CompanionKind(("generation_config.json",), "travels", "how the model is sampled from"),
+    CompanionKind(("configuration.json",), "travels", "what ModelScope's client looks for"),
+    CompanionKind(("chat_template*",), "travels", "how a conversation becomes tokens"),
+    CompanionKind(
         ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
         "travels",
         "how images and sound become inputs; engines look for them",
     ),
-    Kind(
+    CompanionKind(
         ("LICENSE*", "LICENCE*", "License*", "NOTICE*", "Notice*", "COPYING*", "MODEL_LICENSE*", "USE_POLICY*"),
         "travels",
         "the terms on which the model may be passed on",
     ),
-    Kind(("*.py",), "stays", "code; what `auto_map` names, and what that imports from beside it, travels as bytes"),
-    Kind(
+    CompanionKind(
+        ("*.py",), "stays", "code; what `auto_map` names, and what that imports from beside it, travels as bytes"
+    ),
+    CompanionKind(
         ("hf_quant_config.json",), "made anew", "how the weights are coded; an export for TensorRT-LLM writes its own"
     ),
-    Kind(
+    CompanionKind(
         ("*.md", "*.png", "*.jpg", "*.jpeg", "*.svg", "*.gif", "*.pdf"),
         "stays",
         "the model card describes the source; an export writes one of its own",
     ),
-    Kind(
+    CompanionKind(
         ("optimizer*", "scheduler.pt", "rng_state*.pth", "trainer_state.json", "training_args.bin", "scaler.pt"),
         "stays",
         "the state of another trainer's run",
     ),
-    Kind(
+    CompanionKind(
         ("*.gguf", "*.pth", "*.pt", "*.onnx", "*.h5", "*.msgpack", "params.json"),
         "stays",
         "the weights in another format",
     ),
-    Kind((".*",), "stays", "what Git and the Hub's client keep for themselves"),
+    CompanionKind((".*",), "stays", "what Git and the Hub's client keep for themselves"),
 )
 """The first that fits a name counts. A name that fits none stays, and the command says so; so do folders, unsaid."""
 
@@ -85,7 +89,7 @@ _LARGEST_CODE = 4 << 20
 """Bytes of each."""
 
 
-def kind_of(name: str) -> Kind | None:
+def kind_of(name: str) -> CompanionKind | None:
     """What a file beside the weights is; None where its name is not known."""
     return next((kind for kind in KINDS if any(fnmatchcase(name, pattern) for pattern in kind.patterns)), None)
 

@@ -14,7 +14,7 @@ import torch
 
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import DamagedCheckpoint, damage, shown
-from precisionctl.fp8.opcodes import Each, Global, Made, Pairs, dump
+from precisionctl.fp8.opcodes import Global, LazyDict, LazyList, PickledObject, dump
 from precisionctl.untrusted import safe_pickle
 from precisionctl.untrusted.safe_files import check_link, read_file
 from precisionctl.untrusted.safe_pickle import itself, sizes
@@ -24,7 +24,7 @@ _LARGEST = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DcpPiece:
     """A box of a tensor, `offsets` and `sizes` per dimension, and the archive that holds it."""
 
     offsets: tuple[int, ...]
@@ -33,19 +33,19 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class DcpTensor:
     """A tensor as `.metadata` describes it, and where the pieces of it are."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DcpPiece, ...]
 
 
 @dataclass(frozen=True)
 class Index:
     """What a directory holds, by key: tensors in pieces, and pickled objects."""
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, DcpTensor]
     objects: Mapping[str, Span]
 
 
@@ -118,50 +118,38 @@ def read_index(directory: Path) -> Index:
     path = directory / FILE
     root = safe_pickle.loads(read_file(path, directory, _LARGEST), _ALLOWED, path)
     with damage("not what PyTorch writes", path):
-        return _index(root, _Files(directory))
-
-
-def _index(root: Any, files: "_Files") -> Index:
-    infos = {_place_of(index): info for index, info in root.storage_data.items()}
-    tensors, objects = {}, {}
-    for key, entry in root.state_dict_metadata.items():
-        _text(key)
-        if isinstance(entry, _Object):
-            objects[key] = files.span(infos[key, None])
-        else:
-            boxes = dict.fromkeys((sizes(chunk.offsets), sizes(chunk.sizes)) for chunk in entry.chunks)
-            pieces = tuple(Piece(*box, files.span(infos[key, box[0]])) for box in boxes)
-            tensors[key] = StoredTensor(sizes(entry.size), _dtype(entry.properties.args[0]), pieces)
-            _check(key, tensors[key])
-    return Index(tensors, objects)
-
-
-def _place_of(index: Any) -> tuple[str, tuple[int, ...] | None]:
-    return _text(index.fqn), None if index.offset is None else sizes(index.offset)
-
-
-def _check(key: str, tensor: StoredTensor) -> None:
-    """Before anything is made as large as the sizes say: each piece is inside its tensor and its file, and together
-    they have as many elements as the tensor. Overlaps are the reader's to find."""
-    for piece in tensor.pieces:
-        ends = [offset + size for offset, size in zip(piece.offsets, piece.sizes, strict=True)]
-        if any(end > length for end, length in zip(ends, tensor.shape, strict=True)):
-            raise ValueError(f"{key} has a piece outside itself")
-        if math.prod(piece.sizes) * tensor.dtype.itemsize > piece.span.length:
-            raise ValueError(f"{key} has a piece {piece.sizes} in {piece.span.length} bytes")
-    if not sum(math.prod(piece.sizes) for piece in tensor.pieces) == math.prod(tensor.shape) > 0:
-        raise ValueError(f"{key} has pieces of another size than itself")
+        files = _Files(directory)
+        infos = {}
+        for index, info in root.storage_data.items():
+            infos[_text(index.fqn), None if index.offset is None else sizes(index.offset)] = info
+        tensors, objects = {}, {}
+        for key, entry in root.state_dict_metadata.items():
+            _text(key)
+            if isinstance(entry, _Object):
+                objects[key] = files.span(infos[key, None])
+            else:
+                boxes = dict.fromkeys((sizes(chunk.offsets), sizes(chunk.sizes)) for chunk in entry.chunks)
+                pieces = tuple(DcpPiece(*box, files.span(infos[key, box[0]])) for box in boxes)
+                value = entry.properties.args[0]
+                if not isinstance(value, torch.dtype):
+                    raise ValueError(f"{shown(value)} as a dtype")
+                # Before anything is made as large as the sizes say: each piece is inside its tensor and its file, and
+                # together they have as many elements as the tensor. Overlaps are the reader's to find.
+                tensor = tensors[key] = DcpTensor(sizes(entry.size), value, pieces)
+                for piece in tensor.pieces:
+                    ends = [offset + size for offset, size in zip(piece.offsets, piece.sizes, strict=True)]
+                    if any(end > length for end, length in zip(ends, tensor.shape, strict=True)):
+                        raise ValueError(f"{key} has a piece outside itself")
+                    if math.prod(piece.sizes) * tensor.dtype.itemsize > piece.span.length:
+                        raise ValueError(f"{key} has a piece {piece.sizes} in {piece.span.length} bytes")
+                if not sum(math.prod(piece.sizes) for piece in tensor.pieces) == math.prod(tensor.shape) > 0:
+                    raise ValueError(f"{key} has pieces of another size than itself")
+        return Index(tensors, objects)
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
         raise ValueError(f"{shown(value)} as a name")
-    return value
-
-
-def _dtype(value: Any) -> torch.dtype:
-    if not isinstance(value, torch.dtype):
-        raise ValueError(f"{shown(value)} as a dtype")
     return value
 
 
@@ -205,9 +193,9 @@ def write_index(directory: Path, index: Index) -> None:
     """Write `.metadata`; the pieces' files lie in `directory`. Equal indexes give equal bytes."""
     metadata = _object(
         *(_METADATA, "Metadata"),
-        state_dict_metadata=Pairs(_entries(index)),
+        state_dict_metadata=LazyDict(_entries(index)),
         planner_data=None,
-        storage_data=Pairs(_places(index)),
+        storage_data=LazyDict(_places(index)),
         storage_meta=_object(_METADATA, "StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
         version="1.0.0",
     )
@@ -215,14 +203,26 @@ def write_index(directory: Path, index: Index) -> None:
         dump(metadata, file)
 
 
-def _entries(index: Index) -> Iterator[tuple[str, Made]]:
+def _entries(index: Index) -> Iterator[tuple[str, PickledObject]]:
     for key, tensor in index.tensors.items():
-        yield key, _tensor_object(tensor)
+        chunks = LazyList(
+            _object(_METADATA, "ChunkStorageMetadata", offsets=_size(piece.offsets), sizes=_size(piece.sizes))
+            for piece in tensor.pieces
+        )
+        dtype = Global("torch", str(tensor.dtype).removeprefix("torch."))
+        layout = PickledObject(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+        contiguous = PickledObject(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+        state = (dtype, layout, False, contiguous, False)  # ..., requires_grad, memory format, pinned
+        properties = PickledObject(Global(_METADATA, "TensorProperties"), (), new=True, fields=state)
+        yield (
+            key,
+            _object(_METADATA, "TensorStorageMetadata", properties=properties, size=_size(tensor.shape), chunks=chunks),
+        )
     for key in index.objects:
         yield key, _object(_METADATA, "BytesStorageMetadata")
 
 
-def _places(index: Index) -> Iterator[tuple[Made, Made]]:
+def _places(index: Index) -> Iterator[tuple[PickledObject, PickledObject]]:
     for key, tensor in index.tensors.items():
         for piece in tensor.pieces:
             yield _place(key, _size(piece.offsets)), _info(piece.span)
@@ -230,30 +230,17 @@ def _places(index: Index) -> Iterator[tuple[Made, Made]]:
         yield _place(key, None), _info(span)
 
 
-def _object(module: str, name: str, **fields: object) -> Made:
-    return Made(Global(module, name), (), new=True, fields=fields)
+def _object(module: str, name: str, **fields: object) -> PickledObject:
+    return PickledObject(Global(module, name), (), new=True, fields=fields)
 
 
-def _tensor_object(tensor: StoredTensor) -> Made:
-    chunks = Each(
-        _object(_METADATA, "ChunkStorageMetadata", offsets=_size(piece.offsets), sizes=_size(piece.sizes))
-        for piece in tensor.pieces
-    )
-    dtype = Global("torch", str(tensor.dtype).removeprefix("torch."))
-    layout = Made(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = Made(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
-    state = (dtype, layout, False, contiguous, False)  # ..., requires_grad, memory format, pinned
-    properties = Made(Global(_METADATA, "TensorProperties"), (), new=True, fields=state)
-    return _object(_METADATA, "TensorStorageMetadata", properties=properties, size=_size(tensor.shape), chunks=chunks)
+def _size(values: tuple[int, ...]) -> PickledObject:
+    return PickledObject(Global("torch", "Size"), (values,))
 
 
-def _size(values: tuple[int, ...]) -> Made:
-    return Made(Global("torch", "Size"), (values,))
+def _place(key: str, offset: PickledObject | None) -> PickledObject:
+    return PickledObject(Global(_METADATA, "MetadataIndex"), (key, offset))
 
 
-def _place(key: str, offset: Made | None) -> Made:
-    return Made(Global(_METADATA, "MetadataIndex"), (key, offset))
-
-
-def _info(span: Span) -> Made:
+def _info(span: Span) -> PickledObject:
     return _object(_FILESYSTEM, "_StorageInfo", relative_path=span.path.name, offset=span.offset, length=span.length)

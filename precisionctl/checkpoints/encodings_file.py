@@ -16,7 +16,7 @@ import torch
 from precisionctl.checkpoints.base import Chunk, Chunked, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import sync
-from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, Stored, make_header, read_described
+from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
 from precisionctl.fp8.numerics import FP8_MAX
@@ -35,8 +35,8 @@ _LARGEST = torch.finfo(torch.float32).max / FP8_MAX[torch.float8_e4m3fn]
 
 class EncodingsOnDemand(Mapping[str, Encoding]):
     """The encodings of weights by name, read from files when they are asked for. The grids of a large model are
-    gigabytes where channels have scales, so none is kept but the last: whoever decodes asks for one weight's many times
-    over."""
+    gigabytes where channels have scales, so only the last one is kept: decoding a weight piece by piece asks for the
+    same one many times in a row."""
 
     def __init__(self, weights: Collection[str], read: Callable[[str], Encoding]) -> None:
         self._weights, self._read = weights, read
@@ -115,7 +115,7 @@ class WeightEncodings:
 class StoredTensors:
     """Tensors of one safetensors file, or of several."""
 
-    def __init__(self, places: Mapping[str, tuple[Path, Stored]]) -> None:
+    def __init__(self, places: Mapping[str, tuple[Path, StoredTensor]]) -> None:
         self.places = places
         self.specs: Mapping[str, TensorSpec] = {name: stored.spec for name, (_, stored) in places.items()}
 

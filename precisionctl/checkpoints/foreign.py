@@ -1,4 +1,4 @@
-"""What is not read here, and what to do with it today: each by what it is recognised by (docs/foreign.md).
+"""Formats that are not read here: how each is recognised, and what the user can do with it (docs/foreign.md).
 
 Names of files, config.json and names of tensors are looked at; nothing is unpickled.
 """
@@ -10,21 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from precisionctl.architectures.find import supported
+from precisionctl.architectures.families import supported
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import parse_json
+from precisionctl.checkpoints.megatron.carried_run import MegatronReader
 from precisionctl.checkpoints.megatron.logical import EMBEDDING
-from precisionctl.checkpoints.megatron.run import MegatronReader
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.untrusted.safe_files import read_file
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """`what` something is, the `sign` that it is told by (in words), and what to `do` with it. `find` looks for the
-    sign, at a path or in an open checkpoint, and gives what was found; None where it is something else. In `do`,
-    `{path}` is where it is, and `{found}` what was found, which else is said beside `what`."""
+    """Something that is not read here: `what` it is, the `sign` that it is recognised by (in words), and what the user
+    can `do` with it. `find` looks for the sign at a path or in an open checkpoint, and returns what it found there;
+    None where it is something else. `do` may contain `{path}`, where it is, and `{found}`, what was found; without
+    `{found}` in it, that is said after `what`."""
 
     what: str
     sign: str

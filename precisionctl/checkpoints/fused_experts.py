@@ -1,12 +1,18 @@
-"""Experts that Hugging Face stores as one tensor: `mlp.experts.gate_up_proj` of shape [experts, ...].
+"""Experts that Hugging Face stores as one tensor: `mlp.experts.gate_up_proj` of shape `[experts, ...]`.
 
-Logical names are one per expert, so a stored one is its slices `name[0]`, `name[1]`, ...; each is contiguous.
+Logical names are one per expert, so a stored tensor is read as its slices `name[0]`, `name[1]`, ...; each is
+contiguous. In MXFP4, as gpt-oss has it, `experts.gate_up_proj_blocks` are bytes `[experts, rows, columns / 32, 16]` of
+two E2M1 codes each, beside `..._scales`, one byte for each block of 32 (`quant_methods/mxfp4.py` reads those).
 """
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
-from precisionctl.checkpoints.safetensors_file import Stored
+import torch
+
+from precisionctl.checkpoints.safetensors_file import StoredTensor
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
 
@@ -18,27 +24,27 @@ _MOST_SLICES = 1 << 18
 number."""
 
 
-def sliced(tensors: Mapping[str, Stored], where: object) -> dict[str, Stored]:
+def sliced(tensors: Mapping[str, StoredTensor], where: object) -> dict[str, StoredTensor]:
     """The logical tensors of a file's. Raises DamagedCheckpoint for more experts than any model has."""
     fused = {name for name, tensor in tensors.items() if _FUSED.fullmatch(name) and _is_stacked(name, tensor.spec)}
     if sum(tensors[name].spec.rows for name in fused) > _MOST_SLICES:
         raise DamagedCheckpoint(f"more than {_MOST_SLICES} experts", where=where)
     if posing := [name for name in tensors if _SLICE.fullmatch(name)]:
         raise DamagedCheckpoint(f"`{posing[0]}` is named as a slice of another tensor", where=where)
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        found |= _slices(name, tensor) if name in fused else {name: tensor}
+        if name not in fused:
+            found[name] = tensor
+            continue
+        spec = TensorSpec(tensor.spec.shape[1:], tensor.spec.dtype)
+        for expert in range(tensor.spec.rows):
+            found[f"{name}[{expert}]"] = StoredTensor(spec, tensor.offset + expert * spec.nbytes)
     return found
 
 
 def _is_stacked(name: str, spec: TensorSpec) -> bool:
     """Whether dimension 0 is that of experts: of every stack, and of their scales where each has one."""
     return len(spec.shape) > 1 or (len(spec.shape) == 1 and name.endswith(("_scale", "_scale_inv")))
-
-
-def _slices(name: str, tensor: Stored) -> dict[str, Stored]:
-    spec = TensorSpec(tensor.spec.shape[1:], tensor.spec.dtype)
-    return {f"{name}[{e}]": Stored(spec, tensor.offset + e * spec.nbytes) for e in range(tensor.spec.rows)}
 
 
 def stored_name(name: str) -> tuple[str, int | None]:
@@ -63,4 +69,33 @@ def stacked(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         if parts.keys() != set(range(len(parts))) or len(set(parts.values())) != 1:
             raise ShapeMismatch(f"the slices of `{stored}` do not make one tensor")
         found[stored] = TensorSpec((len(parts), *parts[0].shape), parts[0].dtype)
+    return found
+
+
+_BLOCKS = re.compile(r"(.+\.experts\.[a-z_]+)_blocks(\[\d+\])")
+_BYTES = 16
+"""Of a block of 32."""
+
+
+def unpacked(places: Mapping[str, tuple[Path, StoredTensor]]) -> dict[str, tuple[Path, StoredTensor]]:
+    """The tensors of a directory, in which blocks of an expert are the matrix of codes that they hold.
+
+    Raises DamagedCheckpoint for blocks or scales that are no bytes, and for blocks of another shape.
+    """
+    found = dict(places)
+    for name, (file, stored) in places.items():
+        match = _BLOCKS.fullmatch(name)
+        if match is None:
+            continue
+        scales = places.get(f"{match[1]}_scales{match[2]}")
+        for kind, spec in ((name, stored.spec), (f"{match[1]}_scales", scales[1].spec if scales else None)):
+            if spec is not None and spec.dtype != torch.uint8:
+                dtype = str(spec.dtype).removeprefix("torch.")
+                raise DamagedCheckpoint(f"`{kind}` is {dtype}; MXFP4 is made of bytes", where=file)
+        shape = stored.spec.shape
+        if len(shape) != 3 or shape[2] != _BYTES:
+            what = f"`{name}` is {list(shape)}; blocks of MXFP4 are [rows, columns / 32, {_BYTES}]"
+            raise DamagedCheckpoint(what, where=file)
+        codes = TensorSpec((shape[0], 2 * _BYTES * shape[1]), torch.float8_e4m3fn)
+        found[name] = file, replace(stored, spec=codes, packed=True)
     return found

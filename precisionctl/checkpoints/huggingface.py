@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from precisionctl.architectures.find import from_hf_config
+from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
-from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name
-from precisionctl.checkpoints.huggingface_files import SAFETENSORS, Spelling, index_of, read_stored, spelling_of
+from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name, unpacked
+from precisionctl.checkpoints.huggingface_files import SAFETENSORS, WeightFileFormat, index_of, read_stored, spelling_of
 from precisionctl.checkpoints.output import open_weights
-from precisionctl.checkpoints.packed_experts import unpacked
-from precisionctl.checkpoints.safetensors_file import Stored, split_shards
+from precisionctl.checkpoints.safetensors_file import StoredTensor, split_shards
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
@@ -52,7 +51,14 @@ class HuggingFaceReader:
         self._spelling = spelling_of(path) or SAFETENSORS
         self.companions = read_companions(path)
         self.config = _with_quantization(_load_json(path / "config.json"), path)
-        self._check_choice()
+        # Where config.json names another file to transformers, that and engines would read two models
+        chosen = self.config.get("transformers_weights")
+        if chosen not in (None, self._spelling.single, self._spelling.index):
+            raise DamagedCheckpoint(
+                f"`transformers_weights` has transformers read {shown(chosen)}; engines read {self._spelling.single}",
+                where=self.path / "config.json",
+                do="Keep the file that is the model, under the usual name, and remove the key.",
+            )
         self.model: ModelShape = from_hf_config(self.config, path / "config.json")
         self.stored = StoredTensors(unpacked(self._places()))
         self._scales: Mapping[str, Scales] = stored_scales(self.config, self.stored.specs, path / "config.json")
@@ -64,18 +70,8 @@ class HuggingFaceReader:
     def container(self) -> str:
         return self._spelling.name
 
-    def _check_choice(self) -> None:
-        """Raise DamagedCheckpoint where config.json has transformers read another file than engines do, and this."""
-        chosen = self.config.get("transformers_weights")
-        if chosen not in (None, self._spelling.single, self._spelling.index):
-            raise DamagedCheckpoint(
-                f"`transformers_weights` has transformers read {shown(chosen)}; engines read {self._spelling.single}",
-                where=self.path / "config.json",
-                do="Keep the file that is the model, under the usual name, and remove the key.",
-            )
-
-    def _places(self) -> dict[str, tuple[Path, Stored]]:
-        found: dict[str, tuple[Path, Stored]] = {}
+    def _places(self) -> dict[str, tuple[Path, StoredTensor]]:
+        found: dict[str, tuple[Path, StoredTensor]] = {}
         for file, tensors in read_stored(self.path, self._spelling).items():
             for name, stored in sliced(tensors, file).items():
                 if name in found:
@@ -152,7 +148,7 @@ class HuggingFaceWriter:
     quantization: Mapping[str, Any] | None = None
     extra_files: Mapping[str, bytes] = field(default_factory=dict)
     max_shard_size: int = MAX_SHARD_SIZE
-    spelling: Spelling = SAFETENSORS
+    spelling: WeightFileFormat = SAFETENSORS
     live: bool = False
     lacks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()
 
@@ -193,13 +189,6 @@ class HuggingFaceWriter:
     def finish(self, fp8: Fp8States | None) -> None:
         for name, data in {**self.companions.files, **self.extra_files}.items():
             (self.directory / name).write_bytes(data)
-        _dump_json(self.directory / "config.json", self._config())
-        if len(self._shards) > 1:
-            (self.directory / self.spelling.index).write_bytes(index_of(self._shards))
-        if fp8 is not None:
-            sidecar.write(self.directory / (sidecar.LIVE if self.live else sidecar.RELATIVE), fp8)
-
-    def _config(self) -> dict[str, Any]:
         config = json.loads(self.companions.files.get("config.json", b"null")) or dict(self.config)
         config.pop("quantization_config", None)
         config.pop("transformers_weights", None)  # the files have other names
@@ -207,7 +196,13 @@ class HuggingFaceWriter:
         config["dtype" if "dtype" in config else "torch_dtype"] = config_dtype(self.specs)
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
-        return config
+        (self.directory / "config.json").write_text(
+            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        if len(self._shards) > 1:
+            (self.directory / self.spelling.index).write_bytes(index_of(self._shards))
+        if fp8 is not None:
+            sidecar.write(self.directory / (sidecar.LIVE if self.live else sidecar.RELATIVE), fp8)
 
 
 def _open(path: Path, iteration: int | None, hints: Hints) -> HuggingFaceReader:
@@ -258,7 +253,3 @@ def _load_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DamagedCheckpoint(f"not readable: {error.strerror}", where=path) from error
     return parse_json(data, path)
-
-
-def _dump_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

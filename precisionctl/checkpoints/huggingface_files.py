@@ -7,7 +7,7 @@ from pathlib import Path
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.companions import parse_json
-from precisionctl.checkpoints.safetensors_file import Stored, make_header, read_header
+from precisionctl.checkpoints.safetensors_file import StoredTensor, make_header, read_header
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
@@ -23,13 +23,13 @@ class FileLayout:
 
 
 @dataclass(frozen=True)
-class Spelling:
+class WeightFileFormat:
     """One way to store weights. `read` finds the tensors of a file, `lay_out` places them in a new one."""
 
     name: str
     stem: str
     suffix: str
-    read: Callable[[Path], dict[str, Stored]]
+    read: Callable[[Path], dict[str, StoredTensor]]
     lay_out: Callable[[Mapping[str, TensorSpec]], FileLayout]
 
     @property
@@ -56,7 +56,7 @@ def _lay_out_bin(specs: Mapping[str, TensorSpec]) -> FileLayout:
     return FileLayout(archive.pieces, {name: archive.holes[blank] for name, blank in blanks.items()}, archive.length)
 
 
-def read_bin(path: Path) -> dict[str, Stored]:
+def read_bin(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of a `.bin` file. Raises DamagedCheckpoint and UnsafePickle; no tensor data is read.
 
     Tensors may share bytes, as those of tied embeddings do.
@@ -66,21 +66,21 @@ def read_bin(path: Path) -> dict[str, Stored]:
         raise DamagedCheckpoint("it does not hold a dict of tensors", where=path)
     found = {}
     for name, tensor in saved.items():
-        if type(name) is not str or not isinstance(tensor, torch_zip.Located):
+        if type(name) is not str or not isinstance(tensor, torch_zip.LocatedTensor):
             raise DamagedCheckpoint(
                 f"`{name}` is not a contiguous tensor" if type(name) is str else f"{shown(name)} as a name",
                 where=path,
                 do="Only weights are read. Save the model again with transformers.",
             )
-        found[name] = Stored(TensorSpec(tensor.shape, tensor.dtype), tensor.offset)
+        found[name] = StoredTensor(TensorSpec(tensor.shape, tensor.dtype), tensor.offset)
     return found
 
 
-SAFETENSORS = Spelling("safetensors", "model", ".safetensors", read_header, _lay_out_safetensors)
-BIN = Spelling("bin", "pytorch_model", ".bin", read_bin, _lay_out_bin)
+SAFETENSORS = WeightFileFormat("safetensors", "model", ".safetensors", read_header, _lay_out_safetensors)
+BIN = WeightFileFormat("bin", "pytorch_model", ".bin", read_bin, _lay_out_bin)
 
 
-def spelling_of(directory: Path) -> Spelling | None:
+def spelling_of(directory: Path) -> WeightFileFormat | None:
     """How the weights of a directory are stored; safetensors where there are both, as transformers chooses."""
     for spelling in (SAFETENSORS, BIN):
         if (directory / spelling.index).is_file() or (directory / spelling.single).is_file():
@@ -88,11 +88,14 @@ def spelling_of(directory: Path) -> Spelling | None:
     return SAFETENSORS if any(directory.glob("*.safetensors")) else None
 
 
-def read_stored(directory: Path, spelling: Spelling) -> dict[Path, dict[str, Stored]]:
+def read_stored(directory: Path, spelling: WeightFileFormat) -> dict[Path, dict[str, StoredTensor]]:
     """The tensors of each file, as stored. Raises DamagedCheckpoint where index and files contradict one another."""
     weight_map = _weight_map(directory, spelling)
-    found: dict[Path, dict[str, Stored]] = {}
-    for file in sorted(set(weight_map.values())) or _unindexed(directory, spelling):
+    single = directory / spelling.single
+    # Without an index transformers reads one file; others (consolidated.safetensors) hold copies
+    unindexed = [single] if single.is_file() else sorted(directory.glob(f"*{spelling.suffix}"))
+    found: dict[Path, dict[str, StoredTensor]] = {}
+    for file in sorted(set(weight_map.values())) or unindexed:
         check_link(file, directory)
         if not file.is_file():
             raise DamagedCheckpoint("not a file", where=file, do="Download it again.")
@@ -103,13 +106,7 @@ def read_stored(directory: Path, spelling: Spelling) -> dict[Path, dict[str, Sto
     return found
 
 
-def _unindexed(directory: Path, spelling: Spelling) -> list[Path]:
-    """Without an index transformers reads one file; others (consolidated.safetensors) hold copies."""
-    single = directory / spelling.single
-    return [single] if single.is_file() else sorted(directory.glob(f"*{spelling.suffix}"))
-
-
-def _weight_map(directory: Path, spelling: Spelling) -> dict[str, Path]:
+def _weight_map(directory: Path, spelling: WeightFileFormat) -> dict[str, Path]:
     """Tensor name to file, from the index; empty without one."""
     index, single = directory / spelling.index, directory / spelling.single
     if not has_file(index, directory):

@@ -1,9 +1,11 @@
-"""Output: a directory that is there only when it is whole, and what a disk can do to it."""
+"""Output: a directory that appears only when it is complete; atomic small files and locks; errors of the disk."""
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,7 +125,7 @@ def _not_ours(path: Path) -> OutputError:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a small file whole or not at all: readers see the old one or the new one, after a crash too."""
+    """Write a small file atomically: readers see the old one or the new one, after a crash too."""
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)  # what a kill left
     with open(new, "xb") as file:
@@ -135,7 +137,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def forget(file: Path) -> None:
-    """Let go of a synced file's pages in memory, so that reading it reads the disk (where the system knows how)."""
+    """Sync a file and drop it from the page cache, so that reading it reads the disk (where the system has a way)."""
     sync(file)
     if hasattr(os, "posix_fadvise"):
         handle = os.open(file, os.O_RDONLY)
@@ -164,3 +166,22 @@ _MENDS = {
     errno.EROFS: "Choose a destination that can be written to.",
     errno.EFBIG: "What is done is kept. Raise the limit on file sizes (ulimit -f) and run the same command again.",
 }
+
+
+def lock(file: IO[str], taken: OutputError, patience: float = 0.0) -> None:
+    """Lock an open file until it is closed. Raises `taken` where another process still has it after `patience` seconds,
+    and OutputError where the file system has no locks."""
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                raise taken from None
+            time.sleep(0.05)
+        except OSError as error:
+            raise OutputError(
+                f"the file system has no locks: {error.strerror}",
+                where=file.name,
+                do="Choose another one, or have it mounted with locks (Lustre: -o flock).",
+            ) from error

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from precisionctl.checkpoints.lfs import check_fetched
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
+from precisionctl.untrusted.safe_files import check_fetched
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -44,7 +44,7 @@ _LARGEST_NUMBER = 1 << 63
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file: its shape and dtype, and the byte where it starts; `packed` as a Chunk is."""
 
     spec: TensorSpec
@@ -52,12 +52,12 @@ class Stored:
     packed: bool = False
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of a file. Raises DamagedCheckpoint; no tensor data is read."""
     return read_described(path)[0]
 
 
-def read_described(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+def read_described(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """As `read_header`, and the file's metadata."""
     try:
         with open(path, "rb") as file:
@@ -71,12 +71,20 @@ def read_described(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         what = f"the header makes no sense: {type(error).__name__}: {error}"
         raise DamagedCheckpoint(what, where=path, do="Copy it again.") from error
-    _check_tiling(tensors, 8 + length, size, path)
+    expected = 8 + length  # tensors must fill the rest of the file without holes or overlaps
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].spec.nbytes)):
+        if stored.offset != expected:
+            raise DamagedCheckpoint(f"`{name}` overlaps another tensor or leaves a hole", where=path)
+        expected += stored.spec.nbytes
+    if expected != size:
+        what = f"{size} bytes where its header describes {expected}"
+        raise DamagedCheckpoint(what, where=path, do="Truncated? Copy it again.")
     return tensors, metadata
 
 
 def _parse(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """The entries of a header, and its metadata. As strict as the library, and about what is there twice stricter."""
+    """The entries of a header, and its metadata. As strict as the library, and stricter about
+    duplicate keys."""
     if not text.startswith(b"{") or sum(map(text.count, (b",", b"[", b"{"))) > _MOST_VALUES:
         raise ValueError("the header is not a JSON object of tensors")
     header: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=_once, parse_int=_natural)
@@ -101,7 +109,7 @@ def _natural(digits: str) -> int:
     return int(digits)
 
 
-def _stored(entry: Mapping[str, Any], base: int) -> Stored:
+def _stored(entry: Mapping[str, Any], base: int) -> StoredTensor:
     if entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError("a tensor is described by its dtype, shape and data_offsets")
     shape, span = entry["shape"], entry["data_offsets"]
@@ -112,20 +120,7 @@ def _stored(entry: Mapping[str, Any], base: int) -> Stored:
     spec = TensorSpec(tuple(shape), DTYPES[entry["dtype"]])
     if end - begin != spec.nbytes:
         raise ValueError(f"{end - begin} bytes for {entry['dtype']} {shown(shape)}")
-    return Stored(spec, base + begin)
-
-
-def _check_tiling(tensors: Mapping[str, Stored], start: int, size: int, path: Path) -> None:
-    """Tensors must fill the file without holes or overlaps."""
-    expected = start
-    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].spec.nbytes)):
-        if stored.offset != expected:
-            raise DamagedCheckpoint(f"`{name}` overlaps another tensor or leaves a hole", where=path)
-        expected += stored.spec.nbytes
-    if expected != size:
-        raise DamagedCheckpoint(
-            f"{size} bytes where its header describes {expected}", where=path, do="Truncated? Copy it again."
-        )
+    return StoredTensor(spec, base + begin)
 
 
 def make_header(

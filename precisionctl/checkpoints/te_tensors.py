@@ -38,7 +38,7 @@ class DType:
             raise ValueError(f"FP8 codes of TE's dtype number {shown(self.number)}, which is not E4M3")
 
 
-class Fp8Located(NamedTuple):
+class LocatedFp8Weight(NamedTuple):
     """An FP8 weight: where codes are, `[rows, columns]` as bytes, and the scale_inv of blocks of a size, on a grid that
     may be padded; `block` None: one for the tensor. A tuple, since no pickle can change one that it has made."""
 
@@ -47,32 +47,32 @@ class Fp8Located(NamedTuple):
     block: tuple[int, int] | None
 
 
-def _float8(data: Any, dtype: Any, scale_inv: Any, *rest: Any) -> Fp8Located:
+def _float8(data: Any, dtype: Any, scale_inv: Any, *rest: Any) -> LocatedFp8Weight:
     if data is None and len(rest) == 3:
         raise ValueError("an FP8 weight that is stored transposed alone")
     return _made(data, dtype, scale_inv, None)
 
 
-def _blockwise(_shape: Any, data: Any, scale_inv: Any, *rest: Any) -> Fp8Located:
+def _blockwise(_shape: Any, data: Any, scale_inv: Any, *rest: Any) -> LocatedFp8Weight:
     dtype, in_2d = rest[2], rest[5]
     if in_2d is not True:
         raise ValueError("an FP8 weight whose blocks are parts of rows")
     return _made(data, dtype, scale_inv, (128, 128))
 
 
-def _mxfp8(data: Any, scale_inv: Any, *rest: Any) -> Fp8Located:
+def _mxfp8(data: Any, scale_inv: Any, *rest: Any) -> LocatedFp8Weight:
     if len(rest) > 6 and rest[6] is not False:
         raise ValueError("an MXFP8 weight whose scales are swizzled for one GPU's GEMM")
     return _made(data, rest[2], scale_inv, (1, 32))
 
 
-def _made(data: Any, dtype: Any, scale_inv: Any, block: tuple[int, int] | None) -> Fp8Located:
+def _made(data: Any, dtype: Any, scale_inv: Any, block: tuple[int, int] | None) -> LocatedFp8Weight:
     if not isinstance(dtype, DType):
         raise ValueError(f"{shown(dtype)} as the dtype of FP8 codes")
     dtype.check_e4m3()
     if data is None:
         raise ValueError("an FP8 weight that is stored columnwise alone")
-    return Fp8Located(data, scale_inv, block)
+    return LocatedFp8Weight(data, scale_inv, block)
 
 
 class _Quantizer:

@@ -10,7 +10,6 @@ import functools
 import io
 import math
 import struct
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -18,10 +17,10 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from precisionctl.checkpoints import te_tensors
-from precisionctl.checkpoints.lfs import check_fetched
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.untrusted import safe_archive, safe_pickle
 from precisionctl.untrusted.safe_archive import MAGIC, WHAT, directory, elements, reference_of, stored
+from precisionctl.untrusted.safe_files import check_fetched
 from precisionctl.untrusted.safe_pickle import finite, itself, sizes
 
 
@@ -45,7 +44,7 @@ class Span:
             return file.read(self.length)
 
 
-class Located(NamedTuple):
+class LocatedTensor(NamedTuple):
     """A contiguous tensor whose row-major bytes start at byte `offset` of its file.
 
     `part`: whether it is a view of a larger storage. A tuple, since no pickle can change one that it has made.
@@ -57,13 +56,13 @@ class Located(NamedTuple):
     part: bool = False
 
 
-def locate(span: Span) -> Located:
+def locate(span: Span) -> LocatedTensor:
     """Find the tensor that is saved in `span`, reading its archive's directory and pickle only.
 
     Raises DamagedCheckpoint for anything but one whole, plain, uncompressed tensor, and UnsafePickle.
     """
     tensor = _skeleton(span, _TENSOR)
-    if not isinstance(tensor, Located) or tensor.part:
+    if not isinstance(tensor, LocatedTensor) or tensor.part:
         raise DamagedCheckpoint("not what torch.save writes: it holds no plain tensor", where=span)
     return tensor
 
@@ -81,7 +80,7 @@ def skeleton(path: Path) -> Any:
     return _skeleton(Span(path, 0, path.stat().st_size), _SKELETON)
 
 
-def read_located(path: Path, tensor: Located) -> torch.Tensor:
+def read_located(path: Path, tensor: LocatedTensor) -> torch.Tensor:
     """A tensor of a skeleton, small enough to be read whole."""
     length = math.prod(tensor.shape) * tensor.dtype.itemsize
     if length > _LONGEST:
@@ -97,7 +96,13 @@ def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
         @functools.cache
         def start(key: str) -> tuple[int, int]:
             entry = stored(archive, f"{root}/data/{key}")
-            begin = _start_of_data(archive.fp, entry)
+            # The lengths in an entry's own header may differ from the directory's: torch.save pads there
+            whole: Any = archive.fp
+            whole.seek(entry.header_offset)
+            signature, name, extra = _LOCAL_HEADER.unpack(whole.read(_LOCAL_HEADER.size))
+            if signature != MAGIC or whole.read(name) != entry.orig_filename.encode():
+                raise ValueError(f"no local header for {entry.filename}")
+            begin = int(entry.header_offset + _LOCAL_HEADER.size + name + extra)
             if begin + entry.file_size > span.length:
                 raise ValueError("its bytes reach past its end")
             return span.offset + begin, entry.file_size
@@ -195,7 +200,7 @@ class _Storage(NamedTuple):
     nbytes: int
 
 
-def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> "Located | Inert":
+def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> "LocatedTensor | Inert":
     """Stands in for torch._utils._rebuild_tensor_v2 of a storage that is only referred to."""
     shape = sizes(size)
     (start,) = sizes((offset,))
@@ -206,7 +211,7 @@ def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> "Loc
         return Inert()
     if begin + length > storage.nbytes:
         raise ValueError(f"a tensor {shown(shape)} at {shown(offset)} in {storage.nbytes} bytes")
-    return Located(storage.dtype, shape, storage.offset + begin, part=length != storage.nbytes)
+    return LocatedTensor(storage.dtype, shape, storage.offset + begin, part=length != storage.nbytes)
 
 
 _TENSOR: safe_pickle.Allowed = {
@@ -218,15 +223,6 @@ _SKELETON = _Objects(_OBJECTS | {("torch._utils", "_rebuild_tensor_v2"): _locate
 
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., length of the name, length of the extra field
-
-
-def _start_of_data(file: Any, entry: zipfile.ZipInfo) -> int:
-    """Where an entry's bytes start: its local header's lengths may differ from the directory's (torch pads there)."""
-    file.seek(entry.header_offset)
-    signature, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    if signature != MAGIC or file.read(name) != entry.orig_filename.encode():
-        raise ValueError(f"no local header for {entry.filename}")
-    return int(entry.header_offset + _LOCAL_HEADER.size + name + extra)
 
 
 _LARGEST = 1 << 30

@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
+from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
 from precisionctl.untrusted.safe_pickle import STORAGES
 
 _ALIGNMENT = 64
@@ -54,7 +54,7 @@ class Archive:
 
 
 @dataclass(frozen=True)
-class Record:
+class TensorArchive:
     """The archive of one tensor: `head`, then its `nbytes` bytes, then `tail`."""
 
     head: bytes
@@ -84,7 +84,8 @@ def lay_out(value: object) -> Archive:
     for name, text in ((".format_version", "1"), (".storage_alignment", str(_ALIGNMENT)), ("byteorder", sys.byteorder)):
         archive.write_record(name, text.encode(), len(text))
     for name, tensor in tensors.items():
-        archive.write_record(f"data/{name}", _bytes(tensor), tensor.nbytes)
+        row_major = bytes(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        archive.write_record(f"data/{name}", row_major, tensor.nbytes)
     archive.write_end_of_file()
     return around.archive(list(blanks))
 
@@ -112,10 +113,10 @@ def _as_opcodes(value: Any, blanks: Mapping[Blank, str], tensors: dict[str, torc
     if isinstance(value, torch.dtype):
         return Global("torch", str(value).removeprefix("torch."))
     if isinstance(value, io.BytesIO):
-        return Made(Global("_io", "BytesIO"), (), new=True, fields=(value.getvalue(), 0, None))
+        return PickledObject(Global("_io", "BytesIO"), (), new=True, fields=(value.getvalue(), 0, None))
     if isinstance(value, argparse.Namespace):
         fields = {name: _as_opcodes(item, blanks, tensors) for name, item in vars(value).items()}
-        return Made(Global("argparse", "Namespace"), (), new=True, fields=fields)
+        return PickledObject(Global("argparse", "Namespace"), (), new=True, fields=fields)
     if isinstance(value, dict):
         return {key: _as_opcodes(item, blanks, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -124,31 +125,26 @@ def _as_opcodes(value: Any, blanks: Mapping[Blank, str], tensors: dict[str, torc
     return value
 
 
-def _tensor(tensor: Blank | torch.Tensor, name: str) -> Made:
+def _tensor(tensor: Blank | torch.Tensor, name: str) -> PickledObject:
     """A contiguous tensor as PyTorch pickles it."""
     shape = tuple(tensor.shape)
     stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    storage = Persistent(("storage", _STORAGE_CLASSES[tensor.dtype], name, "cpu", math.prod(shape)))
-    hooks = Made(Global("collections", "OrderedDict"), ())
-    return Made(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, stride, False, hooks))
+    storage = PersistentId(("storage", _STORAGE_CLASSES[tensor.dtype], name, "cpu", math.prod(shape)))
+    hooks = PickledObject(Global("collections", "OrderedDict"), ())
+    return PickledObject(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, stride, False, hooks))
 
 
 _STORAGE_CLASSES = {dtype: Global(*name) for name, dtype in STORAGES.items()}
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    """Row-major bytes."""
-    return bytes(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
-
-
 @functools.cache
-def record(dtype: torch.dtype, shape: tuple[int, ...]) -> Record:
+def record(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorArchive:
     """The archive of one tensor of this dtype and shape, as `lay_out` makes it."""
     archive = lay_out(Blank(dtype, shape))
     (hole,) = archive.holes.values()
     head = b"".join(piece for start, piece in archive.pieces if start < hole)
     tail = b"".join(piece for start, piece in archive.pieces if start >= hole)
-    return Record(head, archive.length - len(head) - len(tail), tail)
+    return TensorArchive(head, archive.length - len(head) - len(tail), tail)
 
 
 def dump(value: object) -> bytes:

@@ -20,7 +20,7 @@ from precisionctl.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from precisionctl.fp8.grouped import Order
+    from precisionctl.fp8.grouped import ColumnOrder
 
 
 @click.command(short_help="Show what a checkpoint is, and whether FP8 is safe.")
@@ -38,7 +38,7 @@ def inspect(
     fp8_state: Path | None,
     html: Path | None,
     workers: int,
-    grouped_columns: "Order | None",
+    grouped_columns: "ColumnOrder | None",
     iteration: int | None,
     json_wanted: bool,
 ) -> None:
@@ -196,7 +196,7 @@ def compare(
     if len(runs) < 2:
         raise click.UsageError("compare needs two runs or more.")
     from precisionctl import console
-    from precisionctl.reports import compare as report
+    from precisionctl.reports import compare_runs as report
 
     comparison = report.compare(runs)
     if png or html:
@@ -305,7 +305,7 @@ def launch_args(checkpoint: Path, framework: str, iteration: int | None, json_wa
     What it cannot know (data, batch sizes, learning rates) is listed for you to add.
     """
     from precisionctl import console
-    from precisionctl.launch.find import launch
+    from precisionctl.launch.frameworks import launch
 
     found = launch(checkpoint, framework, iteration)
     if json_wanted:

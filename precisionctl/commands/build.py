@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from precisionctl import __version__
-from precisionctl.architectures.find import to_hf_config
+from precisionctl.architectures.families import to_hf_config
 from precisionctl.checkpoints.base import Writer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceWriter, config_dtype
 from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
+from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
 from precisionctl.checkpoints.megatron.keys import directory_name
-from precisionctl.checkpoints.megatron.run import NO_RUN, Carried
 from precisionctl.checkpoints.output import Output
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_legacy.writer import LegacyWriter
@@ -40,7 +40,7 @@ class Result:
     notes: Sequence[str]
     states: Fp8States | MakeStates | None = None
     live: bool = False
-    run: Carried = NO_RUN
+    run: CarriedRun = NO_RUN
     encodings: WeightEncodings | None = None
     card: Card | None = None
     lacks: Callable[[Mapping[str, Any]], Iterable[str]] = lambda config: ()

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from precisionctl.architectures.find import architecture_of, models_of_megatron_args
+from precisionctl.architectures.families import architecture_of, models_of_megatron_args
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.base import Reader, in_mxfp4
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
-from precisionctl.checkpoints.megatron.run import of_megatron
+from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.known_state import KnownState, origin
 from precisionctl.export.encode import is_slice

@@ -10,7 +10,7 @@ import torch
 from precisionctl.checkpoints.huggingface import MAX_SHARD_SIZE
 from precisionctl.errors import RecipeError
 from precisionctl.fp8.extra_state_writer import TeVersion
-from precisionctl.fp8.grouped import Order
+from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.precision import PRESETS, Precision
@@ -65,7 +65,7 @@ class Request:
     architecture: str | None = None
     reference: Path | None = None
     te_version: TeVersion = 2
-    grouped_columns: Order | None = None
+    grouped_columns: ColumnOrder | None = None
     target: str | None = None
     scheme: Scheme | None = None
     ranks: int = 1

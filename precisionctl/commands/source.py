@@ -7,7 +7,7 @@ from pathlib import Path
 from precisionctl.checkpoints.base import Companions, Hints, Reader
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.encodings_file import WeightEncodings
-from precisionctl.checkpoints.megatron.run import MegatronReader, of_megatron
+from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state

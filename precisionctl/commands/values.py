@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from precisionctl.checkpoints.megatron.run import NO_RUN, Carried, carried, of_megatron
+from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, carry_run, of_megatron
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     code_notes,
@@ -37,7 +37,7 @@ def as_values(request: Request, source: Source) -> Result:
         check_fp8_gemms(plan, request.numerics(plan.model.num_layers))
     run = NO_RUN
     if source.trained:  # rank files have no place for the states of generators
-        run = carried(source.trained, request.parallelism, generators=request.container != "torch")
+        run = carry_run(source.trained, request.parallelism, generators=request.container != "torch")
     live = request.fills_extra_state and (request.precision == "fp8" or state is not None)
     cut = plan.model.moe is not None and request.container != "torch"  # for each rank of experts
     notes = [
@@ -50,7 +50,7 @@ def as_values(request: Request, source: Source) -> Result:
     return Result(plan, notes, partial(_live_state, request, source, state) if live else sidecar, live, run, encodings)
 
 
-def _notes(request: Request, source: Source, run: Carried) -> Iterator[str]:
+def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     """Notes on the family, the vocabulary, the pipeline stages, and a run that comes along."""
     plan, reader = source.plan, source.reader
     yield from family_notes(reader, request.to, told=request.architecture is not None)

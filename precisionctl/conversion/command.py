@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Reader, Writer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.megatron.carried_run import MegatronReader, WithOptimizer
 from precisionctl.checkpoints.megatron.keys import write_tracker
-from precisionctl.checkpoints.megatron.run import MegatronReader, WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, directory_above, disk_problems
 from precisionctl.checkpoints.torch_dist.masters import prove_masters

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from precisionctl.checkpoints.lock import lock
-from precisionctl.checkpoints.output import Output, open_kept
+from precisionctl.checkpoints.output import Output, lock, open_kept
 from precisionctl.conversion.findings import Findings
 from precisionctl.errors import OutputError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.encodings_file import WeightEncodings
-from precisionctl.checkpoints.megatron.run import of_megatron
+from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.fp8.carry import check_modules, merged, read_state, under_recipe
 from precisionctl.fp8.state import DelayedScaling, Fp8States

@@ -15,7 +15,7 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from precisionctl.architectures.find import architecture_of
+from precisionctl.architectures.families import architecture_of
 from precisionctl.checkpoints.base import Chunk, Chunked, Reader
 from precisionctl.conversion.worker import Nowhere, Source, Worker
 from precisionctl.fp8.encoding import Encoding

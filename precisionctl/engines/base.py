@@ -15,19 +15,19 @@ from torch import Tensor
 
 import precisionctl.engines
 from precisionctl.discover import discover
-from precisionctl.engines.cache import cache_scales_of_latents
-from precisionctl.engines.config_keys import Asked
+from precisionctl.engines.cache_rules import cache_scales_of_latents
 from precisionctl.engines.demands import scales_of_no_use
 from precisionctl.engines.ignoring import Ignoring
-from precisionctl.engines.rule import Demand, Directory, Finding, Rule
-from precisionctl.engines.shapes import FUSED, LATENT, Ragged, Served
+from precisionctl.engines.required_keys import RequiredKeys
+from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory
+from precisionctl.engines.serving import FUSED, LATENT, Ragged, ServingLayout
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES, Scales, Scheme, recognise, stored_scales
 
 _USABLE = Demand(
     scales_of_no_use,
-    Rule("codes are multiplied by scales: positive numbers that FP32 and FP16 can compute with", "IEEE 754"),
+    EngineRule("codes are multiplied by scales: positive numbers that FP32 and FP16 can compute with", "IEEE 754"),
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,17 +41,22 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(.+)\.weight")
 
 @dataclass(frozen=True)
 class Engine:
-    """`spells` is the quant method that an export to this engine is written in, by scheme; `reads` every pair of
-    method and scheme that it loads, `reads_experts` those that it loads for experts too. `ragged` says which linears'
-    rows may end within a block of scales, `fuses` whether it computes linears of one input as one,
-    `reads_conv1d` whether it takes codes of GPT-2's linears for such, `ignores` how the list of modules that are no
-    codes is read, by quant method, or by method and scheme where it is otherwise for one; `bf16_scales` are the methods
-    whose FP32 scales it rounds to BF16; `demands` are what else is asked, and `keys` what of config.json, which an
-    export adds where it is missing.
-    `cache` is what it does with the scales of an FP8 KV cache, by quant method, nothing for others, and `latents` what
-    becomes of those of latent attention, which caches neither keys nor values. `command` serves a
-    directory, in place of `{path}`; `on_ranks` tells it of several GPUs, in place of `{ranks}`, and `on_cache` of an
-    FP8 cache."""
+    """An inference engine, and its rules.
+
+    What it loads: `spells` is the quant method that exports to it are written in, by scheme; `reads` are all pairs of
+    quant method and scheme that it loads, `reads_experts` those that it loads for experts too. `bf16_scales` are the
+    quant methods whose FP32 scales it rounds to BF16.
+
+    How it computes: `fuses` says whether it computes linears of one input as one, `ragged` which linears may have a
+    last block of scales that is cut off, `reads_conv1d` whether it loads codes for GPT-2's linears. `ignores` says how
+    it reads the list of modules that are not FP8: by quant method, or by method and scheme where one scheme differs.
+
+    Further rules: `demands`, and `keys`, which config.json must have and an export adds. `cache` says in words what it
+    does with the scales of an FP8 KV cache, by quant method (none: nothing), and `latents` what it does with those of
+    latent attention, which caches neither keys nor values.
+
+    How it is started: `command` serves the directory `{path}`; `on_ranks` is added for `{ranks}` GPUs, `on_cache` for
+    an FP8 cache."""
 
     name: str
     title: str
@@ -60,21 +65,21 @@ class Engine:
     reads_experts: frozenset[tuple[str, str]]
     command: str
     on_ranks: str
-    quantisation: Rule
-    scales: Rule
-    aligned: Rule
-    blocks: Rule
+    quantisation: EngineRule
+    scales: EngineRule
+    aligned: EngineRule
+    blocks: EngineRule
     ragged: Ragged
-    fused: Rule
-    all_or_none: Rule
+    fused: EngineRule
+    all_or_none: EngineRule
     fuses: bool
     reads_conv1d: bool
-    experts: Rule
+    experts: EngineRule
     ignores: Mapping[str | tuple[str, str], Ignoring]
     demands: tuple[Demand, ...]
-    keys: tuple[Asked, ...]
+    keys: tuple[RequiredKeys, ...]
     cache: Mapping[str, str]
-    latents: Rule
+    latents: EngineRule
     on_cache: str
     bf16_scales: frozenset[str] = frozenset()
 
@@ -93,12 +98,13 @@ class Engine:
         specs: Mapping[str, TensorSpec],
         read: Callable[[str], Tensor],
         ranks: int = 1,
-        beside: Mapping[str, Any] | None = None,
+        hf_quant_config: Mapping[str, Any] | None = None,
     ) -> list[Finding]:
         """Every rule that a directory breaks on so many GPUs. `config` is config.json, `specs` all stored tensors with
-        their scales, `read` gives a scale's value, and `beside` is hf_quant_config.json, if there is one."""
+        their scales, `read` gives a scale's value, and `hf_quant_config` is what hf_quant_config.json says, if there is
+        one."""
         try:
-            return self._findings(config, specs, read, ranks, beside)
+            return self._findings(config, specs, read, ranks, hf_quant_config)
         except PrecisionctlError as error:
             return [Finding("config.json", error.what, self.quantisation)]
 
@@ -108,7 +114,7 @@ class Engine:
         specs: Mapping[str, TensorSpec],
         read: Callable[[str], Tensor],
         ranks: int,
-        beside: Mapping[str, Any] | None,
+        hf_quant_config: Mapping[str, Any] | None,
     ) -> list[Finding]:
         method, scales = recognise(config), stored_scales(config, specs)
         said = [finding for asked in self.keys for finding in asked.findings(config)]
@@ -118,8 +124,10 @@ class Engine:
         scheme = method.read(quantization).narrowed(scales, specs).scheme
         if (method.name, scheme) not in self.reads or method.spelling is None:
             return [Finding("config.json", f"{method.name} with {scheme} activations", self.quantisation)]
-        found = Directory(quantization, method.name, scheme, method.spelling, specs, scales, read, beside)
-        served = Served.of(config, ranks)
+        found = QuantizedDirectory(
+            quantization, method.name, scheme, method.spelling, specs, scales, read, hf_quant_config
+        )
+        served = ServingLayout.of(config, ranks)
         shapes = (self.check_shape(name, specs[name], scheme, served) for name in scales)
         return [
             *said,
@@ -136,13 +144,13 @@ class Engine:
             *(finding for demand in self.demands for finding in demand.findings(found)),
         ]
 
-    def check_shape(self, name: str, spec: TensorSpec, scheme: str, served: Served) -> Finding | None:
+    def check_shape(self, name: str, spec: TensorSpec, scheme: str, served: ServingLayout) -> Finding | None:
         """The rule that a weight of this shape breaks as FP8 codes; None where it breaks none."""
         rule = self.blocks if scheme in ("block", "mxfp8") else self.aligned
         what = self.refusal(name, spec, scheme, served)
         return Finding(name, what, self.quantisation if self._unread(name) else rule) if what else None
 
-    def refusal(self, name: str, spec: TensorSpec, scheme: str, served: Served) -> str | None:
+    def refusal(self, name: str, spec: TensorSpec, scheme: str, served: ServingLayout) -> str | None:
         """What is wrong with a weight of this shape as FP8 codes, in words; None for nothing."""
         if self._unread(name):
             return "codes of a class that is no linear are taken for weights"
@@ -164,14 +172,14 @@ def engines() -> dict[str, Engine]:
     return {engine.name: engine for engine in found}
 
 
-def _uncommon(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule) -> Iterator[Finding]:
+def _uncommon(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule) -> Iterator[Finding]:
     """No engine takes other codes than E4M3 for weights."""
     for name in scales:
         if specs[name].dtype != CODES:
             yield Finding(name, f"{str(specs[name].dtype).removeprefix('torch.')} codes", rule)
 
 
-def _misshapen(directory: Directory, rule: Rule) -> Iterator[Finding]:
+def _misshapen(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Finding]:
     specs, scheme = directory.specs, directory.scheme
     exponents = {"block": (*FLOATS, torch.float8_e8m0fnu), "mxfp8": (torch.uint8, torch.float8_e8m0fnu)}
     dtypes = exponents.get(scheme, FLOATS)
@@ -185,7 +193,7 @@ def _misshapen(directory: Directory, rule: Rule) -> Iterator[Finding]:
                 yield Finding(name, f"{stored.dtype}, not {spec.dtype}", rule)
 
 
-def _unnamed(directory: Directory, ignoring: Ignoring, rule: Rule) -> Iterator[Finding]:
+def _unnamed(directory: QuantizedDirectory, ignoring: Ignoring, rule: EngineRule) -> Iterator[Finding]:
     """A linear is either FP8 codes or ignored; anything else is read as what it is not."""
     for name in _linears(directory.specs):
         module = name.removesuffix(".weight")
@@ -222,7 +230,7 @@ def _experts(names: Iterable[str]) -> dict[tuple[str, str], list[str]]:
 
 
 def _torn(
-    scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: Rule, fused: Iterable[tuple[str, ...]]
+    scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule, fused: Iterable[tuple[str, ...]]
 ) -> Iterator[Finding]:
     for group in (*_groups(specs, fused), *_experts(specs).values()):
         quantised = [name for name in group if name in scales]
@@ -231,7 +239,7 @@ def _torn(
 
 
 def _unequal(
-    scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: Rule, fused: Iterable[tuple[str, ...]]
+    scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: EngineRule, fused: Iterable[tuple[str, ...]]
 ) -> Iterator[Finding]:
     for group in _groups(scales, fused):
         static = [scales[name] for name in group if name in scales and scales[name].input is not None]
@@ -241,7 +249,9 @@ def _unequal(
                 yield Finding(group[0], f"{kind} scales {values} of one fused group differ", rule)
 
 
-def _unequal_experts(scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: Rule) -> Iterator[Finding]:
+def _unequal_experts(
+    scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: EngineRule
+) -> Iterator[Finding]:
     for experts in _experts(scales).values():
         inputs = {float(read(tensors.input)) for name in experts if (tensors := scales[name]).input is not None}
         if len(inputs) > 1:

@@ -1,42 +1,39 @@
 """What some engines ask of a directory beside its scales and shapes: what breaks it, to be paired with their rules."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from precisionctl.engines.rule import Directory
+from precisionctl.engines.rule import Breaches, QuantizedDirectory
 from precisionctl.quant_methods.base import TENSOR, cache_scales, sibling, sized
-
-Broken = Iterator[tuple[str, str]]
-"""Where, and what is wrong there."""
 
 CONFIG = "config.json"
 
 
-def unsaid_activations(*methods: str) -> Callable[[Directory], Broken]:
+def unsaid_activations(*methods: str) -> Callable[[QuantizedDirectory], Breaches]:
     """No word of how inputs are scaled, in these methods."""
 
-    def broken(directory: Directory) -> Broken:
+    def broken(directory: QuantizedDirectory) -> Breaches:
         if directory.method in methods and "activation_scheme" not in directory.quantization:
             yield CONFIG, "no activation_scheme"
 
     return broken
 
 
-def unsaid_blocks(directory: Directory) -> Broken:
+def unsaid_blocks(directory: QuantizedDirectory) -> Breaches:
     """Blocks of scales of which the config says nothing."""
     if _unsized(directory) and (name := _first(directory, per_tensor=False)):
         yield CONFIG, f"no weight_block_size, and {name} has blocks"
 
 
-def unsaid_tensors(directory: Directory) -> Broken:
+def unsaid_tensors(directory: QuantizedDirectory) -> Breaches:
     """One scale for a tensor, of which the config says nothing: `weight_block_size` has to be null."""
     if _unsized(directory) and (name := _first(directory, per_tensor=True)):
         yield CONFIG, f"no weight_block_size, and {name} has one scale"
 
 
-def scales_beyond_bf16(directory: Directory) -> Broken:
+def scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:
     """Scales of weights or inputs, in compressed-tensors, that BF16 does not hold: the first."""
     scales = directory.scales.values() if directory.method == "compressed-tensors" else ()
     for name in (name for each in scales for name in each.names if directory.specs[name].dtype == torch.float32):
@@ -52,7 +49,7 @@ SMALLEST, LARGEST = 2.0**-63, 2.0**25
 second, every code but zero stands for a number beyond FP16 (2^-9 times it is 2^16)."""
 
 
-def scales_of_no_use(directory: Directory) -> Broken:
+def scales_of_no_use(directory: QuantizedDirectory) -> Breaches:
     """Scales of weights, inputs and caches that are no positive number, or not within the above: the first of each
     tensor. MXFP8's exponents may be as small as they are, for GEMMs add them; an input has no exponents."""
     named = dict.fromkeys(name for scales in directory.scales.values() for name in scales.names)
@@ -65,11 +62,11 @@ def scales_of_no_use(directory: Directory) -> Broken:
             yield name, f"a scale of {float(wrong[0]):.6g}"
 
 
-def _unsized(directory: Directory) -> bool:
+def _unsized(directory: QuantizedDirectory) -> bool:
     return directory.method == "fp8" and "weight_block_size" not in directory.quantization
 
 
-def _first(directory: Directory, *, per_tensor: bool) -> str | None:
+def _first(directory: QuantizedDirectory, *, per_tensor: bool) -> str | None:
     """The first weight that has one scale, or that has blocks."""
     for name, scales in directory.scales.items():
         if (scales.block == sized(TENSOR, directory.specs[name])) == per_tensor:
@@ -77,11 +74,11 @@ def _first(directory: Directory, *, per_tensor: bool) -> str | None:
     return None
 
 
-def named(weight: str, activation: str, blocks: str = "weight_scale_inv") -> Callable[[Directory], Broken]:
+def named(weight: str, activation: str, blocks: str = "weight_scale_inv") -> Callable[[QuantizedDirectory], Breaches]:
     """Scales of `quant_method: fp8` under other names than these: of a weight and its input where each has one, and of
     a weight with blocks."""
 
-    def broken(directory: Directory) -> Broken:
+    def broken(directory: QuantizedDirectory) -> Breaches:
         for name, scales in directory.scales.items() if directory.method == "fp8" else ():
             one = directory.scheme != "block" and scales.block == sized(TENSOR, directory.specs[name])
             for found, wanted in ((scales.weight, weight if one else blocks), (scales.input, activation)):
@@ -91,10 +88,10 @@ def named(weight: str, activation: str, blocks: str = "weight_scale_inv") -> Cal
     return broken
 
 
-def exponents_named(wanted: str) -> Callable[[Directory], Broken]:
+def exponents_named(wanted: str) -> Callable[[QuantizedDirectory], Breaches]:
     """Scales of `quant_method: mxfp8` under another name."""
 
-    def broken(directory: Directory) -> Broken:
+    def broken(directory: QuantizedDirectory) -> Breaches:
         for name, scales in directory.scales.items() if directory.method == "mxfp8" else ():
             if scales.weight != sibling(name, wanted):
                 yield scales.weight, f"not named {wanted}"
@@ -102,7 +99,7 @@ def exponents_named(wanted: str) -> Callable[[Directory], Broken]:
     return broken
 
 
-def stored_as_one(directory: Directory) -> Broken:
+def stored_as_one(directory: QuantizedDirectory) -> Breaches:
     """Codes of all experts of a layer in one tensor."""
     for name in directory.scales:
         if name.endswith("]"):
@@ -110,7 +107,7 @@ def stored_as_one(directory: Directory) -> Broken:
             return
 
 
-def without_dimension(directory: Directory) -> Broken:
+def without_dimension(directory: QuantizedDirectory) -> Breaches:
     """Scales of compressed-tensors of shape []."""
     for scales in directory.scales.values() if directory.method == "compressed-tensors" else ():
         for name in scales.names:
@@ -121,14 +118,14 @@ def without_dimension(directory: Directory) -> Broken:
 ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp8-quantized")
 
 
-def format_of_weights_alone(directory: Directory) -> Broken:
+def format_of_weights_alone(directory: QuantizedDirectory) -> Breaches:
     """A format of compressed-tensors that is not among ACTIVATION_FORMATS."""
     written = directory.quantization.get("format")
     if directory.method == "compressed-tensors" and written not in ACTIVATION_FORMATS:
         yield CONFIG, f"format {written!r}"
 
 
-def classes_in_several_groups(directory: Directory) -> Broken:
+def classes_in_several_groups(directory: QuantizedDirectory) -> Breaches:
     """One of several config groups that targets a class of modules, such as `Linear`."""
     groups = directory.quantization.get("config_groups")
     if directory.method == "compressed-tensors" and isinstance(groups, Mapping) and len(groups) > 1:
@@ -142,12 +139,12 @@ def _strings(holder: object, key: str) -> list[str]:
     return [entry for entry in found if isinstance(entry, str)] if isinstance(found, list) else []
 
 
-def said_twice_differently(directory: Directory) -> Broken:
+def said_twice_differently(directory: QuantizedDirectory) -> Breaches:
     """ModelOpt's two files, of which this engine reads the other one."""
-    beside = directory.beside.get("quantization") if directory.beside else None
-    if directory.method != "modelopt" or not isinstance(beside, Mapping):
+    nested_config = directory.hf_quant_config.get("quantization") if directory.hf_quant_config else None
+    if directory.method != "modelopt" or not isinstance(nested_config, Mapping):
         return
-    flat, nested = _modelopt(directory.quantization), _modelopt(beside)
+    flat, nested = _modelopt(directory.quantization), _modelopt(nested_config)
     for key in flat:
         if flat[key] != nested[key]:
             yield "hf_quant_config.json", f"another {key} than config.json"

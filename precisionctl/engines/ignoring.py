@@ -21,15 +21,11 @@ class Ignoring:
     def leaves_out(self, quantization: Mapping[str, Any], module: str) -> bool:
         """Whether a linear is no target, or one that is ignored."""
         entries = next((found for key in self.keys if (found := quantization.get(key))), ())
-        return not _targeted(quantization, module) or any(self.matches(entry, module) for entry in _words(entries))
-
-
-def _targeted(quantization: Mapping[str, Any], module: str) -> bool:
-    """Whether a group of the config is for a linear of that name; configs without groups are for all."""
-    groups = quantization.get("config_groups")
-    listed = list(groups.values()) if isinstance(groups, Mapping) else []
-    targets = [target for group in listed if isinstance(group, Mapping) for target in _words(group.get("targets"))]
-    return not targets or any(of_a_class(target) or by_name_or_regex(target, module) for target in targets)
+        groups = quantization.get("config_groups")  # without any, all linears are targets
+        listed = list(groups.values()) if isinstance(groups, Mapping) else []
+        targets = [target for group in listed if isinstance(group, Mapping) for target in _words(group.get("targets"))]
+        targeted = not targets or any(of_a_class(target) or by_name_or_regex(target, module) for target in targets)
+        return not targeted or any(self.matches(entry, module) for entry in _words(entries))
 
 
 def _words(value: object) -> Iterator[str]:

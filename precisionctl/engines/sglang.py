@@ -1,7 +1,7 @@
 """SGLang: what it asks of an FP8 directory. Read in SGLang 0.5.23; its config parsers were run, without its kernels."""
 
 from precisionctl.engines.base import Engine
-from precisionctl.engines.cache import (
+from precisionctl.engines.cache_rules import (
     cache_by,
     cache_scales_of_values_alone,
     cache_scales_several,
@@ -9,7 +9,6 @@ from precisionctl.engines.cache import (
     cache_unsaid,
     cache_without_scales,
 )
-from precisionctl.engines.config_keys import Asked, of_models
 from precisionctl.engines.demands import (
     format_of_weights_alone,
     named,
@@ -18,7 +17,8 @@ from precisionctl.engines.demands import (
     unsaid_blocks,
 )
 from precisionctl.engines.ignoring import Ignoring, by_name_or_regex, by_part_or_glob, by_path
-from precisionctl.engines.rule import Demand, Rule
+from precisionctl.engines.required_keys import RequiredKeys, of_models
+from precisionctl.engines.rule import Demand, EngineRule
 
 ENGINE = Engine(
     name="sglang",
@@ -51,31 +51,31 @@ ENGINE = Engine(
     ),
     command="python -m sglang.launch_server --model-path {path}",
     on_ranks=" --tp {ranks}",
-    quantisation=Rule(
+    quantisation=EngineRule(
         "quantization_config must say of each linear what it is; of ModelOpt's algorithms FP8 and MXFP8 are taken",
         "SGLang 0.5.23 layers/quantization/fp8.py, modelopt_quant.py, configs/model_config.py, compressed_tensors.py",
     ),
-    scales=Rule(
+    scales=EngineRule(
         "scales are loaded into FP32 parameters of fixed shapes",
         "SGLang 0.5.23 layers/quantization/fp8.py, compressed_tensors_w8a8_fp8.py create_weights",
     ),
-    aligned=Rule("both dimensions of an FP8 weight must be multiples of 16", "CUTLASS and torch._scaled_mm"),
-    blocks=Rule(
+    aligned=EngineRule("both dimensions of an FP8 weight must be multiples of 16", "CUTLASS and torch._scaled_mm"),
+    blocks=EngineRule(
         "blocks of 128 must not be cut by a GPU's share or by the next linear of a fused one",
         "SGLang 0.5.23 layers/quantization/fp8.py create_weights, fp8_kernel.py per_token_group_quant_fp8",
     ),
     ragged="alone",
-    fused=Rule(
+    fused=EngineRule(
         "it requantises the group with the largest, which rounds the weights twice",
         "SGLang 0.5.23 layers/quantization/utils.py requantize_with_max_scale",
         fatal=False,
     ),
-    experts=Rule(
+    experts=EngineRule(
         "it takes the largest input scale of a layer's experts for all of them",
         "SGLang 0.5.23 layers/quantization/fp8.py, modelopt_quant.py process_weights_after_loading",
         fatal=False,
     ),
-    all_or_none=Rule(
+    all_or_none=EngineRule(
         "linears that it fuses must all have one scheme",
         "SGLang 0.5.23 layers/quantization/utils.py is_layer_skipped, compressed_tensors/utils.py",
     ),
@@ -91,31 +91,33 @@ ENGINE = Engine(
     demands=(
         Demand(
             unsaid_activations("fp8", "mxfp8"),
-            Rule("activation_scheme must be given", "SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config"),
+            EngineRule(
+                "activation_scheme must be given", "SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config"
+            ),
         ),
         Demand(
             unsaid_blocks,
-            Rule(
+            EngineRule(
                 "without weight_block_size it takes the scales for one of each tensor",
                 "SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config",
             ),
         ),
         Demand(
             named("weight_scale", "input_scale"),
-            Rule(
+            EngineRule(
                 "it looks for scales under this name",
                 "SGLang 0.5.23 layers/quantization/fp8.py Fp8LinearMethod.create_weights",
             ),
         ),
         Demand(
             stored_as_one,
-            Rule(
+            EngineRule(
                 "codes of experts are looked for expert by expert", "SGLang 0.5.23 layers/moe/fused_moe_triton/layer.py"
             ),
         ),
         Demand(
             format_of_weights_alone,
-            Rule(
+            EngineRule(
                 "of a format that it does not know for activations, only the weights are FP8",
                 "SGLang 0.5.23 compressed_tensors/utils.py is_activation_quantization_format",
                 fatal=False,
@@ -123,7 +125,7 @@ ENGINE = Engine(
         ),
         Demand(
             cache_by("tensor"),
-            Rule(
+            EngineRule(
                 "it ignores any cache scheme but one fixed scale for a layer, with a warning",
                 "SGLang 0.5.23 compressed_tensors.py kv_cache_quant_algo",
                 fatal=False,
@@ -131,13 +133,13 @@ ENGINE = Engine(
         ),
         Demand(
             cache_without_scales,
-            Rule(
+            EngineRule(
                 "it casts into an FP8 cache with scale 1", "SGLang 0.5.23 layers/quantization/kv_cache.py", fatal=False
             ),
         ),
         Demand(
             cache_unsaid,
-            Rule(
+            EngineRule(
                 "its cache stays as it is unless it is told",
                 "SGLang 0.5.23 layers/quantization/kv_cache.py",
                 fatal=False,
@@ -145,7 +147,7 @@ ENGINE = Engine(
         ),
         Demand(
             cache_scales_unfound,
-            Rule(
+            EngineRule(
                 "it looks under self_attn; what it does not find is 1",
                 "SGLang 0.5.23 model_loader/weight_utils.py maybe_remap_kv_scale_name",
                 fatal=False,
@@ -153,20 +155,20 @@ ENGINE = Engine(
         ),
         Demand(
             cache_scales_of_values_alone,
-            Rule("one scale for both would be one of keys", "SGLang 0.5.23 layers/quantization/kv_cache.py"),
+            EngineRule("one scale for both would be one of keys", "SGLang 0.5.23 layers/quantization/kv_cache.py"),
         ),
         Demand(
             cache_scales_several,
-            Rule(
+            EngineRule(
                 "keys and values are divided by one positive number each",
                 "SGLang 0.5.23 layers/quantization/kv_cache.py",
             ),
         ),
     ),
     keys=(
-        Asked(
+        RequiredKeys(
             of_models(("deepseek_v2", "deepseek_v3"), "topk_method", "scoring_func", "moe_layer_freq"),
-            Rule(
+            EngineRule(
                 "its model asks the config for these keys, which have no defaults",
                 "SGLang 0.5.23 models/deepseek_v2.py DeepseekV2MoE, DeepseekV2DecoderLayer",
             ),
@@ -178,7 +180,7 @@ ENGINE = Engine(
         "fp8": "casts keys and values with them",
         "mxfp8": "casts keys and values with them",
     },
-    latents=Rule(
+    latents=EngineRule(
         "it casts latents under a scale of 1, and multiplies what it reads of them by a scale that is stored",
         "SGLang 0.5.23 mem_cache/memory_pool.py MLATokenToKVPool, layers/attention/flashmla_backend.py forward_decode",
     ),

@@ -4,11 +4,11 @@ Its older checkpoints (`rankN.safetensors`, `trtllm-build`) were removed in July
 """
 
 from precisionctl.engines.base import Engine
-from precisionctl.engines.cache import cache_scales
-from precisionctl.engines.config_keys import Asked, rotary_of_transformers_4
+from precisionctl.engines.cache_rules import cache_scales
 from precisionctl.engines.demands import classes_in_several_groups, said_twice_differently, stored_as_one
 from precisionctl.engines.ignoring import Ignoring, by_glob, by_name_or_regex
-from precisionctl.engines.rule import Demand, Rule
+from precisionctl.engines.required_keys import RequiredKeys, rotary_of_transformers_4
+from precisionctl.engines.rule import Demand, EngineRule
 
 _TOLD = "switches its cache to FP8 if told to, with scale 1: it reads the scales only for an NVFP4 cache"
 
@@ -31,31 +31,33 @@ ENGINE = Engine(
     reads_experts=frozenset({("modelopt", "static"), ("fp8", "block"), ("mxfp8", "mxfp8")}),
     command="trtllm-serve {path}",
     on_ranks=" --tp_size {ranks}",
-    quantisation=Rule(
+    quantisation=EngineRule(
         "quant_algo must be FP8 or FP8_PER_CHANNEL_PER_TOKEN, and name every module left out",
         "TensorRT-LLM tensorrt_llm/quantization/modelopt_config.py, models/quant_config_utils.py",
     ),
-    scales=Rule(
+    scales=EngineRule(
         "scales are copied into FP32 tensors of fixed shapes",
         "TensorRT-LLM _torch/modules/linear.py FP8QDQLinearMethod, FP8RowwiseLinearMethod",
     ),
-    aligned=Rule("both dimensions of an FP8 weight must be multiples of 16", "cuBLASLt FP8 GEMM"),
-    blocks=Rule(
+    aligned=EngineRule("both dimensions of an FP8 weight must be multiples of 16", "cuBLASLt FP8 GEMM"),
+    blocks=EngineRule(
         "blocks of 128 must not be cut by a GPU's share or by the next linear of a fused one",
         "TensorRT-LLM _torch/modules/linear.py FP8BlockScalesLinearMethod",
     ),
     ragged="alone",
-    fused=Rule(
+    fused=EngineRule(
         "it rescales the group to the largest in BF16, which rounds the weights twice",
         "TensorRT-LLM _torch/modules/linear.py rescale_fused_weights",
         fatal=False,
     ),
-    experts=Rule(
+    experts=EngineRule(
         "it takes the largest input scale of a layer's experts for all of them",
         "TensorRT-LLM _torch/modules/fused_moe/quantization.py load_activation_scales_fp8_qdq",
         fatal=False,
     ),
-    all_or_none=Rule("linears that it fuses are one linear with one method", "TensorRT-LLM _torch/modules/linear.py"),
+    all_or_none=EngineRule(
+        "linears that it fuses are one linear with one method", "TensorRT-LLM _torch/modules/linear.py"
+    ),
     fuses=True,
     reads_conv1d=True,
     ignores={
@@ -67,28 +69,28 @@ ENGINE = Engine(
     demands=(
         Demand(
             said_twice_differently,
-            Rule(
+            EngineRule(
                 "of the two files hf_quant_config.json counts, with a warning",
                 "TensorRT-LLM tensorrt_llm/quantization/modelopt_config.py",
             ),
         ),
         Demand(
             classes_in_several_groups,
-            Rule(
+            EngineRule(
                 "several config groups must target modules by name",
                 "TensorRT-LLM tensorrt_llm/models/quant_config_utils.py",
             ),
         ),
         Demand(
             stored_as_one,
-            Rule(
+            EngineRule(
                 "codes of experts are looked for expert by expert",
                 "TensorRT-LLM _torch/modules/fused_moe/quantization.py",
             ),
         ),
         Demand(
             cache_scales,
-            Rule(
+            EngineRule(
                 "its FP8 cache has scale 1, whatever is stored",
                 "TensorRT-LLM _torch/modules/attention.py",
                 fatal=False,
@@ -96,9 +98,9 @@ ENGINE = Engine(
         ),
     ),
     keys=(
-        Asked(
+        RequiredKeys(
             rotary_of_transformers_4,
-            Rule(
+            EngineRule(
                 "up to 1.2, whose transformers is 4.57, it knows these keys alone, and takes a rope_theta of 10000",
                 "TensorRT-LLM requirements.txt, _torch/attention_backend/interface.py RopeParams.from_config",
                 fatal=False,
@@ -110,7 +112,7 @@ ENGINE = Engine(
         "mxfp8": _TOLD,
         "fp8": _TOLD,
     },
-    latents=Rule(
+    latents=EngineRule(
         "its FP8 cache has scale 1, whatever is stored", "TensorRT-LLM _torch/modules/attention.py", fatal=False
     ),
     on_cache=" --kv_cache_dtype fp8",

@@ -5,10 +5,10 @@ Of compressed-tensors it computes with inputs that it rounds to FP8 and back, or
 """
 
 from precisionctl.engines.base import Engine
-from precisionctl.engines.cache import cache_scales_of_projections, cache_scales_several, cache_without_notice
+from precisionctl.engines.cache_rules import cache_scales_of_projections, cache_scales_several, cache_without_notice
 from precisionctl.engines.demands import exponents_named, named, scales_beyond_bf16, unsaid_tensors, without_dimension
 from precisionctl.engines.ignoring import Ignoring, by_name_or_regex, by_start_regex_or_end
-from precisionctl.engines.rule import Demand, Rule
+from precisionctl.engines.rule import Demand, EngineRule
 
 ENGINE = Engine(
     name="transformers",
@@ -43,31 +43,31 @@ ENGINE = Engine(
     ),
     command="transformers serve {path}",
     on_ranks="",
-    quantisation=Rule(
+    quantisation=EngineRule(
         "other methods are skipped with a warning, and codes taken for weights",
         "transformers 5.23 quantizers/auto.py, integrations/compressed_tensors.py",
     ),
-    scales=Rule(
+    scales=EngineRule(
         "scales are loaded into parameters of fixed shapes",
         "transformers 5.23 integrations/finegrained_fp8.py FP8Linear; compressed-tensors 0.20",
     ),
-    aligned=Rule("both dimensions of an FP8 weight must be multiples of 16", "torch._scaled_mm"),
-    blocks=Rule(
+    aligned=EngineRule("both dimensions of an FP8 weight must be multiples of 16", "torch._scaled_mm"),
+    blocks=EngineRule(
         "the size of a block is the weight's by the number of scales, so all must be whole",
         "transformers 5.23 integrations/finegrained_fp8.py Fp8Dequantize",
     ),
     ragged="never",
-    fused=Rule(
+    fused=EngineRule(
         "linears are computed apart, each with its own scales; other engines fuse them",
         "compressed-tensors 0.20 quantization/lifecycle/forward.py",
         fatal=False,
     ),
-    experts=Rule(
+    experts=EngineRule(
         "experts are computed apart, each with its own scale; other engines take the largest",
         "transformers 5.23 integrations/compressed_tensors.py",
         fatal=False,
     ),
-    all_or_none=Rule(
+    all_or_none=EngineRule(
         "experts are one tensor in memory, and have one dtype",
         "transformers 5.23 core_model_loading.py MergeModulelist",
     ),
@@ -82,32 +82,32 @@ ENGINE = Engine(
     demands=(
         Demand(
             unsaid_tensors,
-            Rule(
+            EngineRule(
                 "without weight_block_size it expects blocks of 128",
                 "transformers 5.23 utils/quantization_config.py FineGrainedFP8Config",
             ),
         ),
         Demand(
             named("weight_scale_inv", "activation_scale"),
-            Rule(
+            EngineRule(
                 "it looks for scales under this name",
                 "transformers 5.23 integrations/finegrained_fp8.py FP8Linear",
             ),
         ),
         Demand(
             exponents_named("weight_scale_inv"),
-            Rule(
+            EngineRule(
                 "it looks for scales under this name",
                 "transformers 5.23 quantizers/quantizer_finegrained_fp8.py serialized_names",
             ),
         ),
         Demand(
             without_dimension,
-            Rule("scales of a tensor have one dimension", "transformers 5.23 with compressed-tensors 0.20"),
+            EngineRule("scales of a tensor have one dimension", "transformers 5.23 with compressed-tensors 0.20"),
         ),
         Demand(
             scales_beyond_bf16,
-            Rule(
+            EngineRule(
                 "scales are rounded to the model's dtype, and codes decode by other numbers than they were made with",
                 "compressed-tensors 0.20 quantization/lifecycle/initialize.py; transformers 5.23 core_model_loading.py",
                 fatal=False,
@@ -115,7 +115,7 @@ ENGINE = Engine(
         ),
         Demand(
             cache_scales_of_projections,
-            Rule(
+            EngineRule(
                 "it reads scales of a cache where compressed-tensors writes them",
                 "compressed-tensors 0.20 quantization/lifecycle/initialize.py",
                 fatal=False,
@@ -123,18 +123,18 @@ ENGINE = Engine(
         ),
         Demand(
             cache_without_notice,
-            Rule("it knows none but that of compressed-tensors", "transformers 5.23 quantizers", fatal=False),
+            EngineRule("it knows none but that of compressed-tensors", "transformers 5.23 quantizers", fatal=False),
         ),
         Demand(
             cache_scales_several,
-            Rule(
+            EngineRule(
                 "keys and values are divided by one positive number each", "compressed-tensors 0.20 modeling/kvcache.py"
             ),
         ),
     ),
     keys=(),
     cache={"compressed-tensors": "rounds keys and values to FP8 by them and back; its cache is not smaller for it"},
-    latents=Rule(
+    latents=EngineRule(
         "it caches the keys and values that latents become, and none of its cache is smaller for a scale",
         "transformers 5.23 models/deepseek_v3/modeling_deepseek_v3.py DeepseekV3Attention",
         fatal=False,

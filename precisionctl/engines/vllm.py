@@ -1,7 +1,7 @@
 """vLLM: what it asks of an FP8 directory. Read in vLLM 0.33.0; config parser and weight loader were run on a CPU."""
 
 from precisionctl.engines.base import Engine
-from precisionctl.engines.cache import (
+from precisionctl.engines.cache_rules import (
     cache_by,
     cache_scales_beyond_bf16,
     cache_scales_of_values_alone,
@@ -10,7 +10,6 @@ from precisionctl.engines.cache import (
     cache_unsaid,
     cache_without_scales,
 )
-from precisionctl.engines.config_keys import Asked, of_models
 from precisionctl.engines.demands import (
     exponents_named,
     format_of_weights_alone,
@@ -20,7 +19,8 @@ from precisionctl.engines.demands import (
     unsaid_blocks,
 )
 from precisionctl.engines.ignoring import Ignoring, by_name, by_name_or_regex, by_part_or_glob
-from precisionctl.engines.rule import Demand, Rule
+from precisionctl.engines.required_keys import RequiredKeys, of_models
+from precisionctl.engines.rule import Demand, EngineRule
 
 ENGINE = Engine(
     name="vllm",
@@ -60,31 +60,31 @@ ENGINE = Engine(
     ),
     command="vllm serve {path}",
     on_ranks=" --tensor-parallel-size {ranks}",
-    quantisation=Rule(
+    quantisation=EngineRule(
         "quantization_config must say of each linear what it is",
         "vLLM 0.33 compressed_tensors.py get_scheme, modelopt.py",
     ),
-    scales=Rule(
+    scales=EngineRule(
         "scales are loaded into FP32 parameters of fixed shapes",
         "vLLM 0.33 compressed_tensors_w8a8_fp8.py create_weights, modelopt.py",
     ),
-    aligned=Rule("both dimensions of an FP8 weight must be multiples of 16", "CUTLASS and torch._scaled_mm"),
-    blocks=Rule(
+    aligned=EngineRule("both dimensions of an FP8 weight must be multiples of 16", "CUTLASS and torch._scaled_mm"),
+    blocks=EngineRule(
         "blocks of 128 must not be cut by a GPU's share or by the next linear of a fused one; the last may be, uncut",
         "vLLM 0.33 fp8_utils.py validate_fp8_block_shape, validate_fp8_block_shape_moe, per_token_group_quant_fp8",
     ),
     ragged="last",
-    fused=Rule(
+    fused=EngineRule(
         "it requantises the group with the largest, in FP16, which rounds the weights twice",
         "vLLM 0.33 w8a8_utils.py requantize_with_max_scale",
         fatal=False,
     ),
-    experts=Rule(
+    experts=EngineRule(
         "it takes the largest input scale of a layer's experts for all of them",
         "vLLM 0.33 fp8_utils.py process_fp8_input_tensor_strategy_moe",
         fatal=False,
     ),
-    all_or_none=Rule(
+    all_or_none=EngineRule(
         "linears that it fuses must all have one scheme", "vLLM 0.33 compressed_tensors/utils.py should_ignore_layer"
     ),
     fuses=True,
@@ -98,33 +98,35 @@ ENGINE = Engine(
     demands=(
         Demand(
             unsaid_activations("fp8"),
-            Rule("activation_scheme must be given", "vLLM 0.33 quantization/fp8.py Fp8Config.from_config"),
+            EngineRule("activation_scheme must be given", "vLLM 0.33 quantization/fp8.py Fp8Config.from_config"),
         ),
         Demand(
             unsaid_blocks,
-            Rule(
+            EngineRule(
                 "without weight_block_size it takes the scales for one of each tensor",
                 "vLLM 0.33 quantization/fp8.py Fp8Config.from_config",
             ),
         ),
         Demand(
             named("weight_scale", "input_scale"),
-            Rule("it looks for scales under this name", "vLLM 0.33 quantization/fp8.py Fp8LinearMethod.create_weights"),
+            EngineRule(
+                "it looks for scales under this name", "vLLM 0.33 quantization/fp8.py Fp8LinearMethod.create_weights"
+            ),
         ),
         Demand(
             exponents_named("weight_scale"),
-            Rule("it looks for scales under this name", "vLLM 0.33 modelopt.py ModelOptMxFp8Config.from_config"),
+            EngineRule("it looks for scales under this name", "vLLM 0.33 modelopt.py ModelOptMxFp8Config.from_config"),
         ),
         Demand(
             stored_as_one,
-            Rule(
+            EngineRule(
                 "codes of experts are looked for expert by expert",
                 "vLLM 0.33 fused_moe/routed_experts.py make_expert_params_mapping",
             ),
         ),
         Demand(
             format_of_weights_alone,
-            Rule(
+            EngineRule(
                 "of a format that it does not know for activations, only the weights are FP8",
                 "vLLM 0.33 compressed_tensors/utils.py is_activation_quantization_format",
                 fatal=False,
@@ -132,18 +134,18 @@ ENGINE = Engine(
         ),
         Demand(
             cache_by("tensor", "attn_head"),
-            Rule(
+            EngineRule(
                 "a cache has one fixed scale for a layer or a head",
                 "vLLM 0.33 compressed_tensors.py CompressedTensorsKVCacheMethod.validate_kv_cache_scheme",
             ),
         ),
         Demand(
             cache_without_scales,
-            Rule("it casts into an FP8 cache with scale 1", "vLLM 0.33 quantization/kv_cache.py", fatal=False),
+            EngineRule("it casts into an FP8 cache with scale 1", "vLLM 0.33 quantization/kv_cache.py", fatal=False),
         ),
         Demand(
             cache_scales_beyond_bf16,
-            Rule(
+            EngineRule(
                 "it rounds the cache's scales to the model's dtype, except those of compressed-tensors",
                 "vLLM 0.33 quantization/kv_cache.py BaseKVCacheMethod.create_weights",
                 fatal=False,
@@ -151,11 +153,11 @@ ENGINE = Engine(
         ),
         Demand(
             cache_unsaid,
-            Rule("its cache stays as it is unless it is told", "vLLM 0.33 quantization/kv_cache.py", fatal=False),
+            EngineRule("its cache stays as it is unless it is told", "vLLM 0.33 quantization/kv_cache.py", fatal=False),
         ),
         Demand(
             cache_scales_unfound,
-            Rule(
+            EngineRule(
                 "it looks under self_attn; what it does not find is 1",
                 "vLLM 0.33 quantization/base_config.py get_cache_scale_mapper",
                 fatal=False,
@@ -163,17 +165,17 @@ ENGINE = Engine(
         ),
         Demand(
             cache_scales_of_values_alone,
-            Rule("one scale for both would be one of keys", "vLLM 0.33 quantization/kv_cache.py"),
+            EngineRule("one scale for both would be one of keys", "vLLM 0.33 quantization/kv_cache.py"),
         ),
         Demand(
             cache_scales_several,
-            Rule("keys and values are divided by one positive number each", "vLLM 0.33 quantization/kv_cache.py"),
+            EngineRule("keys and values are divided by one positive number each", "vLLM 0.33 quantization/kv_cache.py"),
         ),
     ),
     keys=(
-        Asked(
+        RequiredKeys(
             of_models(("deepseek_v3",), "topk_method", "scoring_func"),
-            Rule(
+            EngineRule(
                 "it knows no bias of the router without topk_method, and takes softmax for scoring_func",
                 "vLLM 0.33 models/deepseek_v2.py DeepseekV2MoE",
             ),
@@ -184,7 +186,7 @@ ENGINE = Engine(
         "modelopt": "casts keys and values with them, and switches its cache to FP8 by itself",
         "fp8": "casts keys and values with them if it is started with an FP8 cache",
     },
-    latents=Rule(
+    latents=EngineRule(
         "it casts latents under a scale of 1: its loader brings the scale to `self_attn.attn`, which is not there",
         "vLLM 0.33 quantization/base_config.py get_cache_scale_mapper, weight_utils.py maybe_remap_kv_scale_name",
         fatal=False,

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from precisionctl.architectures.find import architecture_of
-from precisionctl.engines.shapes import Served, in_step
+from precisionctl.architectures.families import architecture_of
+from precisionctl.engines.serving import ServingLayout, in_step
 from precisionctl.errors import PrecisionError
 from precisionctl.export.input_scales import NO_STATE, input_scales
 from precisionctl.fp8.numerics import Numbers, rounded_up
@@ -165,9 +165,9 @@ Refusal = Callable[[str, TensorSpec], str | None]
 """What an engine has against a weight of this name and shape as FP8; None for nothing."""
 
 
-def served(plan: Plan, ranks: int = 1) -> Served:
+def served(plan: Plan, ranks: int = 1) -> ServingLayout:
     """A plan's model on so many GPUs."""
-    return Served(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
+    return ServingLayout(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
 
 
 def in_scheme(
@@ -205,7 +205,7 @@ def in_scheme(
     if form.scheme == "static":
         return InScheme(form, jobs, refused, input_scales(states, jobs, why_no_state))
     for job in jobs:
-        if not job.row.moves(plan.model):
+        if not job.row.is_row_permutation(plan.model):
             raise PrecisionError(
                 f"`{job.writes[0]}` is stored as [in, out]: its rows are not the channels that have scales",
                 where=f"architecture {plan.model.architecture}",

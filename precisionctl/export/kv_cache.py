@@ -12,7 +12,7 @@ import torch
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.base import Engine
-from precisionctl.engines.cache import attention_and_kind
+from precisionctl.engines.cache_rules import attention_and_kind
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
 from precisionctl.export.encode import WeightFormat
 from precisionctl.fp8.numerics import FP8_MAX, Numbers, recorded_amax, rounded_up

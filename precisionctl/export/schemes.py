@@ -29,7 +29,7 @@ def best_scheme(
     """
     jobs = fp8_jobs(plan, precision)
     names = [name for job in jobs for name in job.writes]
-    moved = all(job.row.moves(plan.model) for job in jobs)
+    moved = all(job.row.is_row_permutation(plan.model) for job in jobs)
     schemes = [
         scheme
         for scheme, method in engine.spells.items()

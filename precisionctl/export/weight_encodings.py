@@ -65,7 +65,7 @@ def _moved(reader: Reader, encodings: WeightEncodings | None) -> WeightEncodings
     for job in plan.jobs:
         if not any(name in reader.encodings for name in job.reads):
             continue
-        if not all(name in reader.encodings for name in job.reads) or not job.row.moves(plan.model):
+        if not all(name in reader.encodings for name in job.reads) or not job.row.is_row_permutation(plan.model):
             continue  # there is no row of the result of which it could be said how it was coded
         given = [encodings.input_scale(name) for name in job.reads] if encodings else [None]
         for name, encoding in zip(job.writes, _encodings(reader, job, plan), strict=False):

@@ -48,16 +48,15 @@ class BlockScales:
         if self.carried is None:
             return
         misfit = torch.zeros_like(self.amax[here])
-        self._reduce(misfit, self._differs(values, self._encoding(self.candidate[here]), row, work), row, work)
-        self.fits[here] &= misfit == 0
-
-    def _differs(self, values: Tensor, encoding: Encoding, row: int, scratch: Tensor) -> Tensor:
-        """1 where a value is no code's under an encoding, FP32. A value that has been BF16 once is one that is a
-        code's in BF16, whatever it is stored in now. Infinity tells nothing of its code."""
-        codes = encoding.encode_rows(values, row, scratch=scratch)
-        back = encoding.decode_rows(codes, row, scratch=scratch)
+        # 1 where a value is no code's under an encoding, FP32. A value that has been BF16 once is one that is a
+        # code's in BF16, whatever it is stored in now. Infinity tells nothing of its code
+        grid = self.candidate[here]
+        encoding = Encoding(self.dtype, torch.where(grid.isfinite() & (grid > 0), grid, 1.0), self.block)
+        codes = encoding.encode_rows(values, row, scratch=work)
+        back = encoding.decode_rows(codes, row, scratch=work)
         same = (back.to(values.dtype) == values) | (back.bfloat16() == values) | (back.isnan() & values.isnan())
-        return (~same | values.isinf()).float()
+        self._reduce(misfit, (~same | values.isinf()).float(), row, work)
+        self.fits[here] &= misfit == 0
 
     def changed(self, values: Tensor, codes: Tensor, row: int) -> int:
         """How many of the codes that were made are other than under the scales that were carried."""
@@ -79,9 +78,6 @@ class BlockScales:
         for block in range(row // high, -(-(row + len(values)) // high)):
             first, last = max(block * high - row, 0), (block + 1) * high - row
             into[block] = torch.maximum(into[block], by_row[first:last].amax(0))
-
-    def _encoding(self, grid: Tensor) -> Encoding:
-        return Encoding(self.dtype, torch.where(grid.isfinite() & (grid > 0), grid, 1.0), self.block)
 
     def encoding(self, dtype: torch.dtype, numbers: numerics.Numbers = "FP32") -> Encoding:
         """The scales to encode with, stored in `dtype`: those that fit, and new ones, rounded up to these `numbers`.

@@ -106,28 +106,33 @@ def merged(first: Fp8States, second: Fp8States) -> Fp8States:
 
 
 def carry_state(
-    carried: Fp8States | None, weight_amax: Mapping[str, Tensor], recipe: DelayedScaling | None
+    checkpoint_state: Fp8States | None, weight_amax: Mapping[str, Tensor], recipe: DelayedScaling | None
 ) -> StateChange:
-    """The state that a run under delayed scaling takes up: what is carried, and the weight role made from the weights
-    where none was recorded, or where what was recorded cannot be of these weights.
+    """The state that a run under delayed scaling takes up: `checkpoint_state`, and the weight role made from the
+    weights where none was recorded, or where what was recorded cannot be of these weights.
 
     `weight_amax` is the largest magnitude of each FP8 GEMM's weight, by module: FP32 `[]` or `[experts]`. `recipe` None
-    keeps the carried one. Roles of which nothing is known start as TE starts them, and wait for calibration. Raises
+    keeps its own. Roles of which nothing is known start as TE starts them, and wait for calibration. Raises
     MappingError for state of modules that the model does not have.
     """
     shapes = {name: tuple(amax.shape) for name, amax in weight_amax.items()}
-    new = recipe or (carried.recipe if carried else DelayedScaling())
+    new = recipe or (checkpoint_state.recipe if checkpoint_state else DelayedScaling())
     modules = {name: Fp8State.fresh(new.amax_history_len, shape) for name, shape in shapes.items()}
-    if carried:
-        check_modules(replace(carried, modules={n: s for n, s in carried.modules.items() if n in shapes}), shapes)
-        modules |= under_recipe(new, carried)
-    states = replace(carried, recipe=new) if carried else Fp8States(new, {}, producer="precisionctl")
+    if checkpoint_state:
+        check_modules(
+            replace(checkpoint_state, modules={n: s for n, s in checkpoint_state.modules.items() if n in shapes}),
+            shapes,
+        )
+        modules |= under_recipe(new, checkpoint_state)
+    states = replace(checkpoint_state, recipe=new) if checkpoint_state else Fp8States(new, {}, producer="precisionctl")
     unrecorded: dict[str, Tensor] = {}
     stale: dict[str, Tensor] = {}
     for name, amax in weight_amax.items():
         weight = modules[name].roles["weight"]
         unrecorded[name] = ~weight.recorded_each
-        stale[name] = weight.recorded_each & _is_stale(weight, amax, new)
+        recorded, own = recorded_amax(weight, "weight", new).double(), amax.double()
+        far_off = (own > 0) & ((recorded > STALE * own) | (recorded * STALE < own))
+        stale[name] = weight.recorded_each & far_off
         weight = weight.replaced(unrecorded[name] | stale[name], after_one_update(amax, "weight", new))
         modules[name] = Fp8State({**modules[name].roles, "weight": weight})
     return StateChange(replace(states, modules=modules), _any(unrecorded), _any(stale))
@@ -135,9 +140,3 @@ def carry_state(
 
 def _any(where: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: which for name, which in where.items() if which.any()}
-
-
-def _is_stale(weight: RoleState, amax: Tensor, recipe: DelayedScaling) -> Tensor:
-    """Whether the recorded amax is not of weights with this one, for each expert: bool."""
-    recorded, amax = recorded_amax(weight, "weight", recipe).double(), amax.double()
-    return (amax > 0) & ((recorded > STALE * amax) | (recorded * STALE < amax))

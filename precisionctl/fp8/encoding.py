@@ -60,7 +60,8 @@ class Encoding:
         """FP32 scale_inv of the blocks in each row, `[rows, blocks]`, or `[1, blocks]` where all rows are alike."""
         grid = self.scale_inv
         if len(grid) > 1:
-            grid = grid.view(_bits(grid.dtype))[torch.arange(row, row + rows) // self.block[0]].view(grid.dtype)
+            stored = grid.view(torch.uint8) if grid.dtype.itemsize == 1 else grid  # torch cannot index E8M0
+            grid = stored[torch.arange(row, row + rows) // self.block[0]].view(grid.dtype)
         return grid.float()
 
     def _scaled(self, row: int, rows: int, columns: int) -> tuple[tuple[int, int], Tensor]:
@@ -110,11 +111,6 @@ def of_rows(dtype: torch.dtype, grid: Tensor, like: Encoding, columns: int) -> E
         if not bool(made.isnan().any()):
             return Encoding(dtype, made.to(like.scale_inv.dtype), (high, wide))
     raise AssertionError("a row of its own has one scale")
-
-
-def _bits(dtype: torch.dtype) -> torch.dtype:
-    """What torch can index where it cannot index E8M0."""
-    return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
 def grid_shape(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import torch
 
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, RecipeError
 from precisionctl.fp8 import grouped
-from precisionctl.fp8.grouped import Columns, Directions, Order
+from precisionctl.fp8.grouped import ColumnOrder, Columns, Directions
 from precisionctl.fp8.state import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
@@ -24,7 +24,7 @@ from precisionctl.fp8.state import (
     Role,
     RoleState,
 )
-from precisionctl.fp8.te_pickle import Delayed, StoredTensor, load, storage, tensor
+from precisionctl.fp8.te_pickle import Delayed, PickledTensor, load, storage, tensor
 
 FORMATS = {"HYBRID": (448, 57344), "E4M3": (448, 448)}
 """Largest numbers forward and backward."""
@@ -45,7 +45,7 @@ _MODES = {"fwd": ("input", "param", "forward"), "bwd": ("grad_output", "backward
 """Where fused operations have their tensors: of each kind by itself in 1.13 and 1.14, then of each direction."""
 
 
-class Cut(NamedTuple):
+class ExpertSlice(NamedTuple):
     """Which of a grouped linear's experts a payload is of, and the linear it was cut from."""
 
     expert: int
@@ -66,18 +66,23 @@ class Payload:
     directions: Directions
     gemms: int
     assumed: bool
-    order: Order | None
-    cut: Cut | None
+    order: ColumnOrder | None
+    cut: ExpertSlice | None
 
     def state(self, where: object) -> Fp8State:
         """The state of one GEMM, or of attention. Raises NotUnderstood for anything else."""
         if self.gemms not in (1, 3):
             raise NotUnderstood(f"FP8 state of {self.gemms} GEMMs", where=where)
-        state = Fp8State(_attention(self.directions, where) if self.gemms == 3 else _gemm(self.directions, where))
+        if self.gemms == 3:
+            state = Fp8State(_attention(self.directions, where))
+        else:
+            _check_columns(self.directions, len(FORWARD), len(BACKWARD), where)
+            parts = [part for columns in self.directions for part in _each(columns)]
+            state = Fp8State(dict(zip(FORWARD + BACKWARD, parts, strict=True)))
         state.check(self.recipe, where)
         return state
 
-    def group(self, order: Order, where: object) -> Fp8State:
+    def group(self, order: ColumnOrder, where: object) -> Fp8State:
         """The state of a grouped linear, `[gemms]`, whose columns stand in this order."""
         _check_columns(self.directions, 3 * self.gemms, 2 * self.gemms, where)
         state = grouped.by_gemm(self.directions, self.gemms, order)
@@ -117,7 +122,8 @@ def read_payload(data: bytes, where: object) -> Payload | None:
         return None
     if not isinstance(found, dict):
         raise NotUnderstood(f"FP8 state that is a {type(found).__name__}", where=where)
-    parts = _parts(found)
+    modes = [found.get(mode) for names in _MODES.values() for mode in names]
+    parts = [part for part in (found, *modes) if isinstance(part, dict)]  # of fused operations one for each mode
     if not any(key in part for part in parts for key in _TENSORS):
         return None
     recipe = next((part["recipe"] for part in parts if "recipe" in part), None)
@@ -125,21 +131,23 @@ def read_payload(data: bytes, where: object) -> Payload | None:
         raise NotUnderstood("FP8 state of another recipe than delayed scaling", where=where)
     directions = _columns(found, "fwd", where), _columns(found, "bwd", where)
     gemms = _gemms(found, directions, where)
-    extra = _extra(found)
+    cut = _cut(found, directions, where) if gemms == 1 else None
+    fields = _recipe_fields(recipe.fields) if recipe else _assumed_fields(_extra(found), directions[0])
+    try:
+        known = DelayedScaling(**fields)
+    except RecipeError as error:
+        raise DamagedCheckpoint(f"an FP8 recipe that makes no sense: {error.what}", where=where) from error
+    if [len(columns.scale) for columns in directions] == [2 * gemms, gemms]:
+        # TE up to 0.5, and fused operations, keep no columns of output and grad_input
+        directions = _padded(directions[0], gemms), _padded(directions[1], gemms)
     return Payload(
-        _recipe(recipe.fields, where) if recipe else _assumed_recipe(extra, directions[0], where),
-        _with_unused(directions, gemms),
+        known,
+        directions,
         gemms,
         recipe is None,
         _order(recipe.fields) if recipe else "role",
-        _cut(found, directions, where) if gemms == 1 else None,
+        cut,
     )
-
-
-def _parts(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parts of a payload: itself, and of TE's fused operations the part for each mode."""
-    modes = [found.get(mode) for names in _MODES.values() for mode in names]
-    return [part for part in (found, *modes) if isinstance(part, dict)]
 
 
 def _extra(found: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -176,14 +184,6 @@ def _gemms(found: Mapping[str, Any], directions: Directions, where: object) -> i
     return gemms
 
 
-def _with_unused(directions: Directions, gemms: int) -> Directions:
-    """Add the columns of output and grad_input, which TE up to 0.5 did not keep, and fused operations do not."""
-    forward, backward = directions
-    if (len(forward.scale), len(backward.scale)) != (2 * gemms, gemms):
-        return directions
-    return _padded(forward, gemms), _padded(backward, gemms)
-
-
 def _padded(columns: Columns, gemms: int) -> Columns:
     """Add a column for each GEMM, as TE starts it."""
     scale = columns.scale.view(gemms, -1)
@@ -193,29 +193,23 @@ def _padded(columns: Columns, gemms: int) -> Columns:
     return Columns(scale.flatten(), history.flatten(1))
 
 
-def _recipe(fields: Mapping[str, Any], where: object) -> DelayedScaling:
+def _recipe_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of DelayedScaling, of a recipe that is there."""
     known = {name: fields[name] for name in DelayedScaling.__dataclass_fields__ if name in fields}
     if "fp8_format" in known:
         limits = getattr(known["fp8_format"], "value", None)
         known["fp8_format"] = next((name for name, pair in FORMATS.items() if pair == limits), None)
-    return _checked_recipe(known, where)
+    return known
 
 
-def _assumed_recipe(extra: Mapping[str, Any], forward: Columns, where: object) -> DelayedScaling:
+def _assumed_fields(extra: Mapping[str, Any], forward: Columns) -> dict[str, Any]:
     """What can be known of a recipe that is not there: the format by its largest numbers, the history's length."""
     largest = (extra.get("fp8_max_fwd"), extra.get("fp8_max_bwd"))
     format = next((name for name, pair in FORMATS.items() if pair == largest), "HYBRID")
-    return _checked_recipe({"fp8_format": format, "amax_history_len": len(forward.history)}, where)
+    return {"fp8_format": format, "amax_history_len": len(forward.history)}
 
 
-def _checked_recipe(fields: Mapping[str, Any], where: object) -> DelayedScaling:
-    try:
-        return DelayedScaling(**fields)
-    except RecipeError as error:
-        raise DamagedCheckpoint(f"an FP8 recipe that makes no sense: {error.what}", where=where) from error
-
-
-def _order(fields: Mapping[str, Any]) -> Order | None:
+def _order(fields: Mapping[str, Any]) -> ColumnOrder | None:
     """The order of columns in the TE that wrote this, where the recipe tells its version: DelayedScaling had `interval`
     up to TE 2.1 and has `backward_override` since 2.15; the order changed in 2.3."""
     if "interval" in fields:
@@ -223,14 +217,14 @@ def _order(fields: Mapping[str, Any]) -> Order | None:
     return "gemm" if "backward_override" in fields else None
 
 
-def _cut(found: Mapping[str, Any], directions: Directions, where: object) -> Cut | None:
+def _cut(found: Mapping[str, Any], directions: Directions, where: object) -> ExpertSlice | None:
     """A strided scale is column `offset` of every `stride`, and the storage has them all."""
     match found.get("scale_fwd"):
-        case StoredTensor(offset=int(expert), stride=(int(experts),)) if 1 < experts <= _MOST_GEMMS:
+        case PickledTensor(offset=int(expert), stride=(int(experts),)) if 1 < experts <= _MOST_GEMMS:
             pass
         case _:
             return None
-    if not all(isinstance(found.get(key), StoredTensor) for key in _TENSORS):
+    if not all(isinstance(found.get(key), PickledTensor) for key in _TENSORS):
         return None
     whole = []
     for direction, columns in zip(("fwd", "bwd"), directions, strict=True):
@@ -240,13 +234,7 @@ def _cut(found: Mapping[str, Any], directions: Directions, where: object) -> Cut
             return None
         whole.append(Columns(scale, history.view(rows, wide)))
     same = all(torch.equal(one.scale, of.scale[expert::experts]) for one, of in zip(directions, whole, strict=True))
-    return Cut(expert, experts, (whole[0], whole[1])) if same else None
-
-
-def _gemm(directions: Directions, where: object) -> dict[Role, RoleState]:
-    _check_columns(directions, len(FORWARD), len(BACKWARD), where)
-    parts = [part for columns in directions for part in _each(columns)]
-    return dict(zip(FORWARD + BACKWARD, parts, strict=True))
+    return ExpertSlice(expert, experts, (whole[0], whole[1])) if same else None
 
 
 def _attention(directions: Directions, where: object) -> dict[Role, RoleState]:

@@ -14,14 +14,14 @@ from torch import Tensor
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import grouped
 from precisionctl.fp8.extra_state import ATTENTION, FORMATS, SOFTMAX
-from precisionctl.fp8.grouped import Columns, Directions, Order
-from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
+from precisionctl.fp8.grouped import ColumnOrder, Columns, Directions
+from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
 from precisionctl.fp8.state import ATTENTION_BACKWARD, ATTENTION_FORWARD, DelayedScaling, Fp8State, RoleState
 from precisionctl.fp8.te_pickle import LEGACY_MAGIC, LEGACY_VERSION, RECIPES
 
 TeVersion = Literal[1, 2]
 
-ORDER: dict[TeVersion, Order] = {1: "role", 2: "gemm"}
+ORDER: dict[TeVersion, ColumnOrder] = {1: "role", 2: "gemm"}
 """In which a grouped linear's columns are written: that of 1.9 to 2.2, and that of 2.3 and after."""
 
 
@@ -36,7 +36,12 @@ def encode_payload(state: Fp8State, recipe: DelayedScaling, te: TeVersion = 2) -
 
     Raises PrecisionError for a state that does not have the recipe's history length.
     """
-    _check_length(state, recipe)
+    for role, part in state.roles.items():
+        if part.amax_history.shape != (*part.scale.shape, recipe.amax_history_len):
+            raise PrecisionError(
+                f"{role} has an amax history of shape {list(part.amax_history.shape)}",
+                do=f"A TE payload of this recipe takes [{recipe.amax_history_len}].",
+            )
     gemms = state.roles["weight"].scale.numel() if state.of_gemm else 3
     return encode_columns(columns_of(state, recipe, te), gemms, recipe, te)
 
@@ -74,20 +79,11 @@ def encode_columns(directions: Directions, gemms: int, recipe: DelayedScaling, t
     return dumps(payload)
 
 
-def _check_length(state: Fp8State, recipe: DelayedScaling) -> None:
-    for role, part in state.roles.items():
-        if part.amax_history.shape != (*part.scale.shape, recipe.amax_history_len):
-            raise PrecisionError(
-                f"{role} has an amax history of shape {list(part.amax_history.shape)}",
-                do=f"A TE payload of this recipe takes [{recipe.amax_history_len}].",
-            )
-
-
-def _recipe_object(recipe: DelayedScaling) -> Made:
-    largest = Made(Global(RECIPES, "_FormatHelper"), FORMATS[recipe.fp8_format], new=True)
+def _recipe_object(recipe: DelayedScaling) -> PickledObject:
+    largest = PickledObject(Global(RECIPES, "_FormatHelper"), FORMATS[recipe.fp8_format], new=True)
     fields = {
         "margin": recipe.margin,
-        "fp8_format": Made(Global(RECIPES, "Format"), (largest,)),
+        "fp8_format": PickledObject(Global(RECIPES, "Format"), (largest,)),
         "amax_history_len": recipe.amax_history_len,
         "amax_compute_algo": recipe.amax_compute_algo,
         "scaling_factor_compute_algo": None,
@@ -96,23 +92,20 @@ def _recipe_object(recipe: DelayedScaling) -> Made:
         "fp8_mha": recipe.fp8_mha,
         "backward_override": None,
     }
-    return Made(Global(RECIPES, "DelayedScaling"), (), new=True, fields=fields)
+    return PickledObject(Global(RECIPES, "DelayedScaling"), (), new=True, fields=fields)
 
 
-def _tensor_object(values: Tensor) -> Made:
+def _tensor_object(values: Tensor) -> PickledObject:
     values = values.detach().float().cpu().contiguous()
-    storage = Made(Global("torch.storage", "_load_from_bytes"), (_saved_storage(values),))
-    hooks = Made(Global("collections", "OrderedDict"), ())
-    arguments = (storage, 0, tuple(values.shape), values.stride(), False, hooks)
-    return Made(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
-
-
-def _saved_storage(values: Tensor) -> bytes:
-    """`torch.save` of an FP32 storage in the legacy format (torch/serialization.py, _legacy_save), which is how
-    storages pickle, with the key "0" where PyTorch puts an address."""
+    # `torch.save` of an FP32 storage in the legacy format (torch/serialization.py, _legacy_save), which is how
+    # storages pickle, with the key "0" where PyTorch puts an address
     sizes = {"short": 2, "int": 4, "long": 4}
     system = {"protocol_version": LEGACY_VERSION, "little_endian": True, "type_sizes": sizes}
     reference = ("storage", Global("torch", "FloatStorage"), "0", "cpu", values.numel(), None)
-    pickles = (LEGACY_VERSION, system, Persistent(reference), ["0"])
+    pickles = (LEGACY_VERSION, system, PersistentId(reference), ["0"])
     numbers = struct.pack("<q", values.numel()) + values.view(torch.uint8).numpy().tobytes()
-    return LEGACY_MAGIC + b"".join(dumps(value, protocol=2) for value in pickles) + numbers
+    saved = LEGACY_MAGIC + b"".join(dumps(value, protocol=2) for value in pickles) + numbers
+    storage = PickledObject(Global("torch.storage", "_load_from_bytes"), (saved,))
+    hooks = PickledObject(Global("collections", "OrderedDict"), ())
+    arguments = (storage, 0, tuple(values.shape), values.stride(), False, hooks)
+    return PickledObject(Global("torch._utils", "_rebuild_tensor_v2"), arguments)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from precisionctl.fp8.state import BACKWARD, FORWARD, Fp8State, Role, RoleState
 
-Order = Literal["role", "gemm"]
+ColumnOrder = Literal["role", "gemm"]
 
 
 class Columns(NamedTuple):
@@ -28,27 +28,22 @@ Directions = tuple[Columns, Columns]
 """Forward and backward."""
 
 
-def by_gemm(directions: Directions, gemms: int, order: Order) -> Fp8State:
+def by_gemm(directions: Directions, gemms: int, order: ColumnOrder) -> Fp8State:
     """The state of a grouped linear, `[gemms]`, from TE's columns of both directions in this order."""
     forward, backward = directions
     return Fp8State({**_by_role(forward, FORWARD, gemms, order), **_by_role(backward, BACKWARD, gemms, order)})
 
 
-def _by_role(columns: Columns, roles: tuple[Role, ...], gemms: int, order: Order) -> dict[Role, RoleState]:
-    places = _places(len(roles), gemms, order)
+def _by_role(columns: Columns, roles: tuple[Role, ...], gemms: int, order: ColumnOrder) -> dict[Role, RoleState]:
+    numbers = torch.arange(len(roles) * gemms)  # of the columns: in which is each role of each GEMM, [roles, gemms]
+    places = numbers.view(-1, gemms) if order == "role" else numbers.view(gemms, -1).t()
     return {
         role: RoleState(columns.scale[at].clone(), columns.history[:, at].t().contiguous())
         for role, at in zip(roles, places, strict=True)
     }
 
 
-def _places(roles: int, gemms: int, order: Order) -> Tensor:
-    """In which column each role of each GEMM is, `[roles, gemms]`."""
-    columns = torch.arange(roles * gemms)
-    return columns.view(roles, gemms) if order == "role" else columns.view(gemms, roles).t()
-
-
-def in_columns(state: Fp8State, order: Order) -> Directions:
+def in_columns(state: Fp8State, order: ColumnOrder) -> Directions:
     """The inverse of `by_gemm`; a state of one GEMM has the same columns in either order."""
     found = []
     for roles in (FORWARD, BACKWARD):
@@ -61,14 +56,14 @@ def in_columns(state: Fp8State, order: Order) -> Directions:
     return found[0], found[1]
 
 
-def order_of(directions: Directions, gemms: int) -> Order | None:
+def order_of(directions: Directions, gemms: int) -> ColumnOrder | None:
     """The order that the numbers tell: a grouped linear records no output and no grad_input, in no version.
 
     None where both orders fit, or neither does.
     """
     if gemms == 1:
         return "gemm"  # the same in either
-    orders: tuple[Order, ...] = ("role", "gemm")
+    orders: tuple[ColumnOrder, ...] = ("role", "gemm")
     fitting = [order for order in orders if _unused_are_fresh(by_gemm(directions, gemms, order))]
     if len(fitting) == 2 and not any(part.recorded for part in by_gemm(directions, gemms, "gemm").roles.values()):
         return "gemm"  # nothing is recorded, so that it is the same

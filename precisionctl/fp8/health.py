@@ -75,8 +75,8 @@ def _tiles(rows: Tensor) -> Iterator[Tensor]:
 
 
 def _measure_tiles(tiles: Tensor, dtype: torch.dtype, fixed: Mapping[Scaling, Tensor], square: bool) -> Tensor:
-    """FP64: nonzero elements, ones that are no numbers, sums of x^2 and x^4; then what `_lost` gives under the scales
-    that are `fixed`, and under those of blocks."""
+    """FP64 `[n]`: the count of nonzero elements, that of NaN and infinities, the sums of x^2 and x^4; then the three
+    numbers of `_lost` under each `fixed` scale, and under those of blocks."""
     magnitudes = tiles.abs()
     mx_amax = magnitudes.amax(4, keepdim=True)
     nonfinite = torch.zeros((), device=tiles.device)

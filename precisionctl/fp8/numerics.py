@@ -162,15 +162,11 @@ def update_delayed(state: RoleState, dtype: torch.dtype, recipe: DelayedScaling)
     history = state.amax_history
     last = history[..., 0]
     used = last != 0
-    seen = last if recipe.amax_compute_algo == "most_recent" else _largest(history)
+    seen = last if recipe.amax_compute_algo == "most_recent" else history.nan_to_num(nan=0.0, posinf=math.inf).amax(-1)
     scale = delayed_scale(torch.where(used, seen, 0.0), state.scale, dtype, recipe.margin)
     rolled = history.roll(-1, -1)
     rolled[..., 0] = 0.0
     return RoleState(scale, torch.where(used.unsqueeze(-1), rolled, history))
-
-
-def _largest(history: Tensor) -> Tensor:
-    return history.nan_to_num(nan=0.0, posinf=math.inf).amax(-1)
 
 
 def without_infinite(history: Tensor, there: Tensor) -> Tensor:
@@ -199,19 +195,18 @@ def change_recipe(state: Fp8State, old: DelayedScaling, new: DelayedScaling) -> 
     """State for going on under another recipe: the newest rows of the history (of a history of one row, the amax that
     gave the scale), and where margin, format or algorithm differ, the scales that TE would have computed from the
     amaxes recorded under `old`."""
-    return Fp8State({role: _change_role(part, role, old, new) for role, part in state.roles.items()})
-
-
-def _change_role(state: RoleState, role: Role, old: DelayedScaling, new: DelayedScaling) -> RoleState:
-    resized = state.resized(new.amax_history_len)
-    if new.amax_history_len > old.amax_history_len == 1:  # it rests at zero; the amax is in the scale
-        resized.amax_history[..., -1] = recorded_amax(state, role, old)
-    if (old.margin, old.dtype(role), old.amax_compute_algo) == (new.margin, new.dtype(role), new.amax_compute_algo):
-        return resized
-    window = 1 if new.amax_compute_algo == "most_recent" else new.amax_history_len
-    newest = RoleState(state.scale, state.amax_history[..., -window:])
-    seen = recorded_amax(newest, role, old)
-    return RoleState(delayed_scale(seen, state.scale, new.dtype(role), new.margin), resized.amax_history)
+    roles: dict[Role, RoleState] = {}
+    for role, part in state.roles.items():
+        roles[role] = part.resized(new.amax_history_len)
+        if new.amax_history_len > old.amax_history_len == 1:  # it rests at zero; the amax is in the scale
+            roles[role].amax_history[..., -1] = recorded_amax(part, role, old)
+        if (old.margin, old.dtype(role), old.amax_compute_algo) == (new.margin, new.dtype(role), new.amax_compute_algo):
+            continue
+        window = 1 if new.amax_compute_algo == "most_recent" else new.amax_history_len
+        seen = recorded_amax(RoleState(part.scale, part.amax_history[..., -window:]), role, old)
+        scale = delayed_scale(seen, part.scale, new.dtype(role), new.margin)
+        roles[role] = RoleState(scale, roles[role].amax_history)
+    return Fp8State(roles)
 
 
 def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -296,7 +291,7 @@ def decode(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32)
     """
     if dtype == torch.float16:
         raise PrecisionError("FP8 codes do not survive FP16", do="Decode them to BF16 or FP32.")
-    return (worths(codes) * scale_inv).to(dtype)
+    return (code_values(codes) * scale_inv).to(dtype)
 
 
 def decode_by_scale_inv(codes: Tensor, scale_inv: Tensor, values: Tensor, scratch: Tensor) -> None:
@@ -307,13 +302,13 @@ def decode_by_scale_inv(codes: Tensor, scale_inv: Tensor, values: Tensor, scratc
         into.mul_(by)
 
 
-def worths(codes: Tensor) -> Tensor:
+def code_values(codes: Tensor) -> Tensor:
     """What codes are by themselves, FP32, laid out as they are; on a CPU from a table, piece by piece: five times as
     fast as PyTorch's own cast from E4M3."""
     if not codes.is_cpu or codes.dtype == torch.float8_e5m2:
         return codes.float()
     if codes.dim() == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
-        return worths(codes.t()).t()
+        return code_values(codes.t()).t()
     values, scratch = torch.empty(codes.shape), scratch_for(codes)
     flat = codes.reshape(1, -1)
     for tile, into in _tiles(scratch.numel(), flat, values.view(1, -1)):

@@ -19,7 +19,7 @@ class Global(NamedTuple):
     name: str
 
 
-class Made(NamedTuple):
+class PickledObject(NamedTuple):
     """An object as pickle makes it: `make(*arguments)`, or `make.__new__(make, *arguments)` when `new`; then
     `fields` become its `__dict__`, or go to its `__setstate__`."""
 
@@ -29,13 +29,13 @@ class Made(NamedTuple):
     fields: Mapping[str, object] | tuple[object, ...] | None = None
 
 
-class Persistent(NamedTuple):
+class PersistentId(NamedTuple):
     """An identifier that the unpickler's `persistent_load` turns into an object."""
 
     identifier: tuple[object, ...]
 
 
-class Each:
+class LazyList:
     """A list of items that are made while they are written, as they are too many to be there at once."""
 
     def __init__(self, items: Iterable[object]) -> None:
@@ -45,7 +45,7 @@ class Each:
         return iter(self._items)
 
 
-class Pairs:
+class LazyDict:
     """A dict whose items are made while they are written."""
 
     def __init__(self, items: Iterable[tuple[object, object]]) -> None:
@@ -134,7 +134,7 @@ def _named(value: Global) -> bytes:
     return pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
 
 
-def _made(value: Made, to: _Pickled) -> None:
+def _made(value: PickledObject, to: _Pickled) -> None:
     _global(value.make, to)
     _tuple(value.arguments, to)
     to += pickle.NEWOBJ if value.new else pickle.REDUCE
@@ -143,7 +143,7 @@ def _made(value: Made, to: _Pickled) -> None:
         to += pickle.BUILD
 
 
-def _persistent(value: Persistent, to: _Pickled) -> None:
+def _persistent(value: PersistentId, to: _Pickled) -> None:
     _tuple(value.identifier, to)
     to += pickle.BINPERSID
 
@@ -155,7 +155,7 @@ def _tuple(value: tuple[object, ...], to: _Pickled) -> None:
     to += pickle.TUPLE
 
 
-def _list(value: list[object] | Each, to: _Pickled) -> None:
+def _list(value: list[object] | LazyList, to: _Pickled) -> None:
     to += pickle.EMPTY_LIST + pickle.MARK
     for item in value:
         _add(item, to)
@@ -163,7 +163,7 @@ def _list(value: list[object] | Each, to: _Pickled) -> None:
     to += pickle.APPENDS
 
 
-def _dict(value: Mapping[object, object] | Pairs, to: _Pickled) -> None:
+def _dict(value: Mapping[object, object] | LazyDict, to: _Pickled) -> None:
     to += pickle.EMPTY_DICT + pickle.MARK
     for key, item in value.items():
         _add(key, to)
@@ -180,13 +180,13 @@ _ADD: Mapping[type, Callable[[Any, _Pickled], None]] = {
     str: _str,
     bytes: _bytes,
     Global: _global,
-    Made: _made,
-    Persistent: _persistent,
+    PickledObject: _made,
+    PersistentId: _persistent,
     tuple: _tuple,
     list: _list,
-    Each: _list,
+    LazyList: _list,
     dict: _dict,
-    Pairs: _dict,
+    LazyDict: _dict,
 }
 
 

@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -93,27 +92,8 @@ def read(path: Path) -> Fp8States:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise DamagedCheckpoint(f"the FP8 sidecar cannot be read: {error}", where=path) from error
-    fields = _read_metadata(metadata.get(_KEY, ""), path)
-    raw = {name.removesuffix("/raw"): tensors.pop(name) for name in list(tensors) if name.endswith("/raw")}
-    statistics = _read_statistics(
-        {name: tensors.pop(name) for name in list(tensors) if name.endswith(_STATISTICS)}, path
-    )
-    recipe = _read_recipe(fields, path)
-    modules = {module: _read_module(module, tensors, recipe, path) for module in _modules(tensors, path)}
-    return Fp8States(
-        recipe,
-        modules,
-        _read_raw(raw, path),
-        fields["producer"],
-        fields["iteration"],
-        statistics,
-        fields.get("of_weights"),
-    )
-
-
-def _read_metadata(text: str, path: Path) -> Mapping[str, Any]:
     try:
-        fields: object = json.loads(text)
+        fields: object = json.loads(metadata.get(_KEY, ""))
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint("the FP8 sidecar's metadata is not JSON", where=path) from error
     if not isinstance(fields, dict):
@@ -131,14 +111,27 @@ def _read_metadata(text: str, path: Path) -> Mapping[str, Any]:
     told = isinstance(fields.get("producer"), str) and isinstance(fields.get("of_weights", ""), str)
     if not dated or not told:
         raise DamagedCheckpoint("the FP8 sidecar does not say who made it and when", where=path)
-    return fields
-
-
-def _read_recipe(fields: Mapping[str, Any], path: Path) -> DelayedScaling:
+    raw = {name.removesuffix("/raw"): tensors.pop(name) for name in list(tensors) if name.endswith("/raw")}
+    for module, data in raw.items():
+        if data.dtype != torch.uint8 or data.dim() != 1:
+            raise DamagedCheckpoint(f"{module}/raw in an FP8 sidecar is not bytes", where=path)
+    statistics = _read_statistics(
+        {name: tensors.pop(name) for name in list(tensors) if name.endswith(_STATISTICS)}, path
+    )
     try:
-        return DelayedScaling(**fields["recipe"])
+        recipe = DelayedScaling(**fields["recipe"])
     except (KeyError, TypeError, RecipeError) as error:
         raise DamagedCheckpoint(f"the FP8 sidecar's recipe makes no sense: {error}", where=path) from error
+    modules = {module: _read_module(module, tensors, recipe, path) for module in _modules(tensors, path)}
+    return Fp8States(
+        recipe,
+        modules,
+        raw,
+        fields["producer"],
+        fields["iteration"],
+        statistics,
+        fields.get("of_weights"),
+    )
 
 
 def _modules(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
@@ -154,9 +147,10 @@ def _modules(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
 
 def _read_module(module: str, tensors: Mapping[str, Tensor], recipe: DelayedScaling, path: Path) -> Fp8State:
     """All roles of a GEMM, or those of an attention that are there."""
-    roles = _roles(module, tensors)
+    parts = ("scale", "amax_history")
+    roles = tuple(role for role in ROLES + ATTENTION if any(f"{module}/{role}.{part}" in tensors for part in parts))
     wanted = ROLES if set(roles) & set(ROLES) else roles
-    leaves = [f"{role}.{part}" for role in wanted for part in ("scale", "amax_history")]
+    leaves = [f"{role}.{part}" for role in wanted for part in parts]
     if missing := [leaf for leaf in leaves if f"{module}/{leaf}" not in tensors]:
         raise DamagedCheckpoint(f"the FP8 sidecar lacks {module}/{missing[0]}", where=path)
     if alien := set(roles) - set(wanted):
@@ -171,11 +165,6 @@ def _read_module(module: str, tensors: Mapping[str, Tensor], recipe: DelayedScal
     return state
 
 
-def _roles(module: str, tensors: Mapping[str, Tensor]) -> tuple[Role, ...]:
-    parts = ("scale", "amax_history")
-    return tuple(role for role in ROLES + ATTENTION if any(f"{module}/{role}.{part}" in tensors for part in parts))
-
-
 def _read_statistics(tensors: Mapping[str, Tensor], path: Path) -> Mapping[str, Mapping[Role, Statistics]]:
     found: dict[str, dict[Role, Statistics]] = {}
     for name, numbers in sorted(tensors.items()):
@@ -188,10 +177,3 @@ def _read_statistics(tensors: Mapping[str, Tensor], path: Path) -> Mapping[str, 
         except ValueError as error:
             raise DamagedCheckpoint(f"{name} in an FP8 sidecar: {error}", where=path) from error
     return found
-
-
-def _read_raw(raw: Mapping[str, Tensor], path: Path) -> Mapping[str, Tensor]:
-    for module, data in raw.items():
-        if data.dtype != torch.uint8 or data.dim() != 1:
-            raise DamagedCheckpoint(f"{module}/raw in an FP8 sidecar is not bytes", where=path)
-    return raw

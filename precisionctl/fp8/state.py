@@ -33,7 +33,7 @@ CACHE: tuple[Role, ...] = ("k", "v")
 """Keys after rotary, and values, as a cache holds them. TE keeps nothing of them; the sidecar does."""
 ATTENTION: tuple[Role, ...] = ATTENTION_FORWARD + ATTENTION_BACKWARD + CACHE
 
-Format = Literal["HYBRID", "E4M3"]
+Fp8Format = Literal["HYBRID", "E4M3"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DelayedScaling:
     """TE's DelayedScaling recipe, field for field (transformer_engine/common/recipe/__init__.py)."""
 
     margin: int = 0
-    fp8_format: Format = "HYBRID"
+    fp8_format: Fp8Format = "HYBRID"
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True
@@ -60,7 +60,7 @@ class DelayedScaling:
         return code_dtype(self.fp8_format, role)
 
 
-def code_dtype(fp8_format: Format, role: Role) -> torch.dtype:
+def code_dtype(fp8_format: Fp8Format, role: Role) -> torch.dtype:
     """The dtype of a role's codes: under HYBRID E4M3 forward and E5M2 backward, else E4M3."""
     if role in BACKWARD + ATTENTION_BACKWARD and fp8_format == "HYBRID":
         return torch.float8_e5m2
@@ -175,7 +175,14 @@ class Fp8State:
         for state in states:
             for role, part in state.roles.items():
                 parts.setdefault(role, []).append(part)
-        return Fp8State({role: _merge_roles(listed) for role, listed in parts.items()})
+        roles = {}
+        for role, listed in parts.items():
+            scales = torch.stack([part.scale for part in listed])
+            histories = torch.stack([part.amax_history for part in listed])
+            unrecorded = (scales == 1) & (histories == 0).all(-1)  # each expert by itself, where there are some
+            scale = scales.masked_fill(unrecorded, torch.inf).amin(0)
+            roles[role] = RoleState(scale.where(~unrecorded.all(0), 1.0), histories.amax(0))
+        return Fp8State(roles)
 
     def check(self, recipe: DelayedScaling, where: object) -> None:
         """Raise DamagedCheckpoint unless every role is sound and its history has the recipe's length."""
@@ -191,14 +198,6 @@ class Fp8State:
 
 def _stacked(parts: "list[RoleState]") -> RoleState:
     return RoleState(torch.stack([p.scale for p in parts]), torch.stack([p.amax_history for p in parts]))
-
-
-def _merge_roles(parts: list[RoleState]) -> RoleState:
-    """One state for several of a role; each expert by itself where there are experts."""
-    scales, histories = (torch.stack([getattr(part, name) for part in parts]) for name in ("scale", "amax_history"))
-    unrecorded = (scales == 1) & (histories == 0).all(-1)
-    scale = scales.masked_fill(unrecorded, torch.inf).amin(0)
-    return RoleState(scale.where(~unrecorded.all(0), 1.0), histories.amax(0))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Statistics: what was seen of one tensor in one role, and what each FP8 scaling did to it.
+"""Statistics: counts and sums over one tensor in one role, and what each FP8 scaling would lose of it.
 
 `fp8/health.py` measures them and says what the words mean; the sidecar keeps them.
 """

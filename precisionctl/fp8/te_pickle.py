@@ -18,7 +18,7 @@ LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch/serializatio
 LEGACY_VERSION = 1001
 
 
-class Record:
+class PickledFields:
     """Stands in for a TE class that pickles as its plain `__dict__`."""
 
     fields: Mapping[str, Any] = {}
@@ -28,7 +28,7 @@ class Record:
             self.fields = state
 
 
-class Delayed(Record):
+class Delayed(PickledFields):
     """Stands in for DelayedScaling and Megatron's subclass of it."""
 
 
@@ -47,7 +47,7 @@ class _Saved(NamedTuple):
     data: bytes
 
 
-class StoredTensor(NamedTuple):
+class PickledTensor(NamedTuple):
     """Stands in for `torch._utils._rebuild_tensor_v2`: a view of a storage, which is a flat tensor in an archive."""
 
     storage: _Saved | Tensor
@@ -62,15 +62,15 @@ _ALLOWED: safe_pickle.Allowed = {
     (RECIPES, "DelayedScaling"): Delayed,
     ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"): Delayed,
     ("megatron.core.transformer.custom_layers.transformer_engine", "TEDelayedScaling"): Delayed,
-    (RECIPES, "Float8CurrentScaling"): Record,
-    (RECIPES, "Float8BlockScaling"): Record,
-    (RECIPES, "MXFP8BlockScaling"): Record,
-    (RECIPES, "NVFP4BlockScaling"): Record,
-    (RECIPES, "MMParams"): Record,
-    (RECIPES, "QParams"): Record,
+    (RECIPES, "Float8CurrentScaling"): PickledFields,
+    (RECIPES, "Float8BlockScaling"): PickledFields,
+    (RECIPES, "MXFP8BlockScaling"): PickledFields,
+    (RECIPES, "NVFP4BlockScaling"): PickledFields,
+    (RECIPES, "MMParams"): PickledFields,
+    (RECIPES, "QParams"): PickledFields,
     (RECIPES, "Format"): _Format,
     (RECIPES, "_FormatHelper"): _FormatHelper,
-    ("torch._utils", "_rebuild_tensor_v2"): StoredTensor,
+    ("torch._utils", "_rebuild_tensor_v2"): PickledTensor,
     ("torch.storage", "_load_from_bytes"): _Saved,
     ("collections", "OrderedDict"): safe_pickle.ordered_dict,
 }
@@ -89,7 +89,7 @@ def load(data: bytes, where: object) -> Any:
 
 def tensor(stored: object, where: object) -> Tensor:
     """The tensor that a record describes. Raises DamagedCheckpoint for what is none, or not within its storage."""
-    if not isinstance(stored, StoredTensor):
+    if not isinstance(stored, PickledTensor):
         raise DamagedCheckpoint("FP8 state lacks a tensor", where=where)
     values = storage(stored, where)
     try:
@@ -98,7 +98,7 @@ def tensor(stored: object, where: object) -> Tensor:
         raise DamagedCheckpoint(f"a tensor reaches beyond its storage: {error}", where=where) from error
 
 
-def storage(stored: StoredTensor, where: object) -> Tensor:
+def storage(stored: PickledTensor, where: object) -> Tensor:
     """All of a tensor's storage, as `[elements]`.
 
     Pickled by itself it is a file of torch.save's legacy format. It is taken apart here, because torch.load makes

@@ -1,1 +1,1 @@
-"""How other frameworks go on from a checkpoint: what to start them with."""
+"""Command lines and configs with which other frameworks continue from a checkpoint."""

@@ -1,10 +1,10 @@
 """accelerate: options of `accelerate launch`, for a script that trains a Hugging Face model (commands/launch.py)."""
 
 from precisionctl.errors import CheckpointError
-from precisionctl.launch.base import Launch, Subject
+from precisionctl.launch.base import Launch, LaunchSource
 
 
-def launch(subject: Subject) -> Launch:
+def launch(subject: LaunchSource) -> Launch:
     """Raises CheckpointError for a checkpoint that is not Hugging Face's."""
     if subject.reader.layout != "hf":
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint, and what a framework is started with to go on from it."""
+"""The checkpoint to continue from, and the command line or config that a framework is started with."""
 
 import shlex
 from collections.abc import Iterable, Mapping
@@ -9,8 +9,8 @@ from typing import Any
 
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, OURS
-from precisionctl.checkpoints.megatron.run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.commands.notes import GATE
 from precisionctl.doctor import examine_payloads
@@ -46,7 +46,7 @@ def left_to_provider(model: ModelShape) -> list[str]:
 @dataclass(frozen=True)
 class Launch:
     """What to start a framework with: a command and its options, each with its values; or `config`, text for a file of
-    its own. `yours` is what is left to say; `notes` what to know."""
+    its own. `yours` names what the user has to add, `notes` what he should know."""
 
     framework: str
     command: tuple[str, ...] = ()
@@ -75,8 +75,9 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A checkpoint that is to be gone on from, at `path`, as it was named."""
+class LaunchSource:
+    """A checkpoint that training shall continue from. `path` is what the user named, which may be a directory of
+    several iterations."""
 
     reader: Reader
     path: Path

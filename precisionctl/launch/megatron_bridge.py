@@ -1,14 +1,14 @@
 """Megatron-Bridge: lines for a recipe, on its ConfigContainer `cfg` (training/config.py, mixed_precision.py)."""
 
 from precisionctl.checkpoints.megatron.arguments import recipe_words
-from precisionctl.launch.base import Launch, Subject, left_to_provider
+from precisionctl.launch.base import Launch, LaunchSource, left_to_provider
 from precisionctl.megatron_flags import stateless_words
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _MIXED = "megatron.bridge.training.mixed_precision"
 
 
-def launch(subject: Subject) -> Launch:
+def launch(subject: LaunchSource) -> Launch:
     """Raises CheckpointError for a checkpoint that is not Megatron's, and UnknownArchitecture for a model that neither
     Megatron-Core nor a provider of Bridge computes."""
     subject.require_megatron(

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from precisionctl.architectures.megatron_args import read_megatron_args, to_megatron_args
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
-from precisionctl.launch.base import Launch, Subject, left_to_provider
+from precisionctl.launch.base import Launch, LaunchSource, left_to_provider
 from precisionctl.megatron_flags import stateless_words
 from precisionctl.model_shape import ModelShape
 from precisionctl.recipe import Recipe
@@ -41,29 +40,46 @@ _SIZES = (
 )
 
 
-def launch(subject: Subject) -> Launch:
+def launch(subject: LaunchSource) -> Launch:
     """Raises CheckpointError for a checkpoint that is not Megatron's, and UnknownArchitecture for a model that flags
     cannot describe."""
     subject.require_megatron("Megatron-LM", "Write one: `precisionctl convert CKPT NEW --to megatron`.")
     sizes = subject.sizes(_SIZES)
-    ranks = _product(sizes, "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-    options = [*_model_options(subject.model), *_loading(subject), *_tokenizer(subject)]
-    options += [*_precision(subject), *_optimizer(subject)]
+    ranks = math.prod(sizes.get(f"{group}_model_parallel_size", 1) for group in ("tensor", "pipeline", "expert"))
+    options = [*_model_options(subject.model), *_loading(subject)]
+    if subject.tokenizer:
+        options += [("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", str(subject.tokenizer))]
+    options += _precision(subject)
+    if subject.recipe and subject.recipe.optimizer.preset == "fp8-lm":  # kept as nearly as Megatron's own optimizer can
+        dtypes = {"main_grads": "bf16", "main_params": "fp16", "exp_avg": "fp8", "exp_avg_sq": "fp16"}
+        options += [("--use-distributed-optimizer",), ("--use-precision-aware-optimizer",)]
+        options += [(_flag(f"{name}_dtype"), dtype) for name, dtype in dtypes.items()]
     options += [(_flag(name), str(size)) for name, size in sizes.items()]
     if subject.model.moe and sizes.get("tensor_model_parallel_size", 1) > 1:
         options.append(("--sequence-parallel",))  # which experts ask for
+    notes = ["--seq-length is the model's longest; a shorter one is fine"]
+    if subject.tokenizer is None:
+        notes.append("no tokenizer lies beside the weights: --tokenizer-type and --tokenizer-model are yours, too")
+    if subject.ours:
+        notes.append("the optimizer of `precisionctl resume` stays behind: Megatron does not read it")
+    if subject.recipe:
+        notes += _unsaid(subject.recipe)
+    if subject.state:
+        notes.append(
+            "to go on in BF16, leave the --fp8 flags out, and convert with --precision bf16 so that no pickle is met"
+        )
+    elif subject.reader.fp8:
+        notes.append("FP8 state is in the sidecar alone: for an FP8 run, convert with --precision fp8")
+    if subject.lacks_extra_state:
+        notes.append("no _extra_state is in it; --dist-ckpt-strictness lets Megatron load it and name what is missing")
     return Launch(
         "megatron-lm",
         ("torchrun", "--nproc-per-node", str(ranks), "pretrain_gpt.py"),
         tuple(options),
         subject.environment,
         yours=("--micro-batch-size", "--global-batch-size", "--train-iters", "--lr", "--data-path", "--save"),
-        notes=tuple(_notes(subject)),
+        notes=tuple(notes),
     )
-
-
-def _product(sizes: Mapping[str, int], *names: str) -> int:
-    return math.prod(sizes.get(name, 1) for name in names)
 
 
 def _flag(name: str) -> str:
@@ -80,14 +96,6 @@ def _model_options(model: ModelShape) -> list[Option]:
         said.pop("num_query_groups")
     if not said.get("use_rope_scaling"):
         said.pop("rope_scaling_factor", None)
-    _require_said(model, said)
-    options: list[Option] = [(_flag(name), _spelled(said[name])) for name in _VALUES if name in said]
-    options += [(_flag(name),) for name in _SWITCHES if name in said]
-    return options + [(flag,) for name, flag in _OFF.items() if name in said]
-
-
-def _require_said(model: ModelShape, said: Mapping[str, Any]) -> None:
-    """Raise UnknownArchitecture where Megatron's flags do not say all of a model."""
     try:
         understood = read_megatron_args({"q_lora_rank": None, **said}, model.padded_vocab_size, "")
     except DamagedCheckpoint as error:
@@ -100,14 +108,13 @@ def _require_said(model: ModelShape, said: Mapping[str, Any]) -> None:
             f"Megatron-LM has no flags for all of `{model.architecture}`: {', '.join(unsaid)}",
             do="Megatron-Bridge goes by what is described beside the weights: --framework megatron-bridge.",
         )
+    # The flags' own readers take tuples and lists without spaces
+    options: list[Option] = [(_flag(name), str(said[name]).replace(" ", "")) for name in _VALUES if name in said]
+    options += [(_flag(name),) for name in _SWITCHES if name in said]
+    return options + [(flag,) for name, flag in _OFF.items() if name in said]
 
 
-def _spelled(value: Any) -> str:
-    """As the flags' own readers take it: tuples and lists without spaces."""
-    return str(value).replace(" ", "")
-
-
-def _loading(subject: Subject) -> list[Option]:
+def _loading(subject: LaunchSource) -> list[Option]:
     options: list[Option] = [("--load", str(subject.root)), ("--ckpt-format", subject.reader.container)]
     if not subject.has_optimizer:
         options += [("--no-load-optim",), ("--no-load-rng",)]
@@ -118,13 +125,7 @@ def _loading(subject: Subject) -> list[Option]:
     return options
 
 
-def _tokenizer(subject: Subject) -> list[Option]:
-    if subject.tokenizer is None:
-        return []
-    return [("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", str(subject.tokenizer))]
-
-
-def _precision(subject: Subject) -> list[Option]:
+def _precision(subject: LaunchSource) -> list[Option]:
     words: Mapping[str, object] = {}
     if subject.state:
         words = recipe_words(subject.state)
@@ -135,34 +136,6 @@ def _precision(subject: Subject) -> list[Option]:
         flag = _flag("fp8_format" if name == "fp8" else name)
         options.append((flag,) if value is True else (flag, str(value)))
     return options
-
-
-def _optimizer(subject: Subject) -> list[Option]:
-    """Megatron's own way to what fp8-lm keeps of a parameter (optimizer_config.py)."""
-    if subject.recipe is None or subject.recipe.optimizer.preset != "fp8-lm":
-        return []
-    dtypes = {"main_grads": "bf16", "main_params": "fp16", "exp_avg": "fp8", "exp_avg_sq": "fp16"}
-    kept = [(_flag(f"{name}_dtype"), dtype) for name, dtype in dtypes.items()]
-    return [("--use-distributed-optimizer",), ("--use-precision-aware-optimizer",), *kept]
-
-
-def _notes(subject: Subject) -> list[str]:
-    notes = ["--seq-length is the model's longest; a shorter one is fine"]
-    if subject.tokenizer is None:
-        notes.append("no tokenizer lies beside the weights: --tokenizer-type and --tokenizer-model are yours, too")
-    if subject.ours:
-        notes.append("the optimizer of `precisionctl resume` stays behind: Megatron does not read it")
-    if subject.recipe:
-        notes += _unsaid(subject.recipe)
-    if subject.state:
-        notes.append(
-            "to go on in BF16, leave the --fp8 flags out, and convert with --precision bf16 so that no pickle is met"
-        )
-    elif subject.reader.fp8:
-        notes.append("FP8 state is in the sidecar alone: for an FP8 run, convert with --precision fp8")
-    if subject.lacks_extra_state:
-        notes.append("no _extra_state is in it; --dist-ckpt-strictness lets Megatron load it and name what is missing")
-    return notes
 
 
 def _unsaid(recipe: Recipe) -> list[str]:

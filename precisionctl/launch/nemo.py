@@ -3,10 +3,10 @@
 from precisionctl.checkpoints.megatron.arguments import recipe_words
 from precisionctl.checkpoints.megatron.provider import NEMO
 from precisionctl.errors import CheckpointError
-from precisionctl.launch.base import Launch, Subject
+from precisionctl.launch.base import Launch, LaunchSource
 
 
-def launch(subject: Subject) -> Launch:
+def launch(subject: LaunchSource) -> Launch:
     """Raises CheckpointError for Megatron's other directories, which NeMo 2 cannot open."""
     its_own = subject.path / NEMO
     lines = ["from nemo import lightning as nl"]

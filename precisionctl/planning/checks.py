@@ -32,21 +32,17 @@ def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "",
     if not missing and not unexpected:
         return
     counts = ", ".join(f"{len(names)} {what}" for what, names in found.items() if names)
-    lines = [line for what, names in found.items() for line in _listed(what, names)]
+    lines = []
+    for what, names in found.items():
+        alike: dict[str, list[str]] = {}
+        for name in names:
+            alike.setdefault(_NUMBERS.sub("*", name[:_LONGEST]), []).append(name[:_LONGEST])
+        for pattern, those in [*alike.items()][:_LINES]:
+            lines.append(f"  {what:<10}  " + (f"{pattern}  ({len(those)})" if len(those) > 1 else those[0]))
+        if left := sum(len(those) for those in [*alike.values()][_LINES:]):
+            lines.append(f"  {what:<10}  ... and {left} more")
     kind = MissingTensor if missing else UnmappedTensor
     raise kind("\n".join([f"the checkpoint's tensors are not the model's: {counts}", *lines]), where=where, do=do)
-
-
-def _listed(what: str, names: Sequence[str]) -> list[str]:
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(_NUMBERS.sub("*", name[:_LONGEST]), []).append(name[:_LONGEST])
-    lines = [
-        f"  {what:<10}  {pattern if len(those) > 1 else those[0]}" + (f"  ({len(those)})" if len(those) > 1 else "")
-        for pattern, those in alike.items()
-    ]
-    left = sum(len(those) for those in [*alike.values()][_LINES:])
-    return [*lines[:_LINES], *([f"  {what:<10}  ... and {left} more"] if left else [])]
 
 
 def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from precisionctl.architectures.find import architecture_of
+from precisionctl.architectures.families import architecture_of
 from precisionctl.architectures.param_map import Alias, Row, filled, names
 from precisionctl.errors import MappingError, MissingTensor, at
 from precisionctl.model_shape import ModelShape

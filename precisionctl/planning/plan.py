@@ -126,10 +126,10 @@ class Plan:
 
     def computes(self, job: Job) -> bool:
         """Whether a job's tensors must be whole in memory, because its row does more than move their rows."""
-        if not job.reads or (self.source == self.target and job.row.source.move == job.row.move):
+        if not job.reads or (self.source == self.target and job.row.source.rearrangement == job.row.rearrangement):
             return False
         passed = ([job.row.source] if self.source == "hf" else []) + ([job.row] if self.target == "hf" else [])
-        return not all(row.moves(self.model) for row in passed)
+        return not all(row.is_row_permutation(self.model) for row in passed)
 
     def compute(self, job: Job, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What such a job writes, of the values of all that it reads."""

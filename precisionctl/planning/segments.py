@@ -36,14 +36,20 @@ def lower(
     `writes` beyond the row's own are copies of its first. `model` is the target's: from Megatron to Megatron its
     vocabulary may be padded to more or fewer rows.
     """
-    written = _rows(row, model, target)
+    written = [shape[0] for shape in row.shapes(model, target)]
     copies = writes[len(written) :]
-    if source == target and row.source.move == row.move:
+    if source == target and row.source.rearrangement == row.rearrangement:
         pairs = [
             *zip(reads, writes, written, strict=False),
             *((next(iter(reads)), copy, written[0]) for copy in copies),
         ]
-        return [segment for read, write, rows in pairs for segment in _resized(read, reads[read], write, rows)]
+        segments = []
+        for read, write, rows in pairs:  # cut off, or filled up with zeros, where a padded vocabulary differs
+            kept = min(reads[read], rows)
+            segments.append(Segment(read, 0, write, 0, kept))
+            if kept < rows:
+                segments.append(Segment(None, 0, write, kept, rows - kept))
+        return segments
     if not reads:
         return [Segment(None, 0, write, 0, rows) for write, rows in zip(writes, written, strict=True)]
     numbers, starts = _number(reads.values())
@@ -55,17 +61,6 @@ def lower(
         for write, output in zip(writes, outputs, strict=False)
         for segment in _coalesce(output.flatten(), write, list(reads), starts)
     ]
-
-
-def _resized(read: str, stored: int, write: str, rows: int) -> list[Segment]:
-    """A tensor of `stored` rows as one of `rows`: cut off, or filled up with zeros."""
-    kept = min(stored, rows)
-    zeros = [Segment(None, 0, write, kept, rows - kept)] if kept < rows else []
-    return [Segment(read, 0, write, 0, kept), *zeros]
-
-
-def _rows(row: Row, model: ModelShape, layout: Layout) -> list[int]:
-    return [shape[0] for shape in row.shapes(model, layout)]
 
 
 def _number(sizes: Iterable[int]) -> tuple[list[Tensor], list[int]]:

@@ -99,9 +99,9 @@ class Scales:
 
 @dataclass(frozen=True)
 class CacheSpelling:
-    """How the scale_inv of an FP8 KV cache are spelled: the names of those of keys and of values, below an attention's,
-    their shape, and what the `quantization_config` says of them. They are FP32, and where `as_bf16`, because a reader
-    rounds them to that, numbers that BF16 has."""
+    """How the scale_inv of an FP8 KV cache are stored: the `names` of the scales of keys and of values, below the
+    attention's own name, their `shape`, and the keys of `quantization_config` that announce them. They are FP32;
+    `as_bf16`: rounded to numbers that BF16 holds, because some reader rounds them."""
 
     names: tuple[str, str]
     shape: tuple[int, ...]

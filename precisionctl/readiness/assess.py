@@ -1,20 +1,20 @@
 """A checkpoint, assessed: its weights measured, and what its FP8 state, or another file's, recorded of the rest."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.conversion.known_state import KnownState, known_state, origin
+from precisionctl.conversion.known_state import known_state, origin
 from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 
-Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Given how many bytes there are, what hears of those that are done."""
+BytesProgress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Opens a progress bar for so many bytes, and yields a function that is called with the bytes done since."""
 
 
-def assess(reader: Reader, state_file: Path | None, progress: Progress, workers: int = 1) -> Readiness:
+def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, workers: int = 1) -> Readiness:
     """Measure every weight of an FP8 GEMM and judge. `state_file` is what --fp8-state names. Raises as make_plan and
     known_state do."""
     plan, jobs = plan_gemms(reader)
@@ -22,15 +22,12 @@ def assess(reader: Reader, state_file: Path | None, progress: Progress, workers:
     with progress(stored_bytes(reader, jobs)) as on_bytes:
         weights = measure_weights(reader, plan, jobs, known.current, workers=workers, on_bytes=on_bytes)
     judged = judge(list(plan.gemms), weights, known.current or known.outdated, outdated=known.current is None)
-    return replace(judged, notes=tuple(_notes(known)))
-
-
-def _notes(known: KnownState) -> Iterator[str]:
-    yield from known.notes
+    notes = list(known.notes)
     if known.outdated:
-        yield (
+        notes.append(
             f"The FP8 state ({origin(known.outdated)}) was recorded with other weights than these: nothing uses it. "
             "`precisionctl calibrate` records it anew."
         )
     elif known.current is None:
-        yield "There is no FP8 state: delayed scaling has nothing to start from but the weights."
+        notes.append("There is no FP8 state: delayed scaling has nothing to start from but the weights.")
+    return replace(judged, notes=tuple(notes))

@@ -69,25 +69,20 @@ def _of_one(amaxes: Tensor, scale: Tensor) -> History | None:
     finite = amaxes[amaxes.isfinite()]
     if not len(finite):
         return None
-    newest = float(finite[-1])
+    newest, growth = float(finite[-1]), None
+    if len(finite) >= TREND_ROWS.value:  # by medians, which single batches do not move
+        quarter = len(finite) // 4
+        growth = float(finite[-quarter:].median() / finite[:quarter].median())
     return History(
         rows=len(amaxes),
         smallest=float(finite.min()),
         largest=float(finite.max()),
         newest=newest,
-        growth=_growth(finite),
+        growth=growth,
         used=newest * float(scale),
         infinite=len(finite) < len(amaxes),
         silent=0,
     )
-
-
-def _growth(amaxes: Tensor) -> float | None:
-    """Medians, which single batches do not move."""
-    if len(amaxes) < TREND_ROWS.value:
-        return None
-    quarter = len(amaxes) // 4
-    return float(amaxes[-quarter:].median() / amaxes[:quarter].median())
 
 
 def _from_scales(state: RoleState, role: Role, recipe: DelayedScaling) -> History:

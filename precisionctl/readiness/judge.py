@@ -21,7 +21,7 @@ Remedy = Literal["bf16", "recalibrate", "margin", "watch"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class RoleFinding:
     """Something that is wrong with a role under `scalings`, in words, and what helps. Findings of one `kind` differ in
     their numbers."""
 
@@ -40,7 +40,7 @@ class RoleHealth:
     role: Role
     measured: Sequence[Statistics]
     history: History | None
-    findings: tuple[Finding, ...]
+    findings: tuple[RoleFinding, ...]
 
     @property
     def amax(self) -> float | None:
@@ -120,17 +120,13 @@ def judge(
 ) -> Readiness:
     """Judge the modules whose GEMMs would be FP8, by their weights and by what `states` recorded and measured;
     `outdated` is what was recorded with other weights than these."""
+    attention = sorted((states.modules.keys() | states.statistics.keys()) - set(gemms)) if states else []
     roles = [
         _judge_role(module, role, weights.get(module, ()), states, outdated)
-        for module in (*gemms, *_others(gemms, states))
+        for module in (*gemms, *attention)
         for role in _roles_of(module, module in weights, states)
     ]
     return Readiness(tuple(roles), {scaling: _verdict(scaling, gemms, roles, states) for scaling in SCALINGS})
-
-
-def _others(gemms: Sequence[str], states: Fp8States | None) -> list[str]:
-    """Attention, which has FP8 state and is no GEMM of the plan."""
-    return sorted((states.modules.keys() | states.statistics.keys()) - set(gemms)) if states else []
 
 
 def _roles_of(module: str, is_gemm: bool, states: Fp8States | None) -> list[Role]:
@@ -161,12 +157,12 @@ def _judge_role(
             findings.append(_OUTDATED)
         elif role == "weight" and history and _is_stale(measured, recorded_amax(part, role, states.recipe)):
             words = f"the recorded amax is more than {STALE.shown} off the weights' own"
-            findings.append(Finding("recalibrate", "stale", ("delayed",), words))
+            findings.append(RoleFinding("recalibrate", "stale", ("delayed",), words))
     return RoleHealth(module, role, measured, history, tuple(findings))
 
 
-_NEVER = Finding("recalibrate", "never recorded", ("delayed",), "never recorded")
-_OUTDATED = Finding("recalibrate", "other weights", ("delayed",), "recorded with other weights than these")
+_NEVER = RoleFinding("recalibrate", "never recorded", ("delayed",), "never recorded")
+_OUTDATED = RoleFinding("recalibrate", "other weights", ("delayed",), "recorded with other weights than these")
 
 
 def _is_dead(measured: Sequence[Statistics]) -> bool:
@@ -174,40 +170,40 @@ def _is_dead(measured: Sequence[Statistics]) -> bool:
     return bool(measured) and all(one.amax == 0 for one in measured)
 
 
-def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[Finding]:
+def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[RoleFinding]:
     if not measured:
         return
     if _is_dead(measured):
-        yield Finding("watch", "dead", SCALINGS, "dead: every element is 0")
+        yield RoleFinding("watch", "dead", SCALINGS, "dead: every element is 0")
     if any(one.nonfinite for one in measured):
-        yield Finding(
+        yield RoleFinding(
             "bf16", "not finite", SCALINGS, f"{sum(one.nonfinite for one in measured):,} elements are no finite numbers"
         )
     losses = {scaling: [one.losses[scaling] for one in measured] for scaling in SCALINGS}
     zeros = {scaling: max(loss.underflow for loss in each) for scaling, each in losses.items()}
     if beyond := {scaling: share for scaling, share in zeros.items() if share > UNDERFLOW.value}:
         listed = ", ".join(f"{NAMES[scaling]} {share:.1%}" for scaling, share in beyond.items())
-        yield Finding("bf16", "zeros", tuple(beyond), f"elements become 0: {listed}")
+        yield RoleFinding("bf16", "zeros", tuple(beyond), f"elements become 0: {listed}")
     clamped = [loss.saturation for loss in losses["delayed"] if loss.saturated >= FEWEST.value]
     if (share := max(clamped, default=0.0)) > SATURATION.value:
-        yield Finding("margin", "saturation", ("delayed",), f"elements saturate: {share:.3%}")
+        yield RoleFinding("margin", "saturation", ("delayed",), f"elements saturate: {share:.3%}")
     kurtosis = max((one.kurtosis for one in measured if one.amax > 0), default=0.0)
     if kurtosis > KURTOSIS.value and role not in BACKWARD:  # gradients are heavy-tailed in health, and E5M2 is for that
-        yield Finding("watch", "outliers", SCALINGS, f"outliers: kurtosis {kurtosis:,.0f}")
+        yield RoleFinding("watch", "outliers", SCALINGS, f"outliers: kurtosis {kurtosis:,.0f}")
 
 
-def _by_history(history: History) -> Iterator[Finding]:
+def _by_history(history: History) -> Iterator[RoleFinding]:
     if history.saturates:
         words = f"the newest amax is {history.used:.3g} times what the scale holds"
-        yield Finding("recalibrate", "beyond the scale", ("delayed",), words)
+        yield RoleFinding("recalibrate", "beyond the scale", ("delayed",), words)
     if history.infinite:
-        yield Finding("recalibrate", "infinite", ("delayed",), "an infinite amax, which freezes the scale")
+        yield RoleFinding("recalibrate", "infinite", ("delayed",), "an infinite amax, which freezes the scale")
     if history.growth is not None and history.growth > GROWTH.value:
-        yield Finding(
+        yield RoleFinding(
             "watch", "growth", SCALINGS, f"amax has grown {history.growth:.3g} times within {history.rows} rows"
         )
     if history.silent:
-        yield Finding("watch", "silent", ("delayed",), f"{history.silent} experts recorded nothing")
+        yield RoleFinding("watch", "silent", ("delayed",), f"{history.silent} experts recorded nothing")
 
 
 def _is_stale(weights: Sequence[Statistics], recorded: Tensor) -> bool:
@@ -227,13 +223,14 @@ def _verdict(scaling: Scaling, gemms: Sequence[str], roles: Sequence[RoleHealth]
     margin = _modules_with("margin", scaling, concerned) - kept
     if scaling == "delayed":
         again |= set(gemms) if not states else set()
-    unjudged = [health.role for health in concerned if health.role in IN_USE and not _known(health, scaling)]
+    # A history says whether delayed scaling saturates; what underflows, only elements do
+    unjudged = [
+        health.role
+        for health in concerned
+        if health.role in IN_USE
+        and not (bool(health.measured) or (scaling == "delayed" and health.history is not None))
+    ]
     return Verdict(scaling, len(gemms), shortened(kept, gemms), len(kept), len(again), len(margin), _count(unjudged))
-
-
-def _known(health: RoleHealth, scaling: Scaling) -> bool:
-    """A history says whether delayed scaling saturates; what underflows, only elements do."""
-    return bool(health.measured) or (scaling == "delayed" and health.history is not None)
 
 
 def _modules_with(remedy: Remedy, scaling: Scaling, roles: Iterable[RoleHealth]) -> set[str]:

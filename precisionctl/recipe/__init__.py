@@ -5,9 +5,9 @@ strict TOML file. Every key has a default, so a file says only what it changes.
 from precisionctl.recipe.load import bundled_recipes, find_recipe, load_recipe, recipe_of
 from precisionctl.recipe.sections import (
     Data,
-    Guard,
+    GuardSettings,
     Optimizer,
-    Parallel,
+    ParallelSettings,
     Recipe,
     Schedule,
     Share,
@@ -17,9 +17,9 @@ from precisionctl.recipe.sections import (
 
 __all__ = [
     "Data",
-    "Guard",
+    "GuardSettings",
     "Optimizer",
-    "Parallel",
+    "ParallelSettings",
     "Recipe",
     "Schedule",
     "Share",

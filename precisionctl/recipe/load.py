@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from precisionctl.errors import RecipeError
 from precisionctl.recipe.sections import Recipe
 
-Table = dict[str, Any]
-Made = TypeVar("Made")
+TomlTable = dict[str, Any]
+Section = TypeVar("Section")
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -27,19 +27,28 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     file = find_recipe(name)
     table = _read(file)
     for override in overrides:
-        _override(table, override)
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not re.fullmatch(r"\w+(\.\w+)+", key):
+            raise RecipeError(f"--set wants section.key=value, not {override!r}")
+        where, value = f"--set {override}", _toml_value(text)
+        _set(table, key, value, where)
+        hint: Any = Recipe  # the type of the key, so that an error names the option and not the file
+        for name_of_part in key.split("."):
+            hint = get_type_hints(_item(hint) or hint)[name_of_part]
+        _value(hint, value, key, where)
     return _make(Recipe, table, prefix="", where=file)
 
 
 def recipe_of(keys: Mapping[str, Any], where: Path) -> Recipe:
     """The recipe that says these, by their whole names (`precision.scaling`). Raises RecipeError as `load_recipe`."""
-    table: Table = {}
+    table: TomlTable = {}
     for key, value in keys.items():
         _set(table, key, value, str(where))
     return _make(Recipe, table, prefix="", where=where)
 
 
-def _read(file: Path, above: tuple[Path, ...] = ()) -> Table:
+def _read(file: Path, above: tuple[Path, ...] = ()) -> TomlTable:
     """A file's table, over that of its base."""
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -58,8 +67,8 @@ def _read(file: Path, above: tuple[Path, ...] = ()) -> Table:
     return _over(table, table_below)
 
 
-def _over(table: Table, below: Table) -> Table:
-    """Keys of both, section by section; those of the first count. Lists are not joined."""
+def _over(table: TomlTable, below: TomlTable) -> TomlTable:
+    """Both tables as one, section by section; where both have a key, `table` wins. Lists are not joined."""
     both = {**below, **table}
     for key, value in table.items():
         if isinstance(value, dict) and isinstance(below.get(key), dict):
@@ -86,24 +95,7 @@ def bundled_recipes() -> Mapping[str, Path]:
     return {file.stem: file for file in sorted(files)}
 
 
-def _override(table: Table, override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not re.fullmatch(r"\w+(\.\w+)+", key.strip()):
-        raise RecipeError(f"--set wants section.key=value, not {override!r}")
-    where, value = f"--set {override}", _toml_value(text)
-    _set(table, key.strip(), value, where)
-    _value(_hint(key.strip()), value, key.strip(), where)  # so that an error names the option, and not the file
-
-
-def _hint(key: str) -> Any:
-    """The type of a known key."""
-    hint: Any = Recipe
-    for name in key.split("."):
-        hint = get_type_hints(_item(hint) or hint)[name]
-    return hint
-
-
-def _set(table: Table, key: str, value: Any, where: str) -> None:
+def _set(table: TomlTable, key: str, value: Any, where: str) -> None:
     if key not in _known_keys(Recipe):
         raise _unknown_key(key, where)
     *sections, last = key.split(".")
@@ -123,7 +115,7 @@ def _toml_value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def _make(kind: type[Made], table: Table, prefix: str, where: object) -> Made:
+def _make(kind: type[Section], table: TomlTable, prefix: str, where: object) -> Section:
     """A frozen dataclass from a TOML table, strictly."""
     hints = get_type_hints(kind)
     for key in table:

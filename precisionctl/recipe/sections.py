@@ -123,7 +123,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Parallel:
+class ParallelSettings:
     """How the ranks of torchrun share a model: `replicate` copies of it, each cut for the ranks that have it (1 is
     FSDP, more is HSDP, as many as ranks is DDP). Of those, `tensor` ranks share each layer's GEMMs, and with `sequence`
     the tokens between them; `expert` deals the experts out to so many of the others."""
@@ -148,7 +148,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Guard:
+class GuardSettings:
     """What watches FP8. Every `shadow_every` steps (0: never) an update's passes are made in BF16 too, and the gap of
     the losses, training or held-out, is judged: a warning beyond `warn_at`, and `act` when it was beyond `act_at` for
     `act_after` looks running: `stop`, or `bf16` for the next `bf16_steps` steps. A loss beyond the mean of the last
@@ -189,8 +189,8 @@ class Recipe:
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
-    parallel: Parallel = field(default_factory=Parallel)
-    guard: Guard = field(default_factory=Guard)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    guard: GuardSettings = field(default_factory=GuardSettings)
     tracking: Tracking = field(default_factory=Tracking)
 
     @property

@@ -50,8 +50,9 @@ STYLE = """
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Steps of colour: up to each of `cool`, then up to each of `warm`; the last has no end. `words` say a bound."""
+class ColourScale:
+    """The colour of a value. `cool` and `warm` are ascending upper bounds of the steps of colour, the last of `warm`
+    open; `words` formats a bound for the legend."""
 
     cool: Sequence[float]
     warm: Sequence[float]
@@ -101,8 +102,10 @@ def heat_map(rows: Mapping[str, Mapping[Column, Cell]], columns: Sequence[Column
     for kind, _ in columns:
         kinds[kind] = kinds.get(kind, 0) + 1
     first = {column for number, column in enumerate(columns) if number == 0 or columns[number - 1][0] != column[0]}
+    # Without the block that it is in: `mlp.experts.linear_fc1` is `experts.linear_fc1`; the title has all
     head = "".join(
-        f'<th colspan="{count}" title="{escaped(kind)}">{_short(kind)}</th>' for kind, count in kinds.items()
+        f'<th colspan="{count}" title="{escaped(kind)}">{escaped(kind.partition(".")[2] or kind)}</th>'
+        for kind, count in kinds.items()
     )
     heads = "".join(f"<th>{escaped(role)}</th>" for _, role in columns)
     body = ""
@@ -120,11 +123,6 @@ def _cell(cell: Cell | None, first: bool) -> str:
     if cell is None:
         return f'<td class="{name.strip()}"></td>' if first else "<td></td>"
     return f'<td class="{cell.step}{name}" title="{escaped(cell.title)}">{escaped(cell.text)}</td>'
-
-
-def _short(kind: str) -> str:
-    """Without the block that it is in: `mlp.experts.linear_fc1` is `experts.linear_fc1`; the title has all."""
-    return escaped(kind.partition(".")[2] or kind)
 
 
 def tabs(name: str, panels: Mapping[str, str]) -> str:

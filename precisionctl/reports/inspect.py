@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader, stored_dtype
-from precisionctl.checkpoints.megatron.run import of_megatron
+from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.errors import CheckpointError, PrecisionctlError
 from precisionctl.export.weight_encodings import stored_weight_encodings
 from precisionctl.fp8 import e2m1
 from precisionctl.fp8.numerics import recorded_amax
-from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8State, Fp8States, Role, RoleState
+from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, Role, RoleState
 from precisionctl.param import TensorSpec
 from precisionctl.reports.table import Table, size
 
@@ -28,6 +28,9 @@ def describe(reader: Reader) -> Description:
     """Everything that can be said without reading tensor data; FP8 state, which is small, is read."""
     specs = reader.specs.values()
     nbytes = _bytes_by_dtype(reader)
+    # What the values are stored in, and what FP8 state is beside them, in a few words
+    codes = sorted({str(_dtype(reader, name)).removeprefix("torch.") for name in reader.encodings})
+    stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
     return {
         "path": str(reader.path),
         "container": reader.container,
@@ -38,7 +41,7 @@ def describe(reader: Reader) -> Description:
         "tensors": len(reader.specs),
         "files": len(reader.files),
         "bytes_by_dtype": dict(nbytes.most_common()),
-        "precision": _precision(nbytes, reader),
+        "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
         "coded": _coded(reader),
         "model": asdict(reader.model),
         "optimizer": _optimizer(reader),
@@ -70,13 +73,6 @@ def _optimizer(reader: Reader) -> dict[str, Any] | None:
     return {"tensors": len(specs), "bytes": sum(spec.nbytes for spec in specs.values())} if specs else None
 
 
-def _precision(nbytes: Counter[str], reader: Reader) -> str:
-    """What the values are stored in, and what FP8 state is beside them, in a few words."""
-    codes = sorted({str(_dtype(reader, name)).removeprefix("torch.") for name in reader.encodings})
-    stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
-    return f"{stored} with delayed-scaling state" if reader.fp8 else stored
-
-
 def _coded(reader: Reader) -> dict[str, Any] | None:
     """How FP8 weights are spelled, or were before they became values; how many share scales in which way."""
     coded = stored_weight_encodings(reader)
@@ -106,10 +102,16 @@ def _fp8(states: Fp8States, reader: Reader) -> dict[str, Any]:
         "recorded_at_iteration": states.iteration,
         "age_in_steps": age,
         "of_these_weights": _is_of_its_weights(states, reader),
-        "never_recorded": {role: _never_recorded(states, role) for role in _roles(states)},
+        "never_recorded": {
+            role: sum(role in state.roles and not state.roles[role].recorded for state in states.modules.values())
+            for role in _roles(states)
+        },
         "not_understood": sorted(states.raw),
         "notes": list(states.notes),
-        "modules": {name: _module(state, states.recipe) for name, state in states.modules.items()},
+        "modules": {
+            name: {role: _role(part, role, states.recipe) for role, part in state.roles.items()}
+            for name, state in states.modules.items()
+        },
     }
 
 
@@ -124,14 +126,6 @@ def _is_of_its_weights(states: Fp8States, reader: Reader) -> bool | None:
 def _roles(states: Fp8States) -> list[Role]:
     """The roles to show: all of a GEMM's, and those of attention that are there."""
     return [*ROLES, *(role for role in ATTENTION if any(role in state.roles for state in states.modules.values()))]
-
-
-def _never_recorded(states: Fp8States, role: Role) -> int:
-    return sum(role in state.roles and not state.roles[role].recorded for state in states.modules.values())
-
-
-def _module(state: Fp8State, recipe: DelayedScaling) -> dict[str, Any]:
-    return {role: _role(part, role, recipe) for role, part in state.roles.items()}
 
 
 def _role(state: RoleState, role: Role, recipe: DelayedScaling) -> dict[str, Any]:
@@ -150,7 +144,16 @@ def _plain(values: Tensor) -> Any:
 
 def tables(description: Description) -> list[Table]:
     """The description for people."""
-    return [summary(description)] + ([_by_role(description["fp8"])] if description["fp8"] else [])
+    found = [summary(description)]
+    if not (fp8 := description["fp8"]):
+        return found
+    rows = []
+    for role, never in fp8["never_recorded"].items():
+        recorded = [each[role] for each in fp8["modules"].values() if role in each and each[role]["recorded"]]
+        amax, scale = (_range(state[key] for state in recorded) for key in ("amax", "scale"))
+        rows.append((role, str(len(recorded)), str(never), amax, scale))
+    columns = ("role", "recorded", "never recorded", "amax", "scale")
+    return [*found, Table("FP8 state by role", columns, rows)]
 
 
 def summary(description: Description) -> Table:
@@ -215,35 +218,17 @@ def _fp8_rows(fp8: Description) -> list[tuple[str, str]]:
         f"delayed scaling, {recipe['fp8_format']}, history {recipe['amax_history_len']}, "
         f"{recipe['amax_compute_algo']}, margin {recipe['margin']}"
     )
-    rows = [("FP8 recipe", words), ("FP8 state", _age(fp8))]
-    if fp8["not_understood"]:
-        rows.append(("kept unread", ", ".join(fp8["not_understood"])))
-    return rows + [("", note) for note in fp8["notes"]]
-
-
-def _age(fp8: Description) -> str:
     recorded = fp8["recorded_at_iteration"]
     when = "recorded at an unknown iteration" if recorded is None else f"recorded at iteration {recorded}"
     age = fp8["age_in_steps"]
     others = ", with other weights than these: not used" if fp8["of_these_weights"] is False else ""
-    return f"{len(fp8['modules'])} modules, {when}" + (f", {age} steps ago" if age else "") + others
-
-
-def _by_role(fp8: Description) -> Table:
-    modules = fp8["modules"].values()
-    rows = []
-    for role in fp8["never_recorded"]:
-        recorded = [module[role] for module in modules if role in module and module[role]["recorded"]]
-        rows.append(
-            (
-                role,
-                str(len(recorded)),
-                str(fp8["never_recorded"][role]),
-                _range(state["amax"] for state in recorded),
-                _range(state["scale"] for state in recorded),
-            )
-        )
-    return Table("FP8 state by role", ("role", "recorded", "never recorded", "amax", "scale"), rows)
+    rows = [
+        ("FP8 recipe", words),
+        ("FP8 state", f"{len(fp8['modules'])} modules, {when}" + (f", {age} steps ago" if age else "") + others),
+    ]
+    if fp8["not_understood"]:
+        rows.append(("kept unread", ", ".join(fp8["not_understood"])))
+    return rows + [("", note) for note in fp8["notes"]]
 
 
 def _range(values: Any) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from precisionctl.errors import printable
@@ -29,14 +28,10 @@ def draw(curves: Sequence[Curve]) -> Figure:
     losses.set_ylabel("training loss")
     gaps.set_ylabel(f"gap to {printable(curves[0].name)}, %", parse_math=False)
     gaps.set_xlabel("step")
-    _plain((losses, gaps))
-    return figure
-
-
-def _plain(axes: Sequence[Axes]) -> None:
-    for each in axes:
+    for each in (losses, gaps):
         each.spines[["top", "right"]].set_visible(False)
         each.grid(True, linewidth=0.5, alpha=0.4)
+    return figure
 
 
 def write_png(curves: Sequence[Curve], path: Path) -> None:

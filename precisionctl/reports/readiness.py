@@ -21,6 +21,22 @@ REMEDIES = {"bf16": "keep in BF16", "recalibrate": "calibrate", "margin": "give 
 
 def as_json(readiness: Readiness) -> dict[str, Any]:
     """What `inspect --fp8 --json` prints of it. Shares are 0 to 1; what is not known is null."""
+    modules: dict[str, dict[str, Any]] = {}
+    for health in readiness.roles:
+        history = health.history
+        modules.setdefault(health.module, {})[health.role] = {
+            "amax": health.amax,
+            "elements": sum(one.elements for one in health.measured),
+            "kurtosis": health.kurtosis,
+            "underflow": {scaling: health.underflow(scaling) for scaling in SCALINGS},
+            "saturation": {scaling: health.saturation(scaling) for scaling in SCALINGS},
+            "sqnr_db": {scaling: health.sqnr(scaling) for scaling in SCALINGS},
+            "history": asdict(history) | {"headroom_binades": headroom(history)} if history else None,
+            "findings": [
+                {"remedy": each.remedy, "kind": each.kind, "scalings": list(each.scalings), "words": each.words}
+                for each in health.findings
+            ],
+        }
     return {
         "thresholds": {name: {"value": limit.value, "source": limit.source} for name, limit in ALL.items()},
         "verdicts": {
@@ -37,45 +53,13 @@ def as_json(readiness: Readiness) -> dict[str, Any]:
             for scaling, verdict in readiness.verdicts.items()
         },
         "notes": list(readiness.notes),
-        "modules": _modules_json(readiness.roles),
+        "modules": modules,
     }
-
-
-def _modules_json(roles: Iterable[RoleHealth]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for health in roles:
-        history = health.history
-        found.setdefault(health.module, {})[health.role] = {
-            "amax": health.amax,
-            "elements": sum(one.elements for one in health.measured),
-            "kurtosis": health.kurtosis,
-            "underflow": {scaling: health.underflow(scaling) for scaling in SCALINGS},
-            "saturation": {scaling: health.saturation(scaling) for scaling in SCALINGS},
-            "sqnr_db": {scaling: health.sqnr(scaling) for scaling in SCALINGS},
-            "history": asdict(history) | {"headroom_binades": headroom(history)} if history else None,
-            "findings": [
-                {"remedy": each.remedy, "kind": each.kind, "scalings": list(each.scalings), "words": each.words}
-                for each in health.findings
-            ],
-        }
-    return found
 
 
 def tables(readiness: Readiness) -> list[Table]:
     """The tables for a terminal: a verdict for each scaling, a row for each role, and what stands out."""
-    found = [_verdicts(readiness), _by_role(readiness)]
-    everything = findings(readiness)
-    left = len(everything.rows) - SHOWN
-    title = f"{everything.title}; {left} more rows in --json and --html" if left > 0 else everything.title
-    return found + ([Table(title, everything.columns, everything.rows[:SHOWN])] if everything.rows else [])
-
-
-def _verdicts(readiness: Readiness) -> Table:
-    rows = [(NAMES[scaling], verdict.words) for scaling, verdict in readiness.verdicts.items()]
-    return Table("Ready for FP8?", ("scaling", "verdict"), rows)
-
-
-def _by_role(readiness: Readiness) -> Table:
+    verdicts = [(NAMES[scaling], verdict.words) for scaling, verdict in readiness.verdicts.items()]
     words = (
         "measured",
         "recorded",
@@ -90,8 +74,14 @@ def _by_role(readiness: Readiness) -> Table:
         for role in dict.fromkeys((*IN_USE, *(health.role for health in readiness.roles)))
     }
     columns = {role: _of_role(each) for role, each in roles.items() if each}
-    rows = list(zip(words, *columns.values(), strict=True))
-    return Table("Worst of each role", ("", *columns), rows)
+    found = [
+        Table("Ready for FP8?", ("scaling", "verdict"), verdicts),
+        Table("Worst of each role", ("", *columns), list(zip(words, *columns.values(), strict=True))),
+    ]
+    everything = findings(readiness)
+    left = len(everything.rows) - SHOWN
+    title = f"{everything.title}; {left} more rows in --json and --html" if left > 0 else everything.title
+    return found + ([Table(title, everything.columns, everything.rows[:SHOWN])] if everything.rows else [])
 
 
 def _of_role(each: Sequence[RoleHealth]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from precisionctl.readiness.history import headroom
 from precisionctl.readiness.judge import Readiness, RoleHealth, place
 from precisionctl.readiness.thresholds import ALL, GROWTH, KURTOSIS, SATURATION, UNDERFLOW
 from precisionctl.reports import heat
-from precisionctl.reports.heat import Cell, Column, Scale
+from precisionctl.reports.heat import Cell, ColourScale, Column
 from precisionctl.reports.inspect import Description, summary
 from precisionctl.reports.page import commands, escaped, heading, html_table, page, paragraph
 from precisionctl.reports.readiness import REMEDIES, findings, hints, keep_bf16, share
@@ -35,8 +35,14 @@ def write_page(path: Path, description: Description, readiness: Readiness) -> No
 
 def whole_page(description: Description, readiness: Readiness) -> str:
     """`description` is what `reports.inspect.describe` says of the checkpoint."""
+    model = description["model"]
+    when = "" if description["iteration"] is None else f" at iteration {description['iteration']}"
+    limits = [(name.replace("_", " "), limit.shown, limit.source) for name, limit in ALL.items()]
     parts = [
-        paragraph(_lead(description)),
+        paragraph(
+            f"{description['architecture']}, {model['num_layers']} layers of hidden size {model['hidden_size']}{when}. "
+            "Every element of every weight was measured; of activations and gradients, what was recorded is shown."
+        ),
         _cards(readiness),
         *(_folded(f"For a recipe: {names} scaling", text) for names, text in keep_bf16(readiness)),
         *(paragraph(line) for line in hints(readiness, str(description["path"]))),
@@ -44,20 +50,11 @@ def whole_page(description: Description, readiness: Readiness) -> str:
         paragraph("Hold the pointer over a cell for its name and number. Of experts, each cell has the worst."),
         _maps(readiness),
         *([html_table(findings(readiness))] if any(health.findings for health in readiness.roles) else []),
-        html_table(_limits()),
+        html_table(Table("Limits that the verdict rests on", ("limit", "value", "source"), limits)),
         html_table(summary(description)),
     ]
     name = Path(str(description["path"])).name
     return page(f"Is {name} ready for FP8?", parts, style=heat.STYLE + _CARDS)
-
-
-def _lead(description: Description) -> str:
-    model = description["model"]
-    when = "" if description["iteration"] is None else f" at iteration {description['iteration']}"
-    return (
-        f"{description['architecture']}, {model['num_layers']} layers of hidden size {model['hidden_size']}{when}. "
-        "Every element of every weight was measured; of activations and gradients, what was recorded is shown."
-    )
 
 
 def _cards(readiness: Readiness) -> str:
@@ -80,13 +77,13 @@ class _Measure:
 
     name: str
     value: Callable[[RoleHealth], float | None]
-    scale: Scale
+    scale: ColourScale
     words: Callable[[float], str]
     note: str
 
 
-_SHARES = Scale((0, 1e-5, 1e-4, 1e-3, UNDERFLOW.value), (0.1, 0.5, 1), share)
-_CLAMPED = Scale((0, SATURATION.value), (1e-4, 1e-3, 1), share)
+_SHARES = ColourScale((0, 1e-5, 1e-4, 1e-3, UNDERFLOW.value), (0.1, 0.5, 1), share)
+_CLAMPED = ColourScale((0, SATURATION.value), (1e-4, 1e-3, 1), share)
 
 
 def _plain(value: float) -> str:
@@ -98,23 +95,21 @@ def _times(value: float) -> str:
     return f"{value:.2g}×"
 
 
-def _underflows() -> list[_Measure]:
-    return [
-        _Measure(
-            f"Zeros: {NAMES[scaling]}",
-            lambda health, scaling=scaling: health.underflow(scaling),  # type: ignore[misc]
-            _SHARES,
-            share,
-            f"Share of elements that become zero under {NAMES[scaling]} scaling. Warm: beyond {UNDERFLOW.shown}.",
-        )
-        for scaling in SCALINGS
-    ]
-
-
 def _measures(readiness: Readiness) -> list[_Measure]:
     amaxes = [health.amax for health in readiness.roles if health.amax and math.isfinite(health.amax)]
+    low, high = min(amaxes, default=1.0), max(amaxes, default=1.0)
+    steps = [low * (high / low) ** (number / heat.COOL) for number in range(1, heat.COOL)] + [high]  # equal factors
     return [
-        *_underflows(),
+        *(
+            _Measure(
+                f"Zeros: {NAMES[scaling]}",
+                lambda health, scaling=scaling: health.underflow(scaling),  # type: ignore[misc]
+                _SHARES,
+                share,
+                f"Share of elements that become zero under {NAMES[scaling]} scaling. Warm: beyond {UNDERFLOW.shown}.",
+            )
+            for scaling in SCALINGS
+        ),
         _Measure(
             "Saturation: delayed",
             lambda health: health.saturation("delayed"),
@@ -126,7 +121,7 @@ def _measures(readiness: Readiness) -> list[_Measure]:
         _Measure(
             "Kurtosis",
             lambda health: health.kurtosis,
-            Scale((3.5, 10, 30, 100, KURTOSIS.value), (1e4, 1e5, 1e6), _plain),
+            ColourScale((3.5, 10, 30, 100, KURTOSIS.value), (1e4, 1e5, 1e6), _plain),
             _plain,
             f"3 for a Gaussian; it rises with outliers. Warm: beyond {KURTOSIS.shown}, a limit for activations and "
             "weights; gradients are heavy-tailed in health.",
@@ -134,31 +129,25 @@ def _measures(readiness: Readiness) -> list[_Measure]:
         _Measure(
             "Amax",
             lambda health: health.amax,
-            Scale(_steps(amaxes), (), _plain),
+            ColourScale(steps, (), _plain),
             _plain,
             "The largest magnitude that was seen, in five steps of equal factors.",
         ),
         _Measure(
             "Growth",
             lambda health: health.history.growth if health.history else None,
-            Scale((1.1, 1.5, 2, GROWTH.value), (8, 32, 128), _times),
+            ColourScale((1.1, 1.5, 2, GROWTH.value), (8, 32, 128), _times),
             _times,
             f"Newest amaxes over oldest ones in the history, medians of a quarter each. Warm: beyond {GROWTH.shown}.",
         ),
         _Measure(
             "Headroom",
             lambda health: -headroom(health.history) if health.history and health.history.used else None,
-            Scale((-8, -4, -2, -1, 1e-6), (1, 4, 16), lambda value: f"{round(-value, 3) + 0:g} binades"),
+            ColourScale((-8, -4, -2, -1, 1e-6), (1, 4, 16), lambda value: f"{round(-value, 3) + 0:g} binades"),
             lambda value: f"{-value:.1f}" if abs(value) > 0.05 else "0",
             "Binades between the newest amax under the delayed scale and the largest code. Below 0 it saturates.",
         ),
     ]
-
-
-def _steps(amaxes: list[float]) -> list[float]:
-    """Bounds of equal factors from the smallest to the largest."""
-    low, high = min(amaxes, default=1.0), max(amaxes, default=1.0)
-    return [low * (high / low) ** (number / heat.COOL) for number in range(1, heat.COOL)] + [high]
 
 
 def _maps(readiness: Readiness) -> str:
@@ -214,8 +203,3 @@ def _map(readiness: Readiness, cell: Callable[[RoleHealth], Cell]) -> str:
         rows.setdefault(label, {})[kind, health.role] = cell(health)
     kinds = list(dict.fromkeys(kind for kind, _ in columns))
     return heat.heat_map(rows, sorted(columns, key=lambda column: kinds.index(column[0])))
-
-
-def _limits() -> Table:
-    rows = [(name.replace("_", " "), limit.shown, limit.source) for name, limit in ALL.items()]
-    return Table("Limits that the verdict rests on", ("limit", "value", "source"), rows)

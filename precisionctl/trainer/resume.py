@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from precisionctl.checkpoints.lock import lock
 from precisionctl.checkpoints.megatron.keys import directory_name
-from precisionctl.checkpoints.output import open_kept
+from precisionctl.checkpoints.output import lock, open_kept
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.known_state import KnownState, origin
 from precisionctl.errors import OutputError

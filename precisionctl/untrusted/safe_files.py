@@ -70,3 +70,15 @@ def leads_out(path: Path, directory: Path) -> bool:
         raise DamagedCheckpoint("a symbolic link that leads to itself", where=path) from None
     blobs = [parent.parent / "blobs" for parent in here.parents if parent.name == "snapshots"]
     return not there.is_relative_to(here) and there.parent not in blobs
+
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def check_fetched(path: Path) -> None:
+    """Raise DamagedCheckpoint where a file was not fetched: Git LFS leaves a few lines of text, its pointer, in its
+    place (git-lfs, docs/spec.md)."""
+    with open(path, "rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            what = "a pointer of Git LFS, not the file itself"
+            raise DamagedCheckpoint(what, where=path, do="Fetch the files: run `git lfs pull` in that directory.")

@@ -21,11 +21,11 @@ from precisionctl.errors import DamagedCheckpoint, UnsafePickle, shown
 Allowed = Mapping[tuple[str, str], Any]
 """(module, qualified name) as the pickle spells it -> what stands in for it here."""
 
-Persistent = Callable[[Any], Any]
+PersistentLoad = Callable[[Any], Any]
 """A persistent id (a storage of torch.save) -> what stands in for it here."""
 
 
-def loads(data: bytes, allowed: Allowed, where: object, persistent: Persistent | None = None) -> Any:
+def loads(data: bytes, allowed: Allowed, where: object, persistent: PersistentLoad | None = None) -> Any:
     """The object that `data` pickles, built from nothing but `allowed` and plain containers.
 
     `where` names the source in errors. Raises UnsafePickle for a name outside `allowed` and
@@ -36,7 +36,7 @@ def loads(data: bytes, allowed: Allowed, where: object, persistent: Persistent |
     return load(io.BytesIO(data), allowed, where, persistent)
 
 
-def load(file: BinaryIO, allowed: Allowed, where: object, persistent: Persistent | None = None) -> Any:
+def load(file: BinaryIO, allowed: Allowed, where: object, persistent: PersistentLoad | None = None) -> Any:
     """As `loads`, of the next pickle in a file."""
     try:
         return _AllowListUnpickler(file, allowed, where, persistent).load()
@@ -62,7 +62,7 @@ STORAGES: Mapping[tuple[str, str], torch.dtype] = {
 
 
 def itself(value: Any) -> Any:
-    """Stands in for a class or function of one argument that matters to nobody here; it makes nothing."""
+    """Stands in for a class or function of one argument whose result is not needed: it returns the argument."""
     return value
 
 
@@ -182,25 +182,21 @@ _CONTAINERS = (list, tuple, set, frozenset, dict)
 _TEXTS = (str, bytes)
 
 
-def _copied(value: Any) -> int:
-    """How many parts a copy of a call's arguments, or of a state, can have: its own, and those of what it holds. Eight
-    letters are one: an array of NumPy's is copied twice on its way from text to bytes to itself."""
-    count = 0
-    for part in value if type(value) is tuple else (value,):
-        if isinstance(part, _CONTAINERS):
-            count += len(part)
-        elif isinstance(part, _TEXTS):
-            count += len(part) // 8
-        count += 1
-    return count
-
-
 def _copying(load: Callable[[Any], None], *, call: bool) -> Callable[[Any], None]:
     def checked(unpickler: Any) -> None:
         value = unpickler.stack[-1]
         if call and type(value) is not tuple:
             raise pickle.UnpicklingError(f"{shown(value)} as arguments")
-        unpickler._left -= _copied(value)
+        # How many parts a copy of a call's arguments, or of a state, can have: its own, and those of what it holds.
+        # Eight letters are one: an array of NumPy's is copied twice on its way from text to bytes to itself
+        count = 0
+        for part in value if type(value) is tuple else (value,):
+            if isinstance(part, _CONTAINERS):
+                count += len(part)
+            elif isinstance(part, _TEXTS):
+                count += len(part) // 8
+            count += 1
+        unpickler._left -= count
         if unpickler._left < 0:
             raise pickle.UnpicklingError("it copies its parts over and over")
         load(unpickler)
@@ -251,7 +247,7 @@ class _AllowListUnpickler(pickle._Unpickler):
     for _opcode, _call in _COPYING.items():
         dispatch[_opcode[0]] = _copying(dispatch[_opcode[0]], call=_call)
 
-    def __init__(self, file: BinaryIO, allowed: Allowed, where: object, persistent: Persistent | None) -> None:
+    def __init__(self, file: BinaryIO, allowed: Allowed, where: object, persistent: PersistentLoad | None) -> None:
         super().__init__(file)
         start = file.tell()
         # In proportion to the file: what Megatron, PyTorch and Transformer Engine write takes a quarter of its size

@@ -5,15 +5,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from precisionctl.checkpoints.base import Chunked, Reader, in_mxfp4, read_tensor
 from precisionctl.engines.base import Engine
-from precisionctl.engines.rule import Finding, Rule
+from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import UnknownFormat
 from precisionctl.fp8.encoding import CODES
 
-_CODES = Rule("the rules are of FP8 weights; any engine loads BF16", "`export-inference` writes FP8 weights")
+_CODES = EngineRule("the rules are of FP8 weights; any engine loads BF16", "`export-inference` writes FP8 weights")
 
 
 @runtime_checkable
-class Directory(Protocol):
+class QuantizedDirectory(Protocol):
     """A Reader that shows all that an engine sees: config.json, hf_quant_config.json `beside` it if there is one, and
     every tensor as it is stored, scales too."""
 
@@ -30,7 +30,7 @@ class Directory(Protocol):
 def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
     """The rules of an engine that a Hugging Face directory breaks, served on `ranks` GPUs. Raises UnknownFormat for
     what is no such directory."""
-    if not isinstance(reader, Directory):
+    if not isinstance(reader, QuantizedDirectory):
         raise UnknownFormat(
             f"{engine.title} loads Hugging Face directories, this is {reader.container}",
             where=reader.path,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader, read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
-from precisionctl.engines.cache import attention_and_kind
+from precisionctl.engines.cache_rules import attention_and_kind
 from precisionctl.export.encode import with_one_input
 from precisionctl.export.input_scales import amax_of
 from precisionctl.export.kv_cache import scales_of_state

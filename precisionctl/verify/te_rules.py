@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from precisionctl.checkpoints.base import Reader, in_pieces, read_rows
-from precisionctl.engines.rule import Finding, Rule
+from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.fp8 import numerics, sidecar
 from precisionctl.fp8.state import Fp8State, Fp8States
@@ -19,25 +19,25 @@ TITLE = "Transformer Engine"
 PIECE = 1 << 22
 """Elements of a weight to read at a time."""
 
-_FILE = Rule(f"the state of its GEMMs is in {sidecar.LIVE}, sound and whole", "precisionctl te.load_te")
-_VALUES = Rule(
+_FILE = EngineRule(f"the state of its GEMMs is in {sidecar.LIVE}, sound and whole", "precisionctl te.load_te")
+_VALUES = EngineRule(
     "weights are values, which it casts itself; of codes transformers would make linears of its own",
     "Transformer Engine 2.20 pytorch/module/linear.py; transformers 5.23 quantizers",
 )
-_MODULES = Rule(
+_MODULES = EngineRule(
     "state is of a GEMM of the model, with one scale, or one for each expert",
     "Transformer Engine 2.20 pytorch/quantization.py DelayedScalingRecipeState, module/grouped_linear.py",
 )
-_ALIGNED = Rule(
+_ALIGNED = EngineRule(
     f"both dimensions of an FP8 weight must be multiples of {GEMM_ALIGNMENT}",
     "Transformer Engine 2.20 pytorch/utils.py assert_dim_for_fp8_exec; cuBLASLt",
 )
-_RECORDED = Rule(
+_RECORDED = EngineRule(
     "an input of which nothing was recorded is cast under a scale of 1",
     "Transformer Engine 2.20 pytorch/quantization.py DelayedScalingRecipeState",
     fatal=False,
 )
-_FITTING = Rule(
+_FITTING = EngineRule(
     "weights are cast by the scale that is stored, and saturate beyond it",
     "Transformer Engine 2.20 pytorch/tensor/float8_tensor.py Float8Quantizer",
     fatal=False,
@@ -45,7 +45,7 @@ _FITTING = Rule(
 
 
 @runtime_checkable
-class Directory(Protocol):
+class QuantizedDirectory(Protocol):
     """What only a Reader of Hugging Face directories has."""
 
     @property
@@ -57,7 +57,7 @@ class Directory(Protocol):
 def check_te(reader: Reader) -> list[Finding]:
     """Every rule that a Hugging Face directory breaks. Raises UnknownFormat for anything else, and what planning raises
     where its tensors are not the model's."""
-    if not isinstance(reader, Directory):
+    if not isinstance(reader, QuantizedDirectory):
         raise UnknownFormat(
             f"{TITLE} is given Hugging Face directories, this is {reader.container}",
             where=reader.path,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pico
 import torch
 
-from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
+from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
 
 GIGABYTE = 1 << 30
 RECIPES = "transformer_engine.common.recipe"
@@ -147,18 +147,20 @@ def test_metadata(tmp_path: Path) -> None:
 
 
 def test_extra_state(tmp_path: Path) -> None:
-    hooks = Made(Global("collections", "OrderedDict"), ())
+    hooks = PickledObject(Global("collections", "OrderedDict"), ())
     system = dumps({"little_endian": True}, protocol=2)
     magic = torch.ones(1).__reduce_ex__(2)[1][0].__reduce__()[1][0].partition(b".")[0] + b"."
 
     def payload(*pickles: bytes) -> bytes:
         """FP8 state with a storage of these, after the usual two."""
-        storage = Made(Global("torch.storage", "_load_from_bytes"), (magic + dumps(1001) + system + b"".join(pickles),))
-        tensor = Made(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, (3,), (1,), False, hooks))
-        recipe = Made(Global(RECIPES, "DelayedScaling"), (), new=True, fields={})
+        storage = PickledObject(
+            Global("torch.storage", "_load_from_bytes"), (magic + dumps(1001) + system + b"".join(pickles),)
+        )
+        tensor = PickledObject(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, (3,), (1,), False, hooks))
+        recipe = PickledObject(Global(RECIPES, "DelayedScaling"), (), new=True, fields={})
         return dumps({"recipe": recipe, "extra_fp8_variables": {"num_gemms": 1}, "scale_fwd": tensor})
 
-    reference = Persistent(("storage", Global("torch", "FloatStorage"), "0", "cpu", 1 << 28, None))
+    reference = PersistentId(("storage", Global("torch", "FloatStorage"), "0", "cpu", 1 << 28, None))
     recipe = called(RECIPES, "DelayedScaling") + PAIRS + pickle.BUILD
     bombs = {name: pickled(content) for name, content in HASHES.items()} | {
         f"a storage of {name}": payload(pickled(content)) for name, content in HASHES.items()

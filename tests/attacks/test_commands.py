@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from test_bombs import HASHES, archived, detonate, pickled
 
 from precisionctl.cli import main
-from precisionctl.fp8.opcodes import Global, Made, dumps
+from precisionctl.fp8.opcodes import Global, PickledObject, dumps
 
 Attack = Callable[[Path], object]
 ITERATION = "release"
@@ -208,8 +208,8 @@ def rank(content: bytes) -> Attack:
 def getattr_chain() -> bytes:
     """`getattr(getattr(torch, 'os'), 'system')('touch executed')`, as a pickle."""
     getattr_ = Global("builtins", "getattr")
-    module = Made(Global("importlib", "import_module"), ("os",))
-    return dumps(Made(getattr_, (module, "system")), 2)
+    module = PickledObject(Global("importlib", "import_module"), ("os",))
+    return dumps(PickledObject(getattr_, (module, "system")), 2)
 
 
 NUMBERS = (10**18, -1, 1.5, "2", True, None, [], float("nan"))

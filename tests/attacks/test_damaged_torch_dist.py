@@ -14,12 +14,12 @@ import torch
 
 from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import read_tensor, write_rows
-from precisionctl.checkpoints.dcp import Index, Piece, StoredTensor
+from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
-from precisionctl.fp8.opcodes import Global, Made, dumps
+from precisionctl.fp8.opcodes import Global, PickledObject, dumps
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ROWS, Parallelism, TensorSpec
 from precisionctl.trainer.saved import run_folder
@@ -108,8 +108,8 @@ def test_metadata_that_contradicts_the_files_is_refused(directory, lie):
 
 def test_a_tensor_that_claims_to_be_huge_allocates_nothing(directory):
     layers = 1 << 40
-    piece = Piece((0, 0), (layers, 1), Span(directory / "__0_0.distcp", 0, 100))
-    huge = StoredTensor((layers, 1), torch.float32, (piece,))
+    piece = DcpPiece((0, 0), (layers, 1), Span(directory / "__0_0.distcp", 0, 100))
+    huge = DcpTensor((layers, 1), torch.float32, (piece,))
     dcp.write_index(directory, Index({"decoder.layers.x": huge}, {}))
     tracemalloc.start()
     with pytest.raises(DamagedCheckpoint):
@@ -161,9 +161,13 @@ def test_a_link_out_of_the_directory_is_refused(directory, tmp_path):
 METADATA = "torch.distributed.checkpoint.metadata"
 HOSTILE_METADATA = {
     "gadget": pickle.dumps(Gadget()),
-    "gadget inside": dumps(Made(Global(METADATA, "Metadata"), (Made(Global("os", "system"), ("touch executed",)),))),
-    "a class's attribute": dumps(Made(Global("torch.distributed", "checkpoint.os.system"), ("touch executed",))),
-    "megatron's attribute": dumps(Made(Global("megatron.os", "system"), ("touch executed",))),
+    "gadget inside": dumps(
+        PickledObject(Global(METADATA, "Metadata"), (PickledObject(Global("os", "system"), ("touch executed",)),))
+    ),
+    "a class's attribute": dumps(
+        PickledObject(Global("torch.distributed", "checkpoint.os.system"), ("touch executed",))
+    ),
+    "megatron's attribute": dumps(PickledObject(Global("megatron.os", "system"), ("touch executed",))),
 }
 
 
@@ -303,7 +307,7 @@ def test_arguments_that_describe_no_model_are_refused(directory, wrong):
         _ = TorchDistReader(directory).model
 
 
-def indexed(path: Path, tensors: dict[str, StoredTensor]) -> Path:
+def indexed(path: Path, tensors: dict[str, DcpTensor]) -> Path:
     """A directory whose only file has a megabyte."""
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (path / "__0_0.distcp").write_bytes(bytes(1 << 20))
@@ -314,11 +318,11 @@ def indexed(path: Path, tensors: dict[str, StoredTensor]) -> Path:
 def test_a_megabyte_cannot_be_a_billion_tensors_or_parts_of_them(tmp_path):
     many = 1 << 20
     span = Span(tmp_path / "__0_0.distcp", 0, many)
-    column = [Piece((0, i), (many, 1), span) for i in range(1000)]
-    whole = StoredTensor((many,), torch.uint8, (Piece((0,), (many,), span),))
+    column = [DcpPiece((0, i), (many, 1), span) for i in range(1000)]
+    whole = DcpTensor((many,), torch.uint8, (DcpPiece((0,), (many,), span),))
     for tensors in (
         {f"decoder.layers.x{i}": whole for i in range(20)},
-        {"decoder.layers.x": StoredTensor((many, 1000), torch.uint8, tuple(column))},
+        {"decoder.layers.x": DcpTensor((many, 1000), torch.uint8, tuple(column))},
     ):
         tracemalloc.start()
         with pytest.raises(DamagedCheckpoint, match="tensors and parts of tensors"):
@@ -330,10 +334,10 @@ def test_a_megabyte_cannot_be_a_billion_tensors_or_parts_of_them(tmp_path):
 def test_a_tensor_in_thousands_of_columns_is_checked_in_no_time(tmp_path):
     count = 6000
     span = Span(tmp_path / "__0_0.distcp", 0, count)
-    pieces = [Piece((0, i), (1, 1), span) for i in range(count)]
+    pieces = [DcpPiece((0, i), (1, 1), span) for i in range(count)]
     began = time.process_time()
-    assert TorchDistReader(indexed(tmp_path, {NAME: StoredTensor((1, count), torch.uint8, tuple(pieces))})).specs
-    pieces[-2:] = [Piece((0, count - 3), (1, 2), span)]
+    assert TorchDistReader(indexed(tmp_path, {NAME: DcpTensor((1, count), torch.uint8, tuple(pieces))})).specs
+    pieces[-2:] = [DcpPiece((0, count - 3), (1, 2), span)]
     with pytest.raises(DamagedCheckpoint, match="do not make one tensor"):
-        TorchDistReader(indexed(tmp_path, {NAME: StoredTensor((1, count), torch.uint8, tuple(pieces))}))
+        TorchDistReader(indexed(tmp_path, {NAME: DcpTensor((1, count), torch.uint8, tuple(pieces))}))
     assert time.process_time() - began < 10  # 2 x 10^7 comparisons would take longer

@@ -14,20 +14,20 @@ from fp8_directories import make
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnsafePickle
-from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
+from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
 
 MODULE = "transformer_engine.pytorch.tensor.float8_tensor"
 BLOCKS = "transformer_engine.pytorch.tensor.float8_blockwise_tensor"
-E4M3 = Made(Global("transformer_engine.pytorch.constants", "DType"), (7,))
+E4M3 = PickledObject(Global("transformer_engine.pytorch.constants", "DType"), (7,))
 BF16 = Global("torch", "bfloat16")
 NAMES = ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.weight")
 
 
-def tensor(key: str, kind: str, shape: tuple[int, ...]) -> Made:
+def tensor(key: str, kind: str, shape: tuple[int, ...]) -> PickledObject:
     stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    storage = Persistent(("storage", Global("torch", kind), key, "cpu", math.prod(shape)))
-    hooks = Made(Global("collections", "OrderedDict"), ())
-    return Made(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, stride, False, hooks))
+    storage = PersistentId(("storage", Global("torch", kind), key, "cpu", math.prod(shape)))
+    hooks = PickledObject(Global("collections", "OrderedDict"), ())
+    return PickledObject(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, stride, False, hooks))
 
 
 CODES, OTHER = tensor("0", "ByteStorage", (4, 4)), tensor("1", "ByteStorage", (4, 4))
@@ -36,17 +36,17 @@ STORAGES = {"0": bytes(range(16)), "1": bytes(16)}
 STORAGES |= {key: struct.pack("<f", x) for key, x in zip("2345", (1.0, 2.0, math.nan, -1.0), strict=True)}
 
 
-def float8(codes: object = CODES, scale: object = SCALE, dtype: object = E4M3) -> Made:
-    return Made(Global(MODULE, "_make_float8_tensor_in_reduce_ex"), (codes, dtype, scale, BF16, (4, 4), None))
+def float8(codes: object = CODES, scale: object = SCALE, dtype: object = E4M3) -> PickledObject:
+    return PickledObject(Global(MODULE, "_make_float8_tensor_in_reduce_ex"), (codes, dtype, scale, BF16, (4, 4), None))
 
 
-def in_blocks(scale: object, two: object = True) -> Made:
+def in_blocks(scale: object, two: object = True) -> PickledObject:
     make = Global(BLOCKS, "_make_float8_blockwise_tensor_in_reduce_ex")
-    return Made(make, ((4, 4), CODES, scale, None, None, E4M3, BF16, None, two, None))
+    return PickledObject(make, ((4, 4), CODES, scale, None, None, E4M3, BF16, None, two, None))
 
 
-def attribute(of: object, name: str) -> Made:
-    return Made(Global("builtins", "getattr"), (of, name))
+def attribute(of: object, name: str) -> PickledObject:
+    return PickledObject(Global("builtins", "getattr"), (of, name))
 
 
 def read(folder: Path, first: object, second: object) -> list[Any]:
@@ -63,7 +63,7 @@ def test_the_weights_that_the_attacks_change_are_sound(tmp_path: Path) -> None:
     assert [float(one.scale_inv) for one in read(tmp_path, float8(), float8(OTHER, DOUBLE))] == [1.0, 2.0]
 
 
-LIES: dict[str, Callable[[], Made]] = {
+LIES: dict[str, Callable[[], PickledObject]] = {
     "codes that are text": lambda: float8("codes"),
     "codes that are FP8 weights": lambda: float8(float8()),
     "codes of floats": lambda: float8(tensor("2", "FloatStorage", (1, 1))),
@@ -79,13 +79,15 @@ LIES: dict[str, Callable[[], Made]] = {
     "a negative scale": lambda: float8(scale=NEGATIVE),
     "blocks that are parts of rows": lambda: in_blocks(SCALE, False),
     "a truth that is a tensor": lambda: in_blocks(SCALE, SCALE),
-    "E5M2": lambda: float8(dtype=Made(Global("transformer_engine_torch", "DType"), (8,))),
-    "a dtype of 10**4000": lambda: float8(dtype=Made(Global("transformer_engine_torch", "DType"), (10**4000,))),
+    "E5M2": lambda: float8(dtype=PickledObject(Global("transformer_engine_torch", "DType"), (8,))),
+    "a dtype of 10**4000": lambda: float8(
+        dtype=PickledObject(Global("transformer_engine_torch", "DType"), (10**4000,))
+    ),
     "a dtype that is text": lambda: float8(dtype="E4M3"),
     "the codes of another weight": lambda: float8(CODES, DOUBLE),
     "another attribute": lambda: attribute(Global(MODULE, "Float8Tensor"), "__init__"),
     "an attribute of an attribute": lambda: attribute(attribute(Global(MODULE, "DType"), "__class__"), "mro"),
-    "another class of the module": lambda: Made(Global(MODULE, "os.system"), ("true",)),
+    "another class of the module": lambda: PickledObject(Global(MODULE, "os.system"), ("true",)),
 }
 
 

@@ -14,7 +14,7 @@ import torch
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
 from precisionctl.fp8.extra_state import decode_payload
-from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
+from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
 
 RECIPES = "transformer_engine.common.recipe"
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
@@ -39,16 +39,16 @@ def storage(values):
 
 
 def tensor(saved, size, stride, offset=0):
-    hooks = Made(Global("collections", "OrderedDict"), ())
-    return Made(REBUILD, (Made(LOAD, (saved,)), offset, size, stride, False, hooks))
+    hooks = PickledObject(Global("collections", "OrderedDict"), ())
+    return PickledObject(REBUILD, (PickledObject(LOAD, (saved,)), offset, size, stride, False, hooks))
 
 
 def payload(**changes):
     """A payload of one GEMM with a history of 2, with some of it replaced."""
-    limits = Made(Global(RECIPES, "_FormatHelper"), (448, 57344), new=True)
-    fields = {"amax_history_len": 2, "fp8_format": Made(Global(RECIPES, "Format"), (limits,))}
+    limits = PickledObject(Global(RECIPES, "_FormatHelper"), (448, 57344), new=True)
+    fields = {"amax_history_len": 2, "fp8_format": PickledObject(Global(RECIPES, "Format"), (limits,))}
     sound = {
-        "recipe": Made(Global(RECIPES, "DelayedScaling"), (), new=True, fields=fields),
+        "recipe": PickledObject(Global(RECIPES, "DelayedScaling"), (), new=True, fields=fields),
         "scale_fwd": tensor(storage(torch.ones(3)), (3,), (1,)),
         "amax_history_fwd": tensor(storage(torch.zeros(6)), (2, 3), (3, 1)),
         "scale_bwd": tensor(storage(torch.ones(2)), (2,), (1,)),
@@ -65,20 +65,20 @@ def test_the_payload_that_the_attacks_change_is_sound():
 
 
 GADGETS = {
-    "system": Made(Global("os", "system"), ("true",)),
-    "posix": Made(Global("posix", "system"), ("true",)),
-    "eval": Made(Global("builtins", "eval"), ("1",)),
-    "old builtins": Made(Global("__builtin__", "eval"), ("1",)),
-    "getattr": Made(Global("builtins", "getattr"), (Global("os", "path"), "os")),
-    "attrgetter": Made(Global("operator", "attrgetter"), ("system",)),
-    "import": Made(Global("importlib", "import_module"), ("antigravity",)),
-    "pickle in pickle": Made(Global("pickle", "loads"), (b"\x80\x04N.",)),
-    "torch.load": Made(Global("torch", "load"), ("file",)),
-    "torch.hub": Made(Global("torch.hub", "load"), ("user/repo", "model")),
-    "what te imports": Made(Global(RECIPES, "os.system"), ("true",)),
-    "inside an allowed class": Made(Global(RECIPES, "DelayedScaling.__init__.__globals__"), ()),
-    "codecs": Made(Global("_codecs", "encode"), ("x", "latin1")),
-    "code": Made(Global("types", "CodeType"), ()),
+    "system": PickledObject(Global("os", "system"), ("true",)),
+    "posix": PickledObject(Global("posix", "system"), ("true",)),
+    "eval": PickledObject(Global("builtins", "eval"), ("1",)),
+    "old builtins": PickledObject(Global("__builtin__", "eval"), ("1",)),
+    "getattr": PickledObject(Global("builtins", "getattr"), (Global("os", "path"), "os")),
+    "attrgetter": PickledObject(Global("operator", "attrgetter"), ("system",)),
+    "import": PickledObject(Global("importlib", "import_module"), ("antigravity",)),
+    "pickle in pickle": PickledObject(Global("pickle", "loads"), (b"\x80\x04N.",)),
+    "torch.load": PickledObject(Global("torch", "load"), ("file",)),
+    "torch.hub": PickledObject(Global("torch.hub", "load"), ("user/repo", "model")),
+    "what te imports": PickledObject(Global(RECIPES, "os.system"), ("true",)),
+    "inside an allowed class": PickledObject(Global(RECIPES, "DelayedScaling.__init__.__globals__"), ()),
+    "codecs": PickledObject(Global("_codecs", "encode"), ("x", "latin1")),
+    "code": PickledObject(Global("types", "CodeType"), ()),
     "a callable as amax_compute_algo": Global("os", "abort"),
 }
 
@@ -92,7 +92,7 @@ def test_a_name_outside_the_allow_list_is_refused_wherever_it_stands(gadget, pla
 
 
 def test_extension_codes_and_persistent_ids_lead_nowhere():
-    for data in (b"\x80\x02\x82\x01.", dumps(Persistent(("storage",))), b"\x80\x04Pname\n."):
+    for data in (b"\x80\x02\x82\x01.", dumps(PersistentId(("storage",))), b"\x80\x04Pname\n."):
         with pytest.raises(CheckpointError):
             decode_payload(data, "layer 3")
 
@@ -145,7 +145,7 @@ def legacy(reference, numbers=b"", keys=("0",)):
 
 
 def storage_reference(numel):
-    return Persistent(("storage", Global("torch", "FloatStorage"), "0", "cpu", numel, None))
+    return PersistentId(("storage", Global("torch", "FloatStorage"), "0", "cpu", numel, None))
 
 
 NESTED = {
@@ -155,8 +155,8 @@ NESTED = {
     "torch.save of an object": saved(System()),
     "a zip file, which could unpack to more than it is": saved(torch.ones(3).__reduce_ex__(2)[1][0]),
     "torch.save of an object, legacy": saved(System(), _use_new_zipfile_serialization=False),
-    "a call in the legacy format": legacy(Made(Global("os", "system"), ("true",))),
-    "a source file to compare with": legacy(Persistent(("module", Global("torch", "Tensor"), "x.py", "source"))),
+    "a call in the legacy format": legacy(PickledObject(Global("os", "system"), ("true",))),
+    "a source file to compare with": legacy(PersistentId(("module", Global("torch", "Tensor"), "x.py", "source"))),
     "something else than a storage": legacy({"a": 1}),
     "nothing": b"",
     "not bytes": 7,
@@ -227,7 +227,7 @@ def test_a_few_bytes_cannot_ask_for_much_memory(bomb):
 
 
 def recipe(**fields):
-    return Made(Global(RECIPES, "DelayedScaling"), (), new=True, fields=fields)
+    return PickledObject(Global(RECIPES, "DelayedScaling"), (), new=True, fields=fields)
 
 
 FIELDS = {
@@ -239,8 +239,11 @@ FIELDS = {
     "an unknown algorithm": {"amax_history_len": 2, "amax_compute_algo": "sum"},
     "a list for an algorithm": {"amax_history_len": 2, "amax_compute_algo": ["max"]},
     "a format that is a string": {"amax_history_len": 2, "fp8_format": "HYBRID"},
-    "a format of a list": {"amax_history_len": 2, "fp8_format": Made(Global(RECIPES, "Format"), ([448, 448],))},
-    "a format of its own": {"amax_history_len": 2, "fp8_format": Made(Global(RECIPES, "Format"), ((1, 2),))},
+    "a format of a list": {
+        "amax_history_len": 2,
+        "fp8_format": PickledObject(Global(RECIPES, "Format"), ([448, 448],)),
+    },
+    "a format of its own": {"amax_history_len": 2, "fp8_format": PickledObject(Global(RECIPES, "Format"), ((1, 2),))},
 }
 
 
@@ -263,13 +266,13 @@ def test_a_payload_that_contains_itself_has_no_state():
 
 
 TABLE = Global("collections", "OrderedDict")
-HELPER = Made(Global(RECIPES, "_FormatHelper"), (448, 57344))
+HELPER = PickledObject(Global(RECIPES, "_FormatHelper"), (448, 57344))
 
 
 def test_a_table_cannot_have_its_methods_replaced():
     """As any object's, its attributes are a pickle's to set: `payload.get` would be a number."""
     for name in ("get", "items", "keys", "values", "__class__"):
-        table = dumps(Made(TABLE, (), fields={name: 1}))
+        table = dumps(PickledObject(TABLE, (), fields={name: 1}))
         assert decode_payload(table, "layer 3") is None
 
 

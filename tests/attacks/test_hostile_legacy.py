@@ -13,7 +13,7 @@ import torch
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader, recognise
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, UnsafePickle
-from precisionctl.fp8.opcodes import Global, Made, dumps
+from precisionctl.fp8.opcodes import Global, PickledObject, dumps
 from precisionctl.planning.make_plan import make_plan
 
 ARGS: dict[str, Any] = {
@@ -167,7 +167,7 @@ def test_a_link_out_of_the_checkpoint_is_refused(directory: Path, tmp_path: Path
 
 def test_a_gadget_does_not_run(directory: Path) -> None:
     with zipfile.ZipFile(directory / LAST / "model_optim_rng.pt", "w") as file:
-        file.writestr("x/data.pkl", dumps(Made(Global("os", "system"), ("touch executed",)), 2))
+        file.writestr("x/data.pkl", dumps(PickledObject(Global("os", "system"), ("touch executed",)), 2))
     with pytest.raises(UnsafePickle, match="system"):
         LegacyReader(directory)
 

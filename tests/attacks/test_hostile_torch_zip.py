@@ -13,7 +13,7 @@ import torch
 
 from precisionctl.checkpoints import torch_zip
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, UnsafePickle
-from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
+from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
 
 
 def archive(path: Path, data: bytes, storages: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> Path:
@@ -24,10 +24,10 @@ def archive(path: Path, data: bytes, storages: dict[str, bytes], compression: in
     return path
 
 
-def tensor(offset: object, shape: object, stride: object, name: object = "0") -> Made:
-    storage = Persistent(("storage", Global("torch", "FloatStorage"), name, "cpu", 4))
-    hooks = Made(Global("collections", "OrderedDict"), ())
-    return Made(Global("torch._utils", "_rebuild_tensor_v2"), (storage, offset, shape, stride, False, hooks))
+def tensor(offset: object, shape: object, stride: object, name: object = "0") -> PickledObject:
+    storage = PersistentId(("storage", Global("torch", "FloatStorage"), name, "cpu", 4))
+    hooks = PickledObject(Global("collections", "OrderedDict"), ())
+    return PickledObject(Global("torch._utils", "_rebuild_tensor_v2"), (storage, offset, shape, stride, False, hooks))
 
 
 WRONG = {
@@ -53,7 +53,7 @@ def test_a_tensor_that_lies_is_refused(tmp_path: Path, wrong: str) -> None:
 
 def test_what_is_no_tensor_of_the_allow_list_is_refused(tmp_path: Path) -> None:
     for gadget in (("os", "system"), ("torch", "load"), ("torch.storage", "_load_from_bytes"), ("builtins", "eval")):
-        path = archive(tmp_path / "file", dumps(Made(Global(*gadget), ("touch executed",)), 2), {})
+        path = archive(tmp_path / "file", dumps(PickledObject(Global(*gadget), ("touch executed",)), 2), {})
         with pytest.raises(UnsafePickle, match=gadget[1]):
             torch_zip.skeleton(path)
 
@@ -148,7 +148,7 @@ def in_directory(offset: int, value: bytes) -> bytes:
 
 
 END, END_64, LARGEST = b"PK\5\6", b"PK\6\6", b"\xff\xff\xff\xff"
-GADGET = dumps(Made(Global("os", "system"), ("true",)), 2)
+GADGET = dumps(PickledObject(Global("os", "system"), ("true",)), 2)
 
 
 def with_twins(name: str, content: bytes) -> list[tuple[str, bytes]]:
@@ -218,11 +218,11 @@ def test_a_wrong_checksum_is_damage_where_values_are_read() -> None:
 
 def test_entries_that_lie_in_one_another_are_not_read_many_times(tmp_path: Path) -> None:
     """A hundred storages that are the same megabyte of the file."""
-    hooks = Made(Global("collections", "OrderedDict"), ())
+    hooks = PickledObject(Global("collections", "OrderedDict"), ())
 
-    def one(name: str) -> Made:
-        storage = Persistent(("storage", Global("torch", "ByteStorage"), name, "cpu", 1 << 20))
-        return Made(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, (1 << 20,), (1,), False, hooks))
+    def one(name: str) -> PickledObject:
+        storage = PersistentId(("storage", Global("torch", "ByteStorage"), name, "cpu", 1 << 20))
+        return PickledObject(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, (1 << 20,), (1,), False, hooks))
 
     names = [str(number) for number in range(100)]
     small = archive(tmp_path / "file", dumps([one(name) for name in names], 2), dict.fromkeys(names, bytes(8)))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from precisionctl.engines.shapes import FUSED, LATENT
+from precisionctl.engines.serving import FUSED, LATENT
 
 WHEEL = "sglang==0.5.23"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "gpt_oss", "gpt2", "gpt_j")

@@ -21,9 +21,9 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.engines import shapes
+from precisionctl.engines import serving
 from precisionctl.engines.base import engines
-from precisionctl.engines.shapes import LATENT
+from precisionctl.engines.serving import LATENT
 from precisionctl.fp8 import numerics, sidecar
 from precisionctl.fp8.state import Fp8State
 from precisionctl.verify.engine_rules import check
@@ -171,7 +171,7 @@ def test_what_vllm_computes_as_one_is_known_and_has_one_scale(directories):
                 for name in [name for name in stored if name.endswith(first)]:
                     scales = [stored[f"{name.removesuffix(first)}.{part}.weight_scale"] for part in group]
                     assert all(torch.equal(scale, scales[0]) for scale in scales)
-    assert LATENT in seen and seen <= {*shapes.FUSED, LATENT}
+    assert LATENT in seen and seen <= {*serving.FUSED, LATENT}
 
 
 OTHERS = ("Qwen2", "Phi3", "Gemma2", "Gemma3", "Nemotron", "GptOss", "DeepseekV2", "GPTJ", "GPTNeoX")
@@ -189,7 +189,7 @@ def test_what_vllm_computes_as_one_in_other_families_is_known(python):
     environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": ""}
     done = subprocess.run([python, "-c", CLASSES, *names], check=True, capture_output=True, env=environment, text=True)
     groups = {tuple(parts) for parts in json.loads(done.stdout.splitlines()[-1]) if len(parts) > 1}
-    assert groups and groups <= {*shapes.FUSED, LATENT}
+    assert groups and groups <= {*serving.FUSED, LATENT}
 
 
 @pytest.mark.parametrize("name", matrix.CHANGES)

@@ -27,7 +27,7 @@ with atheris.instrument_imports(include=["pickle", "precisionctl"]):
     from precisionctl.errors import PrecisionctlError
     from precisionctl.fp8 import extra_state, te_pickle
     from precisionctl.fp8.extra_state_writer import encode_payload
-    from precisionctl.fp8.opcodes import Global, Made, Persistent, dumps
+    from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
     from precisionctl.fp8.state import (
         ATTENTION_BACKWARD,
         ATTENTION_FORWARD,
@@ -84,11 +84,11 @@ def payload_seeds() -> Iterator[bytes]:
 
 def archived_seeds() -> Iterator[bytes]:
     """Payloads of TE 1.x and 0.x: tables and lists of tensors that are views of two storages."""
-    hooks = Made(Global("collections", "OrderedDict"), ())
+    hooks = PickledObject(Global("collections", "OrderedDict"), ())
 
-    def tensor(key: str, size: tuple[int, ...], stride: tuple[int, ...]) -> Made:
-        storage = Persistent(("storage", Global("torch", "FloatStorage"), key, "cpu", 6))
-        return Made(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, size, stride, False, hooks))
+    def tensor(key: str, size: tuple[int, ...], stride: tuple[int, ...]) -> PickledObject:
+        storage = PersistentId(("storage", Global("torch", "FloatStorage"), key, "cpu", 6))
+        return PickledObject(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, size, stride, False, hooks))
 
     columns = {
         "scale_fwd": tensor("0", (3,), (1,)),
@@ -120,10 +120,10 @@ def index_seeds() -> Iterator[bytes]:
     with tempfile.TemporaryDirectory() as folder:
         whole = Span(Path(folder) / "__0_0.distcp", 0, 64)
         rest = Span(Path(folder) / "__0_0.distcp", 64, 64)
-        halves = (dcp.Piece((0, 0), (2, 4), whole), dcp.Piece((2, 0), (2, 4), rest))
+        halves = (dcp.DcpPiece((0, 0), (2, 4), whole), dcp.DcpPiece((2, 0), (2, 4), rest))
         tensors = {
-            "a": dcp.StoredTensor((4, 4), torch.float32, halves),
-            "b": dcp.StoredTensor((3,), torch.bfloat16, (dcp.Piece((0,), (3,), rest),)),
+            "a": dcp.DcpTensor((4, 4), torch.float32, halves),
+            "b": dcp.DcpTensor((3,), torch.bfloat16, (dcp.DcpPiece((0,), (3,), rest),)),
         }
         for index in (dcp.Index(tensors, {"c": rest}), dcp.Index({"b": tensors["b"]}, {}), dcp.Index({}, {"c": whole})):
             dcp.write_index(Path(folder), index)
@@ -187,8 +187,8 @@ def words(target: str) -> Iterator[bytes]:
     allowed = dcp._ALLOWED if target == "metadata" else te_pickle._IN_ARCHIVE
     for name in [*allowed, ("os", "system"), ("builtins", "getattr")]:
         yield dumps(Global(*name))[2:-1]
-        yield dumps(Made(Global(*name), ()))[2:-1]
-        yield dumps(Made(Global(*name), (), new=True, fields={}))[2:-1]
+        yield dumps(PickledObject(Global(*name), ()))[2:-1]
+        yield dumps(PickledObject(Global(*name), (), new=True, fields={}))[2:-1]
 
 
 def within_bounds(read: Callable[[bytes], None]) -> Callable[[bytes], None]:

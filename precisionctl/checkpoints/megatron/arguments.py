@@ -23,15 +23,8 @@ def saved_args(
     """The arguments that are saved beside a model: `args`, and over them what the model, its tensors, the sizes and
     the container say. Unless `args` say otherwise, neither an optimizer nor generators are saved."""
     weights_only = {"no_save_optim": True, "no_save_rng": True}
-    return weights_only | dict(args) | to_megatron_args(model) | _run_args(model, specs, sizes, iteration, container)
-
-
-def _run_args(
-    model: ModelShape, specs: Mapping[str, TensorSpec], sizes: Parallelism, iteration: int | None, container: str
-) -> dict[str, Any]:
-    """What the tensors, the sizes and the container (`--ckpt-format`) say."""
     dtype = next(spec.dtype for name, spec in specs.items() if not name.startswith(OPTIMIZER))
-    return {
+    of_this_checkpoint = {
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
@@ -43,6 +36,7 @@ def _run_args(
         "iteration": iteration or 0,
         **_stage_args(model, sizes),
     } | ({"expert_tensor_parallel_size": sizes.expert_tensor} if sizes.expert_tensor else {})
+    return weights_only | dict(args) | to_megatron_args(model) | of_this_checkpoint
 
 
 STAGES = (

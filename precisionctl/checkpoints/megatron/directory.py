@@ -1,20 +1,71 @@
-"""The directory of an iteration, whatever Megatron container it is of."""
+"""The directory of an iteration, whatever Megatron container it is of: which model it holds, and its FP8 state."""
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from precisionctl.architectures.families import from_hf_config, from_megatron_args
+from precisionctl.architectures.megatron_args import MEGATRON_ONLY, as_in_megatron, read_megatron_args
 from precisionctl.checkpoints.base import Companions, Hints
-from precisionctl.checkpoints.megatron.extra_state import Experts, as_states, decode
-from precisionctl.checkpoints.megatron.model import companions_of, model_of
-from precisionctl.checkpoints.megatron.payloads import Saved
-from precisionctl.errors import CheckpointError
+from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.checkpoints.megatron.fp8_state import ExpertPayloads, as_states, decode
+from precisionctl.checkpoints.megatron.keys import COMPANIONS, VERL, VERL_COMPANIONS
+from precisionctl.checkpoints.megatron.logical import EMBEDDING
+from precisionctl.checkpoints.megatron.payloads import SavedPayload
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
+from precisionctl.untrusted.safe_files import check_link
+
+
+def companions_of(directory: Path) -> Companions:
+    """Hugging Face's files that travel with an iteration, or that verl keeps beside it."""
+    check_link(directory / COMPANIONS, directory)
+    beside = directory.parent / VERL_COMPANIONS
+    verls = directory.name == VERL and not (directory / COMPANIONS).is_dir() and not beside.is_symlink()
+    return read_companions(beside if verls else directory / COMPANIONS)
+
+
+def model_of(
+    directory: Path,
+    args: Mapping[str, Any],
+    companions: Companions,
+    specs: Mapping[str, TensorSpec],
+    family: str | None = None,
+) -> ModelShape:
+    """From the companions' config.json, checked against Megatron's arguments; else from these alone, as one of
+    `family` if that is said.
+
+    Raises what they raise, and DamagedCheckpoint where the two contradict each other or there is no embedding.
+    """
+    if EMBEDDING not in specs:
+        raise DamagedCheckpoint(f"no {EMBEDDING}", where=directory)
+    rows = specs[EMBEDDING].rows
+    if "config.json" not in companions.files:
+        return from_megatron_args(args, rows, directory, family)
+    path = directory / COMPANIONS / "config.json"
+    config = parse_json(companions.files["config.json"], path)
+    model = dataclasses.replace(from_hf_config(config, path), padded_vocab_size=rows)
+    if not args:
+        return model
+    told = read_megatron_args(args, rows, directory)
+    model = dataclasses.replace(model, **{field: getattr(told, field) for field in MEGATRON_ONLY})
+    # A config.json that travelled along may be older than the run that went on from it
+    differing = model.differences(told)
+    contradictions = {name: differing[name] for name in as_in_megatron(model).differences(told) if name in differing}
+    if contradictions:
+        values = ", ".join(f"{name} {shown(left)} / {shown(right)}" for name, (left, right) in contradictions.items())
+        raise DamagedCheckpoint(
+            f"it contradicts the arguments of Megatron: {values}",
+            where=path,
+            do="Remove it to go by the arguments alone.",
+        )
+    return model
 
 
 class MegatronDirectory(ABC):
@@ -48,7 +99,7 @@ class MegatronDirectory(ABC):
         """None for a `release`: weights that belong to no run."""
 
     @abstractmethod
-    def payloads(self) -> Iterator[Saved]:
+    def payloads(self) -> Iterator[SavedPayload]:
         """Each `_extra_state` that is not empty."""
 
     @cached_property
@@ -75,5 +126,7 @@ class MegatronDirectory(ABC):
     @cached_property
     def fp8(self) -> Fp8States | None:
         """The delayed-scaling state in `_extra_state`, else the one in the sidecar. Raises what `decode` raises."""
-        found = decode(self.payloads(), self.path, Experts(self.expert_ranks, self.hints.grouped_columns), self.args)
+        found = decode(
+            self.payloads(), self.path, ExpertPayloads(self.expert_ranks, self.hints.grouped_columns), self.args
+        )
         return as_states(found, self.common, self.iteration, sidecar.find(self.path))

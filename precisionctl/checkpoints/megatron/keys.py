@@ -118,7 +118,7 @@ def iteration_of(directory: Path, common: Mapping[str, Any]) -> int | None:
 
 
 def write_tracker(top: Path, iteration: int | None) -> None:
-    """Say which iteration is the newest, at once: readers see the old one or the new one."""
+    """Write atomically which iteration is the newest."""
     replace_file(top / TRACKER, "release" if iteration is None else str(iteration))
 
 
@@ -149,19 +149,15 @@ def find_iteration(path: Path, iteration: int | None = None, complete: Callable[
 def _tracked(path: Path, advice: str) -> int | None:
     if not has_file(path / TRACKER, path):
         if has_file(path / BRIDGE_TRACKER, path):
-            return _tracked_by_bridge(path / BRIDGE_TRACKER)
+            tracker = path / BRIDGE_TRACKER  # its training state, as tensors of one element
+            state = torch_zip.load(read_file(tracker, path), tracker)
+            step = state.get("step") if isinstance(state, dict) else None
+            if not isinstance(step, Tensor) or step.numel() != 1 or step.is_floating_point() or step < 0:
+                raise DamagedCheckpoint("it names no step", where=tracker)
+            return int(step)
         raise CheckpointError(f"no {TRACKER} says which iteration is meant", where=path, do=advice)
-    with open(path / TRACKER, errors="replace") as tracker:
-        text = tracker.read(100).strip()
+    with open(path / TRACKER, errors="replace") as file:
+        text = file.read(100).strip()
     if text != "release" and not re.fullmatch("[0-9]{1,15}", text):
         raise DamagedCheckpoint(f"{TRACKER} says {text[:40]!r}, not an iteration or `release`", where=path, do=advice)
     return None if text == "release" else int(text)
-
-
-def _tracked_by_bridge(tracker: Path) -> int:
-    """Its training state, as tensors of one element."""
-    state = torch_zip.load(read_file(tracker, tracker.parent), tracker)
-    step = state.get("step") if isinstance(state, dict) else None
-    if not isinstance(step, Tensor) or step.numel() != 1 or step.is_floating_point() or step < 0:
-        raise DamagedCheckpoint("it names no step", where=tracker)
-    return int(step)

@@ -28,30 +28,30 @@ experts' linears, there are 10^6."""
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A box of a logical tensor: `start` elements into a stored piece."""
 
     box: Box
-    piece: dcp.Piece
+    piece: dcp.DcpPiece
     start: int
 
 
 @dataclass(frozen=True)
-class Logical:
+class LogicalTensor:
     """A logical tensor and the parts that make it."""
 
     spec: TensorSpec
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
 
-def logical_tensors(stored: Mapping[str, dcp.StoredTensor], where: Path) -> dict[str, Logical]:
+def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[str, LogicalTensor]:
     """Every tensor by its logical name, the optimizer's under `optimizer.`.
 
     Raises DamagedCheckpoint where the pieces of one do not cover it exactly once, or two have one name.
     """
     prefix = model_prefix(stored)
     _check_count(stored, prefix, where)
-    found: dict[str, Logical] = {}
+    found: dict[str, LogicalTensor] = {}
     for key, tensor in stored.items():
         for name, one in _slices(plain(key, prefix), tensor, where):
             if name in found:
@@ -64,7 +64,10 @@ def logical_tensors(stored: Mapping[str, dcp.StoredTensor], where: Path) -> dict
         raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
     found = _by_parameter({renamed.get(name, name): one for name, one in found.items()})
     for name, one in found.items():
-        _check_tiled(name, one, where)
+        # The boxes must cover the tensor exactly once
+        boxes = [part.box for part in one.parts]
+        if _overlap(boxes) or sum(box.rows * box.columns for box in boxes) != one.spec.rows * one.spec.columns:
+            raise DamagedCheckpoint(f"the pieces of {name} do not make one tensor {list(one.spec.shape)}", where=where)
     return found
 
 
@@ -105,7 +108,7 @@ def plain(key: str, prefix: str) -> str:
     return f"{STATE}{kind}.{name}"
 
 
-def _check_count(stored: Mapping[str, dcp.StoredTensor], prefix: str, where: Path) -> None:
+def _check_count(stored: Mapping[str, dcp.DcpTensor], prefix: str, where: Path) -> None:
     """Before any is made: how many slices all tensors have, and parts of slices all pieces."""
     count = 0
     for key, tensor in stored.items():
@@ -116,33 +119,30 @@ def _check_count(stored: Mapping[str, dcp.StoredTensor], prefix: str, where: Pat
         raise DamagedCheckpoint(f"it would be {count} tensors and parts of tensors", where=where)
 
 
-def _slices(key: str, stored: dcp.StoredTensor, where: Path) -> Iterator[tuple[str, Logical]]:
+def _slices(key: str, stored: dcp.DcpTensor, where: Path) -> Iterator[tuple[str, LogicalTensor]]:
     """The logical tensors in a stored one: itself, or one per layer, expert, or both."""
     depth = leading(key)
     if depth > len(stored.shape):
         depth = 0
     counts, spec = stored.shape[:depth], TensorSpec(stored.shape[depth:], stored.dtype)
-    slices: dict[tuple[int, ...], list[Part]] = {at: [] for at in itertools.product(*map(range, counts))}
+    slices: dict[tuple[int, ...], list[TensorPart]] = {at: [] for at in itertools.product(*map(range, counts))}
     for piece in stored.pieces:
-        box = _box(spec.shape, piece.offsets[depth:], piece.sizes[depth:], where)
+        # Offsets and sizes per dimension, as a box of rows and columns: only the first two dimensions may be cut
+        offsets, sizes = piece.offsets[depth:], piece.sizes[depth:]
+        if sizes[2:] != spec.shape[2:]:
+            raise DamagedCheckpoint(f"a piece {sizes} at {offsets} of a tensor {spec.shape}", where=where)
+        inner = math.prod(spec.shape[2:])
+        row, rows = (offsets[0], sizes[0]) if spec.shape else (0, 1)
+        column, columns = (offsets[1] * inner, sizes[1] * inner) if len(spec.shape) > 1 else (0, 1)
+        box = Box(row, rows, column, columns)
         ranges = zip(piece.offsets[:depth], piece.sizes[:depth], strict=True)
         for index, at in enumerate(itertools.product(*(range(start, start + size) for start, size in ranges))):
-            slices[at].append(Part(box, piece, index * box.rows * box.columns))
+            slices[at].append(TensorPart(box, piece, index * box.rows * box.columns))
     for at, parts in slices.items():
-        yield unstack(key, at) if depth == leading(key) else key, Logical(spec, tuple(parts))
+        yield unstack(key, at) if depth == leading(key) else key, LogicalTensor(spec, tuple(parts))
 
 
-def _box(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], where: Path) -> Box:
-    """A box per dimension as one of rows and columns; only the first two dimensions may be cut."""
-    if sizes[2:] != shape[2:]:
-        raise DamagedCheckpoint(f"a piece {sizes} at {offsets} of a tensor {shape}", where=where)
-    inner = math.prod(shape[2:])
-    row, rows = (offsets[0], sizes[0]) if shape else (0, 1)
-    column, columns = (offsets[1] * inner, sizes[1] * inner) if len(shape) > 1 else (0, 1)
-    return Box(row, rows, column, columns)
-
-
-def _by_parameter(found: Mapping[str, Logical]) -> dict[str, Logical]:
+def _by_parameter(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
     """Optimizer's tensors of another shape than their parameter's under another name, which no plan takes for theirs:
     `fully_sharded_model_space`, until megatron-core 0.14, stored flat pieces of what a rank had."""
     named = {}
@@ -157,7 +157,7 @@ def _by_parameter(found: Mapping[str, Logical]) -> dict[str, Logical]:
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_w")
 
 
-def _joined(found: Mapping[str, Logical]) -> dict[str, Logical]:
+def _joined(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
     """`linear_fc1.weight_w` and `weight_v` as one tensor of all gates and then all ups, where both are there."""
     joined = dict(found)
     for name, gate in found.items():
@@ -166,7 +166,7 @@ def _joined(found: Mapping[str, Logical]) -> dict[str, Logical]:
         if match and up and up.spec == gate.spec and gate.spec.shape and match[1] not in found:
             rows, *rest = gate.spec.shape
             below = tuple(replace(part, box=replace(part.box, row=part.box.row + rows)) for part in up.parts)
-            joined[match[1]] = Logical(replace(gate.spec, shape=(2 * rows, *rest)), gate.parts + below)
+            joined[match[1]] = LogicalTensor(replace(gate.spec, shape=(2 * rows, *rest)), gate.parts + below)
             del joined[name], joined[f"{match[1]}_v"]
     return joined
 
@@ -207,13 +207,6 @@ def te_names(names: Mapping[str, object]) -> dict[str, str]:
                 before = name.removesuffix(layer[1] + layer[2])
                 renamed[name] = before + layer[1] + new + layer[2].removeprefix(old)
     return renamed
-
-
-def _check_tiled(name: str, one: Logical, where: Path) -> None:
-    """Raise DamagedCheckpoint where the boxes do not cover the tensor exactly once."""
-    boxes = [part.box for part in one.parts]
-    if _overlap(boxes) or sum(box.rows * box.columns for box in boxes) != one.spec.rows * one.spec.columns:
-        raise DamagedCheckpoint(f"the pieces of {name} do not make one tensor {list(one.spec.shape)}", where=where)
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:

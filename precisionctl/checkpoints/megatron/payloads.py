@@ -17,7 +17,7 @@ _NAME = re.compile(r"(.+)\._extra_state(\d{1,9})?")
 _OF_1_6 = ".fused_attention"  # where TE 1.6 and 1.7 had attention's
 
 
-class Saved(NamedTuple):
+class SavedPayload(NamedTuple):
     """A payload: the object's logical name, its bytes, the file or object they are from. `expert_rank` is set for a
     grouped linear's, of all the experts of that rank."""
 

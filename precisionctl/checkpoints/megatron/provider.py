@@ -68,7 +68,8 @@ def write_run_config(directory: Path, args: Mapping[str, Any]) -> None:
 def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
     """The `model` of a run_config.yaml: generic providers of Bridge, which do not pad more than the arguments do."""
     latent = bool(args.get("multi_latent_attention"))
-    fields = {name: _listed(args[name]) for name in _SAME if name in args}
+    same = {name: args[name] for name in _SAME if name in args}
+    fields: dict[str, Any] = {name: [*value] if isinstance(value, tuple) else value for name, value in same.items()}
     fields |= {field: args[name] for name, field in _RENAMED.items() if name in args}
     if args.get("num_experts"):  # a generic provider makes all layers alike, whatever moe_layer_freq says
         fields["transformer_layer_spec"] = {"_target_": _BLOCK, "_partial_": True, "use_transformer_engine": True}
@@ -88,10 +89,6 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
 def _call(target: str) -> dict[str, Any]:
     """How these files say an object: by its name, not to be called."""
     return {"_target_": target, "_call_": False}
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _activation(args: Mapping[str, Any]) -> str:

@@ -18,8 +18,8 @@ import torch
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Box
 from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
-from precisionctl.checkpoints.megatron.logical import EMBEDDING, STATE, Logical, Part
-from precisionctl.checkpoints.megatron.order import Modules, ordered
+from precisionctl.checkpoints.megatron.logical import EMBEDDING, STATE, LogicalTensor, TensorPart
+from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
 from precisionctl.param import TensorSpec
 
 _KEY = re.compile(
@@ -35,7 +35,7 @@ _NO_PARAMETER = (".expert_bias",)
 class _Bucket:
     """The flat tensors of a bucket: of each kind its pieces, and where each begins."""
 
-    def __init__(self, tensors: Mapping[str, dcp.StoredTensor]) -> None:
+    def __init__(self, tensors: Mapping[str, dcp.DcpTensor]) -> None:
         self.length = tensors["param"].shape[0]
         self.dtypes = {kind: tensor.dtype for kind, tensor in tensors.items()}
         self.pieces = {kind: sorted(one.pieces, key=lambda piece: piece.offsets) for kind, one in tensors.items()}
@@ -45,7 +45,7 @@ class _Bucket:
         at = bisect_left(self.starts["param"], element)
         return at < len(self.starts["param"]) and self.starts["param"][at] == element
 
-    def within(self, kind: str, begin: int, end: int) -> list[dcp.Piece]:
+    def within(self, kind: str, begin: int, end: int) -> list[dcp.DcpPiece]:
         """The pieces that have elements of `[begin, end)`."""
         first, last = bisect_right(self.starts[kind], begin) - 1, bisect_left(self.starts[kind], end)
         return self.pieces[kind][first:last]
@@ -78,8 +78,8 @@ def is_bucket(name: str) -> bool:
 
 
 def unpack(
-    stored: Mapping[str, dcp.StoredTensor], model: Mapping[str, Logical], kinds: Iterable[Modules]
-) -> dict[str, Logical] | None:
+    stored: Mapping[str, dcp.DcpTensor], model: Mapping[str, LogicalTensor], kinds: Iterable[Modules]
+) -> dict[str, LogicalTensor] | None:
     """The optimizer's tensors by name, of the model whose tensors are `model`.
 
     `kinds` are the orders of modules to try, the likeliest first. None where the buckets fit none of them.
@@ -97,9 +97,9 @@ _Buffers = dict[tuple[int, int, int], list[_Bucket]]
 """By optimizer (0: dense, 1: experts), model-parallel rank, and number of the buffer."""
 
 
-def _buffers(stored: Mapping[str, dcp.StoredTensor]) -> _Buffers:
+def _buffers(stored: Mapping[str, dcp.DcpTensor]) -> _Buffers:
     """Empty unless all buckets are there, flat and of one dtype for each kind."""
-    found: dict[tuple[int, int, int], dict[int, dict[str, dcp.StoredTensor]]] = {}
+    found: dict[tuple[int, int, int], dict[int, dict[str, dcp.DcpTensor]]] = {}
     for key, tensor in stored.items():
         if match := _KEY.fullmatch(key):
             at = (int(match[1] or 0), int(match[2]), int(match[3]))
@@ -116,7 +116,7 @@ def _buffers(stored: Mapping[str, dcp.StoredTensor]) -> _Buffers:
 class _Unpacking:
     """The buckets of a checkpoint, held against one order of the parameters."""
 
-    def __init__(self, buffers: _Buffers, model: Mapping[str, Logical], names: Sequence[str]) -> None:
+    def __init__(self, buffers: _Buffers, model: Mapping[str, LogicalTensor], names: Sequence[str]) -> None:
         self._buffers, self._model = buffers, model
         self._apart = any(optimizer == 1 for optimizer, _, _ in buffers)  # experts, where they are parallel
         self._tensor = len(model[EMBEDDING].parts)
@@ -128,13 +128,13 @@ class _Unpacking:
             if layer := layer_of(name):
                 self._layers.setdefault(layer[0], []).append(name)
         self._experts = 1 + max((expert_of(name) or 0 for name in names), default=0)
-        self._found: dict[str, list[Part]] = {f"{STATE}{kind}.{name}": [] for name in names for kind in _KINDS}
+        self._found: dict[str, list[TensorPart]] = {f"{STATE}{kind}.{name}": [] for name in names for kind in _KINDS}
         self._seen: set[tuple[str, Box]] = set()
 
     def _ranks(self, optimizer: int) -> int:
         return 1 + max((rank for which, rank, _ in self._buffers if which == optimizer), default=0)
 
-    def tensors(self) -> dict[str, Logical] | None:
+    def tensors(self) -> dict[str, LogicalTensor] | None:
         """The optimizer's tensors; None where something does not fit."""
         if any((0, rank, 0) not in self._buffers for rank in range(self._ranks(0))):
             return None
@@ -147,15 +147,19 @@ class _Unpacking:
         if not all(self._found.values()):
             return None
         dtypes = next(iter(self._buffers.values()))[0].dtypes
-        return {name: self._logical(name, parts, dtypes) for name, parts in self._found.items()}
-
-    def _logical(self, name: str, parts: list[Part], dtypes: Mapping[str, torch.dtype]) -> Logical:
-        kind, _, parameter = name.removeprefix(STATE).partition(".")
-        return Logical(TensorSpec(self._model[parameter].spec.shape, dtypes[kind]), tuple(parts))
+        tensors = {}
+        for name, parts in self._found.items():
+            kind, _, parameter = name.removeprefix(STATE).partition(".")
+            spec = TensorSpec(self._model[parameter].spec.shape, dtypes[kind])
+            tensors[name] = LogicalTensor(spec, tuple(parts))
+        return tensors
 
     def _split(self) -> list[list[str]] | None:
         """The parameters of each virtual stage, in the order of the model: as many layers as fill its buffers."""
-        chunks, first, stages = self._chunks(), 0, []
+        # Each part of the pipeline on a rank has a buffer for each dtype
+        dtypes = {self._model[name].spec.dtype for names in self._layers.values() for name in names}
+        numbers = 1 + max((number for optimizer, _, number in self._buffers if optimizer == 0), default=0)
+        chunks, first, stages = max(1, numbers // max(1, len(dtypes))), 0, []
         for number in range(chunks * self._stages):
             is_last = number == chunks * self._stages - 1
             counts = [len(self._layers) - first] if is_last else range(len(self._layers) - first + 1)
@@ -168,12 +172,6 @@ class _Unpacking:
             stages.append(names)
             first += count
         return stages
-
-    def _chunks(self) -> int:
-        """Parts of the pipeline on each of its ranks: each has a buffer for each dtype."""
-        dtypes = {self._model[name].spec.dtype for names in self._layers.values() for name in names}
-        numbers = 1 + max((number for optimizer, _, number in self._buffers if optimizer == 0), default=0)
-        return max(1, numbers // max(1, len(dtypes)))
 
     def _stage(self, first: int, count: int, is_first: bool, is_last: bool) -> list[str]:
         """Its parameters. The last of several stages has a copy of tied embeddings, and one for predicting tokens."""
@@ -248,15 +246,12 @@ class _Unpacking:
         expert = expert_of(name)
         size = self._tensor
         if expert is not None and self._apart:
-            size = self._expert_tensor(name)
+            # As many ranks as the experts' second linears are cut for: those are one part on each
+            size = len(self._model[re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name)].parts)
             if expert * (width // size) // self._experts != rank // size:
                 return None
         of_rank = boxes if len(boxes) == 1 else boxes[rank % size :: size]
         return _Local(name, tuple(of_rank))
-
-    def _expert_tensor(self, name: str) -> int:
-        """Ranks that the experts' tensors are cut for: second linears are cut once for each."""
-        return len(self._model[re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name)].parts)
 
     def _take(self, at: _At, bucket: _Bucket) -> None:
         """Add a parameter's parts, unless another rank has the same boxes."""
@@ -270,7 +265,7 @@ class _Unpacking:
                 begin = max(piece.offsets[0], at.start)
                 end = min(piece.offsets[0] + piece.sizes[0], at.start + at.local.elements)
                 for box, offset in flat_boxes(at.local.boxes, begin - at.start, end - at.start):
-                    found.append(Part(box, piece, begin - piece.offsets[0] + offset))
+                    found.append(TensorPart(box, piece, begin - piece.offsets[0] + offset))
 
 
 def flat_boxes(boxes: Sequence[Box], begin: int, end: int) -> Iterator[tuple[Box, int]]:

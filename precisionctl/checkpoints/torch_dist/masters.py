@@ -53,16 +53,16 @@ def differing_masters(reader: TorchDistReader) -> list[str]:
 
     Also those whose master has another shape. Reads both, a few megabytes at a time.
     """
-    masters = [name for name in reader.optimizer_specs if name.startswith(MASTER)]
-    return [name for name in (master.removeprefix(MASTER) for master in masters) if not _agree(reader, name)]
-
-
-def _agree(reader: TorchDistReader, name: str) -> bool:
-    weight, master = reader.specs.get(name), reader.optimizer_specs[MASTER + name]
-    if weight is None or weight.shape != master.shape:
-        return False
-    for row, rows in in_pieces(0, weight.rows, weight.columns, _ELEMENTS):
-        rounded = read_rows(_Optimizer(reader), MASTER + name, row, rows).to(weight.dtype)
-        if not torch.equal(rounded.view(torch.uint8), read_rows(reader, name, row, rows).view(torch.uint8)):
-            return False
-    return True
+    differing = []
+    for master in [name for name in reader.optimizer_specs if name.startswith(MASTER)]:
+        name = master.removeprefix(MASTER)
+        weight = reader.specs.get(name)
+        if weight is None or weight.shape != reader.optimizer_specs[master].shape:
+            differing.append(name)
+            continue
+        for row, rows in in_pieces(0, weight.rows, weight.columns, _ELEMENTS):
+            rounded = read_rows(_Optimizer(reader), master, row, rows).to(weight.dtype)
+            if not torch.equal(rounded.view(torch.uint8), read_rows(reader, name, row, rows).view(torch.uint8)):
+                differing.append(name)
+                break
+    return differing

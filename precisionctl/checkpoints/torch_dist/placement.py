@@ -30,8 +30,8 @@ class Placed:
     name: str
     key: str
     box: Box
-    record: torch_zip_writer.Record
-    piece: dcp.Piece
+    record: torch_zip_writer.TensorArchive
+    piece: dcp.DcpPiece
 
     @property
     def path(self) -> Path:
@@ -81,7 +81,7 @@ def place(
                 number, offset, filled = number + 1, 0, 0
                 path = _file(directory, rank, number)
             span = torch_zip.Span(path, offset, record.length)
-            placed.append(Placed(box.name, box.key, box.box, record, dcp.Piece(box.offsets, box.sizes, span)))
+            placed.append(Placed(box.name, box.key, box.box, record, dcp.DcpPiece(box.offsets, box.sizes, span)))
             offset += -(-record.length // _ALIGNMENT) * _ALIGNMENT
             filled += record.nbytes
     return placed
@@ -132,20 +132,20 @@ def layers_differ(specs: Mapping[str, TensorSpec]) -> bool:
     return any(other != found[0] for other in found) or set(layers) != set(range(len(layers)))
 
 
-def stored_tensors(specs: Mapping[str, TensorSpec], placed: Iterable[Placed]) -> dict[str, dcp.StoredTensor]:
+def stored_tensors(specs: Mapping[str, TensorSpec], placed: Iterable[Placed]) -> dict[str, dcp.DcpTensor]:
     """The whole (stacked) shape and all pieces of each stored tensor, by key."""
     pieces: dict[str, list[Placed]] = {}
     for each in placed:
         pieces.setdefault(each.key, []).append(each)
-    return {key: _stored(specs[theirs[0].name], theirs) for key, theirs in pieces.items()}
-
-
-def _stored(spec: TensorSpec, placed: list[Placed]) -> dcp.StoredTensor:
-    depth = len(placed[0].piece.offsets) - len(spec.shape)
-    counts = (max(each.piece.offsets[axis] for each in placed) + 1 for axis in range(depth))
-    shape = (*counts, *spec.shape)
-    assert sum(math.prod(each.piece.sizes) for each in placed) == math.prod(shape), placed[0].key
-    return dcp.StoredTensor(shape, spec.dtype, tuple(each.piece for each in placed))
+    stored = {}
+    for key, theirs in pieces.items():
+        spec = specs[theirs[0].name]
+        depth = len(theirs[0].piece.offsets) - len(spec.shape)  # dimensions of layers and experts
+        counts = (max(each.piece.offsets[axis] for each in theirs) + 1 for axis in range(depth))
+        shape = (*counts, *spec.shape)
+        assert sum(math.prod(each.piece.sizes) for each in theirs) == math.prod(shape), key
+        stored[key] = dcp.DcpTensor(shape, spec.dtype, tuple(each.piece for each in theirs))
+    return stored
 
 
 def _dimensions(spec: TensorSpec, box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -27,14 +27,18 @@ from precisionctl.checkpoints.megatron.keys import (
     iteration_of,
     object_name,
 )
-from precisionctl.checkpoints.megatron.logical import Logical, Part, logical_tensors, model_prefix, of_optimizer
-from precisionctl.checkpoints.megatron.order import EVERY_KIND, Modules
-from precisionctl.checkpoints.megatron.payloads import Saved, bytes_of
+from precisionctl.checkpoints.megatron.logical import (
+    LogicalTensor,
+    logical_tensors,
+    model_prefix,
+    of_optimizer,
+)
+from precisionctl.checkpoints.megatron.parameter_order import EVERY_KIND, Modules
+from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
 from precisionctl.checkpoints.megatron.provider import described_args
 from precisionctl.checkpoints.torch_dist.buckets import is_bucket, unpack
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
 
 INNER = ("weights", VERL, f"model/{VERL}")
@@ -101,7 +105,7 @@ class TorchDistReader(MegatronDirectory):
         """Whether the optimizer's tensors are flat buckets."""
         return any(is_bucket(key) for key in self._index.tensors)
 
-    def _with_buckets(self, tensors: dict[str, Logical]) -> dict[str, Logical]:
+    def _with_buckets(self, tensors: dict[str, LogicalTensor]) -> dict[str, LogicalTensor]:
         """An optimizer's flat buckets as tensors by parameter; as they are where they fit no known order."""
         if not self.in_buckets:
             return tensors
@@ -117,8 +121,16 @@ class TorchDistReader(MegatronDirectory):
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name not in self._chunks:
-            tensor = self._tensors[name]
-            self._chunks[name] = tuple(_chunk(name, tensor.spec, part) for part in tensor.parts)
+            spec, chunks = self._tensors[name].spec, []
+            for part in self._tensors[name].parts:
+                piece = part.piece
+                located = torch_zip.locate(piece.span)
+                if (located.dtype, located.shape) != (spec.dtype, piece.sizes):
+                    found, wanted = f"{located.dtype} {list(located.shape)}", f"{spec.dtype} {list(piece.sizes)}"
+                    raise DamagedCheckpoint(f"{name}: a piece is {found}, not {wanted}", where=piece.span)
+                start = located.offset + part.start * spec.dtype.itemsize
+                chunks.append(Chunk(part.box, piece.span.path, start))
+            self._chunks[name] = tuple(chunks)
         return self._chunks[name]
 
     @cached_property
@@ -183,22 +195,12 @@ class TorchDistReader(MegatronDirectory):
         ranks = self.args.get("expert_model_parallel_size")
         return ranks if grouped and type(ranks) is int and ranks > 0 else None
 
-    def payloads(self) -> Iterator[Saved]:
+    def payloads(self) -> Iterator[SavedPayload]:
         """Each `_extra_state` that is not empty."""
         for key in self._index.objects:
             name = object_name(key.removeprefix(self._prefix)) or ""
             if EXTRA_STATE in name and (data := bytes_of(self.read_object(key), key)):
-                yield Saved(name, data, str(self.path))
-
-
-def _chunk(name: str, spec: TensorSpec, part: Part) -> Chunk:
-    located = torch_zip.locate(part.piece.span)
-    if (located.dtype, located.shape) != (spec.dtype, part.piece.sizes):
-        raise DamagedCheckpoint(
-            f"{name}: a piece is {located.dtype} {list(located.shape)}, not {spec.dtype} {list(part.piece.sizes)}",
-            where=part.piece.span,
-        )
-    return Chunk(part.box, part.piece.span.path, located.offset + part.start * spec.dtype.itemsize)
+                yield SavedPayload(name, data, str(self.path))
 
 
 CONTAINER = Container(

@@ -19,11 +19,11 @@ from precisionctl.checkpoints import dcp, torch_zip, torch_zip_writer
 from precisionctl.checkpoints.base import Chunk, Companions
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
-from precisionctl.checkpoints.megatron.extra_state_writer import beside_payloads, demanded, origin, payloads_of
+from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
+from precisionctl.checkpoints.megatron.fp8_state_writer import beside_payloads, demanded, origin, payloads_of
 from precisionctl.checkpoints.megatron.keys import COMMON, COMPANIONS, MARKER, OURS, expert_of, object_key, stack
 from precisionctl.checkpoints.megatron.logical import MASTER, OPTIMIZER, STATE
 from precisionctl.checkpoints.megatron.provider import write_run_config
-from precisionctl.checkpoints.megatron.run import NO_RUN, Carried
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.torch_dist.placement import layers_differ, place, stored_tensors
 from precisionctl.errors import PrecisionError
@@ -52,7 +52,7 @@ class TorchDistWriter:
         specs: Mapping[str, TensorSpec],
         *,
         parallelism: Parallelism = ONE_RANK,
-        run: Carried = NO_RUN,
+        run: CarriedRun = NO_RUN,
         companions: Companions | None = None,
         fp8_in: Literal["extra_state", "sidecar"] = "extra_state",
         te: TeVersion = 2,
@@ -98,7 +98,27 @@ class TorchDistWriter:
         )
         if not any("post_layernorm" in name for name in self.specs):  # of models with a provider of their own
             write_run_config(self.directory, self._args)
-        (self.directory / COMMON).write_bytes(torch_zip_writer.dump(self._common_data(payloads)))
+        args = self._args | (fp8_args(payloads) if payloads else {})
+        ours = origin(payloads) if payloads else {}
+        # What Megatron, since 0.13, goes by when it works out which keys to ask for
+        content: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        if self._by_layer:
+            content["non_homogeneous_layers"] = True
+        if self._run.distributed_optimizer:
+            content["distrib_optim_sharding_type"] = "fully_reshardable"
+        (self.directory / COMMON).write_bytes(
+            torch_zip_writer.dump(
+                {
+                    "args": argparse.Namespace(**args),
+                    "checkpoint_version": 3.0,
+                    "iteration": self._run.iteration or 0,
+                    "content_metadata": content,
+                    "num_floating_point_operations_so_far": 0,
+                    OURS: ours,
+                }
+                | dict(self._run.common)
+            )
+        )
         write_companions(self.directory / COMPANIONS, self._companions)
         beside = fp8 if payloads is None else beside_payloads(payloads)
         if beside is not None:
@@ -115,7 +135,9 @@ class TorchDistWriter:
         states = {
             object_key(name, self.model.num_layers, experts, self._by_layer): data for name, data in payloads.items()
         }
-        path, offset, spans = self._objects_file(), 0, {}
+        taken = {placed.path for placed in self._placed}
+        files = (self.directory / f"__0_{number}.distcp" for number in itertools.count())  # of the first rank
+        path, offset, spans = next(file for file in files if file not in taken), 0, {}
         with open(path, "wb") as file:
             for key, value in (states | dict(self._run.objects)).items():
                 # Megatron wraps each in a list
@@ -123,33 +145,6 @@ class TorchDistWriter:
                 spans[key] = torch_zip.Span(path, offset, len(record))
                 offset += file.write(record)
         return spans
-
-    def _objects_file(self) -> Path:
-        """The next file of the first rank."""
-        files = {placed.path for placed in self._placed}
-        numbers = itertools.count()
-        return next(path for number in numbers if (path := self.directory / f"__0_{number}.distcp") not in files)
-
-    def _common_data(self, fp8: Fp8States | None) -> dict[str, object]:
-        args = self._args | (fp8_args(fp8) if fp8 else {})
-        ours = origin(fp8) if fp8 else {}
-        return {
-            "args": argparse.Namespace(**args),
-            "checkpoint_version": 3.0,
-            "iteration": self._run.iteration or 0,
-            "content_metadata": self._content_metadata(),
-            "num_floating_point_operations_so_far": 0,
-            OURS: ours,
-        } | dict(self._run.common)
-
-    def _content_metadata(self) -> dict[str, object]:
-        """What Megatron, since 0.13, goes by when it works out which keys to ask for."""
-        content: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-        if self._by_layer:
-            content["non_homogeneous_layers"] = True
-        if self._run.distributed_optimizer:
-            content["distrib_optim_sharding_type"] = "fully_reshardable"
-        return content
 
 
 def _check_stacks(specs: Mapping[str, TensorSpec], keys: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:

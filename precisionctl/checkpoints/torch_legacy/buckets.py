@@ -14,7 +14,7 @@ import torch
 
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.megatron.logical import STATE
-from precisionctl.checkpoints.torch_zip import Located, skeleton
+from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.errors import DamagedCheckpoint
 
 FILE = "distrib_optim.pt"
@@ -22,7 +22,7 @@ _KINDS = ("param", "exp_avg", "exp_avg_sq")
 _ALIGNMENT = 64
 
 
-def bucket_tensors(path: Path, stages: Sequence[Mapping[str, Located]]) -> Iterator[tuple[str, Located]]:
+def bucket_tensors(path: Path, stages: Sequence[Mapping[str, LocatedTensor]]) -> Iterator[tuple[str, LocatedTensor]]:
     """`optimizer.state.<kind>.<parameter>` of a rank's parameters (of each stage, in the order of its state dict), and
     where it is.
 
@@ -49,11 +49,11 @@ def bucket_tensors(path: Path, stages: Sequence[Mapping[str, Located]]) -> Itera
 _LEAVE = "--drop-optimizer leaves the optimizer behind."
 
 
-def _groups(stages: Sequence[Mapping[str, Located]], experts: bool | None) -> list[dict[str, Located]]:
+def _groups(stages: Sequence[Mapping[str, LocatedTensor]], experts: bool | None) -> list[dict[str, LocatedTensor]]:
     """The parameters of each buffer: of a stage those of one dtype, of experts alone or without them."""
-    groups: list[dict[str, Located]] = []
+    groups: list[dict[str, LocatedTensor]] = []
     for stage in stages:
-        by_dtype: dict[torch.dtype, dict[str, Located]] = {}
+        by_dtype: dict[torch.dtype, dict[str, LocatedTensor]] = {}
         for name, tensor in stage.items():
             if experts in (None, expert_of(name) is not None):
                 by_dtype.setdefault(tensor.dtype, {})[name] = tensor
@@ -61,10 +61,10 @@ def _groups(stages: Sequence[Mapping[str, Located]], experts: bool | None) -> li
     return groups
 
 
-def _buffer(table: Any, group: Mapping[str, Located], path: Path) -> Iterator[tuple[str, Located]]:
+def _buffer(table: Any, group: Mapping[str, LocatedTensor], path: Path) -> Iterator[tuple[str, LocatedTensor]]:
     (of_dtype,) = table.values() if isinstance(table, dict) and len(table) == 1 else (None,)
     flat = [of_dtype.get(kind) for kind in _KINDS] if isinstance(of_dtype, dict) else [None]
-    if not all(isinstance(tensor, Located) and len(tensor.shape) == 1 for tensor in flat):
+    if not all(isinstance(tensor, LocatedTensor) and len(tensor.shape) == 1 for tensor in flat):
         raise DamagedCheckpoint("a buffer of the optimizer is not flat, or not there", where=path, do=_LEAVE)
     end = 0
     starts = {}
@@ -72,10 +72,10 @@ def _buffer(table: Any, group: Mapping[str, Located], path: Path) -> Iterator[tu
         starts[name] = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = starts[name] + math.prod(parameter.shape)
     for kind, tensor in zip(_KINDS, flat, strict=True):
-        assert isinstance(tensor, Located)
+        assert isinstance(tensor, LocatedTensor)
         if tensor.shape != (end,):
             what = f"the optimizer's {kind} has {tensor.shape[0]} elements, its parameters {end}"
             raise DamagedCheckpoint(what, where=path, do=_LEAVE)
         for name, parameter in group.items():
             offset = tensor.offset + starts[name] * tensor.dtype.itemsize
-            yield f"{STATE}{kind}.{name}", Located(tensor.dtype, parameter.shape, offset)
+            yield f"{STATE}{kind}.{name}", LocatedTensor(tensor.dtype, parameter.shape, offset)

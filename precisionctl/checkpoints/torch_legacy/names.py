@@ -32,7 +32,9 @@ def local_names(state: Mapping[str, Any], where: object) -> dict[str, Any]:
     """The entries of a stage's state dict under Megatron-Core's names, still numbered as the rank numbers them."""
     found: dict[str, Any] = {}
     for name, value in flattened(state):
-        renamed = _sequential(_before_core(name))
+        renamed = _before_core(name)
+        if match := _SEQUENTIAL.fullmatch(renamed):
+            renamed = f"{match[1]}{match[3]}{match[2]}"
         if _GROUPED.fullmatch(renamed):
             what = f"`{name}` holds all experts in one transposed matrix (legacy GroupedMLP)"
             raise DamagedCheckpoint(what, where=where, do="Save it with --moe-use-legacy-grouped-gemm switched off.")
@@ -73,11 +75,6 @@ def _before_core(name: str) -> str:
     for pattern, new in _BEFORE_CORE:
         name = pattern.sub(new, name, count=1) if pattern.match(name) else name
     return name
-
-
-def _sequential(name: str) -> str:
-    match = _SEQUENTIAL.fullmatch(name)
-    return f"{match[1]}{match[3]}{match[2]}" if match else name
 
 
 def count_layers(names: Iterable[str]) -> int:

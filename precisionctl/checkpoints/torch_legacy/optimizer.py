@@ -14,7 +14,7 @@ import torch
 
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.megatron.logical import STATE
-from precisionctl.checkpoints.torch_zip import Located, read_located
+from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
 from precisionctl.checkpoints.torch_zip_writer import Blank
 from precisionctl.errors import DamagedCheckpoint
 
@@ -30,7 +30,7 @@ def common_optimizer(content: Mapping[str, Any], path: Path) -> Mapping[str, Any
     """The part of the optimizer that is no tensor of a parameter, as `torch_dist` has it in its common data."""
     for inner, _ in _optimizers(content, path):
         step = next((state.get("step") for state in inner.get("state", {}).values() if isinstance(state, dict)), None)
-        if isinstance(step, Located) and math.prod(step.shape) == 1:
+        if isinstance(step, LocatedTensor) and math.prod(step.shape) == 1:
             step = int(read_located(path, step))
         common = {"common_step": step} if isinstance(step, int | float) and abs(step) < 1 << 63 else {}
         return {"optimizer": {"state": common, "param_groups": inner["param_groups"]}}
@@ -38,8 +38,8 @@ def common_optimizer(content: Mapping[str, Any], path: Path) -> Mapping[str, Any
 
 
 def optimizer_tensors(
-    content: Mapping[str, Any], stages: Sequence[Mapping[str, Located]], path: Path
-) -> Iterator[tuple[str, Located]]:
+    content: Mapping[str, Any], stages: Sequence[Mapping[str, LocatedTensor]], path: Path
+) -> Iterator[tuple[str, LocatedTensor]]:
     """`optimizer.state.<kind>.<parameter>` of a rank's parameters (of each stage, in the order of its state dict), and
     where it is.
 
@@ -49,7 +49,10 @@ def optimizer_tensors(
     parameters = {name: tensor for stage in stages for name, tensor in stage.items()}
     optimizers = list(_optimizers(content, path))
     groups = [(inner, group, masters) for inner, all_masters in optimizers for group, masters in all_masters]
-    classes = [_class(group) for _, group, _ in groups]
+    classes = [
+        (bool(group.get("is_expert_parallel")), group.get("wd_mult") == 0.0, bool(group.get("is_decoupled_lr")))
+        for _, group, _ in groups
+    ]
     for (inner, group, masters), its_class in zip(groups, classes, strict=True):
         if not inner.get("state"):
             continue
@@ -64,7 +67,7 @@ def optimizer_tensors(
             if masters is not None:
                 found["param"] = masters[index]
             for kind, value in found.items():
-                if not isinstance(value, Located) or value.shape != parameters[name].shape:
+                if not isinstance(value, LocatedTensor) or value.shape != parameters[name].shape:
                     raise DamagedCheckpoint(f"the optimizer's {kind} of `{name}` is not of its shape", where=path)
                 yield f"{STATE}{kind}.{name}", value
 
@@ -171,11 +174,7 @@ _Class = tuple[bool, bool, bool]
 a learning rate of its own."""
 
 
-def _class(group: Mapping[str, Any]) -> _Class:
-    return bool(group.get("is_expert_parallel")), group.get("wd_mult") == 0.0, bool(group.get("is_decoupled_lr"))
-
-
-def _class_of(name: str, parameter: Located, classes: Sequence[_Class]) -> _Class:
+def _class_of(name: str, parameter: LocatedTensor, classes: Sequence[_Class]) -> _Class:
     """Which class a parameter belongs to, among those that there are."""
     return (
         expert_of(name) is not None and any(expert for expert, _, _ in classes),

@@ -18,11 +18,11 @@ from precisionctl.checkpoints.base import NO_HINTS, Box, Chunk, Container, Hints
 from precisionctl.checkpoints.megatron.directory import MegatronDirectory
 from precisionctl.checkpoints.megatron.keys import EXTRA_STATE, find_iteration, iteration_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, STATE
-from precisionctl.checkpoints.megatron.payloads import Saved, bytes_of
-from precisionctl.checkpoints.te_tensors import Fp8Located
+from precisionctl.checkpoints.megatron.payloads import SavedPayload, bytes_of
+from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
 from precisionctl.checkpoints.torch_legacy.buckets import FILE as BUCKETS
 from precisionctl.checkpoints.torch_legacy.buckets import bucket_tensors
-from precisionctl.checkpoints.torch_legacy.codes import Found, codes_of, encodings_of
+from precisionctl.checkpoints.torch_legacy.fp8_weights import Fp8Weights, codes_of, encodings_of
 from precisionctl.checkpoints.torch_legacy.names import (
     count_experts,
     count_layers,
@@ -39,9 +39,16 @@ from precisionctl.checkpoints.torch_legacy.optimizer import (
     common_optimizer,
     optimizer_tensors,
 )
-from precisionctl.checkpoints.torch_legacy.ranks import Rank, arguments, is_legacy, read_ranks
-from precisionctl.checkpoints.torch_legacy.shards import SMALL, Logical, Shard, assembled, check_replicas, gathered
-from precisionctl.checkpoints.torch_zip import Inert, Located, read_located
+from precisionctl.checkpoints.torch_legacy.rank_directories import Rank, arguments, is_legacy, read_ranks
+from precisionctl.checkpoints.torch_legacy.rank_shards import (
+    SMALL,
+    Shard,
+    ShardedTensor,
+    assembled,
+    check_replicas,
+    gathered,
+)
+from precisionctl.checkpoints.torch_zip import Inert, LocatedTensor, read_located
 from precisionctl.errors import DamagedCheckpoint, damage, shown
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import REPLICATED, ROWS, Parallel, TensorSpec
@@ -71,9 +78,11 @@ class LegacyReader(MegatronDirectory):
         self.parallelism, self._ranks = read_ranks(self.path)
         self._first = self._ranks[0].content
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
-        self._fp8: Found = {}
+        self._fp8: Fp8Weights = {}
         self._stages = list(self._numbered())
-        self._shards = self._model_shards()
+        self._shards = gathered(self._located(), self.parallelism)
+        if self._tied and self.parallelism.pipeline > 1:
+            _join_tied(self._shards, _OUTPUT, EMBEDDING)
         self._tensors = assembled(self._shards, self.parallelism, self._parallel)
         self.specs = {name: tensor.spec for name, tensor in self._tensors.items()}
         self.encodings: Mapping[str, Encoding] = encodings_of(self._tensors, self._fp8)
@@ -114,23 +123,22 @@ class LegacyReader(MegatronDirectory):
             for index, chunk in enumerate(chunks):
                 first = sum(counts[: index * self.parallelism.pipeline + rank.pipeline])
                 expert = rank.expert * count_experts(chunk)
-                yield rank, {renumbered(name, first, expert): self._plain(value, rank) for name, value in chunk.items()}
+                yield (
+                    rank,
+                    {
+                        renumbered(name, first, expert): (
+                            codes_of(value, rank.path, self._fp8) if isinstance(value, LocatedFp8Weight) else value
+                        )
+                        for name, value in chunk.items()
+                    },
+                )
 
-    def _plain(self, value: Any, rank: Rank) -> Any:
-        return codes_of(value, rank.path, self._fp8) if isinstance(value, Fp8Located) else value
-
-    def _model_shards(self) -> dict[str, dict[int, list[Shard]]]:
-        shards = gathered(self._located(), self.parallelism)
-        if self._tied and self.parallelism.pipeline > 1:
-            _join_tied(shards, _OUTPUT, EMBEDDING)
-        return shards
-
-    def _located(self) -> Iterator[tuple[Rank, str, Located]]:
+    def _located(self) -> Iterator[tuple[Rank, str, LocatedTensor]]:
         for rank, entries in self._stages:
             for name, value in entries.items():
                 if "_extra_state" in name:
                     continue
-                if not isinstance(value, Located):
+                if not isinstance(value, LocatedTensor):
                     raise DamagedCheckpoint(f"`{name}` is {shown(value)}, not a contiguous tensor", where=rank.path)
                 yield rank, name, value
 
@@ -147,7 +155,7 @@ class LegacyReader(MegatronDirectory):
         return {name: tensor.spec for name, tensor in self._optimizer.items()}
 
     @cached_property
-    def _optimizer(self) -> dict[str, Logical]:
+    def _optimizer(self) -> dict[str, ShardedTensor]:
         shards = gathered(self._optimizer_located(), self.parallelism)
         for kind in {name.removeprefix(STATE).partition(".")[0] for name in shards}:
             if self._tied and self.parallelism.pipeline > 1:
@@ -158,10 +166,10 @@ class LegacyReader(MegatronDirectory):
 
         return assembled(shards, self.parallelism, as_its_parameter)
 
-    def _optimizer_located(self) -> Iterator[tuple[Rank, str, Located]]:
-        stages: dict[Path, list[dict[str, Located]]] = {rank.path: [] for rank in self._ranks}
+    def _optimizer_located(self) -> Iterator[tuple[Rank, str, LocatedTensor]]:
+        stages: dict[Path, list[dict[str, LocatedTensor]]] = {rank.path: [] for rank in self._ranks}
         for rank, entries in self._stages:
-            parameters = {name: value for name, value in entries.items() if isinstance(value, Located)}
+            parameters = {name: value for name, value in entries.items() if isinstance(value, LocatedTensor)}
             stages[rank.path].append({name: v for name, v in parameters.items() if not name.endswith(NO_PARAMETERS)})
         for rank in self._ranks:
             beside = rank.path.with_name(BUCKETS)
@@ -172,18 +180,16 @@ class LegacyReader(MegatronDirectory):
             for name, tensor in bucket_tensors(beside, stages[rank.path]) if has_file(beside, self.path) else ():
                 yield Rank(rank.tensor, rank.pipeline, rank.expert, beside, {}), name, tensor
 
-    def _parallel(self, name: str, shard: Located, size: int) -> Parallel:
+    def _parallel(self, name: str, shard: LocatedTensor, size: int) -> Parallel:
         if name.endswith(("linear_q_down_proj.weight", "linear_kv_down_proj.weight")):
             # whole on every rank with Transformer Engine, cut without; whole it has all that the up projection takes
             up = self._shards.get(name.replace("_down_proj", "_up_proj"))
             taken = up[0][0].tensor.shape[-1:] if up else ()
             return ROWS if taken and shard.shape[:1] < taken else REPLICATED
-        return parallel_of(name, self._is_gated(name))
-
-    def _is_gated(self, name: str) -> bool:
-        """Whether the first linear of an MLP is gate and up: then it has twice the rows that the second has columns."""
+        # Where the first linear of an MLP is gate and up, it has twice the rows that the second has columns
         shapes = [self._shards[weight][0][0].tensor.shape for weight in fc_weights(name) if weight in self._shards]
-        return len(shapes) == 2 and all(len(shape) == 2 for shape in shapes) and shapes[0][0] == 2 * shapes[1][1]
+        matrices = len(shapes) == 2 and all(len(shape) == 2 for shape in shapes)
+        return parallel_of(name, gated=matrices and shapes[0][0] == 2 * shapes[1][1])
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name not in self._chunks:
@@ -242,14 +248,14 @@ class LegacyReader(MegatronDirectory):
 
     checked_object = read_object
 
-    def payloads(self) -> Iterator[Saved]:
+    def payloads(self) -> Iterator[SavedPayload]:
         """Each `_extra_state` that is not empty, of every rank: each has its own where amaxes are not reduced."""
         for rank, entries in self._stages:
             for name, value in entries.items():
                 if EXTRA_STATE not in name:
                     continue
                 if data := bytes_of(_read(value, rank.path), f"{rank.path}: {name}"):
-                    yield Saved(name, data, str(rank.path), rank.expert if name.endswith(_GROUPED) else None)
+                    yield SavedPayload(name, data, str(rank.path), rank.expert if name.endswith(_GROUPED) else None)
 
 
 def _join_tied(shards: dict[str, dict[int, list[Shard]]], copy: str, of: str) -> None:
@@ -261,7 +267,7 @@ def _join_tied(shards: dict[str, dict[int, list[Shard]]], copy: str, of: str) ->
 
 def _read(value: Any, path: Path) -> Any:
     """A part of a skeleton with its tensors, which are small there."""
-    if isinstance(value, Located):
+    if isinstance(value, LocatedTensor):
         small = TensorSpec(value.shape, value.dtype).nbytes <= SMALL
         return read_located(path, value) if small else value
     if isinstance(value, dict):

@@ -19,7 +19,8 @@ from precisionctl.checkpoints import torch_zip_writer
 from precisionctl.checkpoints.base import Box, Chunk, Companions, shard_boxes, whole
 from precisionctl.checkpoints.companions import write_companions
 from precisionctl.checkpoints.megatron.arguments import fp8_args, saved_args
-from precisionctl.checkpoints.megatron.extra_state_writer import (
+from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun
+from precisionctl.checkpoints.megatron.fp8_state_writer import (
     Object,
     beside_payloads,
     demanded,
@@ -28,13 +29,12 @@ from precisionctl.checkpoints.megatron.extra_state_writer import (
 )
 from precisionctl.checkpoints.megatron.keys import COMPANIONS, OURS, expert_of, layer_of
 from precisionctl.checkpoints.megatron.logical import EMBEDDING, OPTIMIZER, STATE
-from precisionctl.checkpoints.megatron.order import Modules, ordered
-from precisionctl.checkpoints.megatron.run import NO_RUN, Carried
+from precisionctl.checkpoints.megatron.parameter_order import Modules, ordered
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.torch_legacy.names import grouped_name, renumbered
 from precisionctl.checkpoints.torch_legacy.optimizer import MOMENTS, optimizer_state
-from precisionctl.checkpoints.torch_legacy.ranks import FILE, directory_name, places
-from precisionctl.checkpoints.torch_legacy.shards import cut_for
+from precisionctl.checkpoints.torch_legacy.rank_directories import FILE, directory_name, places
+from precisionctl.checkpoints.torch_legacy.rank_shards import cut_for
 from precisionctl.checkpoints.torch_zip_writer import Archive, Blank
 from precisionctl.errors import MappingError, ShapeMismatch
 from precisionctl.fp8 import sidecar
@@ -80,7 +80,7 @@ class LegacyWriter:
         specs: Mapping[str, TensorSpec],
         *,
         parallelism: Parallelism = ONE_RANK,
-        run: Carried = NO_RUN,
+        run: CarriedRun = NO_RUN,
         companions: Companions | None = None,
         fp8_in: Literal["extra_state", "sidecar"] = "extra_state",
         te: TeVersion = 2,
@@ -92,26 +92,34 @@ class LegacyWriter:
         self._args["use_distributed_optimizer"] = False
         self._starts = [0, *accumulate(parallelism.layers_of_stages(model.num_layers))][:-1]
         self._experts = 1 + max((e for name in specs if (e := expert_of(name)) is not None), default=-1)
-        _check_expert_tensor(parallelism)
+        if parallelism.tensor % (parallelism.expert_tensor or 1):
+            raise ShapeMismatch(
+                f"experts cut for {parallelism.expert_tensor} ranks have no place in directories of "
+                f"{parallelism.tensor} tensor ranks",
+                do="Megatron's torch format takes only expert tensor sizes that divide the tensor size; "
+                "use torch_dist.",
+            )
         _check_optimizer(specs)
-        self._ranks = [self._empty_rank(*place) for place in places(parallelism)]
+        self._ranks = [
+            _Rank(
+                *place, directory / directory_name(*place, parallelism) / FILE, [{} for _ in range(parallelism.virtual)]
+            )
+            for place in places(parallelism)
+        ]
         self._of_stage: dict[int, list[_Rank]] = {}
         for rank in self._ranks:
             self._of_stage.setdefault(rank.pipeline, []).append(rank)
         self._chunks = self._placed()
-
-    def _empty_rank(self, tensor: int, pipeline: int, expert: int) -> _Rank:
-        path = self.directory / directory_name(tensor, pipeline, expert, self._sizes) / FILE
-        return _Rank(tensor, pipeline, expert, path, [{} for _ in range(self._sizes.virtual)])
 
     def _placed(self) -> dict[str, list[Chunk]]:
         """Give every rank its Blanks; the chunks of each tensor."""
         held: dict[Path, list[tuple[str, Blank, list[Box]]]] = {rank.path: [] for rank in self._ranks}
         for name, spec in self.specs.items():
             kind, parameter = _parameter(name)
-            shares = self._shares(parameter, spec)
+            replicated = spec.parallel.kind == "replicated"
+            shards = [[whole(spec)]] if replicated else shard_boxes(spec, cut_for(parameter, self._sizes))
             for rank, stage, local in self._holders(parameter):
-                boxes = shares[rank.tensor % len(shares)]
+                boxes = shards[rank.tensor % len(shards)]
                 blank = Blank(spec.dtype, _shape(spec, boxes))
                 if kind:
                     rank.optimizer[kind, stage, local] = blank
@@ -120,7 +128,8 @@ class LegacyWriter:
                 held[rank.path].append((name, blank, boxes))
         chunks: dict[str, list[Chunk]] = {name: [] for name in self.specs}
         for rank in self._ranks:
-            rank.stages = [_in_order(stage) for stage in rank.stages]
+            # In the order of the modules, as Megatron numbers parameters; names that are not known as they came
+            rank.stages = [{name: stage[name] for name in ordered(stage, _MODULES) or stage} for stage in rank.stages]
             holes = self._archive(rank, {}, None).holes
             for name, blank, boxes in held[rank.path]:
                 offset = holes[blank]
@@ -145,12 +154,6 @@ class LegacyWriter:
             for rank in self._of_stage[stage % self._sizes.pipeline]:
                 if expert_rank in (None, rank.expert):
                     yield rank, stage // self._sizes.pipeline, local
-
-    def _shares(self, name: str, spec: TensorSpec) -> list[list[Box]]:
-        """What of a tensor each of its tensor-parallel ranks has."""
-        if spec.parallel.kind == "replicated":
-            return [[whole(spec)]]
-        return shard_boxes(spec, cut_for(name, self._sizes))
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return self._chunks[name]
@@ -232,20 +235,6 @@ def _shape(spec: TensorSpec, boxes: Sequence[Box]) -> tuple[int, ...]:
         return spec.shape
     rows = sum(box.rows for box in boxes)
     return (rows, boxes[0].columns) if spec.parallel.kind == "columns" else (rows, *spec.shape[1:])
-
-
-def _in_order(stage: dict[str, Blank]) -> dict[str, Blank]:
-    """The tensors in the order of the modules, as Megatron numbers parameters; unknown ones as they came."""
-    names = ordered(stage, _MODULES) or list(stage)
-    return {name: stage[name] for name in names}
-
-
-def _check_expert_tensor(sizes: Parallelism) -> None:
-    if sizes.tensor % (sizes.expert_tensor or 1):
-        raise ShapeMismatch(
-            f"experts cut for {sizes.expert_tensor} ranks have no place in directories of {sizes.tensor} tensor ranks",
-            do="Megatron's torch format takes only expert tensor sizes that divide the tensor size; use torch_dist.",
-        )
 
 
 def _check_optimizer(specs: Mapping[str, TensorSpec]) -> None:

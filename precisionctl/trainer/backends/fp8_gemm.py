@@ -52,7 +52,7 @@ class Operand(NamedTuple):
 
     def summands(self) -> Tensor:
         """What the product sums over, FP32 `[rows, K]`: values of codes, times multipliers that vary along K."""
-        codes = self.codes if self.codes.dtype == torch.float32 else numerics.worths(self.codes)
+        codes = self.codes if self.codes.dtype == torch.float32 else numerics.code_values(self.codes)
         if not self.in_groups:
             return codes
         rows, groups = self.scale_inv.shape

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from precisionctl.model_shape import ModelShape
-from precisionctl.recipe import Parallel, Recipe
+from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.backends.choose import BackendName
 from precisionctl.trainer.measure.flops import mlp, projections
 
@@ -70,7 +70,7 @@ class Parameters:
     def all(self) -> int:
         return sum(self.dense) + sum(self.experts) + self.outside
 
-    def layers(self, parallel: Parallel) -> list[int]:
+    def layers(self, parallel: ParallelSettings) -> list[int]:
         """Of each layer on a rank while it computes."""
         each = zip(self.dense, self.experts, strict=True)
         return [(dense + experts // parallel.expert) // parallel.tensor for dense, experts in each]
@@ -118,7 +118,7 @@ PROCESS, PROCESS_OF_SEVERAL, PROCESS_GPU = 600 << 20, 700 << 20, 1 << 30
 what the allocator cannot use."""
 
 
-def _gathered(parameters: Parameters, parallel: Parallel) -> int:
+def _gathered(parameters: Parameters, parallel: ParallelSettings) -> int:
     """Bytes of what FSDP2 has whole at a time: the layer that computes and the one after it in BF16, the gradients of
     one in BF16 and in FP32 as they are reduced; embedding, output layer and their gradients from the forward to the
     backward."""

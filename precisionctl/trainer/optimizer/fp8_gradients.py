@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from precisionctl.fp8.numerics import FP8_MAX, amax, current_scale, worths
+from precisionctl.fp8.numerics import FP8_MAX, amax, code_values, current_scale
 from precisionctl.trainer.optimizer.scaled import ScaledTensor
 from precisionctl.trainer.parallel.world import World
 
@@ -102,7 +102,7 @@ def _all_reduce_codes(
     codes = torch.zeros(each * world.count, dtype=torch.uint8, device=largest.device)
     for part, place, scale in zip(parts, places, scales, strict=True):
         codes[place] = _encode(part.flatten(), scale)
-    total = worths(world.all_to_all(codes.view(world.count, each)).view(CODES)).sum(0)
+    total = code_values(world.all_to_all(codes.view(world.count, each)).view(CODES)).sum(0)
     for place, scale in zip(here, scales, strict=True):
         total[place] *= scale.reciprocal()
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precisionctl.fp8.numerics import FP8_MAX, amax, encode, worths
+from precisionctl.fp8.numerics import FP8_MAX, amax, code_values, encode
 
 _LARGEST = {torch.float8_e4m3fn: FP8_MAX[torch.float8_e4m3fn], torch.float16: torch.finfo(torch.float16).max / 2}
 """What a tensor's largest magnitude becomes (fused_adam.py, dtype_to_range_map)."""
@@ -26,7 +26,7 @@ class ScaledTensor:
 
     def read(self) -> Tensor:
         """The values, FP32, in memory of their own."""
-        worth = worths(self.codes) if self.codes.dtype == torch.float8_e4m3fn else self.codes.float()
+        worth = code_values(self.codes) if self.codes.dtype == torch.float8_e4m3fn else self.codes.float()
         return worth * self.scale_inv
 
     def write(self, values: Tensor, scale_inv: float | None = None) -> None:

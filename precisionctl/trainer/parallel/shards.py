@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from precisionctl.architectures.find import architecture_of
+from precisionctl.architectures.families import architecture_of
 from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.base import shard_boxes, whole
 from precisionctl.checkpoints.module import TensorShard
@@ -20,7 +20,7 @@ from precisionctl.errors import RecipeError
 from precisionctl.fp8.state import Role
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import REPLICATED, TensorSpec
-from precisionctl.recipe import Parallel
+from precisionctl.recipe import ParallelSettings
 from precisionctl.trainer.parallel.world import ALONE, World, local
 
 _REPLICATED_IN_REGIONS = ("q_layernorm", "k_layernorm", "router")
@@ -130,7 +130,7 @@ def _norm(gradients: Iterable[Tensor]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def check(model: ModelShape, sizes: Parallel) -> None:
+def check(model: ModelShape, sizes: ParallelSettings) -> None:
     """Raise RecipeError for a model that so many tensor and expert ranks cannot share."""
     moe = model.moe
     shared = {

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from precisionctl.conversion.ranks import ALONE as NO_OTHERS
 from precisionctl.conversion.ranks import Ranks, from_environment
 from precisionctl.errors import EnvironmentProblem, RecipeError
-from precisionctl.recipe import Parallel, Recipe
+from precisionctl.recipe import ParallelSettings, Recipe
 from precisionctl.trainer.parallel.group_ranks import NO_TENSOR_PARALLELISM, ExpertRanks, TensorRanks
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -201,7 +201,7 @@ def world(ranks: Ranks, recipe: Recipe) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def _meshes(device: str, count: int, sizes: Parallel) -> tuple[DeviceMesh, DeviceMesh | None]:
+def _meshes(device: str, count: int, sizes: ParallelSettings) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Tensor ranks are neighbours, as they exchange most; then expert ranks."""
     shard = count // (sizes.replicate * sizes.tensor)
     mesh = init_device_mesh(

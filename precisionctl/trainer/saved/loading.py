@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeGuard
 import torch
 
 from precisionctl.checkpoints.base import Reader
+from precisionctl.checkpoints.megatron.carried_run import MegatronReader, WithOptimizer, of_megatron, optimizer_settings
 from precisionctl.checkpoints.megatron.logical import STATE
-from precisionctl.checkpoints.megatron.run import MegatronReader, WithOptimizer, of_megatron, optimizer_settings
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader

@@ -21,7 +21,7 @@ from precisionctl.checkpoints.output import replace_file
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import DamagedCheckpoint, OutputError, damage
 from precisionctl.fp8 import sidecar
-from precisionctl.recipe import Guard, Recipe, Tracking, recipe_of
+from precisionctl.recipe import GuardSettings, Recipe, Tracking, recipe_of
 from precisionctl.trainer.measure.json_numbers import numbers, to_json
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.untrusted.safe_files import has_file, read_file
@@ -46,7 +46,7 @@ _KEYS_NOT_IN_IDENTITY = (
     "data.blend",
     "data.held_out",
     "data.cache",
-    *(f"guard.{key.name}" for key in fields(Guard)),
+    *(f"guard.{key.name}" for key in fields(GuardSettings)),
     *(f"tracking.{key.name}" for key in fields(Tracking)),
 )
 """Recipe keys that change no number of a run; `data.path` and `data.blend` are covered by what is in the files.

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Companions
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun
 from precisionctl.checkpoints.megatron.keys import directory_name, write_tracker
 from precisionctl.checkpoints.megatron.logical import STATE
-from precisionctl.checkpoints.megatron.run import Carried
 from precisionctl.checkpoints.module import LazyTensors, LiveModel, LocalRows, Snapshot
 from precisionctl.checkpoints.output import Output, disk_problems
 from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
@@ -241,7 +241,7 @@ def _fp8_states(run: Run, carried: Fp8States | None) -> tuple[Fp8States | None, 
     return fp8, collected
 
 
-def _megatron_state(run: Run) -> Carried:
+def _megatron_state(run: Run) -> CarriedRun:
     """Optimizer and schedule as Megatron spells them (optimizer.py, optimizer_param_scheduler.py: state_dict), and
     under keys of our own the random number generators and what the optimizer keeps beside tensors."""
     settings, schedule, train = run.recipe.optimizer, run.recipe.schedule, run.recipe.train
@@ -274,4 +274,4 @@ def _megatron_state(run: Run) -> Carried:
     objects: dict[str, Any] = {RNG: {"torch_rng_state": torch.get_rng_state(), "cuda_rng_state": cuda}}
     if run.optimizer.extra_state:
         objects[OPTIMIZER] = dict(run.optimizer.extra_state)
-    return Carried(run.step, common, objects)
+    return CarriedRun(run.step, common, objects)

@@ -1,4 +1,4 @@
-"""What a Megatron run keeps beside its tensors, taken along to a checkpoint for other parallel sizes.
+"""What a Megatron run keeps beside its tensors, carried into a checkpoint for other parallel sizes.
 
 Arguments, counters, schedule, the optimizer's settings by group of parameters, and the states of random generators.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from precisionctl.checkpoints.base import Chunk, Companions, Reader
 from precisionctl.checkpoints.megatron.arguments import STAGES
 from precisionctl.checkpoints.megatron.keys import OURS
-from precisionctl.checkpoints.megatron.payloads import Saved
+from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.checkpoints.torch_zip import Span
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import Parallelism, TensorSpec
@@ -26,15 +26,16 @@ _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_g
 _OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
 _SHARDING = "param_state_sharding_type"
 _WRITTEN = ("args", "checkpoint_version", "content_metadata", "iteration", "model", "optimizer", OURS)
-"""Keys of the common data that the writer makes itself, or `carried` says apart."""
+"""Keys of the common data that the writer makes itself, or `carry_run` says apart."""
 
 
 @dataclass(frozen=True)
-class Carried:
-    """What a Writer is given of a run; nothing where there is none. `iteration` None makes a `release`. `common` is
-    added to the common data, and `args` to the arguments in it. `objects`, by whole key (`rng_state/shard_0.0_1.1`),
-    are pickled beside the tensors, or copied from another checkpoint. `distributed_optimizer` lays the optimizer out
-    as `fully_reshardable`. `left` names what a checkpoint of other sizes cannot have, or what no plain value is."""
+class CarriedRun:
+    """What a Writer takes along of the run that saved the source; by default nothing. `iteration` None makes a
+    `release`. `common` is added to the common data, and `args` to the arguments in it. `objects`, by whole key
+    (`rng_state/shard_0.0_1.1`), are pickled beside the tensors, or copied from another checkpoint.
+    `distributed_optimizer` lays the optimizer out as `fully_reshardable`. `left` names what a checkpoint of other sizes
+    cannot have, or what no plain value is."""
 
     iteration: int | None = None
     common: Mapping[str, object] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class Carried:
     left: tuple[str, ...] = ()
 
 
-NO_RUN = Carried()
+NO_RUN = CarriedRun()
 
 
 class MegatronReader(Reader, Protocol):
@@ -64,7 +65,7 @@ class MegatronReader(Reader, Protocol):
     def objects(self) -> Sequence[str]: ...
     def read_object(self, key: str) -> Any: ...
     def checked_object(self, key: str) -> Span: ...
-    def payloads(self) -> Iterator[Saved]: ...
+    def payloads(self) -> Iterator[SavedPayload]: ...
 
 
 def of_megatron(reader: Reader) -> TypeGuard[MegatronReader]:
@@ -90,7 +91,7 @@ class WithOptimizer:
         return self.reader.chunks(name)
 
 
-def carried(reader: MegatronReader, parallelism: Parallelism, *, generators: bool = True) -> Carried:
+def carry_run(reader: MegatronReader, parallelism: Parallelism, *, generators: bool = True) -> CarriedRun:
     """What of a run goes along into a checkpoint cut for `parallelism`, with its optimizer where it has one.
 
     Megatron restores generators only at the tensor- and pipeline-parallel sizes that they were saved at; and the
@@ -108,7 +109,7 @@ def carried(reader: MegatronReader, parallelism: Parallelism, *, generators: boo
         objects, left = {}, [*left, "rng_state"]
     kept = {"no_save_optim": not optimizers, "no_save_rng": not objects}
     distributed = any(_SHARDING in optimizer for optimizer in optimizers)
-    return Carried(reader.iteration, common, objects, args | kept, distributed, tuple(left))
+    return CarriedRun(reader.iteration, common, objects, args | kept, distributed, tuple(left))
 
 
 def optimizer_settings(reader: MegatronReader) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""FP8 state as Megatron's `_extra_state` objects: the inverse of `megatron/extra_state.py`."""
+"""FP8 state as Megatron's `_extra_state` objects: the inverse of `megatron/fp8_state.py`."""
 
 import io
 import re

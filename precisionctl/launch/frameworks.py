@@ -5,9 +5,9 @@ from pathlib import Path
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.launch import accelerate, megatron_bridge, megatron_lm, nemo
-from precisionctl.launch.base import Launch, Subject
+from precisionctl.launch.base import Launch, LaunchSource
 
-FRAMEWORKS: Mapping[str, Callable[[Subject], Launch]] = {
+FRAMEWORKS: Mapping[str, Callable[[LaunchSource], Launch]] = {
     "megatron-lm": megatron_lm.launch,
     "megatron-bridge": megatron_bridge.launch,
     "nemo": nemo.launch,
@@ -17,4 +17,4 @@ FRAMEWORKS: Mapping[str, Callable[[Subject], Launch]] = {
 
 def launch(checkpoint: Path, framework: str, iteration: int | None = None) -> Launch:
     """Raises CheckpointError where the framework cannot take the checkpoint, and what opening one raises."""
-    return FRAMEWORKS[framework](Subject(open_checkpoint(checkpoint, iteration), checkpoint))
+    return FRAMEWORKS[framework](LaunchSource(open_checkpoint(checkpoint, iteration), checkpoint))

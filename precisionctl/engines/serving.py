@@ -1,4 +1,4 @@
-"""Shapes that an engine refuses, by the names of linears: what of it lies on each GPU, and whether kernels take that.
+"""Shapes that an engine refuses: what each GPU has of a linear, by its name, and whether the engine's kernels take it.
 
 Under tensor parallelism engines cut most linears by their outputs, and those that follow them by their inputs; linears
 of one input are computed as one. A grid of scales is cut and joined with its weight, so a block must not be.
@@ -19,8 +19,8 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Linears that every engine here computes as one, with one scale where scales are per tensor."""
 
 Ragged = Literal["never", "alone", "last"]
-"""Whose rows may end within a block, on one GPU: no linear's; those of linears that are computed alone; those of the
-last of several that are computed as one, too."""
+"""Which linears may have a last block of scales that is cut off, on one GPU: none; those that are not fused with
+others; or also the last of several that are fused."""
 
 _STORED_FUSED = ("qkv_proj", "gate_up_proj")
 _BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj")
@@ -39,7 +39,7 @@ def in_step(weight: str) -> str:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServingLayout:
     """A model that is served on `ranks` GPUs with tensor parallelism: its `heads` of queries, and its `groups` of keys
     and values."""
 
@@ -48,7 +48,7 @@ class Served:
     ranks: int = 1
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], ranks: int = 1) -> "Served":
+    def of(cls, config: Mapping[str, Any], ranks: int = 1) -> "ServingLayout":
         """The model that a config.json describes."""
         heads = config.get("num_attention_heads")
         groups = config.get("num_key_value_heads") or heads

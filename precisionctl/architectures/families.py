@@ -128,11 +128,8 @@ def _as_family(model: ModelShape, model_type: str) -> ModelShape | None:
     except (PrecisionctlError, AttributeError, TypeError):  # a setting or a part that the family does not have
         return None
     told = dataclasses.replace(told, **{field: getattr(model, field) for field in MEGATRON_ONLY})
-    mine = dataclasses.replace(model, moe=_counting_groups_as(told.moe, model.moe))
+    mine = model
+    if told.moe and model.moe:  # Megatron has no argument for how a group of experts is scored; families differ in it
+        mine = dataclasses.replace(model, moe=dataclasses.replace(model.moe, group_scores=told.moe.group_scores))
     same_tensors = all(getattr(told, field) == getattr(mine, field) for field in TENSORS)
     return told if same_tensors and not told.differences(mine) else None
-
-
-def _counting_groups_as(told: MoE | None, moe: MoE | None) -> MoE | None:
-    """What a group of experts is worth is no argument: Megatron-Core knows one way, a family may mean another."""
-    return dataclasses.replace(moe, group_scores=told.group_scores) if told and moe else moe

@@ -1,14 +1,12 @@
 """What engines make of the scales of an FP8 KV cache: scale_inv, as stored, of keys and values of a layer."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
-from precisionctl.engines.rule import Directory
-from precisionctl.engines.shapes import LATENT
-
-Broken = Iterator[tuple[str, str]]
+from precisionctl.engines.rule import Breaches, QuantizedDirectory
+from precisionctl.engines.serving import LATENT
 
 _SCALE = re.compile(r"(.+\.self_attn)\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v)|qkv_proj\.)?([kv])_scale")
 """What vLLM's and SGLang's loaders look for (both: maybe_remap_kv_scale_name in weight_utils.py)."""
@@ -16,7 +14,7 @@ _SCALE = re.compile(r"(.+\.self_attn)\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v)|qkv
 _LAYER = re.compile(r"(.+\.self_attn)\..+")
 
 
-def cache_without_scales(directory: Directory) -> Broken:
+def cache_without_scales(directory: QuantizedDirectory) -> Breaches:
     """A cache that is to be FP8, of which nothing says how to cast into it."""
     if not _is_fp8(directory):
         return
@@ -33,19 +31,19 @@ def attention_and_kind(name: str) -> tuple[str, str] | None:
     return (found[1], found[2]) if found else None
 
 
-def cache_without_notice(directory: Directory) -> Broken:
+def cache_without_notice(directory: QuantizedDirectory) -> Breaches:
     """A cache that is to be FP8, beside other weights than those of compressed-tensors."""
     if _is_fp8(directory) and directory.method != "compressed-tensors":
         yield "config.json", "a KV cache in FP8"
 
 
-def cache_unsaid(directory: Directory) -> Broken:
+def cache_unsaid(directory: QuantizedDirectory) -> Breaches:
     """Scales of a cache, and no word that it is to be FP8."""
     if not _is_fp8(directory) and directory.method != "fp8":
         yield from ((name, "a scale of the KV cache, which nothing says to be FP8") for name in _scales(directory)[:1])
 
 
-def cache_scales_unfound(directory: Directory) -> Broken:
+def cache_scales_unfound(directory: QuantizedDirectory) -> Breaches:
     """Scales under names that no loader looks for."""
     for name in directory.specs:
         if name.endswith((".k_scale", ".v_scale")) and not _SCALE.fullmatch(name):
@@ -53,7 +51,7 @@ def cache_scales_unfound(directory: Directory) -> Broken:
             return
 
 
-def cache_scales_of_values_alone(directory: Directory) -> Broken:
+def cache_scales_of_values_alone(directory: QuantizedDirectory) -> Breaches:
     """Scales of values without those of keys."""
     kinds: dict[str, set[str]] = {}
     for layer, kind in filter(None, map(attention_and_kind, directory.specs)):
@@ -64,7 +62,7 @@ def cache_scales_of_values_alone(directory: Directory) -> Broken:
             return
 
 
-def cache_scales_several(directory: Directory) -> Broken:
+def cache_scales_several(directory: QuantizedDirectory) -> Breaches:
     """Several scales for keys, or for values, where the config does not say so."""
     scheme = directory.quantization.get("kv_cache_scheme")
     by_head = isinstance(scheme, Mapping) and scheme.get("strategy") == "attn_head"
@@ -75,13 +73,13 @@ def cache_scales_several(directory: Directory) -> Broken:
             return
 
 
-def cache_scales(directory: Directory) -> Broken:
+def cache_scales(directory: QuantizedDirectory) -> Breaches:
     """Any scales of a cache."""
     for name in _scales(directory)[:1]:
         yield name, "a scale of the KV cache"
 
 
-def cache_scales_of_latents(directory: Directory) -> Broken:
+def cache_scales_of_latents(directory: QuantizedDirectory) -> Breaches:
     """Scales of a cache of latents (DeepSeek's), other than 1."""
     for name in _scales(directory):
         layer = name.rpartition(".self_attn.")[0]
@@ -91,7 +89,7 @@ def cache_scales_of_latents(directory: Directory) -> Broken:
             return
 
 
-def cache_scales_of_projections(directory: Directory) -> Broken:
+def cache_scales_of_projections(directory: QuantizedDirectory) -> Breaches:
     """ModelOpt's names."""
     for name in _scales(directory):
         if not name.endswith((".self_attn.k_scale", ".self_attn.v_scale")):
@@ -99,7 +97,7 @@ def cache_scales_of_projections(directory: Directory) -> Broken:
             return
 
 
-def cache_scales_beyond_bf16(directory: Directory) -> Broken:
+def cache_scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:
     """Values that BF16 does not hold."""
     for name in _scales(directory) if directory.method in ("fp8", "modelopt") else ():
         value = directory.read(name).float()
@@ -108,10 +106,10 @@ def cache_scales_beyond_bf16(directory: Directory) -> Broken:
             return
 
 
-def cache_by(*strategies: str) -> Callable[[Directory], Broken]:
+def cache_by(*strategies: str) -> Callable[[QuantizedDirectory], Breaches]:
     """A `kv_cache_scheme` of compressed-tensors that is none of these, or not symmetric, or made while running."""
 
-    def broken(directory: Directory) -> Broken:
+    def broken(directory: QuantizedDirectory) -> Breaches:
         scheme = directory.quantization.get("kv_cache_scheme")
         if directory.method == "compressed-tensors" and isinstance(scheme, Mapping):
             strategy = scheme.get("strategy", "tensor")
@@ -121,12 +119,12 @@ def cache_by(*strategies: str) -> Callable[[Directory], Broken]:
     return broken
 
 
-def _is_fp8(directory: Directory) -> bool:
+def _is_fp8(directory: QuantizedDirectory) -> bool:
     scheme = directory.quantization.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
         return scheme.get("num_bits") == 8 and scheme.get("type") == "float"
     return directory.quantization.get("kv_cache_quant_algo") == "FP8"
 
 
-def _scales(directory: Directory) -> list[str]:
+def _scales(directory: QuantizedDirectory) -> list[str]:
     return [name for name in directory.specs if _SCALE.fullmatch(name)]

@@ -1,8 +1,8 @@
 """How values stand in a Megatron tensor and in the Hugging Face tensors of the same row; each with its inverse.
 
-`merge` takes the parts (Hugging Face's) to the whole (Megatron's), `split` is its inverse. Where `moves` holds,
-both only move rows (dimension 0), so they work on values and on row numbers alike, which is what
-`planning/segments.py` uses to turn a row into copies.
+`merge` makes Megatron's one tensor of Hugging Face's, `split` is its inverse. Where `is_row_permutation` holds, both
+only put rows (dimension 0) into another order, so they work on values and on row numbers alike: `planning/segments.py`
+runs them on row numbers to turn a row of the table into copies.
 """
 
 from collections.abc import Sequence
@@ -15,26 +15,26 @@ from torch import Tensor
 from precisionctl.model_shape import ModelShape
 
 
-class Move(Protocol):
-    """How the tensors of a row go from Hugging Face to Megatron and back. `moves` says whether both ways only move
-    rows, and compute nothing."""
+class Rearrangement(Protocol):
+    """How the tensors of a row go from Hugging Face to Megatron and back. `is_row_permutation` says whether both ways
+    only put rows into another order, and compute nothing."""
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor: ...
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]: ...
-    def moves(self, model: ModelShape) -> bool: ...
+    def is_row_permutation(self, model: ModelShape) -> bool: ...
 
 
-class _Moves:
-    def moves(self, model: ModelShape) -> bool:
+class _RowPermutation:
+    def is_row_permutation(self, model: ModelShape) -> bool:
         return True
 
 
-class _Computes:
-    def moves(self, model: ModelShape) -> bool:
+class _Computation:
+    def is_row_permutation(self, model: ModelShape) -> bool:
         return False
 
 
-class Same(_Moves):
+class Same(_RowPermutation):
     """The same tensor."""
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
@@ -44,7 +44,7 @@ class Same(_Moves):
         return (whole,)
 
 
-class Vocabulary(_Moves):
+class Vocabulary(_RowPermutation):
     """A row per token. Megatron pads it with zero rows, which are cut off whatever they hold."""
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
@@ -56,7 +56,7 @@ class Vocabulary(_Moves):
         return (whole[: model.vocab_size],)
 
 
-class Grouped(_Moves):
+class Grouped(_RowPermutation):
     """Query, key and value, interleaved per query group: `[q_0 .. q_{r-1}, k, v]`, each of `kv_channels` rows.
 
     No rotary permutation: both sides rotate halves.
@@ -73,7 +73,7 @@ class Grouped(_Moves):
         return tuple(part.flatten(0, 1) for part in parts)
 
 
-class Halves(_Moves):
+class Halves(_RowPermutation):
     """The two halves of a gated MLP's first linear: all of gate, then all of up."""
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
@@ -87,7 +87,7 @@ class Halves(_Moves):
 class Joined:
     """Hugging Face keeps the parts of another move in one tensor, one after the other."""
 
-    inner: Move
+    inner: Rearrangement
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         (joined,) = parts
@@ -97,15 +97,15 @@ class Joined:
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         return (torch.cat(self.inner.split(whole, model)),)
 
-    def moves(self, model: ModelShape) -> bool:
-        return self.inner.moves(model)
+    def is_row_permutation(self, model: ModelShape) -> bool:
+        return self.inner.is_row_permutation(model)
 
 
 @dataclass(frozen=True)
-class Transposed(_Computes):
+class Transposed(_Computation):
     """Hugging Face keeps matrices as `[in, out]`."""
 
-    inner: Move
+    inner: Rearrangement
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
         return self.inner.merge([part.t() for part in parts], model).contiguous()
@@ -114,10 +114,10 @@ class Transposed(_Computes):
         return tuple(part.t().contiguous() for part in self.inner.split(whole, model))
 
 
-class Alternating(_Computes):
+class Alternating(_Computation):
     """Hugging Face alternates rows of gate and up; Megatron has all of gate, then all of up.
 
-    Rows only move, but each of them alone: to copy them one by one would be slow.
+    It permutes rows too, but single ones, which would be slow to copy one by one: so it counts as a computation.
     """
 
     def merge(self, parts: Sequence[Tensor], model: ModelShape) -> Tensor:
@@ -137,7 +137,7 @@ class Gamma:
     def split(self, whole: Tensor, model: ModelShape) -> tuple[Tensor, ...]:
         return (self._shifted(whole, int(model.zero_centered_gamma) - int(model.hf_zero_centered_gamma)),)
 
-    def moves(self, model: ModelShape) -> bool:
+    def is_row_permutation(self, model: ModelShape) -> bool:
         return model.zero_centered_gamma == model.hf_zero_centered_gamma
 
     def _shifted(self, values: Tensor, by: int) -> Tensor:

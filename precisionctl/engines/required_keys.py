@@ -4,34 +4,35 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from precisionctl.engines.rule import Finding, Rule
+from precisionctl.engines.rule import EngineRule, Finding
 
-Config = Mapping[str, Any]
+MissingKeys = Callable[[Mapping[str, Any]], Iterator[str]]
+"""From a config.json, the required keys that it lacks."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What `lacks` names is what an export adds, and what a checker finds missing."""
+class RequiredKeys:
+    """Keys that a config.json must have: an export adds those that `lacks` names, and `verify` reports them."""
 
-    lacks: Callable[[Config], Iterator[str]]
-    rule: Rule
+    lacks: MissingKeys
+    rule: EngineRule
 
-    def findings(self, config: Config) -> Iterator[Finding]:
+    def findings(self, config: Mapping[str, Any]) -> Iterator[Finding]:
         for key in self.lacks(config):
             yield Finding("config.json", f"no {key}", self.rule)
 
 
-def of_models(model_types: tuple[str, ...], *keys: str) -> Callable[[Config], Iterator[str]]:
+def of_models(model_types: tuple[str, ...], *keys: str) -> MissingKeys:
     """These keys, in a config of these models."""
 
-    def lacks(config: Config) -> Iterator[str]:
+    def lacks(config: Mapping[str, Any]) -> Iterator[str]:
         if config.get("model_type") in model_types:
             yield from (key for key in keys if config.get(key) is None)
 
     return lacks
 
 
-def rotary_of_transformers_4(config: Config) -> Iterator[str]:
+def rotary_of_transformers_4(config: Mapping[str, Any]) -> Iterator[str]:
     """What transformers 4 called `rope_parameters`; where those differ by kinds of layers, it had other words."""
     said = config.get("rope_parameters")
     if not isinstance(said, Mapping) or any(isinstance(value, Mapping) for value in said.values()):

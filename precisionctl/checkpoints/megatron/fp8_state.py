@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.megatron.keys import OURS
-from precisionctl.checkpoints.megatron.payloads import Saved
+from precisionctl.checkpoints.megatron.payloads import SavedPayload
 from precisionctl.errors import DamagedCheckpoint, NotUnderstood, PrecisionError, RecipeError
 from precisionctl.fp8 import grouped
 from precisionctl.fp8.extra_state import Payload, read_payload
-from precisionctl.fp8.grouped import Directions, Order
+from precisionctl.fp8.grouped import ColumnOrder, Directions
 from precisionctl.fp8.numerics import change_recipe
 from precisionctl.fp8.state import CACHE, DelayedScaling, Fp8State, Fp8States, RoleState
 
 _CORE_ATTENTION = ".core_attention"
-Key = TypeVar("Key")
+StateKey = TypeVar("StateKey")
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertPayloads:
     """What is known of experts' payloads. `ranks`: over how many expert ranks grouped linears were spread, where
     Megatron cut their payloads for each expert; None where each expert was a linear by itself. `order` is that of a
     grouped linear's columns, where the user told it."""
 
     ranks: int | None = None
-    order: Order | None = None
+    order: ColumnOrder | None = None
 
 
 @dataclass
@@ -47,7 +47,10 @@ class Decoded:
 
 
 def decode(
-    saved: Iterable[Saved], where: Path, experts: Experts = Experts(), args: Mapping[str, Any] | None = None
+    saved: Iterable[SavedPayload],
+    where: Path,
+    experts: ExpertPayloads = ExpertPayloads(),
+    args: Mapping[str, Any] | None = None,
 ) -> Decoded:
     """The states in these payloads; of several for one module, as ranks keep that do not reduce their amaxes, one
     that suits all (Fp8State.merge). `args`, Megatron's, tell what a payload of TE 1.x does not say of its recipe.
@@ -62,17 +65,17 @@ class _Decoding:
     """Payloads on their way to states. Those of several ranks are merged as they come, so that memory does not grow
     with the ranks."""
 
-    def __init__(self, where: Path, experts: Experts, of_run: Mapping[str, Any]) -> None:
+    def __init__(self, where: Path, experts: ExpertPayloads, of_run: Mapping[str, Any]) -> None:
         self._where, self._experts, self._of_run = where, experts, of_run
         self._found = Decoded()
         self._by_rank: dict[str, dict[int, Fp8State]] = {}
         self._by_expert: dict[str, dict[int, Fp8State]] = {}
         self._cut: dict[str, dict[int, Payload]] = {}
         self._assumed: set[str] = set()
-        self._orders: dict[Order, set[str]] = {}
+        self._orders: dict[ColumnOrder, set[str]] = {}
         self._differ: set[str] = set()
 
-    def done(self, saved: Iterable[Saved]) -> Decoded:
+    def done(self, saved: Iterable[SavedPayload]) -> Decoded:
         early = []
         for one in saved:
             if self._found.recipe is None and one.module.endswith(_CORE_ATTENTION):  # GEMMs say the recipe
@@ -86,11 +89,18 @@ class _Decoding:
                 self._check_numbers(module, numbered)
                 self._found.modules[module] = _joined([numbered[number] for number in range(len(numbered))], join)
         for module, payloads in self._cut.items():
-            self._found.modules[module] = self._put_together(module, payloads)
+            # The payloads that Megatron cut out of one for all experts of a rank
+            self._check_numbers(module, payloads)
+            count, cut = len(payloads), payloads[0].cut
+            size = cut.experts if cut else count // (self._experts.ranks or count)
+            if size == 0 or count % size:
+                raise DamagedCheckpoint(f"{count} experts of {module} in linears of {size}", where=self._where)
+            groups = [[payloads[i] for i in range(first, first + size)] for first in range(0, count, size)]
+            self._found.modules[module] = _joined([self._group(module, group) for group in groups], torch.cat)
         self._found.notes.extend(self._notes())
         return self._found
 
-    def _take(self, one: Saved) -> None:
+    def _take(self, one: SavedPayload) -> None:
         where = f"{one.where}: {one.name}"
         try:
             payload = read_payload(one.data, where)
@@ -101,7 +111,7 @@ class _Decoding:
             self._found.raw[name] = torch.frombuffer(bytearray(one.data), dtype=torch.uint8)
             self._found.notes.append(f"Kept byte for byte: {name}, {error.what}.")
 
-    def _file(self, one: Saved, payload: Payload, where: str) -> None:
+    def _file(self, one: SavedPayload, payload: Payload, where: str) -> None:
         """Put a payload with those of the same module."""
         if payload.assumed:
             payload = replace(payload, recipe=replace(payload.recipe, **self._of_run))
@@ -130,7 +140,7 @@ class _Decoding:
         if payload.assumed:
             self._assumed.add(one.module)
 
-    def _merge(self, module: str, states: dict[Key, Fp8State], key: Key, state: Fp8State) -> None:
+    def _merge(self, module: str, states: dict[StateKey, Fp8State], key: StateKey, state: Fp8State) -> None:
         """Put a state with the one of another rank."""
         known = states.get(key)
         if known is not None and not _equal(known, state):
@@ -138,7 +148,7 @@ class _Decoding:
             state = Fp8State.merge([known, state])
         states[key] = state
 
-    def _order(self, module: str, payload: Payload, directions: Directions, gemms: int) -> Order:
+    def _order(self, module: str, payload: Payload, directions: Directions, gemms: int) -> ColumnOrder:
         """Told, or what the payload says of its TE, or what the numbers tell. Raises PrecisionError."""
         order = self._experts.order or payload.order or grouped.order_of(directions, gemms)
         if order is None:
@@ -151,16 +161,6 @@ class _Decoding:
         if gemms > 1:
             self._orders.setdefault(order, set()).add(module)
         return order
-
-    def _put_together(self, module: str, payloads: Mapping[int, Payload]) -> Fp8State:
-        """The payloads that Megatron cut out of one for all experts of a rank."""
-        self._check_numbers(module, payloads)
-        count, cut = len(payloads), payloads[0].cut
-        size = cut.experts if cut else count // (self._experts.ranks or count)
-        if size == 0 or count % size:
-            raise DamagedCheckpoint(f"{count} experts of {module} in linears of {size}", where=self._where)
-        groups = [[payloads[i] for i in range(first, first + size)] for first in range(0, count, size)]
-        return _joined([self._group(module, group) for group in groups], torch.cat)
 
     def _group(self, module: str, payloads: list[Payload]) -> Fp8State:
         cut = payloads[0].cut
@@ -228,12 +228,12 @@ def _joined(states: list[Fp8State], join: Any) -> Fp8State:
 
 
 def as_states(
-    decoded: Decoded, common: Mapping[str, Any], iteration: int | None, aside: Fp8States | None
+    decoded: Decoded, common: Mapping[str, Any], iteration: int | None, sidecar_state: Fp8States | None
 ) -> Fp8States | None:
     """The states of a checkpoint, with what its common data says of them: those in its payloads, else those of its
-    sidecar, `aside`. None where there are none."""
+    sidecar, `sidecar_state`. None where there are none."""
     if not decoded.modules and not decoded.raw:
-        return aside
+        return sidecar_state
     recorded = common.get(OURS)  # what a payload has no place for
     ours = recorded if isinstance(recorded, dict) else {}
     producer, dated = ours.get("fp8_producer"), ours.get("fp8_iteration", iteration)
@@ -247,17 +247,14 @@ def as_states(
         of_weights=weights if type(weights) is str else None,
         notes=tuple(decoded.notes),
     )
-    of_the_same = aside and (aside.of_weights, aside.iteration) == (states.of_weights, states.iteration)
-    return _with_aside(states, aside) if aside and of_the_same else states
-
-
-def _with_aside(states: Fp8States, aside: Fp8States) -> Fp8States:
-    """Add what payloads have no place for and the sidecar (`aside`) of the same weights has: keys and values of a
-    cache, and statistics."""
+    these = (states.of_weights, states.iteration)
+    if sidecar_state is None or (sidecar_state.of_weights, sidecar_state.iteration) != these:
+        return states
+    # What payloads have no place for: keys and values of a cache, and statistics
     modules = dict(states.modules)
-    for name, state in aside.modules.items():
+    for name, state in sidecar_state.modules.items():
         cache = Fp8State({role: part for role, part in state.roles.items() if role in CACHE})
         if cache.roles:
             known = modules[name].roles if name in modules else {}
-            modules[name] = Fp8State({**known, **change_recipe(cache, aside.recipe, states.recipe).roles})
-    return replace(states, modules=modules, statistics=aside.statistics)
+            modules[name] = Fp8State({**known, **change_recipe(cache, sidecar_state.recipe, states.recipe).roles})
+    return replace(states, modules=modules, statistics=sidecar_state.statistics)

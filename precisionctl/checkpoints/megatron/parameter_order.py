@@ -90,13 +90,13 @@ _MTP = {
 }
 _NUMBERED = re.compile(r"(decoder\.layers\.|mtp\.layers\.)(\d{1,9})\.(?:(transformer_layer\.)?)(.+)")
 
-Place = tuple[int, ...]
+SortKey = tuple[int, ...]
 
 
 def ordered(names: Iterable[str], modules: Modules) -> list[str] | None:
     """The parameters in the order of the modules; None where one is of no module that is known here."""
     ranks = _layer(modules)
-    places: dict[str, Place] = {}
+    places: dict[str, SortKey] = {}
     for name in names:
         place = _place(name, ranks, modules)
         if place is None:
@@ -105,11 +105,11 @@ def ordered(names: Iterable[str], modules: Modules) -> list[str] | None:
     return sorted(places, key=places.__getitem__)
 
 
-def _place(name: str, ranks: dict[str, int], modules: Modules) -> Place | None:
+def _place(name: str, ranks: dict[str, int], modules: Modules) -> SortKey | None:
     match = _NUMBERED.fullmatch(name)
     if not match:
         return (_AROUND[name],) if name in _AROUND else None
-    before: Place = (_AROUND[match[1]], int(match[2]))
+    before: SortKey = (_AROUND[match[1]], int(match[2]))
     if match[1].startswith("mtp"):
         inner = _MTP.get(match[3] or match[4])
         if inner is None or not match[3]:

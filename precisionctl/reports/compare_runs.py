@@ -33,7 +33,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Looks:
+class GuardLooks:
     """What the guard of a run has seen: FP8 against BF16 from the same weights, at each of its looks."""
 
     run: str
@@ -48,12 +48,12 @@ class Looks:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """The curves of all runs, the gaps of all but the first, and what those with a guard have seen."""
 
     curves: Sequence[Curve]
     gaps: Sequence[Gap]
-    looks: Sequence[Looks] = ()
+    looks: Sequence[GuardLooks] = ()
 
     def within(self, limit: float) -> bool:
         """False where a mean gap is larger than `limit`, either way, or not a number."""
@@ -94,20 +94,20 @@ class Comparison:
         return Table(f"Training loss against {self.curves[0].name}", columns, rows)
 
 
-def compare(paths: Sequence[Path]) -> Comparison:
+def compare(paths: Sequence[Path]) -> RunComparison:
     """Read the runs at `paths` and set them against the first. Raises DataError for a run without metrics."""
     curves = read_curves(paths)
     looks = [look for path, curve in zip(paths, curves, strict=True) if (look := find_looks(path, curve.name))]
-    return Comparison(curves, [find_gap(curve, curves[0]) for curve in curves[1:]], looks)
+    return RunComparison(curves, [find_gap(curve, curves[0]) for curve in curves[1:]], looks)
 
 
-def find_looks(path: Path, name: str) -> Looks | None:
+def find_looks(path: Path, name: str) -> GuardLooks | None:
     """None for a run without a guard."""
     rows = read_shadows(path)
     if not rows:
         return None
     worst = max(rows, key=lambda row: (math.isnan(row["gap"]), abs(row["gap"])))
-    return Looks(
+    return GuardLooks(
         run=name,
         looks=len(rows),
         now=rows[-1]["gap"],
@@ -139,7 +139,7 @@ def find_gap(curve: Curve, first: Curve) -> Gap:
     )
 
 
-def draw(comparison: Comparison, *, png: Path | None, html: Path | None) -> None:
+def draw(comparison: RunComparison, *, png: Path | None, html: Path | None) -> None:
     """The curves as a picture, and as a page with the table."""
     from precisionctl.reports import plot  # matplotlib takes a second to import, and a gate needs no picture
     from precisionctl.reports.page import html_table, page

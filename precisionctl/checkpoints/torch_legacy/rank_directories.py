@@ -87,7 +87,8 @@ def read_ranks(path: Path) -> tuple[Parallelism, list[Rank]]:
         raise DamagedCheckpoint(what, where=path, do="Copy the checkpoint again, from every machine that saved.")
     surplus = sorted(found.keys() - expected.keys())
     if surplus:
-        what = f"{surplus[0]} is not a rank of a run of {_told(sizes)}"
+        told = f"tensor {sizes.tensor} x pipeline {sizes.pipeline} x expert {sizes.expert} ranks"
+        what = f"{surplus[0]} is not a rank of a run of {told}"
         raise DamagedCheckpoint(what, where=path, do="Is it left over from another run? Move it away.")
     return sizes, [
         Rank(*place, path / name / FILE, content if name == first else _content(path / name / FILE))
@@ -130,7 +131,3 @@ def _size(args: Mapping[str, Any], name: str, path: Path, default: int = 1) -> i
     if type(size) is not int or not 1 <= size <= 1 << 20:
         raise DamagedCheckpoint(f"{name} is {shown(size)}, not a number of ranks", where=path)
     return size
-
-
-def _told(sizes: Parallelism) -> str:
-    return f"tensor {sizes.tensor} x pipeline {sizes.pipeline} x expert {sizes.expert} ranks"

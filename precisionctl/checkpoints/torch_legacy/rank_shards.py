@@ -7,8 +7,8 @@ import torch
 
 from precisionctl.checkpoints.base import Box, Chunk, read_rows
 from precisionctl.checkpoints.megatron.keys import expert_of
-from precisionctl.checkpoints.torch_legacy.ranks import Rank
-from precisionctl.checkpoints.torch_zip import Located
+from precisionctl.checkpoints.torch_legacy.rank_directories import Rank
+from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import Parallel, Parallelism, TensorSpec
 
@@ -21,11 +21,11 @@ class Shard:
     """A rank's part of a logical tensor."""
 
     rank: Rank
-    tensor: Located
+    tensor: LocatedTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Logical:
+class ShardedTensor:
     """A logical tensor: for each rank that it is cut for, the replicas of that rank's shard."""
 
     spec: TensorSpec
@@ -36,7 +36,9 @@ ByName = Mapping[str, Mapping[int, Sequence[Shard]]]
 """Shards by logical name and tensor-parallel rank."""
 
 
-def gathered(entries: Iterable[tuple[Rank, str, Located]], sizes: Parallelism) -> dict[str, dict[int, list[Shard]]]:
+def gathered(
+    entries: Iterable[tuple[Rank, str, LocatedTensor]], sizes: Parallelism
+) -> dict[str, dict[int, list[Shard]]]:
     """The shards of each name."""
     found: dict[str, dict[int, list[Shard]]] = {}
     for rank, name, tensor in entries:
@@ -51,18 +53,18 @@ def cut_for(name: str, sizes: Parallelism) -> int:
 
 
 def assembled(
-    found: ByName, sizes: Parallelism, parallel: Callable[[str, Located, int], Parallel]
-) -> dict[str, Logical]:
+    found: ByName, sizes: Parallelism, parallel: Callable[[str, LocatedTensor, int], Parallel]
+) -> dict[str, ShardedTensor]:
     """The logical tensors. `parallel` says how one is cut, from its name, its shard, and for how many ranks.
 
     Raises DamagedCheckpoint where shards are missing, or replicas differ in shape or dtype.
     """
-    return {name: _logical(name, shards, cut_for(name, sizes), parallel) for name, shards in found.items()}
+    return {name: _assembled(name, shards, cut_for(name, sizes), parallel) for name, shards in found.items()}
 
 
-def _logical(
-    name: str, found: Mapping[int, Sequence[Shard]], size: int, parallel: Callable[[str, Located, int], Parallel]
-) -> Logical:
+def _assembled(
+    name: str, found: Mapping[int, Sequence[Shard]], size: int, parallel: Callable[[str, LocatedTensor, int], Parallel]
+) -> ShardedTensor:
     first = next(iter(found.values()))[0]
     if len(found) != size:
         what = f"`{name}` is there on {len(found)} of {size} tensor-parallel ranks"
@@ -85,10 +87,10 @@ def _logical(
         if len(shape) <= axis or shape[axis] % how.parts:
             raise DamagedCheckpoint(f"`{name}` is {shape} on a rank", where=first.rank.path)
         shape[axis] *= size
-    return Logical(TensorSpec(tuple(shape), first.tensor.dtype, how), tuple(replicas))
+    return ShardedTensor(TensorSpec(tuple(shape), first.tensor.dtype, how), tuple(replicas))
 
 
-def check_replicas(name: str, tensor: Logical) -> None:
+def check_replicas(name: str, tensor: ShardedTensor) -> None:
     """Raise DamagedCheckpoint where replicas do not hold the same bytes."""
     for replicas in tensor.shards:
         for other in replicas[1:]:
