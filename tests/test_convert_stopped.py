@@ -30,7 +30,9 @@ KILL = """
 import os, signal, sys
 from pathlib import Path
 from precisionctl.checkpoints import output
-from precisionctl.conversion import convert, work, worker
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.conversion import command, convert, worker
 convert.SYNC_EVERY = 20_000
 stage, source, destination = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
 calls = 0
@@ -44,7 +46,7 @@ def count(function):
     return counted
 worker.write_rows = count(worker.write_rows)
 output.sync = count(output.sync)  # what the commit calls
-work.execute(plan_command(Request(source, destination, "megatron", "fp8")), workers=1)
+command.execute(plan_command(Request(source, destination, "megatron", "fp8")), workers=1)
 """
 
 
@@ -354,7 +356,7 @@ def test_a_full_disk_is_one_error_and_keeps_what_is_done(tmp_path: Path) -> None
     pico.save(tmp_path / "hf", dtype=torch.bfloat16)
     script = (
         "import resource, sys; from pathlib import Path\n"
-        "from precisionctl.commands import plan_command as c; from precisionctl.conversion import work as w\n"
+        "from precisionctl.commands import plan_command as c; from precisionctl.conversion import command as w\n"
         "work = c.plan_command(c.Request(Path(sys.argv[1]), Path(sys.argv[2]), 'megatron'))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n    w.execute(work)\nexcept w.DiskProblem as error:\n    print(error)\n"

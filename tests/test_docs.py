@@ -7,10 +7,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from precisionctl.commands.request import TE
 
 import precisionctl.architectures
 from precisionctl.cli import main
+from precisionctl.commands.request import TE
 from precisionctl.discover import discover
 from precisionctl.engines.base import engines
 from precisionctl.recipe import Recipe, bundled_recipes
