@@ -9,7 +9,10 @@ from precisionctl.engines.rule import Finding, Rule
 from precisionctl.errors import UnknownFormat
 from precisionctl.fp8.encoding import CODES
 
-_CODES = Rule("the rules are of FP8 weights; any engine loads BF16", "`export-inference` writes FP8 weights")
+NO_CODES = Rule(
+    "nothing but config.json was checked; export-inference writes FP8 weights", "precisionctl verify", fatal=False
+)
+"""What a directory without FP8 weights breaks: the engine serves it as it is, and `verify` was asked of an export."""
 
 
 @runtime_checkable
@@ -45,5 +48,5 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
     stored = reader.stored
     found = engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks, reader.beside)
     if not any(spec.dtype in CODES for spec in stored.specs.values()):
-        found.append(Finding("the directory", "no weight of it is FP8 codes", _CODES))
+        found.append(Finding("the directory", "no weight is FP8 codes", NO_CODES))
     return found
