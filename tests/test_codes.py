@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.verify import hf_tensors
-from precisionctl.verify.codes import CodesComparison, compare_codes
+from precisionctl.verify.code_comparison import CodesComparison, compare_codes
 
 UP = "model.layers.0.mlp.up_proj.weight"
 SPELLINGS = pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import in_memory
 import pico
 import pytest
 import torch
+from click.testing import CliRunner
 from conversions import run
 from safetensors.torch import load_file, save_file
 from test_megatron_to_megatron import trained
@@ -17,6 +18,7 @@ from test_megatron_to_megatron import trained
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.cli import main
 from precisionctl.engines.base import engines
 from precisionctl.errors import MissingTensor, UnknownFormat
 from precisionctl.fp8.state import Fp8State, RoleState
@@ -333,8 +335,10 @@ def test_our_own_exports_break_no_rule_of_their_engine(tmp_path, source, engine,
 
 @pytest.mark.parametrize("engine", engines().values(), ids=engines())
 def test_a_directory_without_fp8_weights_is_no_export(source, engine):
-    finding = engine_rules.check(source, engine)[-1]
-    assert finding.rule.fatal and finding.what == "no weight of it is FP8 codes"
+    assert engine_rules.check(source, engine)[-1].what == "no weight is FP8 codes"
+    for more in ((), ("--json",)):
+        found = CliRunner().invoke(main, ["verify", str(source.path), "--target", engine.name, *more])
+        assert found.exit_code == 1 and "no weight is FP8 codes" in found.output
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -0.01, 1e9, 1e-25])

@@ -142,7 +142,7 @@ def check_codes(path: Path, json_wanted: bool) -> bool:
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.errors import PrecisionError
     from precisionctl.reports import verify as report
-    from precisionctl.verify.codes import compare_codes
+    from precisionctl.verify.code_comparison import compare_codes
 
     weights = list(compare_codes(open_checkpoint(path), None))
     if not weights:
@@ -157,14 +157,15 @@ def check_codes(path: Path, json_wanted: bool) -> bool:
 
 
 def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
-    """Print the rules of an engine that a directory breaks; whether the engine can load it all the same."""
+    """Print the rules of an engine that a directory breaks; whether it has FP8 weights that the engine can load all the
+    same."""
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.commands.codes import engine_named
     from precisionctl.commands.request import TE
     from precisionctl.reports import verify as report
     from precisionctl.verify import te_rules
-    from precisionctl.verify.engine_rules import check
+    from precisionctl.verify.engine_rules import NO_CODES, check
 
     if target == TE:
         if ranks > 1:
@@ -177,7 +178,7 @@ def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
         print_json([asdict(finding) for finding in findings])
     else:
         console.show_tables(report.rules(findings, title))
-    return not any(finding.rule.fatal for finding in findings)
+    return not any(finding.rule.fatal or finding.rule is NO_CODES for finding in findings)
 
 
 @click.command(short_help="Compare the loss curves of runs; with --max-gap, as a gate.")

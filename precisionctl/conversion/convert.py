@@ -26,7 +26,7 @@ disk writes while the workers copy."""
 
 OnBytes = Callable[[int], None]
 T = TypeVar("T")
-Result = tuple[Job, Findings]
+JobResult = tuple[Job, Findings]
 """A job that is done, and what it found out."""
 
 
@@ -142,13 +142,13 @@ class _Recorder:
 
     def __init__(self, plan: Plan, writer: Chunked, journal: Journal | None) -> None:
         self._plan, self._writer, self._journal = plan, writer, journal
-        self._batch: list[Result] = []
+        self._batch: list[JobResult] = []
         self._bytes = 0
         self._thread = ThreadPoolExecutor(1)
         self._running: Future[None]
         self._next()
 
-    def add(self, result: Result) -> None:
+    def add(self, result: JobResult) -> None:
         """Take a job that is done. Raises what an earlier sync met."""
         self._batch.append(result)
         self._bytes += self._plan.job_bytes(result[0])
@@ -160,7 +160,7 @@ class _Recorder:
         self._running = self._thread.submit(self._record, self._batch)
         self._batch, self._bytes = [], 0
 
-    def _record(self, batch: list[Result]) -> None:
+    def _record(self, batch: list[JobResult]) -> None:
         if self._journal is None or not batch:
             return
         for file in _files((name for job, _ in batch for name in job.outputs), self._writer):

@@ -5,7 +5,7 @@ from typing import get_args
 
 from precisionctl.engines.rule import Finding
 from precisionctl.reports.table import Table
-from precisionctl.verify.codes import CodesComparison
+from precisionctl.verify.code_comparison import CodesComparison
 from precisionctl.verify.compare import Comparison, Status, TensorComparison
 
 SHOWN = 20
@@ -29,8 +29,8 @@ def tables(comparison: Comparison) -> list[Table]:
         found.append(Table("What codes have lost", ("tensor", ""), told[:SHOWN]))
     found.append(Table("FP8 state", ("",), [(line,) for line in _state(comparison)]))
     if comparison.not_compared:
-        rows = [(each.what, each.why) for each in comparison.not_compared]
-        found.append(Table("Not compared", ("what", "it is"), rows))
+        rows = [(each.topic, each.what, each.why) for each in comparison.not_compared]
+        found.append(Table("Not compared", ("", "here", "what that is"), rows))
     return found
 
 

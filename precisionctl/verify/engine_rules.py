@@ -9,11 +9,14 @@ from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import UnknownFormat
 from precisionctl.fp8.encoding import CODES
 
-_CODES = EngineRule("the rules are of FP8 weights; any engine loads BF16", "`export-inference` writes FP8 weights")
+NO_CODES = EngineRule(
+    "nothing but config.json was checked; export-inference writes FP8 weights", "precisionctl verify", fatal=False
+)
+"""What a directory without FP8 weights breaks: the engine serves it as it is, and `verify` was asked of an export."""
 
 
 @runtime_checkable
-class QuantizedDirectory(Protocol):
+class CheckableDirectory(Protocol):
     """A Reader that shows all that an engine sees: config.json, hf_quant_config.json `beside` it if there is one, and
     every tensor as it is stored, scales too."""
 
@@ -30,7 +33,7 @@ class QuantizedDirectory(Protocol):
 def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
     """The rules of an engine that a Hugging Face directory breaks, served on `ranks` GPUs. Raises UnknownFormat for
     what is no such directory."""
-    if not isinstance(reader, QuantizedDirectory):
+    if not isinstance(reader, CheckableDirectory):
         raise UnknownFormat(
             f"{engine.title} loads Hugging Face directories, this is {reader.container}",
             where=reader.path,
@@ -45,5 +48,5 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
     stored = reader.stored
     found = engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks, reader.beside)
     if not any(spec.dtype in CODES for spec in stored.specs.values()):
-        found.append(Finding("the directory", "no weight of it is FP8 codes", _CODES))
+        found.append(Finding("the directory", "no weight is FP8 codes", NO_CODES))
     return found

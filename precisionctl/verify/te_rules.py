@@ -45,7 +45,7 @@ _FITTING = EngineRule(
 
 
 @runtime_checkable
-class QuantizedDirectory(Protocol):
+class TeDirectory(Protocol):
     """What only a Reader of Hugging Face directories has."""
 
     @property
@@ -57,7 +57,7 @@ class QuantizedDirectory(Protocol):
 def check_te(reader: Reader) -> list[Finding]:
     """Every rule that a Hugging Face directory breaks. Raises UnknownFormat for anything else, and what planning raises
     where its tensors are not the model's."""
-    if not isinstance(reader, QuantizedDirectory):
+    if not isinstance(reader, TeDirectory):
         raise UnknownFormat(
             f"{TITLE} is given Hugging Face directories, this is {reader.container}",
             where=reader.path,
