@@ -219,7 +219,7 @@ def test_inspect_and_the_readiness_report_say_the_same(edited: Path) -> None:
     assert any("with other weights than these: not used" in str(row) for table in tables(said) for row in table.rows)
     judged = assess(reader, None, lambda total: in_memory.no_progress())
     assert judged.verdicts["delayed"].words.startswith("calibrate first (8 modules)")
-    assert "recorded with other weights than these: nothing uses it" in judged.notes[0]
+    assert "was recorded with other weights: nothing uses it" in judged.notes[0]
     assert {finding.kind for health in judged.roles for finding in health.findings} >= {"other weights"}
 
 

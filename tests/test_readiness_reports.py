@@ -195,7 +195,7 @@ def test_a_state_of_other_weights_is_told_and_used_for_nothing(tmp_path):
     for of_weights, told in ((digest, False), ("another", True), (None, True)):
         sidecar.write(tmp_path / "hf" / sidecar.RELATIVE, replace(four, of_weights=of_weights))
         judged = assess(open_checkpoint(tmp_path / "hf"), None, lambda total: nullcontext(lambda count: None))
-        assert any("was recorded with other weights" in note for note in judged.notes) is told
+        assert any("nothing uses it" in note for note in judged.notes) is told
         assert any(finding.kind == "other weights" for health in judged.roles for finding in health.findings) is told
 
 

@@ -39,9 +39,7 @@ class KnownState:
     @property
     def why_none(self) -> str:
         """Why there is no `current` state."""
-        if self.outdated is None:
-            return "the checkpoint holds no FP8 state"
-        return f"the checkpoint's FP8 state ({origin(self.outdated)}) was recorded with other weights"
+        return outdated_words(self.outdated) if self.outdated else "the checkpoint holds no FP8 state"
 
 
 def known_state(
@@ -90,8 +88,15 @@ def fixed_scales_hold(reader: Reader, encodings: WeightEncodings) -> bool:
 
 def origin(states: Fp8States) -> str:
     """Who recorded it and when, in a few words."""
-    when = [] if states.iteration is None else [f"iteration {states.iteration}"]
-    return ", ".join([*filter(None, [states.producer]), *when]) or "of nobody knows whom"
+    when = "" if states.iteration is None else f"iteration {states.iteration}"
+    return ", ".join(filter(None, [states.producer, when])) or "of unknown origin"
+
+
+def outdated_words(states: Fp8States) -> str:
+    """Why a checkpoint's own state is of no use, as a clause."""
+    unknown = "does not say with which weights it was recorded"
+    why = unknown if states.of_weights is None else "was recorded with other weights"
+    return f"the checkpoint's FP8 state ({origin(states)}) {why}"
 
 
 def _file_notes(file: Path, given: Fp8States, own: Fp8States | None, digest: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.conversion.known_state import known_state, origin
+from precisionctl.conversion.known_state import known_state, outdated_words
 from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 
@@ -24,10 +24,8 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
     judged = judge(list(plan.gemms), weights, known.current or known.outdated, outdated=known.current is None)
     notes = list(known.notes)
     if known.outdated:
-        notes.append(
-            f"The FP8 state ({origin(known.outdated)}) was recorded with other weights than these: nothing uses it. "
-            "`precisionctl calibrate` records it anew."
-        )
+        words = outdated_words(known.outdated)
+        notes.append(f"{words[0].upper()}{words[1:]}: nothing uses it. `precisionctl calibrate` records it anew.")
     elif known.current is None:
         notes.append("There is no FP8 state: delayed scaling has nothing to start from but the weights.")
     return replace(judged, notes=tuple(notes))

@@ -14,7 +14,7 @@ import torch
 from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.output import lock, open_kept
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.conversion.known_state import KnownState, origin
+from precisionctl.conversion.known_state import KnownState, outdated_words
 from precisionctl.errors import OutputError
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
@@ -246,10 +246,7 @@ def _start(run: Run, setup: _Setup) -> Fp8Start:
 
 def _outdated_notes(run: Run, known: KnownState) -> Iterator[str]:
     if known.outdated and (run.recipe.precision.fp8 or run.recorder):
-        yield (
-            f"the checkpoint's FP8 state ({origin(known.outdated)}) was recorded with other weights: "
-            "nothing starts from it"
-        )
+        yield f"{outdated_words(known.outdated)}: nothing starts from it"
 
 
 def _notes(setup: _Setup, run: Run) -> Iterator[str]:
