@@ -194,3 +194,12 @@ def test_what_transformers_saves_beside_a_model_is_known(tmp_path: Path) -> None
     PreTrainedTokenizerFast(tokenizer_object=made, chat_template="{{ messages }}").save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir() if kind_of(path.name) is None] == []
     assert {"tokenizer.json", "chat_template.jinja"} <= open_checkpoint(tmp_path).companions.files.keys()
+
+
+def test_text_that_is_no_unicode_is_written_with_escapes(tmp_path: Path) -> None:
+    """Half a surrogate pair in a config of which something is taken out."""
+    source = own_code(tmp_path / "own", AutoModel="missing.Model")
+    config = json.loads((source / "config.json").read_text()) | {"note": "\ud800"}
+    (source / "config.json").write_text(json.dumps(config))
+    run(source, tmp_path / "out", "hf")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["note"] == "\ud800"

@@ -264,6 +264,36 @@ def test_a_state_of_one_step_is_not_chosen_by_itself_and_says_what_it_rests_on(t
     assert any("They rest on little" in note for note in export(source, scheme="static").notes)
 
 
+def test_no_recorded_row_of_a_file_is_cut_off_where_the_checkpoint_keeps_fewer(tmp_path: Path) -> None:
+    source = with_state(tmp_path / "hf")
+    one = DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")
+    gemms = make_plan(HuggingFaceReader(source), "hf").gemms
+    known = known_state(HuggingFaceReader(source), gemms, recipe=one).current
+    assert known is not None
+    sidecar.write(source / sidecar.RELATIVE, known)
+    file = calibrated(source, tmp_path / "state")
+    states = sidecar.read(file)
+    for state in states.modules.values():
+        state.roles["input"].amax_history[1] = 9.0  # the oldest row
+    sidecar.write(file, states)
+    work = export(source, fp8_state=file)
+    assert work.notes[0].startswith("Scheme static") and not any("one step" in note for note in work.notes)
+    execute(work)
+    scales = load_file(tmp_path / "export" / "model.safetensors")
+    assert scales["model.layers.0.mlp.down_proj.input_scale"].item() == pytest.approx(9 / 448, rel=1e-6)
+
+
+def test_a_report_on_a_file_of_other_weights_is_not_that_the_checkpoint_is_ready(tmp_path: Path) -> None:
+    source = with_state(tmp_path / "hf")
+    file = calibrated(source, tmp_path / "state")
+    for doubtful in (False, True):
+        judged = assess(HuggingFaceReader(source), file, lambda total: in_memory.no_progress())
+        findings = {finding.kind for health in judged.roles for finding in health.findings}
+        assert ("other weights" in findings) is doubtful
+        rescale_norms(source)
+    assert judged.verdicts["delayed"].words.startswith("calibrate first (8 modules)")
+
+
 # Fixed scales that codes came with
 
 

@@ -247,3 +247,11 @@ def test_tensors_that_overlap_or_reach_beyond_the_file_are_one_error(path, offse
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(DamagedCheckpoint):
         sidecar.read(path)
+
+
+def test_metadata_of_endless_parts_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    header = json.dumps({"__metadata__": {"precisionctl": "[" + "[]," * 1_000_000 + "0]"}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(DamagedCheckpoint, match="metadata is not JSON"):
+        sidecar.read(path)

@@ -172,7 +172,7 @@ class _Code:
         config["auto_map"] = kept
         if not kept:
             del config["auto_map"]
-        return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+        return to_json(config)
 
     def _is_here(self, reference: object) -> bool:
         return isinstance(reference, str) and bool(_CLASS.fullmatch(reference)) and _file_of(reference) in self.there
@@ -199,6 +199,14 @@ def _file_of(reference: str) -> str:
 def _listed(names: Iterable[str]) -> str:
     listed = [name[:100] for name in names]
     return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+
+
+def to_json(value: object) -> bytes:
+    """As transformers writes JSON; with escapes where a stranger's text is no Unicode, as half a surrogate pair is."""
+    try:
+        return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def parse_json(data: bytes, where: object) -> dict[str, Any]:

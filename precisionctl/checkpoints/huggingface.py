@@ -13,7 +13,7 @@ import torch
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor, whole
-from precisionctl.checkpoints.companions import parse_json, read_companions
+from precisionctl.checkpoints.companions import parse_json, read_companions, to_json
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
 from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name, unpacked
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, WeightFileFormat, index_of, read_stored, spelling_of
@@ -196,9 +196,7 @@ class HuggingFaceWriter:
         config["dtype" if "dtype" in config else "torch_dtype"] = config_dtype(self.specs)
         if self.quantization is not None:
             config["quantization_config"] = self.quantization
-        (self.directory / "config.json").write_text(
-            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        (self.directory / "config.json").write_bytes(to_json(config))
         if len(self._shards) > 1:
             (self.directory / self.spelling.index).write_bytes(index_of(self._shards))
         if fp8 is not None:

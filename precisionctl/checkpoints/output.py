@@ -52,11 +52,15 @@ class Output:
         return self.partial / f".unfinished.{rank}"
 
     def check_links(self) -> None:
-        """Raise OutputError where the partial directory or the journal is a link: we would write into, and remove, what
-        it leads to."""
+        """Raise OutputError where the partial directory or the journal is a link, or anything in that directory is
+        neither a file nor a folder: we would write into, and remove, what a link leads to, and wait for a pipe."""
         for path in (self.partial, self.journal):
             if path.is_symlink():
                 raise _not_ours(path)
+        for directory, folders, files in os.walk(self.partial):
+            for path in (Path(directory, name) for name in (*folders, *files)):
+                if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                    raise _not_ours(path)
 
     def begin(self) -> None:
         """Make an empty partial directory."""

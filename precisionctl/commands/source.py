@@ -89,7 +89,7 @@ def _open(request: Request) -> Reader:
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
     if request.architecture is None and reference is None:
         return reader
-    if not of_megatron(reader) or reader.own_companions.files:
+    if not of_megatron(reader) or "config.json" in reader.own_companions.files:
         raise RecipeError(
             "the checkpoint has a config.json, which says what it is", do="Leave --architecture and --reference out."
         )

@@ -25,11 +25,12 @@ NOT_KNOWN = ""
 class KnownState:
     """The FP8 state of a checkpoint. `usable` is what a file that the user names has, and what is of the checkpoint's
     weights: of each role the first that recorded it. `outdated` is the checkpoint's own, recorded with other weights.
-    `notes` say what was replaced."""
+    `notes` say what was replaced. `of_weights` is the digest of the checkpoint's weights, where there is any state."""
 
     usable: tuple[Fp8States, ...] = ()
     outdated: Fp8States | None = None
     notes: tuple[str, ...] = ()
+    of_weights: str | None = None
 
     @cached_property
     def current(self) -> Fp8States | None:
@@ -64,10 +65,11 @@ def known_state(
     current = replace(own, of_weights=digest) if own and is_of_weights(own, digest, reader) else None
     notes = tuple(_file_notes(file, given, current, digest)) if file and given else ()
     usable = [states for states in (given, current) if states]
-    new = recipe or (usable[-1].recipe if usable else None)  # the checkpoint's own, where that is usable
-    if new:
+    if usable:  # the checkpoint's own recipe, where it has state that is usable, and no recorded row cut off
+        rows = max(each.recipe.amax_history_len for each in usable)
+        new = recipe or replace(usable[-1].recipe, amax_history_len=rows)
         usable = [replace(each, recipe=new, modules=under_recipe(new, each)) for each in usable]
-    return KnownState(tuple(usable), own if current is None else None, notes)
+    return KnownState(tuple(usable), own if current is None else None, notes, digest)
 
 
 def is_of_weights(states: Fp8States, digest: str, reader: Reader) -> bool:

@@ -16,6 +16,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.output import replace_file
 from precisionctl.conversion.manifest import fingerprint
 from precisionctl.errors import OutputError, RecipeError
+from precisionctl.untrusted.safe_files import has_file, read_file
 
 NAME = "README.md"
 
@@ -85,11 +86,15 @@ class Card:
         yield ""
 
 
+_LARGEST = 4 << 20
+"""Bytes of a card."""
+
+
 def write_quality(directory: Path, lines: Iterable[str]) -> None:
     """Write what was measured into the card of an exported directory. Raises OutputError where it has no card of
     ours."""
     path = directory / NAME
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    text = read_file(path, directory, _LARGEST).decode(errors="replace") if has_file(path, directory) else ""
     before, start, rest = text.partition(_START)
     _, end, after = rest.partition(_END)
     if not start or not end:

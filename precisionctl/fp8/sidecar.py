@@ -34,6 +34,9 @@ FORMAT_VERSION = 2
 _LARGEST = 2 << 30
 """Bytes of a sidecar, which is read whole: DeepSeek-V3's has 0.6 GB, at 1024 rows of history."""
 
+_LONGEST = 1 << 16
+"""Letters of the metadata: ours have some five hundred."""
+
 _KEY = "precisionctl"
 _STATISTICS = ".statistics"
 _LEAVES = tuple(f"{role}.{part}" for role in ROLES + ATTENTION for part in ("scale", "amax_history"))
@@ -93,7 +96,10 @@ def read(path: Path) -> Fp8States:
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise DamagedCheckpoint(f"the FP8 sidecar cannot be read: {error}", where=path) from error
     try:
-        fields: object = json.loads(metadata.get(_KEY, ""))
+        said = metadata.get(_KEY, "")
+        if len(said) > _LONGEST:  # a few bytes of it become hundreds
+            raise ValueError("too long")
+        fields: object = json.loads(said)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint("the FP8 sidecar's metadata is not JSON", where=path) from error
     if not isinstance(fields, dict):

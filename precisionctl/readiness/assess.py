@@ -21,7 +21,8 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
     known = known_state(reader, plan.gemms, state_file)
     with progress(stored_bytes(reader, jobs)) as on_bytes:
         weights = measure_weights(reader, plan, jobs, known.current, workers=workers, on_bytes=on_bytes)
-    judged = judge(list(plan.gemms), weights, known.current or known.outdated, outdated=known.current is None)
+    outdated = known.current is None or known.current.of_weights != known.of_weights
+    judged = judge(list(plan.gemms), weights, known.current or known.outdated, outdated=outdated)
     notes = list(known.notes)
     if known.outdated:
         words = outdated_words(known.outdated)

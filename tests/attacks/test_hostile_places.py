@@ -17,7 +17,8 @@ from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
 from precisionctl.conversion.journal import open_journal, open_share_journal
-from precisionctl.errors import DataError, OutputError
+from precisionctl.errors import DamagedCheckpoint, DataError, OutputError
+from precisionctl.export.model_card import write_quality
 from precisionctl.trainer.measure.metrics import FILE as METRICS
 from precisionctl.trainer.saved.run_folder import Rollback, read_rollback, write_rollback
 
@@ -110,3 +111,36 @@ def test_a_run_does_not_follow_links_in_its_folder(place: Path, tmp_path: Path, 
         with pytest.raises(error):
             run(settings(place / "source", place / "text.txt", out))
         assert target.read_bytes() == TARGET
+
+
+@pytest.mark.parametrize("waiting", ["a link", "a pipe", "a linked folder"])
+@pytest.mark.parametrize("place", ["config.json", "release/common.pt", "precisionctl/manifest.json"])
+def test_a_conversion_that_goes_on_writes_through_nothing_that_was_put_into_its_partial_result(
+    tmp_path: Path, target: Path, waiting: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pico.save(tmp_path / "hf", dtype=torch.bfloat16)
+    request = Request(tmp_path / "hf", tmp_path / "out", "megatron")
+    monkeypatch.setattr(Output, "commit", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        execute(plan_command(request), workers=1)
+    monkeypatch.undo()
+    planted = tmp_path / "out.partial" / place
+    planted.parent.mkdir(exist_ok=True)
+    planted.unlink(missing_ok=True)
+    if waiting == "a linked folder":
+        planted.symlink_to(tmp_path)
+    elif waiting == "a link":
+        planted.symlink_to(target)
+    else:
+        os.mkfifo(planted)
+    with pytest.raises(OutputError):
+        execute(plan_command(request), workers=1)
+    assert target.read_bytes() == TARGET and not (tmp_path / "out").exists()
+
+
+def test_the_card_that_quality_is_written_into_is_not_read_through_a_link(tmp_path: Path, target: Path) -> None:
+    target.write_text("<!-- quality -->\nsecret\n<!-- /quality -->\n")
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "README.md").symlink_to(target)
+    with pytest.raises(DamagedCheckpoint, match="leads out"):
+        write_quality(tmp_path / "export", ["KL 0"])
