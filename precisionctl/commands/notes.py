@@ -10,7 +10,7 @@ from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.conversion.known_state import KnownState, origin, outdated_words
+from precisionctl.conversion.known_state import KnownState, origin, outdated_note
 from precisionctl.export.encode import is_slice
 from precisionctl.export.input_scales import OF_ONE_STEP, of_one_step
 from precisionctl.fp8 import sidecar
@@ -204,9 +204,8 @@ def known_state_notes(known: KnownState, *, carried: bool) -> Iterator[str]:
     """What was replaced or passed over of the checkpoint's own FP8 state; whether outdated state is `carried` along."""
     yield from known.notes
     if known.outdated:
-        what = "is carried in the sidecar and used for nothing" if carried else "stays behind"
-        words = outdated_words(known.outdated)
-        yield f"{words[0].upper()}{words[1:]}: it {what}. `precisionctl calibrate` records it anew."
+        what = "it is carried in the sidecar and used for nothing" if carried else "it stays behind"
+        yield outdated_note(known.outdated, what)
 
 
 def in_bf16_notes(plan: Plan, precision: Precision, refused: Mapping[str, str]) -> Iterator[str]:

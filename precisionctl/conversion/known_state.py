@@ -101,6 +101,12 @@ def outdated_words(states: Fp8States) -> str:
     return f"the checkpoint's FP8 state ({origin(states)}) {why}"
 
 
+def outdated_note(states: Fp8States, what: str) -> str:
+    """The same as a note: `what` becomes of it, and what helps."""
+    words = outdated_words(states)
+    return f"{words[0].upper()}{words[1:]}: {what}. `precisionctl calibrate` records it anew."
+
+
 def _file_notes(file: Path, given: Fp8States, own: Fp8States | None, digest: str) -> Iterator[str]:
     if given.of_weights is None:
         yield f"{file} does not say with which weights its FP8 state was recorded; it is used as it is."

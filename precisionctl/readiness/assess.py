@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
-from precisionctl.conversion.known_state import known_state, outdated_words
+from precisionctl.conversion.known_state import known_state, outdated_note
 from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 
@@ -25,8 +25,7 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
     judged = judge(list(plan.gemms), weights, known.current or known.outdated, outdated=outdated)
     notes = list(known.notes)
     if known.outdated:
-        words = outdated_words(known.outdated)
-        notes.append(f"{words[0].upper()}{words[1:]}: nothing uses it. `precisionctl calibrate` records it anew.")
+        notes.append(outdated_note(known.outdated, "nothing uses it"))
     elif known.current is None:
         notes.append("There is no FP8 state: delayed scaling has nothing to start from but the weights.")
     return replace(judged, notes=tuple(notes))
