@@ -1,14 +1,17 @@
 """Fixtures of several files."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from tokenizing import shared_processes
 from training import make_place
 
 from precisionctl.cli import group
+from precisionctl.trainer import resume as trainer
+from precisionctl.trainer.run import Run
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,3 +35,18 @@ def no_last_resort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
     if "last_resort" not in request.keywords:
         monkeypatch.setattr(group, "unexpected", fail)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Steps in which the first layer gives out infinities."""
+    steps: set[int] = set()
+    before = trainer.train
+
+    def train(run: Run, *how: Any) -> Any:
+        layer = run.model.get_submodule("decoder.layers.0")
+        layer.register_forward_hook(lambda _, __, out: out * math.inf if run.step + 1 in steps else out)
+        return before(run, *how)
+
+    monkeypatch.setattr(trainer, "train", train)
+    return steps

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
-from test_cli import run
+from command_line import run
 from tokenizers import Tokenizer, models
 from training import CHAT_TEMPLATE, SMALL, WORDS, make_source
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast

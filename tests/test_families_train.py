@@ -6,8 +6,8 @@ from pathlib import Path
 import pico
 import pytest
 import torch
+from command_line import run
 from safetensors.torch import load_file, save_file
-from test_cli import run
 from torch import Tensor
 from training import SMALL, make_source, make_text
 from transformers import AutoModelForCausalLM

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pico
 import pytest
 import torch
 from conversions import tree
+from forked import free_port
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
@@ -19,13 +19,6 @@ from precisionctl.conversion.command import execute
 from precisionctl.conversion.ranks import _first_host, _port
 
 SHARD = 60_000
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def environments(count: int, names: tuple[str, str]) -> list[dict[str, str]]:

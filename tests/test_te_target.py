@@ -9,9 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from scoring import TOKENS, in_fp32, save
+from te_exports import export, make_source
 from te_weights import cast as as_bytes
 from te_weights import fp8_weights, taken
-from test_evaluate import TOKENS, in_fp32, save
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -40,17 +41,6 @@ MODULES = {
     "fc1": "mlp.linear_fc1",
     "down_proj": "mlp.linear_fc2",
 }
-
-
-def make_source(directory: Path, family: str = "llama-3", **sizes: object) -> Path:
-    save(directory, family, dtype=torch.bfloat16, **sizes)
-    sidecar.write(directory / sidecar.RELATIVE, in_memory.recorded(HuggingFaceReader(directory)))
-    return directory
-
-
-def export(source: Path, out: Path, **settings: object) -> Path:
-    execute(plan_command(Request.export(source, out, "te", **settings)))  # type: ignore[arg-type]
-    return out
 
 
 def cast(values: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from test_data import WORDS
-from test_data import tokenizer as sound
+from conversations import WORDS
+from conversations import tokenizer as sound
 from training import make_source, make_text
 
 from precisionctl.checkpoints.base import Companions
