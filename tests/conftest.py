@@ -1,6 +1,7 @@
 """Fixtures of several files."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,3 +51,10 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
     monkeypatch.setattr(trainer, "train", train)
     return steps
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of few tests first, which are the slow ones: at the end no process waits long for the other one's file."""
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: counts[item.path])

@@ -114,7 +114,10 @@ class Both:
         return not found.equal, {each.topic: each.what for each in found.not_compared}
 
 
-@pytest.fixture(params=CHECKPOINTS)
+LATER = list(KINDS.values())[1:]
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.soak] * (name in LATER)) for name in CHECKPOINTS])
 def both(request: pytest.FixtureRequest, tmp_path: Path) -> Both:
     CHECKPOINTS[request.param](tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")

@@ -67,10 +67,11 @@ def make_place(folder: Path) -> Path:
 
 
 def settings(source: Path, data: Path, out: Path, precision: Any = "bf16", **changes: Any) -> Settings:
-    """SMALL, changed by recipe keys with `__` for the dot (`train__steps=3`) and by fields of Settings. Runs on the same
-    data share its tokens: a tokenizer takes a second to start."""
+    """SMALL, changed by recipe keys with `__` for the dot (`train__steps=3`) and by fields of Settings. Runs on the
+    same data share its tokens: a tokenizer takes a second to start."""
     fields: Mapping[str, Any] = {key: value for key, value in changes.items() if "__" not in key}
-    keys = SMALL | {"data.cache": data.parent / "tokens"} | {key.replace("__", "."): value for key, value in changes.items() if "__" in key}
+    keys = SMALL | {"data.cache": data.parent / "tokens"}
+    keys |= {key.replace("__", "."): value for key, value in changes.items() if "__" in key}
     overrides = tuple(
         f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in keys.items()
     )
