@@ -242,7 +242,7 @@ def _start(run: Run, setup: _Setup) -> Fp8Start:
     else:
         sidecar_state = sidecar.find(path) if path and "fp8" not in setup.skipped else None
         started = start_fp8(run, known, sidecar_state, cold=setup.settings.cold_start)
-    outdated = ()
+    outdated: tuple[str, ...] = ()
     if known.outdated and (run.recipe.precision.fp8 or run.recorder):
         outdated = (f"{outdated_words(known.outdated)}: nothing starts from it",)
     return replace(started, notes=(*known.notes, *outdated, *started.notes))
