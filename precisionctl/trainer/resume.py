@@ -38,7 +38,7 @@ from precisionctl.trainer.saved.loading import Load, StatePart
 from precisionctl.trainer.saved.run_folder import Rollback
 from precisionctl.trainer.saved.saving import Saver
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe, read_rows
-from precisionctl.trainer.start import Fp8Start, Source, continue_fp8, start_collecting, start_fp8
+from precisionctl.trainer.start import Fp8Start, StateOrigin, continue_fp8, start_collecting, start_fp8
 from precisionctl.trainer.stopping import SkippedSteps, Stop
 
 
@@ -56,7 +56,7 @@ class Started:
     skipped: frozenset[StatePart]
     backend: BackendName
     disk: DiskSpace
-    fp8: Mapping[Source, Mapping[Role, int]]
+    fp8: Mapping[StateOrigin, Mapping[Role, int]]
     notes: tuple[str, ...]
 
 

@@ -36,7 +36,7 @@ from precisionctl.trainer.parallel.world import local
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.loading import COLLECTED
 
-Source = Literal[
+StateOrigin = Literal[
     "carried",
     "collected in BF16 training",
     "calibrated",
@@ -49,7 +49,7 @@ Source = Literal[
 CALIBRATED = "precisionctl calibrate"
 """The `producer` of state from `calibrate`."""
 
-_PRODUCERS: Mapping[str, Source] = {COLLECTED: "collected in BF16 training", CALIBRATED: "calibrated"}
+_PRODUCERS: Mapping[str, StateOrigin] = {COLLECTED: "collected in BF16 training", CALIBRATED: "calibrated"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Fp8Start:
     expert has a GEMM of its own. `carried` is state that the run does not use but saves again, of modules that it keeps
     in BF16."""
 
-    counts: Mapping[Source, Mapping[Role, int]]
+    counts: Mapping[StateOrigin, Mapping[Role, int]]
     carried: Fp8States | None
     notes: tuple[str, ...] = ()
 
@@ -139,13 +139,13 @@ def _weight_amax(run: Run, linears: Mapping[str, Fp8Linear]) -> dict[str, float]
     return dict(zip(weights, run.world.all_reduce_max(mine).tolist(), strict=True))
 
 
-Known = Sequence[tuple[Source, Mapping[str, Fp8State]]]
+Known = Sequence[tuple[StateOrigin, Mapping[str, Fp8State]]]
 """Known states by module and where they are from, in the order of preference."""
 
 
 def _fitting(
     states: Fp8States, shapes: Mapping[str, tuple[int, ...]], recipe: DelayedScaling
-) -> tuple[Source, Mapping[str, Fp8State]]:
+) -> tuple[StateOrigin, Mapping[str, Fp8State]]:
     """The states of the run's modules, under its recipe, and where they are from. Raises MappingError for another
     number of experts."""
     mine = replace(states, modules={name: state for name, state in states.modules.items() if name in shapes})
@@ -171,7 +171,7 @@ def _unused(
     return kept, notes
 
 
-def _complete(name: str, linear: Fp8Linear, change: StateChange, known: Known) -> dict[Role, Counter[Source]]:
+def _complete(name: str, linear: Fp8Linear, change: StateChange, known: Known) -> dict[Role, Counter[StateOrigin]]:
     """Set a linear's state. Returns, for each role, the number of its GEMMs by where their state is from."""
     state = change.states.modules[name]
     roles = dict(state.roles)
@@ -181,10 +181,10 @@ def _complete(name: str, linear: Fp8Linear, change: StateChange, known: Known) -
     anew = change.from_weights.get(name, none) | change.stale.get(name, none)
     sources = {}
     for role in IN_USE:
-        ways: list[tuple[Source, Tensor]] = [("from the weights", anew)] if role == "weight" else []
+        ways: list[tuple[StateOrigin, Tensor]] = [("from the weights", anew)] if role == "weight" else []
         ways += [(way, modules[name].roles[role].recorded_each) for way, modules in known if name in modules]
         ways += [("from other experts", roles[role].recorded_each), ("never recorded", torch.ones_like(none))]
-        counts: Counter[Source] = Counter()
+        counts: Counter[StateOrigin] = Counter()
         left = torch.ones_like(none)  # the experts that no earlier way has
         for source, has in ways:
             counts[source] += int((has & left).sum())
@@ -193,16 +193,16 @@ def _complete(name: str, linear: Fp8Linear, change: StateChange, known: Known) -
     return sources
 
 
-def _counts(sources: Mapping[str, Mapping[Role, Counter[Source]]]) -> Mapping[Source, Mapping[Role, int]]:
+def _counts(sources: Mapping[str, Mapping[Role, Counter[StateOrigin]]]) -> Mapping[StateOrigin, Mapping[Role, int]]:
     """The number of GEMMs in all modules, by where their state is from and by role."""
-    counted = {role: sum((roles[role] for roles in sources.values()), Counter[Source]()) for role in IN_USE}
+    counted = {role: sum((roles[role] for roles in sources.values()), Counter[StateOrigin]()) for role in IN_USE}
     return {
         source: {role: counted[role][source] for role in IN_USE if counted[role][source]}
         for source in dict.fromkeys(source for role in IN_USE for source in counted[role])
     }
 
 
-def _notes(change: StateChange, sources: Mapping[str, Mapping[Role, Counter[Source]]]) -> tuple[str, ...]:
+def _notes(change: StateChange, sources: Mapping[str, Mapping[Role, Counter[StateOrigin]]]) -> tuple[str, ...]:
     notes = [
         f"{name}: the carried weight amax does not fit the weights; it was computed from them" for name in change.stale
     ]
@@ -213,7 +213,7 @@ def _notes(change: StateChange, sources: Mapping[str, Mapping[Role, Counter[Sour
     return tuple(notes)
 
 
-_INCOMPLETE: Mapping[Source, str] = {
+_INCOMPLETE: Mapping[StateOrigin, str] = {
     "from other experts": "experts that saw no token: they start with the largest amax of their layer's others",
     "never recorded": "a role that no warm-up pass recorded: scale 1",
 }

@@ -25,7 +25,7 @@ class _Stage(nn.Module):
 
 
 class Graphs:
-    """A callable that replays layers, forward and backward, for hidden states `[T, E]` of the shape and dtype of `like`.
+    """A callable that replays layers, forward and backward, for hidden states `[T, E]` of `like`'s shape and dtype.
     Its GEMMs are those of `recipe`, or BF16 if it is None. Parameters and FP8 state are read in place.
 
     With `is_first_microbatch`, which is called in each pass, casts of weights are cached in the graphs' own memory, and
