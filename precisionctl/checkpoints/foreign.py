@@ -133,14 +133,6 @@ def _wrapped_text(path: Path, known: bool) -> str | None:
 
 MISTAKABLE = (
     Foreign(
-        "an adapter of PEFT (LoRA), without the model that it changes",
-        "`adapter_config.json`",
-        "Merge it into its model, with peft: `python -c 'import sys; from peft import AutoPeftModelForCausalLM as M; "
-        "M.from_pretrained(sys.argv[1]).merge_and_unload().save_pretrained(sys.argv[2])' {path} OUT`, copy the "
-        "tokenizer's files to OUT, and give OUT.",
-        _has("adapter_config.json"),
-    ),
-    Foreign(
         "a model of images or sound, around a text model of a family that is known here",
         "`text_config` beside `vision_config` or `audio_config` in config.json",
         "The wrapper is not read. docs/foreign.md saves the text model alone, with transformers: give that.",

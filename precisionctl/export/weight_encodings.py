@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints import encodings_file
+from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Chunk, Reader, whole
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -27,6 +28,8 @@ from precisionctl.quant_methods.base import QuantMethod, Scales, recognise, sibl
 def weight_encodings(reader: Reader) -> WeightEncodings | None:
     """How a checkpoint's weights are FP8 codes, or were, by the names that a Hugging Face directory has for them when
     it is written. None where they never were, or nothing is known of it, or that is not written here (MXFP4)."""
+    if isinstance(reader, AdapterReader):
+        return weight_encodings(reader.base)
     encodings = stored_weight_encodings(reader)
     method = method_of(encodings)
     if method and method.spelling is None:
