@@ -65,8 +65,8 @@ class AdapterReader:
         """What the adapter has in place of a tensor of the base, by that one's name."""
         with at(self._file):
             self._read_names()
-        _check_tied(base.model, {*self.changes, *self.replaced}, path)
-        self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in (*base.specs, *self.replaced)}
+            _check_tied(base.model, {*self.changes, *self.replaced})
+            self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in (*base.specs, *self.replaced)}
 
     @property
     def container(self) -> str:
@@ -126,15 +126,15 @@ class AdapterReader:
         modules: dict[str, dict[str, str]] = {}
         for name, spec in self._stored.specs.items():
             if not name.startswith(_PREFIX):
-                raise MappingError(f"`{name}` does not begin with `{_PREFIX}`", where=self._file, do=_SAVED)
+                raise MappingError(f"`{name}` does not begin with `{_PREFIX}`", do=_SAVED)
             if spec.dtype not in _VALUES:
-                raise DamagedCheckpoint(f"`{name}` is {spec.dtype}, no dtype of an adapter's values", where=self._file)
+                raise DamagedCheckpoint(f"`{name}` is {spec.dtype}, no dtype of an adapter's values")
             match = _FACTOR.fullmatch(name.removeprefix(_PREFIX))
             if match:
                 modules.setdefault(match[1], {})[match[2]] = name
                 continue
             if "lora_" in name or "trainable_tokens" in name:
-                raise MappingError(f"`{name}` is of a kind that is not read", where=self._file, do=_MERGE)
+                raise MappingError(f"`{name}` is of a kind that is not read", do=_MERGE)
             self.replaced[name.removeprefix(_PREFIX).replace(".base_layer.", ".")] = name
         stacks: dict[str, list[str]] = {}
         for module in modules:
@@ -161,12 +161,12 @@ class AdapterReader:
     def _magnitude(self, stored: Mapping[str, str], shape: tuple[int, ...], transposed: bool) -> str | None:
         name = stored.get("lora_magnitude_vector")
         if (name is not None) != self._config.dora:
-            raise DamagedCheckpoint("use_dora and the adapter's tensors contradict one another", where=self._file)
+            raise DamagedCheckpoint("use_dora and the adapter's tensors contradict one another")
         if name is None:
             return None
         if transposed:
             what = f"`{name}`: DoRA is merged for linear layers that are stored as [out, in] alone"
-            raise MappingError(what, where=self._file, do=_MERGE)
+            raise MappingError(what, do=_MERGE)
         if self._stored.specs[name].shape != shape[:1]:
             raise _other_shape(name, self._stored.specs[name], f"its matrix is {list(shape)}")
         return name
@@ -176,7 +176,7 @@ class AdapterReader:
         surplus = [name for kind, name in stored.items() if kind not in (*kinds, "lora_magnitude_vector")]
         if missing or surplus:
             what = f"`{module}` has no {missing[0]}" if missing else f"`{surplus[0]}` beside others of its module"
-            raise DamagedCheckpoint(what, where=self._file, do="Is the copy whole?")
+            raise DamagedCheckpoint(what, do="Is the copy whole?")
         return stored[kinds[0]], stored[kinds[1]]
 
     def _rank(self, a: str, b: str, experts: int) -> int:
@@ -185,22 +185,22 @@ class AdapterReader:
         rank = rows // experts
         if rows != columns or rows % experts or not 0 < rank <= _LARGEST_RANK:
             what = f"`{a}` and `{b}` have ranks {rows} and {columns}, for {experts} expert(s)"
-            raise DamagedCheckpoint(what, where=self._file, do=f"Ranks are equal, and up to {_LARGEST_RANK}.")
+            raise DamagedCheckpoint(what, do=f"Ranks are equal, and up to {_LARGEST_RANK}.")
         if rank not in (self._config.rank, *self._config.ranks.values()):
-            raise DamagedCheckpoint(f"`{a}` has rank {rank}, {FILE} says {self._config.rank}", where=self._file)
+            raise DamagedCheckpoint(f"`{a}` has rank {rank}, {FILE} says {self._config.rank}")
         return rank
 
     def _spec_of(self, name: str) -> tuple[int, int]:
         spec = self._stored.specs[name]
         if len(spec.shape) != 2:
-            raise DamagedCheckpoint(f"`{name}` is {list(spec.shape)}, no matrix", where=self._file)
+            raise DamagedCheckpoint(f"`{name}` is {list(spec.shape)}, no matrix")
         return spec.rows, spec.columns
 
     def _shape(self, name: str) -> tuple[int, ...]:
         replaced = self.replaced.get(name)
         shape = self._stored.specs[replaced].shape if replaced else self.base.specs[name].shape
         if len(shape) != 2:
-            raise MappingError(f"`{name}` is {list(shape)}: only matrices have low-rank changes", where=self._file)
+            raise MappingError(f"`{name}` is {list(shape)}: only matrices have low-rank changes")
         return shape
 
     def _of_experts(self, target: str, levels: Mapping[str, Mapping[str, str]]) -> dict[str, LowRank]:
@@ -214,7 +214,6 @@ class AdapterReader:
         if len(stacks) < len(levels):
             raise MappingError(
                 f"`{target}` is changed by the adapter, and the base has no such module",
-                where=self._file,
                 do="Is it the adapter's base? Names must be those of the model's class in transformers.",
             )
         pairs = {level: self._pair(level, stored, _LINEAR) for level, stored in levels.items()}
@@ -230,7 +229,7 @@ class AdapterReader:
             what = (
                 f"the shapes of `{target}`'s changes fit {'none' if not found else 'more than one'} of its parameters"
             )
-            raise MappingError(what, where=self._file, do=do)
+            raise MappingError(what, do=do)
         transposed, stack_of = found[0]
         changes: dict[str, LowRank] = {}
         for level, stack in stack_of:
@@ -301,7 +300,7 @@ def _other_shape(name: str, spec: TensorSpec, other: str) -> ShapeMismatch:
     return ShapeMismatch(f"the adapter's `{name}` is {list(spec.shape)}, but {other}", do=do)
 
 
-def _check_tied(model: ModelShape, touched: set[str], path: Path) -> None:
+def _check_tied(model: ModelShape, touched: set[str]) -> None:
     """Raise MappingError where an adapter changes one of two tensors that are one in its base: the embedding and the
     output layer were trained as two, and what is merged has room for one."""
     for alias in architecture_of(model.architecture).aliases:
@@ -312,7 +311,6 @@ def _check_tied(model: ModelShape, touched: set[str], path: Path) -> None:
         ):
             raise MappingError(
                 f"the base ties `{alias.of}` and `{alias.hf}`, and the adapter changes one of the two",
-                where=path,
                 do="Untie them in the base first: store both, and set tie_word_embeddings to false in its config.json.",
             )
 
