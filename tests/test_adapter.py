@@ -5,6 +5,7 @@ tests/peers/test_peft.py has the same of what peft writes and merges itself.
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import read_rows
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import MappingError, PrecisionctlError, RecipeError, UnknownFormat
+from precisionctl.errors import MappingError, PrecisionctlError, RecipeError, UnknownFormat, UnsafePickle
 
 PREFIX = "base_model.model."
 Q = "model.layers.0.self_attn.q_proj"
@@ -217,6 +218,25 @@ def test_the_tokenizer_is_the_adapters_where_it_has_one(llama: Path, tmp_path: P
     assert (tmp_path / "second" / "tokenizer.json").read_text() == '{"adapter": 1}'
     assert not (tmp_path / "second" / "special_tokens_map.json").exists(), "of another tokenizer"
     assert (tmp_path / "second" / "generation_config.json").is_file()
+
+
+def test_an_adapter_in_a_pickle_is_read_by_the_allow_list(llama: Path, tmp_path: Path) -> None:
+    tensors = {f"{PREFIX}{name}": tensor for name, tensor in linear(Q, 64, 64).items()}
+    made = adapter(tmp_path / "safe", linear(Q, 64, 64))
+    pickled = adapter(tmp_path / "pickled", {})
+    (pickled / "adapter_model.safetensors").unlink()
+    torch.save(tensors, pickled / "adapter_model.bin")
+    conversions.run(made, tmp_path / "one", "hf", reference=llama)
+    conversions.run(pickled, tmp_path / "other", "hf", reference=llama)
+    conversions.assert_same_tensors(tmp_path / "one", tmp_path / "other")
+    torch.save({**tensors, "x": _Executes()}, pickled / "adapter_model.bin")
+    with pytest.raises(UnsafePickle, match="system"):
+        conversions.run(pickled, tmp_path / "third", "hf", reference=llama)
+
+
+class _Executes:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("false",)
 
 
 def test_an_adapter_alone_is_told_to_need_its_base(tmp_path: Path) -> None:

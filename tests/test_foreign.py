@@ -89,11 +89,11 @@ def hub_entry(main: str | None, *snapshots: str) -> Callable[[Path], object]:
 
 # what is there, what it is told to be, and what is said to do
 MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "an adapter": (files("adapter_config.json", "adapter_model.safetensors"), "adapter of PEFT", "merge_and_unload"),
+    "an adapter": (files("adapter_config.json", "adapter_model.safetensors"), "adapter of PEFT", "--reference BASE"),
     "an adapter beside a model": (
         lambda d: (pico.save(d, "llama-2"), files("adapter_config.json")(d)),
         "adapter of PEFT",
-        "merge_and_unload",
+        "--reference BASE",
     ),
     "a model with adapters in it": (
         renamed(lambda name: name.replace("q_proj.", "q_proj.base_layer.")),
