@@ -87,9 +87,18 @@ def test_an_adapters_config(tmp_path: Path) -> None:
     tensors = {f"{module}.lora_A.weight": torch.ones(2, 64), f"{module}.lora_B.weight": torch.ones(64, 2)}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     config = {
-        "peft_type": "LORA", "r": 2, "lora_alpha": 4, "rank_pattern": {"q_proj": 2}, "bias": "none",
-        "alpha_pattern": {"k_proj": 1.5}, "use_rslora": True, "use_dora": False, "target_modules": ["q_proj"],
-        "target_parameters": ["mlp.experts.down_proj"], "init_lora_weights": True, "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "rank_pattern": {"q_proj": 2},
+        "bias": "none",
+        "alpha_pattern": {"k_proj": 1.5},
+        "use_rslora": True,
+        "use_dora": False,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.down_proj"],
+        "init_lora_weights": True,
+        "modules_to_save": None,
     }
     check(
         config,
