@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data import CONVERSATION, MARKING_TEMPLATE, read, tokenizer
+from conversations import CONVERSATION, MARKING_TEMPLATE, read, tokenizer
 
 from precisionctl.errors import DataError, EnvironmentProblem
 from precisionctl.trainer.data import load_rows

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_guard import run_with_kills
-from training import contents, losses, run, scales, settings
+from training import contents, losses, run, run_with_kills, scales, settings
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
@@ -20,22 +19,6 @@ from precisionctl.reports.compare_runs import compare
 from precisionctl.reports.run import warnings
 from precisionctl.trainer import resume as trainer
 from precisionctl.trainer.measure.metrics import FILE, read_metrics
-from precisionctl.trainer.run import Run
-
-
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Steps in which the first layer gives out infinities."""
-    steps: set[int] = set()
-    before = trainer.train
-
-    def train(run: Run, *how: Any) -> Any:
-        layer = run.model.get_submodule("decoder.layers.0")
-        layer.register_forward_hook(lambda _, __, out: out * math.inf if run.step + 1 in steps else out)
-        return before(run, *how)
-
-    monkeypatch.setattr(trainer, "train", train)
-    return steps
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -20,8 +20,8 @@ import pico
 import pytest
 import torch
 from click.testing import CliRunner
+from pickle_bombs import HASHES, archived, detonate, pickled
 from safetensors.torch import load_file, save_file
-from test_bombs import HASHES, archived, detonate, pickled
 
 from precisionctl.cli import main
 from precisionctl.fp8.opcodes import Global, PickledObject, dumps

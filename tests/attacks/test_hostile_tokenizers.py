@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from test_data import WORDS
-from test_data import tokenizer as sound
+from conversations import WORDS
+from conversations import tokenizer as sound
 from training import make_source, make_text
 
 from precisionctl.checkpoints.base import Companions
@@ -37,6 +37,11 @@ def conversation(*contents: str) -> TextPiece:
 
 
 CHAT = conversation("a")
+
+
+def few(cases: Iterable[str], *kept: str) -> list[Any]:
+    """Each takes a process of its own: those that are not kept have the mark `soak`."""
+    return [pytest.param(name, marks=[] if name in kept else [pytest.mark.soak]) for name in cases]
 
 
 @pytest.fixture
@@ -96,7 +101,7 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", few(TEMPLATES, "lists that compare for ever", "gigabytes by doubling"))
 def test_a_chat_template_has_to_end(hurry: Callable[[str], None], bounded: None, name: str) -> None:
     template, message = TEMPLATES[name]
     hurry(message)
@@ -129,7 +134,9 @@ TOKENIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize(
+    "name", few(TOKENIZERS, "a pattern that tries everything", "a token that no model has", "a length that is none")
+)
 def test_what_a_tokenizer_may_take_and_answer_is_bounded(
     hurry: Callable[[str], None], bounded: None, name: str
 ) -> None:
@@ -240,7 +247,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("started", [["program.py"], ["-m", "program"]])
+@pytest.mark.parametrize("started", [["program.py"], pytest.param(["-m", "program"], marks=pytest.mark.soak)])
 def test_it_does_not_run_the_main_program_again_and_ends_with_it(tmp_path: Path, started: list[str]) -> None:
     """In the middle of what would take it a minute."""
     (tmp_path / "files").mkdir()
