@@ -160,7 +160,7 @@ def test_logits_are_those_of_transformers_and_the_config_is_the_same_but_for_the
     """Eager, in BF16. transformers decodes the source itself."""
     make(tmp_path / "source")
     notes = converted(tmp_path / "source", tmp_path / "hf")
-    assert notes == ["16 weights were MXFP4, and are what they decode to. MXFP4 is not written here."]
+    assert notes == ["16 weights were MXFP4, and are what they decode to. They are not written as MXFP4 again."]
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "source", quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
     )
@@ -246,7 +246,7 @@ def put(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Te
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without("down_proj_scales"), r"no .*down_proj_scales\[0\] for its FP8 codes"),
+        (without("down_proj_scales"), r"no .*down_proj_scales\[0\] for its codes"),
         (without("down_proj_blocks"), "unexpected|missing"),
         (without("gate_up_proj_blocks", "gate_up_proj_scales"), "missing"),
         (put("down_proj_blocks", lambda t: t.to(torch.int8)), "down_proj_blocks.* is int8; MXFP4 is made of bytes"),
@@ -277,7 +277,7 @@ def test_damaged_files_are_one_error(tmp_path: Path, damage: Callable[[dict[str,
 @pytest.mark.parametrize("quantization", [None, {"quant_method": "fp8", "weight_block_size": [128, 128]}])
 def test_blocks_under_another_method_or_none_are_refused(tmp_path: Path, quantization: dict[str, Any] | None) -> None:
     write(tmp_path / "source", make(tmp_path / "source"), CONFIG | {"quantization_config": quantization})
-    with pytest.raises(PrecisionctlError, match="is FP8 codes but|for its FP8 codes"):
+    with pytest.raises(PrecisionctlError, match="is FP8 codes but|for its codes"):
         HuggingFaceReader(tmp_path / "source")
 
 

@@ -1,11 +1,12 @@
 """What a command tells beside its result: what stays behind, what was guessed, what was made anew."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from precisionctl.architectures.families import architecture_of, models_of_megatron_args
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
-from precisionctl.checkpoints.base import Reader, in_mxfp4
+from precisionctl.checkpoints.base import Reader, in_four_bits
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
@@ -183,8 +184,8 @@ def code_notes(encodings: WeightEncodings) -> Iterator[str]:
 
 def decoded_notes(reader: Reader) -> Iterator[str]:
     """That weights which were codes are values now, and stay values."""
-    if packed := in_mxfp4(reader):
-        yield f"{len(packed)} weights were MXFP4, and are what they decode to. MXFP4 is not written here."
+    for name, count in Counter(packing.name for packing in in_four_bits(reader).values()).items():
+        yield f"{count} weights were {name}, and are what they decode to. They are not written as {name} again."
 
 
 def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator[str]:

@@ -76,6 +76,6 @@ def _elements(job: Job, plan: Plan) -> int:
 
 def _blocks(job: Job, plan: Plan) -> int:
     """How many blocks with a scale of their own the tensors have that a job encodes."""
-    blocks = job.encode.blocks if job.encode else {}
-    specs = ((plan.targets[name], block) for name, block in blocks.items())
+    weights = job.encode.weights if job.encode else {}
+    specs = ((plan.targets[name], scales.block) for name, scales in weights.items())
     return sum(prod(grid_shape(spec.rows, spec.columns, block)) for spec, block in specs)

@@ -1,4 +1,4 @@
-"""How the weights of a checkpoint are FP8 codes, or were, by the names that a Hugging Face directory has for them.
+"""How the weights of a checkpoint are codes, or were, by the names that a Hugging Face directory has for them.
 
 That travels beside the values, so what a conversion does to rows in between need not be done to scales. Only where the
 codes that are read have other names (Megatron's, or those of experts stored as one tensor) are scales moved as their
@@ -25,7 +25,7 @@ from precisionctl.quant_methods.base import QuantMethod, Scales, recognise, sibl
 
 
 def weight_encodings(reader: Reader) -> WeightEncodings | None:
-    """How a checkpoint's weights are FP8 codes, or were, by the names that a Hugging Face directory has for them when
+    """How a checkpoint's weights are codes, or were, by the names that a Hugging Face directory has for them when
     it is written. None where they never were, or nothing is known of it, or that is not written here (MXFP4)."""
     encodings = stored_weight_encodings(reader)
     method = method_of(encodings)
@@ -67,16 +67,17 @@ def _moved(reader: Reader, encodings: WeightEncodings | None) -> WeightEncodings
             continue
         if not all(name in reader.encodings for name in job.reads) or not job.row.is_row_permutation(plan.model):
             continue  # there is no row of the result of which it could be said how it was coded
-        given = [encodings.input_scale(name) for name in job.reads] if encodings else [None]
+        given = [encodings.input_amax(name) for name in job.reads] if encodings else [None]
         for name, encoding in zip(job.writes, _encodings(reader, job, plan), strict=False):
-            shape = plan.targets[name].shape
-            weights[name] = TensorSpec(shape, encoding.dtype)
+            packing = reader.specs[job.reads[0]].packing
+            weights[name] = TensorSpec(plan.targets[name].shape, encoding.element.dtype, packing=packing)
             scales[name] = Scales(
                 sibling(name, kinds[0]), sibling(name, kinds[1]) if given[0] is not None else None, encoding.block
             )
             stored.add(scales[name].weight, encoding.scale_inv, job, name)
             if (fixed := scales[name].input) is not None:
-                stored.add_fixed(fixed, max(value for value in given if value is not None))
+                amax = torch.stack([amax for amax in given if amax is not None]).amax()
+                stored.add_fixed(fixed, scales[name].of_input_amax(amax))
     quantization, files = (encodings.quantization, encodings.files) if encodings else ({}, {})
     return WeightEncodings(weights, scales, stored, quantization, files)
 
@@ -88,7 +89,7 @@ def _encodings(reader: Reader, job: Job, plan: Plan) -> list[Encoding]:
     whole_grid = parts[0] if plan.source == "megatron" else job.row.source.merge(parts, plan.model)
     grids = job.row.split(whole_grid, plan.model)
     columns = [plan.targets[name].columns for name in job.writes]
-    return [of_rows(read[0].dtype, grid, read[0], wide) for grid, wide in zip(grids, columns, strict=False)]
+    return [of_rows(grid, read[0], wide) for grid, wide in zip(grids, columns, strict=False)]
 
 
 class _Moved:
@@ -107,9 +108,9 @@ class _Moved:
         self.specs[name] = TensorSpec(tuple(scale_inv.shape), scale_inv.dtype)
         self._jobs[name] = job, weight
 
-    def add_fixed(self, name: str, value: float) -> None:
+    def add_fixed(self, name: str, value: Tensor) -> None:
         """Take the one fixed scale of a weight's input."""
-        self._fixed[name] = torch.tensor(value)
+        self._fixed[name] = value
         self.specs[name] = TensorSpec((), torch.float32)
 
     def chunks(self, name: str) -> Sequence[Chunk]:

@@ -103,3 +103,16 @@ def int4_scales_of(values: Tensor, amax: Tensor) -> Tensor:
     of 32 and 0.7 in groups of 128."""
     candidates = [int4_scales(amax * part) for part in (1.0, 0.9, 0.8)]
     return least_error(values, "INT4", candidates, Tensor.float)
+
+
+def zero_points(words: Tensor, rows: int) -> Tensor:
+    """INT4 numbers, FP32 `[rows, columns]`, of int32 `[ceil(rows / 8), columns]`, each of eight numbers of a column:
+    as compressed-tensors packs zero points."""
+    by_column = nibbles.unpack(words.t().contiguous().view(torch.uint8))
+    return by_column[:, :rows].t().float() - 8
+
+
+def packed_zero_points(zeros: Tensor) -> Tensor:
+    """The inverse of `zero_points`."""
+    codes = torch.nn.functional.pad((zeros + 8).to(torch.uint8).t(), (0, -len(zeros) % 8))
+    return nibbles.pack(codes).view(torch.int32).t().contiguous()

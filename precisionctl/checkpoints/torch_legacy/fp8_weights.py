@@ -12,6 +12,7 @@ from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
 from precisionctl.checkpoints.torch_legacy.rank_shards import Shard, ShardedTensor
 from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
+from precisionctl.fp8.elements import E4M3
 from precisionctl.fp8.encoding import Encoding, by_rows, grid_shape, of_rows
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales, encoding
@@ -53,7 +54,7 @@ def encodings_of(tensors: Mapping[str, ShardedTensor], found: Fp8Weights) -> Enc
                 parts.append((box.row, rows[first : first + box.rows]))
                 first += box.rows
         whole = torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])])
-        return of_rows(CODES, whole, shards[0], weights[name].spec.columns)
+        return of_rows(whole, shards[0], weights[name].spec.columns)
 
     return EncodingsOnDemand(weights, read)
 
@@ -93,4 +94,4 @@ def _side_by_side(name: str, spec: TensorSpec, shards: list[Encoding]) -> Encodi
             f"the blocks of `{name}` end at the {columns} columns of a rank, and not at {wide}",
             do="Save it again with another tensor-parallel size, or in BF16.",
         )
-    return Encoding(CODES, torch.cat([shard.scale_inv.float() for shard in shards], 1), (high, wide))
+    return Encoding(E4M3, torch.cat([shard.scale_inv.float() for shard in shards], 1), (high, wide))
