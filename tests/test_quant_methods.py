@@ -109,13 +109,13 @@ def test_groups_of_no_size_and_eight_bit_integers_are_refused_and_a_block_withou
     config["config_groups"]["group_0"]["weights"] = {"num_bits": 8, "type": "float", "strategy": "block"}
     with pytest.raises(PrecisionError, match="size of a block"):
         METHODS["compressed-tensors"].read(config)
-    with pytest.raises(PrecisionError, match="NVFP4"):
-        METHODS["modelopt"].read({"quant_algo": "NVFP4"})
+    with pytest.raises(PrecisionError, match="inputs are scaled too"):
+        METHODS["modelopt"].read({"quant_algo": "NVFP4_AWQ"})
 
 
 @pytest.mark.parametrize("groups", [[1], {"group_0": 1}, {"group_0": {"weights": [1]}}, "abc", None])
 def test_groups_that_are_none_are_refused(groups):
-    with pytest.raises(PrecisionError, match="config groups are not FP8"):
+    with pytest.raises(PrecisionError, match="config groups are not of a kind"):
         quant_methods()["compressed-tensors"].read({"config_groups": groups})
 
 

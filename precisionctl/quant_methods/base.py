@@ -326,8 +326,8 @@ def _coded(
         return CodedWeight(codes, spec, Scales(scale, given, size, further[0], form.divides, further[1], further[2]))
     kinds = " or ".join(dict.fromkeys(map(_in_words, fitting or said.formats)))
     raise DamagedCheckpoint(
-        f"{scale} has shape {list(specs[scale].shape)} ({specs[scale].stored_dtype}) for a weight of {list(spec.shape)}; "
-        f"the config says: {kinds}",
+        f"{scale} has shape {list(specs[scale].shape)} ({specs[scale].stored_dtype}) for a weight of "
+        f"{list(spec.shape)}; the config says: {kinds}",
         where=where,
     )
 
