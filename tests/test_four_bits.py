@@ -13,11 +13,13 @@ from torch import Tensor
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.param import Parallelism
+from precisionctl.reports.inspect import describe
 from precisionctl.verify.code_comparison import compare_codes
 from precisionctl.verify.compare import compare
 
 EACH = pytest.mark.parametrize("spelling", four_bit_directories.SPELLINGS)
-UP = "model.layers.0.mlp.up_proj."
+UP, GATE = "model.layers.0.mlp.up_proj.", "model.layers.0.mlp.gate_proj."
+QUERY = "model.layers.0.self_attn.q_proj."
 
 
 def stored(directory: Path) -> dict[str, Tensor]:
@@ -111,3 +113,97 @@ def test_a_group_that_was_trained_gets_a_new_scale_and_the_others_keep_their_cod
     assert again[1, 0] == pytest.approx(float(0.7 * largest), rel=0.3)
     step = float(again[1, :group].abs().max()) / 4
     assert (again[1, 1:group] - values[name][1, 1:group]).abs().max() <= step
+
+
+def with_large_row(tensor: Tensor) -> Tensor:
+    tensor[3] = 1000.0
+    return tensor
+
+
+@pytest.mark.parametrize("spelling", ["ct-nvfp4", "modelopt-nvfp4"])
+def test_a_fused_group_that_outgrows_its_global_scale_gets_one_in_common(tmp_path: Path, spelling: str) -> None:
+    """Gate and up share a global scale in the source, q and k do not; one value of up and of q is very large now. Gate
+    gets the new one too, and k keeps its own, with its codes."""
+    four_bit_directories.make(tmp_path / "source", spelling)
+    spelled = four_bit_directories.SPELLINGS[spelling]
+    kind = spelled.divisor or spelled.multiplier
+    changed(tmp_path / "source", f"{UP}{kind}", lambda _: stored(tmp_path / "source")[f"{GATE}{kind}"])
+    run(tmp_path / "source", tmp_path / "bf16", "hf")
+    for module in (UP, QUERY):
+        changed(tmp_path / "bf16", f"{module}weight", with_large_row)
+    run(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
+    found = stored(tmp_path / "back")
+    assert torch.equal(found[f"{UP}{kind}"], found[f"{GATE}{kind}"])
+    expected = 2688 / 1000 if spelled.divisor else 1000 / 2688
+    assert float(found[f"{UP}{kind}"]) == pytest.approx(expected)
+    assert not [name for name in differing(tmp_path / "source", tmp_path / "back") if "k_proj" in name]
+    assert float(found[f"{QUERY}{kind}"]) == pytest.approx(expected)
+    run(tmp_path / "back", tmp_path / "again", "hf")
+    assert bool((stored(tmp_path / "again")[f"{UP}weight"][3] == 1000).all())
+
+
+@EACH
+def test_one_bit_that_was_flipped_anywhere_is_found(tmp_path: Path, spelling: str) -> None:
+    """The highest bit of the last byte of codes, of scales, of global scales, of zero points and of an input's scale:
+    each is a difference, of that weight or that scale alone."""
+    four_bit_directories.make(tmp_path / "source", spelling, quantised=lambda name: "up_proj" in name)
+    four_bit_directories.make(tmp_path / "other", spelling, quantised=lambda name: "up_proj" in name)
+    tensors = stored(tmp_path / "source")
+    for name in tensors:
+        if not name.startswith(UP) or name.endswith("weight_shape"):
+            continue
+        flipped = bits(tensors[name]).clone()
+        flipped[-1] ^= 8 if "scale" in name else 128
+        save(tmp_path / "other", tensors | {name: flipped.view(tensors[name].dtype).view(tensors[name].shape)})
+        found = compare(open_checkpoint(tmp_path / "source"), open_checkpoint(tmp_path / "other"))
+        if "input" in name:
+            assert [name for name in found.settings if "up_proj" in name]
+        else:
+            assert [each.name for each in found.tensors if not each.equal] == [f"{UP}weight"]
+
+
+def test_codes_of_several_formats_stand_side_by_side(tmp_path: Path) -> None:
+    """NVFP4 in the attention and FP8 with a scale for each channel in the MLP, as two config groups say."""
+    four_bit_directories.make(tmp_path / "source", "ct-nvfp4", quantised=lambda name: "self_attn" in name)
+    tensors, path = stored(tmp_path / "source"), tmp_path / "source" / "config.json"
+    for part in ("gate", "up", "down"):
+        name = f"model.layers.0.mlp.{part}_proj.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = torch.rand(len(tensors[name]), 1) + 0.1
+    save(tmp_path / "source", tensors)
+    config = json.loads(path.read_text())
+    channels = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    config["quantization_config"]["config_groups"]["group_1"] = {"weights": channels, "input_activations": None}
+    path.write_text(json.dumps(config))
+    described = describe(open_checkpoint(tmp_path / "source"))
+    assert described["coded"]["formats"] == {"NVFP4": 4, "FP8": 3}
+    assert described["precision"] == "float4_e2m1fn_x2 and float8_e4m3fn codes"
+    run(tmp_path / "source", tmp_path / "megatron", "megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "hf", precision="fp8")
+    assert_same(stored(tmp_path / "back"), tensors)
+
+
+def test_four_bit_experts_stand_beside_fp8_blocks(tmp_path: Path) -> None:
+    """As in DeepSeek-V4: words of signed bytes with E8M0 scales for 32, and 128 x 128 blocks with E8M0 scales."""
+    experts = four_bit_directories.make(
+        tmp_path / "source",
+        "fp8-fp4-experts",
+        "qwen3-moe",
+        quantised=lambda name: ".experts." in name,
+        num_hidden_layers=2,
+        moe_intermediate_size=32,
+        hidden_size=64,
+        num_experts=2,
+        num_experts_per_tok=1,
+    )
+    tensors = stored(tmp_path / "source")
+    for name in [name for name in tensors if "self_attn" in name and "proj" in name]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        grid = [-(-size // 128) for size in tensors[name].shape]
+        tensors[f"{name}_scale_inv"] = torch.full(grid, 120, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    save(tmp_path / "source", tensors)
+    run(tmp_path / "source", tmp_path / "bf16", "hf")
+    decoded = stored(tmp_path / "bf16")
+    assert experts and all(torch.equal(decoded[name], values.bfloat16()) for name, values in experts.items())
+    run(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
+    assert_same(stored(tmp_path / "back"), tensors)
