@@ -86,6 +86,14 @@ SPELLINGS: dict[str, FourBits] = {
         scales=torch.bfloat16,
         zero_points=True,
     ),
+    "ct-int4-channel-zero-points": FourBits(
+        compressed(_int(None, symmetric=False), "pack-quantized"),
+        None,
+        INT4,
+        torch.int32,
+        scales=torch.bfloat16,
+        zero_points=True,
+    ),
     "modelopt-nvfp4": FourBits(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
         16,

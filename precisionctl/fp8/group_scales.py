@@ -114,5 +114,7 @@ def zero_points(words: Tensor, rows: int) -> Tensor:
 
 def packed_zero_points(zeros: Tensor) -> Tensor:
     """The inverse of `zero_points`."""
-    codes = torch.nn.functional.pad((zeros + 8).to(torch.uint8).t(), (0, -len(zeros) % 8))
-    return nibbles.pack(codes).view(torch.int32).t().contiguous()
+    codes = zeros.new_zeros(zeros.shape[1], -(-len(zeros) // 8) * 8, dtype=torch.uint8)
+    codes[:, : len(zeros)] = zeros.t() + 8
+    words = nibbles.pack(codes).view(torch.int32).t()
+    return torch.empty(words.shape, dtype=words.dtype).copy_(words)  # in the strides of its shape, whatever that is
