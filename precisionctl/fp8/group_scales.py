@@ -108,7 +108,7 @@ def int4_scales_of(values: Tensor, amax: Tensor) -> Tensor:
 def zero_points(words: Tensor, rows: int) -> Tensor:
     """INT4 numbers, FP32 `[rows, columns]`, of int32 `[ceil(rows / 8), columns]`, each of eight numbers of a column:
     as compressed-tensors packs zero points."""
-    by_column = nibbles.unpack(words.t().contiguous().view(torch.uint8))
+    by_column = nibbles.unpack(_laid_out(words.t()).view(torch.uint8))
     return by_column[:, :rows].t().float() - 8
 
 
@@ -116,5 +116,9 @@ def packed_zero_points(zeros: Tensor) -> Tensor:
     """The inverse of `zero_points`."""
     codes = zeros.new_zeros(zeros.shape[1], -(-len(zeros) // 8) * 8, dtype=torch.uint8)
     codes[:, : len(zeros)] = zeros.t() + 8
-    words = nibbles.pack(codes).view(torch.int32).t()
-    return torch.empty(words.shape, dtype=words.dtype).copy_(words)  # in the strides of its shape, whatever that is
+    return _laid_out(nibbles.pack(codes).view(torch.int32).t())
+
+
+def _laid_out(words: Tensor) -> Tensor:
+    """The same with the strides of its shape; what `contiguous` gives has others where one dimension is 1."""
+    return torch.empty(words.shape, dtype=words.dtype).copy_(words)

@@ -238,6 +238,14 @@ def quant_methods() -> dict[str, QuantMethod]:
     return {method.name: method for method in methods}
 
 
+_OTHERWISE = {
+    "gptq": "4-bit integers packed along inputs, which groups may take in another order",
+    "awq": "4-bit integers in an order of their own, under scales that norms before them have taken up",
+    "bitsandbytes": "4-bit numbers of a table in the file (NF4), under scales that are codes too",
+}
+"""What methods that others know store, in words."""
+
+
 def recognise(config: Mapping[str, Any], where: object = "config.json") -> QuantMethod | None:
     """The method that a config.json names; None where it names none.
 
@@ -251,7 +259,12 @@ def recognise(config: Mapping[str, Any], where: object = "config.json") -> Quant
     methods, name = quant_methods(), quantization.get("quant_method")
     if not isinstance(name, str) or name not in methods:
         known = ", ".join(methods)
-        raise PrecisionError(f"quant_method {name!r} is not one that can be read", where=where, do=f"Known: {known}.")
+        why = _OTHERWISE.get(name, "") if isinstance(name, str) else ""
+        raise PrecisionError(
+            f"quant_method {name!r} is not one that can be read{why and f': {why}'}",
+            where=where,
+            do=f"Known: {known}." + (" Start from the model before quantization." if why else ""),
+        )
     return methods[name]
 
 
@@ -275,7 +288,7 @@ def coded_weights(
     """
     method = recognise(config, where)
     said = method.read(config["quantization_config"]) if method else None
-    packed = _packed(said, specs) if said else {}
+    packed = _packed(said, specs, where) if said else {}
     beside = {sibling(name, kind) for name in packed for kind in (method.weight_scales if method else ())}
     others = {name: name for name, spec in specs.items() if spec.packing or spec.dtype in fp8.CODES}
     codes = packed | {name: stored for name, stored in others.items() if name not in {*beside, *packed}}
@@ -291,15 +304,25 @@ def stored_scales(
     return {name: coded.scales for name, coded in coded_weights(config, specs, where).items()}
 
 
-def _packed(said: Quantization, specs: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """The stored tensors that are words of four-bit codes, by the names of the weights."""
-    found = {}
-    for packing in dict.fromkeys(form.packing for form in said.formats if form.packing):
+def _packed(said: Quantization, specs: Mapping[str, TensorSpec], where: object) -> dict[str, str]:
+    """The stored tensors that are words of four-bit codes, by the names of the weights. Raises DamagedCheckpoint for
+    one that has their name and cannot be, PrecisionError for one whose groups of inputs are in another order."""
+    found: dict[str, str] = {}
+    packings = [form.packing for form in said.formats if form.packing and form.packing.block is None]
+    for suffix in dict.fromkeys(packing.suffix for packing in packings):
+        words = {packing.word for packing in packings if packing.suffix == suffix}
         for name, spec in specs.items():
-            weight = name.removesuffix(packing.suffix)
-            wanted = name.endswith(f".weight{packing.suffix}") and packing.block is None
-            if wanted and spec.dtype == packing.word and len(spec.shape) == 2:
+            if not name.endswith(f".weight{suffix}") or len(spec.shape) != 2:
+                continue
+            weight = name.removesuffix(suffix)
+            if spec.dtype in words:
                 found[weight] = name
+            elif suffix:
+                kinds = " or ".join(dict.fromkeys(map(_in_words, said.formats)))
+                raise DamagedCheckpoint(f"{name} is {spec.stored_dtype}; the config says: {kinds}", where=where)
+            if (order := sibling(weight, "weight_g_idx")) in specs:
+                what = f"{order} puts inputs into groups in another order than theirs (actorder)"
+                raise PrecisionError(what, where=where, do="Start from the model before quantization.")
     return found
 
 
