@@ -1,8 +1,8 @@
 """How codes of four bits decode and come back: all of them under every scale, and what the real tools say of theirs.
 
 `golden/four_bits.safetensors` has eight rows of one weight as llm-compressor 0.14 (compressed-tensors 0.19) and
-ModelOpt 0.47 have stored them on a CPU, with groups of zeros, tiny groups and ties, as `SCHEME/<end of the
-tensor's name>`; `SCHEME/expected` is what the tool itself decompresses, BF16; the metadata has its `quantization_config`.
+ModelOpt 0.47 have stored them on a CPU, with groups of zeros, tiny groups and ties, as `SCHEME/<end of its name>`.
+`SCHEME/expected` is what the tool itself decompresses, BF16; the metadata has its `quantization_config`.
 """
 
 import json

@@ -8,10 +8,14 @@ import conversions
 import four_bit_directories
 import pytest
 import torch
+import training
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.evaluate import evaluate
+from precisionctl.fp8 import sidecar
+from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.param import Parallelism
 from precisionctl.reports.inspect import describe
 from precisionctl.verify.code_comparison import compare_codes
@@ -207,3 +211,56 @@ def test_four_bit_experts_stand_beside_fp8_blocks(tmp_path: Path) -> None:
     assert experts and all(torch.equal(decoded[name], values.bfloat16()) for name, values in experts.items())
     run(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
     assert_same(stored(tmp_path / "back"), tensors)
+
+
+@pytest.mark.parametrize(("spelling", "scale"), [("ct-nvfp4", 2688 / 7), ("modelopt-nvfp4", 7 / 2688)])
+def test_fixed_scales_of_inputs_are_recorded_amaxes_and_one_recorded_since_gets_its_own(
+    tmp_path: Path, spelling: str, scale: float
+) -> None:
+    """An amax is 2688 over a divisor, or 2688 times a multiplier, the largest of q, k and v."""
+    four_bit_directories.make(tmp_path / "source", spelling)
+    kind, tensors = four_bit_directories.SPELLINGS[spelling].input, stored(tmp_path / "source")
+    run(tmp_path / "source", tmp_path / "bf16", "hf")
+    states = sidecar.read(tmp_path / "bf16" / sidecar.RELATIVE)
+    parts = [tensors[f"model.layers.0.self_attn.{part}_proj.{kind}"].reshape(()) for part in "qkv"]
+    amaxes = [2688 / part if spelling == "ct-nvfp4" else 2688 * part for part in parts]
+    found = states.modules["decoder.layers.0.self_attention.linear_qkv"].roles["input"]
+    assert float(recorded_amax(found, "input", states.recipe)) == pytest.approx(float(max(amaxes)))
+    states.modules["decoder.layers.0.mlp.linear_fc2"].roles["input"].amax_history[-1] = 7.0
+    sidecar.write(tmp_path / "bf16" / sidecar.RELATIVE, states)
+    run(tmp_path / "bf16", tmp_path / "back", "hf", precision="fp8")
+    after, name = stored(tmp_path / "back"), f"model.layers.0.mlp.down_proj.{kind}"
+    assert float(after[name]) == pytest.approx(scale)
+    assert_same(after | {name: tensors[name]}, tensors)
+
+
+def test_training_on_from_four_bits_begins_with_what_they_decode_to_and_inspect_and_eval_take_them(
+    tmp_path: Path,
+) -> None:
+    """`resume` of NVFP4: masters are the decoded codes in FP32. After it, every weight has another scale. `eval` tells
+    that only weights are of four bits: inputs meet them in BF16."""
+    training.make_text(tmp_path / "text.txt")
+    source = training.make_source(tmp_path / "made")
+    four_bit_directories.make(tmp_path / "source", "ct-nvfp4a16", vocab_size=80)
+    for file in source.glob("tokenizer*"):
+        (tmp_path / "source" / file.name).write_bytes(file.read_bytes())
+    run(tmp_path / "source", tmp_path / "fp32", "hf", precision="fp32")
+    losses = []
+    for each in ("source", "fp32"):
+        changes = {"train__steps": 2}
+        made = training.settings(tmp_path / each, tmp_path / "text.txt", tmp_path / f"run-{each}", **changes)
+        losses.append(training.run(made)[2])
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
+    notes = run(tmp_path / "run-source", tmp_path / "back", "hf", precision="fp8")
+    assert any("7 have blocks with new scales" in note for note in notes)
+    assert stored(tmp_path / "back").keys() == stored(tmp_path / "source").keys()
+    found = [
+        evaluate(open_checkpoint(tmp_path / each), tmp_path / "text.txt", sequence_length=32)
+        for each in ("source", "fp32")
+    ]
+    assert found[0].precision == "bfloat16, with weights from NVFP4"
+    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-3)
+    described = describe(open_checkpoint(tmp_path / "source"))
+    words = 7 * 128 * 128 // 2 - 2 * 64 * 128 // 2
+    assert described["bytes_by_dtype"]["float4_e2m1fn_x2"] == words
+    assert described["coded"]["formats"] == {"NVFP4": 7} and described["coded"]["static_input_scales"] == 0
