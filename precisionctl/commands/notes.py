@@ -176,16 +176,18 @@ def _recorded_beside_weights(state: Fp8State) -> bool:
 
 def code_notes(encodings: WeightEncodings) -> Iterator[str]:
     """That weights which were codes are values now, and how they become codes again."""
+    formats = Counter(spec.packing.name if spec.packing else "FP8" for spec in encodings.weights.values())
+    counted = " and ".join(f"{count} weights were {name} codes" for name, count in formats.items())
     yield (
-        f"{len(encodings.weights)} weights were FP8 codes; the result has their decoded values. The scales are kept "
-        "beside them: `convert --to hf --precision fp8` writes the same codes again."
+        f"{counted}; the result has their decoded values. The scales are kept beside them: `convert --to hf "
+        "--precision fp8` writes the same codes again."
     )
 
 
 def decoded_notes(reader: Reader) -> Iterator[str]:
     """That weights which were codes are values now, and stay values."""
     for name, count in Counter(packing.name for packing in in_four_bits(reader).values()).items():
-        yield f"{count} weights were {name}, and are what they decode to. They are not written as {name} again."
+        yield f"{count} weights were {name} codes, and are what they decode to. The scales stay behind."
 
 
 def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator[str]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import in_pieces
-from precisionctl.fp8 import numerics
+from precisionctl.fp8 import nibbles
 from precisionctl.fp8.encoding import grid_shape
 from precisionctl.planning.plan import Job, Plan
 
@@ -27,7 +27,7 @@ class Buffers:
         self._read = torch.empty(BUFFER, dtype=torch.uint8)
         self._decoded = torch.empty(BUFFER, dtype=torch.uint8)
         self._write = torch.empty(BUFFER, dtype=torch.uint8)
-        self.scratch = torch.empty(numerics.PIECE)
+        self.scratch = torch.empty(nibbles.SCRATCH)
 
     def pieces(self, row: int, rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
         """Rows `[row, row + rows)` in runs that fit a buffer: as `in_pieces` cuts them."""
@@ -67,7 +67,7 @@ def worker_memory(plan: Plan) -> int:
     copies = 4 if plan.source == plan.target else 2
     computed = [copies * WIDEST * _elements(job, plan) for job in plan.jobs if plan.computes(job)]
     encoded = [6 * BUFFER + _BLOCK * _blocks(job, plan) for job in plan.jobs if job.encode]
-    return 3 * max(BUFFER, *rows) + WIDEST * numerics.PIECE + max(computed, default=0) + max(encoded, default=0)
+    return 3 * max(BUFFER, *rows) + WIDEST * nibbles.SCRATCH + max(computed, default=0) + max(encoded, default=0)
 
 
 def _elements(job: Job, plan: Plan) -> int:

@@ -26,11 +26,11 @@ from precisionctl.quant_methods.base import QuantMethod, Scales, recognise, sibl
 
 def weight_encodings(reader: Reader) -> WeightEncodings | None:
     """How a checkpoint's weights are codes, or were, by the names that a Hugging Face directory has for them when
-    it is written. None where they never were, or nothing is known of it, or that is not written here (MXFP4)."""
+    it is written. None where they never were, or nothing is known of it."""
     encodings = stored_weight_encodings(reader)
     method = method_of(encodings)
-    if method and method.spelling is None:
-        return None
+    if method and method.spelling is None:  # gpt-oss: codes have names of their own, and are `[out, in]` under them
+        return encodings
     renamed = reader.layout == "megatron" or any(name.endswith("]") for name in reader.encodings)
     if reader.encodings and renamed:
         encodings = _moved(reader, encodings)
