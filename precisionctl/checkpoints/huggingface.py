@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions, to_json
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
-from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name, unpacked
+from precisionctl.checkpoints.fused_experts import in_words, sliced, stacked, stored_name, unpacked
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, WeightFileFormat, index_of, read_stored, spelling_of
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.safetensors_file import StoredTensor, split_shards
@@ -25,7 +25,7 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
-from precisionctl.quant_methods.base import Scales, cache_scales, stored_scales
+from precisionctl.quant_methods.base import Scales, cache_scales, coded_weights
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 MAX_SHARD_SIZE = 5_000_000_000
@@ -39,9 +39,10 @@ def recognise(path: Path) -> bool:
 class HuggingFaceReader:
     """A Hugging Face directory as a Reader. Raises DamagedCheckpoint where files contradict one another.
 
-    Experts that are stored as one tensor are slices here, `name[expert]`, and in MXFP4 matrices of codes. Scale tensors
-    of FP8 codes are not among `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every
-    tensor in the files. Nor are those of a KV cache, which belong to no weight.
+    Experts that are stored as one tensor are slices here, `name[expert]`, and in MXFP4 matrices of codes. Codes of four
+    bits have the weight's name and shape, whatever the tensor of their words is called. Scale tensors of codes are not
+    among `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every tensor in the files.
+    Nor are those of a KV cache, which belong to no weight.
     """
 
     layout: Layout = "hf"
@@ -60,8 +61,14 @@ class HuggingFaceReader:
                 do="Keep the file that is the model, under the usual name, and remove the key.",
             )
         self.model: ModelShape = from_hf_config(self.config, path / "config.json")
-        self.stored = StoredTensors(unpacked(self._places()))
-        self._scales: Mapping[str, Scales] = stored_scales(self.config, self.stored.specs, path / "config.json")
+        places = unpacked(self._places())
+        stored = {name: tensor.spec for name, (_, tensor) in places.items()}
+        coded = coded_weights(self.config, stored, path / "config.json")
+        for name, weight in coded.items():  # codes of four bits, under the name that the weight has
+            file, tensor = places.pop(weight.codes)
+            places[name] = file, replace(tensor, spec=weight.spec)
+        self.stored = StoredTensors(places)
+        self._scales: Mapping[str, Scales] = {name: weight.scales for name, weight in coded.items()}
         hidden = {name for scales in self._scales.values() for name in scales.names}
         hidden |= cache_scales(self.config, self.stored.specs).keys()
         self.specs = {name: spec for name, spec in self.stored.specs.items() if name not in hidden}
@@ -100,9 +107,10 @@ class HuggingFaceReader:
 
     @cached_property
     def input_scales(self) -> Mapping[str, float]:
-        """Static input scale_inv of each quantised weight that has one, by the weight's name."""
+        """Static input scale_inv of each FP8 weight that has one, by the weight's name."""
         static = {name: scales.input for name, scales in self._scales.items() if scales.input is not None}
-        return {name: float(read_tensor(self.stored, scale).reshape(())) for name, scale in static.items()}
+        fp8 = {name: scale for name, scale in static.items() if self.specs[name].packing is None}
+        return {name: float(read_tensor(self.stored, scale).reshape(())) for name, scale in fp8.items()}
 
     @cached_property
     def beside(self) -> dict[str, Any] | None:
@@ -154,7 +162,9 @@ class HuggingFaceWriter:
 
     @cached_property
     def _shards(self) -> dict[Path, dict[str, TensorSpec]]:
-        shards = split_shards(stacked(self.specs), self.max_shard_size)
+        shards = split_shards(
+            stacked(dict(in_words(name, spec) for name, spec in self.specs.items())), self.max_shard_size
+        )
         count = len(shards)
         return {self.directory / self.spelling.shard(number, count): shard for number, shard in enumerate(shards, 1)}
 
@@ -167,7 +177,7 @@ class HuggingFaceWriter:
         }
         places = {}
         for name, spec in self.specs.items():
-            stored, index = stored_name(name)
+            stored, index = stored_name(in_words(name, spec)[0])
             file, offset = starts[stored]
             places[name] = Chunk(whole(spec), file, offset + (index or 0) * spec.nbytes)
         return places

@@ -149,7 +149,7 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
     method = policy.method
     scheme = method.read(encodings.quantization).scheme
     serving = [engine for engine in engines().values() if (method.name, scheme) in engine.reads]
-    dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in encodings.weights.values()})
+    dtypes = sorted({spec.stored_dtype for spec in encodings.weights.values()})
     fixed = any(scales.input is not None for scales in encodings.scales.values())
     facts = {
         "weights": ", ".join(dtypes),

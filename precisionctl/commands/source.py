@@ -13,7 +13,7 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.export.input_scales import state_of_input_scales
-from precisionctl.export.weight_encodings import check_model, weight_encodings
+from precisionctl.export.weight_encodings import check_model, method_of, weight_encodings
 from precisionctl.fp8.carry import merged
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.make_plan import make_plan
@@ -64,6 +64,9 @@ def open_source(request: Request) -> Source:
     """
     reader = _open(request)
     encodings = None if request.drop_fp8_state else weight_encodings(reader)
+    method = method_of(encodings)
+    if request.for_inference and (request.target or request.recipe) and method and method.spelling is None:
+        encodings = None  # engines read such codes as they were released, and no others of these weights
     goes_along = request.to == "megatron" and not request.drop_optimizer
     trained = reader if goes_along and of_megatron(reader) and reader.optimizer_specs else None
     plan = make_plan(
@@ -73,6 +76,7 @@ def open_source(request: Request) -> Source:
         parallelism=request.parallelism,
         optimizer=trained is not None,
         respelled=request.for_inference,
+        wanted=encodings.weights if encodings and request.for_inference else (),
     )
     if encodings and request.for_inference:
         check_model(encodings, plan)

@@ -54,7 +54,7 @@ def encode(plan: Plan, policy: Policy) -> Plan:
     Raises MissingFp8State for scales of inputs, and PrecisionError for weights, that the policy cannot give.
     """
     encodes = policy.encodes(plan)
-    codes = {name for encode in encodes.values() for name in encode.weight_scales}
+    codes = {name for encode in encodes.values() for name in encode.weights}
     targets: dict[str, TensorSpec] = {}
     for name, spec in plan.targets.items():
         targets |= policy.tensors(name, spec) if name in codes else {name: spec}
@@ -139,12 +139,7 @@ class InScheme:
 
     def _encode(self, job: Job, plan: Plan) -> Encode:
         scales = {name: self.format.scales(name, plan.targets[name]) for name in job.writes}
-        return Encode(
-            blocks={name: tensors.block for name, tensors in scales.items()},
-            weight_scales={name: tensors.weight for name, tensors in scales.items()},
-            input_scales={},
-            numbers=self.format.numbers,
-        )
+        return Encode(scales, input_scales={}, numbers=self.format.numbers)
 
     def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
         scales = self.format.spelling.specs(self.format.scales(weight, spec), spec, self.format.scheme)

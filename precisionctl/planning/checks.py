@@ -48,9 +48,11 @@ def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "",
 def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:
     """Raise PrecisionError for a dtype that no weight has."""
     for name, spec in stored.items():
-        if spec.dtype not in _VALUES:
+        if spec.dtype not in _VALUES and spec.packing is None:
             dtype = str(spec.dtype).removeprefix("torch.")
-            raise PrecisionError(f"`{name}` is {dtype}", do="Known are values in BF16, FP16 and FP32, and FP8 codes.")
+            raise PrecisionError(
+                f"`{name}` is {dtype}", do="Known are values in BF16, FP16 and FP32, and codes with scales."
+            )
 
 
 def check_shapes(stored: Mapping[str, TensorSpec], shapes: Iterable[tuple[int, ...]]) -> None:

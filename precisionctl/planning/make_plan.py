@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -49,19 +49,21 @@ def make_plan(
     parallelism: Parallelism = ONE_RANK,
     optimizer: bool = False,
     respelled: bool = False,
+    wanted: Collection[str] = (),
 ) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
     `dtype` is that of every target tensor but those that keep theirs; None keeps each as stored, FP8 codes decoded to
     BF16. `optimizer` takes the state of a Megatron source's optimizer along, in the dtype that it is stored in.
-    `respelled` gives experts that a Hugging Face source has fused the names that the model's own class saves.
+    `respelled` gives experts that a Hugging Face source has fused the names that the model's own class saves; `wanted`
+    are names that the target is to have where that is a choice.
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
     with at(source.path or ""):
         architecture = architecture_of(source.model.architecture)
         if target == "megatron":
             checks.check_megatron_has(source.model, architecture)
-        rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled)
+        rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled, wanted)
         stored = _with_mtp(source, rows)
         model = stored.padded(parallelism.tensor) if target == "megatron" else stored
         parallelism = checks.with_stages(parallelism, model.num_layers)

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader, stored_dtype
+from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.errors import CheckpointError, PrecisionctlError
 from precisionctl.export.weight_encodings import stored_weight_encodings
-from precisionctl.fp8 import e2m1
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, Role, RoleState
 from precisionctl.param import TensorSpec
@@ -29,7 +28,7 @@ def describe(reader: Reader) -> Description:
     specs = reader.specs.values()
     nbytes = _bytes_by_dtype(reader)
     # What the values are stored in, and what FP8 state is beside them, in a few words
-    codes = sorted({str(_dtype(reader, name)).removeprefix("torch.") for name in reader.encodings})
+    codes = sorted({reader.specs[name].stored_dtype for name in reader.encodings})
     stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
     return {
         "path": str(reader.path),
@@ -51,15 +50,9 @@ def describe(reader: Reader) -> Description:
 
 def _bytes_by_dtype(reader: Reader) -> Counter[str]:
     nbytes: Counter[str] = Counter()
-    for name, spec in reader.specs.items():
-        dtype = _dtype(reader, name)
-        nbytes[str(dtype).removeprefix("torch.")] += spec.nbytes // (2 if dtype == e2m1.DTYPE else 1)
+    for spec in reader.specs.values():
+        nbytes[spec.stored_dtype] += spec.nbytes
     return nbytes
-
-
-def _dtype(reader: Reader, name: str) -> torch.dtype:
-    """That of a tensor in its files. Only codes may be read as others."""
-    return stored_dtype(reader, name) if name in reader.encodings else reader.specs[name].dtype
 
 
 def _optimizer(reader: Reader) -> dict[str, Any] | None:
@@ -74,13 +67,15 @@ def _optimizer(reader: Reader) -> dict[str, Any] | None:
 
 
 def _coded(reader: Reader) -> dict[str, Any] | None:
-    """How FP8 weights are spelled, or were before they became values; how many share scales in which way."""
+    """How codes of weights are spelled, or were before they became values; how many share scales in which way."""
     coded = stored_weight_encodings(reader)
     if coded is None:
         return None
     shared = Counter(_sharing(coded.weights[name], scales.block) for name, scales in coded.scales.items())
+    formats = Counter(spec.packing.name if spec.packing else "FP8" for spec in coded.weights.values())
     return {
         "quant_method": coded.quantization.get("quant_method"),
+        "formats": dict(formats.most_common()),
         "weights_by_scale": dict(shared.most_common()),
         "static_input_scales": sum(scales.input is not None for scales in coded.scales.values()),
     }
@@ -195,7 +190,7 @@ def _coded_row(description: Description) -> tuple[str, str]:
     by_scale = ", ".join(f"{count} with a scale for each {who}" for who, count in coded["weights_by_scale"].items())
     static = coded["static_input_scales"]
     inputs = f"; static input scales for {static}" if static else ""
-    kind = "MXFP4" if coded["quant_method"] == "mxfp4" else "FP8"
+    kind = " and ".join(coded["formats"])
     title = f"{kind} weights" if "codes" in description["precision"] else f"were {kind} weights"
     return title, f"{coded['quant_method'] or 'of no Hugging Face spelling'}: {by_scale}{inputs}"
 
