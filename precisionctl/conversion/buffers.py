@@ -9,7 +9,7 @@ from torch import Tensor
 from precisionctl.checkpoints.base import in_pieces
 from precisionctl.fp8 import nibbles
 from precisionctl.fp8.encoding import grid_shape
-from precisionctl.planning.plan import Plan
+from precisionctl.planning.plan import Job, Plan
 
 BUFFER = 4 << 20
 """Bytes moved at a time. With 1 MiB an export took a tenth longer, because of the Python code for each piece; larger

@@ -68,7 +68,7 @@ class Encoder:
 
         Raises PrecisionError for an infinite weight.
         """
-        seen = self._seen(encode, pieces)
+        seen = self._first_pass(encode, pieces)
         made = {name: self._made(name, found, encode) for name, found in seen.items()}
         changed = dict.fromkeys((name for name, found in seen.items() if found.carried and not found.fits.all()), 0)
         underflows = {name: _Underflows() for name in encode.weights if self._specs[name].packing is None}
@@ -116,22 +116,12 @@ class Encoder:
             sharing = [*seen.values()]
             for name, source in encode.alongside.items():  # weights of other jobs with the same scale
                 spec, block = self._specs[name], (self._specs[name].rows, self._specs[name].columns)
-                other = BlockScales(spec.rows, spec.columns, block, spec.dtype, self._carried.get(name))
+                other = BlockScales(spec.rows, spec.columns, block, spec.element, self._carried.get(name))
                 for row, values in self._read(source, 0, spec.rows):
                     other.see(values, row, self._buffers.scratch)
                 sharing.append(other)
             share(sharing)
         return seen
-
-    def _alongside(self, encode: Encode) -> Iterator[BlockScales]:
-        """What the weights that share the scale, and that other jobs encode, say of it."""
-        for name, source in encode.alongside.items():
-            spec = self._specs[name]
-            whole = (spec.rows, spec.columns)
-            found = BlockScales(spec.rows, spec.columns, whole, spec.element, self._carried.get(name))
-            for row, values in self._read(source, 0, spec.rows):
-                found.see(values, row, self._buffers.scratch)
-            yield found
 
     def _is_by_row(self, name: str, encode: Encode) -> bool:
         """Whether each row has a scale of its own, FP32 and none that is carried."""

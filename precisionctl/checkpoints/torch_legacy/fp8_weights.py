@@ -59,7 +59,7 @@ def encodings_of(tensors: Mapping[str, ShardedTensor], found: Fp8Weights) -> Enc
                     f"the blocks of `{name}` end at the {columns} columns of a rank, and not at {wide}",
                     do="Save it again with another tensor-parallel size, or in BF16.",
                 )
-            return Encoding(CODES, torch.cat([shard.scale_inv.float() for shard in shards], 1), (high, wide))
+            return Encoding(E4M3, torch.cat([shard.scale_inv.float() for shard in shards], 1), (high, wide))
         # Cut by rows (fc1 into gate and up first): expand the scales to rows, and move these as the codes' rows
         parts: list[tuple[int, Tensor]] = []
         for shard, boxes in zip(shards, shard_boxes(spec, len(shards)), strict=True):
@@ -98,14 +98,3 @@ def _shard_encoding(name: str, shard: Shard, found: Fp8Weights) -> Encoding:
     if weight.block is None and grid.numel() != 1 or grid.shape[0] < high or grid.shape[1] < wide:
         raise DamagedCheckpoint(f"`{name}` has scales of {list(scale.shape)}", where=path)
     return encoding(grid[:high, :wide].contiguous(), Scales(name, None, block), spec, path)  # what pads is cut off
-
-
-def _side_by_side(name: str, spec: TensorSpec, shards: list[Encoding]) -> Encoding:
-    high, wide = shards[0].block
-    columns = spec.columns // len(shards)
-    if columns % wide:
-        raise PrecisionError(
-            f"the blocks of `{name}` end at the {columns} columns of a rank, and not at {wide}",
-            do="Save it again with another tensor-parallel size, or in BF16.",
-        )
-    return Encoding(E4M3, torch.cat([shard.scale_inv.float() for shard in shards], 1), (high, wide))
