@@ -114,20 +114,6 @@ def _snapshot(path: Path) -> str | None:
     return shlex.quote(main if main in there else there[-1])
 
 
-def _wrapped_text(path: Path, known: bool) -> str | None:
-    """The `model_type` of the text model in a wrapper of images or sound, if it is one that is known here, or not."""
-    if not (path / "config.json").is_file():
-        return None
-    config = parse_json(read_file(path / "config.json", path), path / "config.json")
-    text, other = config.get("text_config"), config.get("vision_config") or config.get("audio_config")
-    if not isinstance(text, dict) or not other or config.get("model_type") in supported():
-        return None
-    family = text.get("model_type")
-    if not isinstance(family, str) or not re.fullmatch(r"\w{1,40}", family):
-        return None if known else "unnamed"
-    return family if (family in supported()) == known else None
-
-
 MISTAKABLE = (
     Foreign(
         "an adapter of PEFT (LoRA), without the model that it changes",
@@ -136,18 +122,6 @@ MISTAKABLE = (
         "M.from_pretrained(sys.argv[1]).merge_and_unload().save_pretrained(sys.argv[2])' {path} OUT`, copy the "
         "tokenizer's files to OUT, and give OUT.",
         _has("adapter_config.json"),
-    ),
-    Foreign(
-        "a model of images or sound, around a text model of a family that is known here",
-        "`text_config` beside `vision_config` or `audio_config` in config.json",
-        "The wrapper is not read. docs/foreign.md saves the text model alone, with transformers: give that.",
-        lambda path: _wrapped_text(path, known=True),
-    ),
-    Foreign(
-        "a model of images or sound, around a text model of a family that is not known here",
-        "the same, where the text model's family is not known",
-        "Neither is read. If the model has a release for text alone, of a family in docs/convert.md, give that.",
-        lambda path: _wrapped_text(path, known=False),
     ),
 )
 """What a reader would recognise: looked for first."""

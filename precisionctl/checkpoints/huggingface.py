@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from precisionctl.architectures.families import from_hf_config
+from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions, to_json
@@ -59,7 +59,7 @@ class HuggingFaceReader:
                 where=self.path / "config.json",
                 do="Keep the file that is the model, under the usual name, and remove the key.",
             )
-        self.model: ModelShape = from_hf_config(self.config, path / "config.json")
+        self.model: ModelShape = read_model(self.config, path / "config.json")
         self.stored = StoredTensors(unpacked(self._places()))
         self._scales: Mapping[str, Scales] = stored_scales(self.config, self.stored.specs, path / "config.json")
         hidden = {name for scales in self._scales.values() for name in scales.names}

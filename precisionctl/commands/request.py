@@ -12,6 +12,7 @@ from precisionctl.errors import RecipeError
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import DelayedScaling
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import Scheme
@@ -145,6 +146,8 @@ class Request:
         by_engine = self.for_inference and self.target != TE
         return None if by_engine or self.recipe is None else self.recipe.delayed
 
-    def numerics(self, layers: int) -> Precision:
-        """The precision asked for, with patterns of layers resolved for a model of so many."""
-        return (self.recipe or PRESETS["fp8-delayed"]).of_layers(layers)
+    def numerics(self, model: ModelShape) -> Precision:
+        """The precision asked for, with patterns of layers resolved for this model. Raises UnknownArchitecture where a
+        recipe counts the layers of a model that no table describes."""
+        precision = self.recipe or PRESETS["fp8-delayed"]
+        return precision.of_layers(model.num_layers) if precision.counts_layers else precision

@@ -15,7 +15,13 @@ from precisionctl.quant_methods.base import SQUARE
 LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 """Computed as one in DeepSeek's attention. The second has 576 rows, and each engine but transformers serves that."""
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("in_proj_qkv", "in_proj_z"),
+)
 """Linears that every engine here computes as one, with one scale where scales are per tensor."""
 
 Ragged = Literal["never", "alone", "last"]
@@ -30,8 +36,12 @@ _EXPERTS = re.compile(r"(.+\.experts)\.\d+\..+")
 
 def in_step(weight: str) -> str:
     """The name of the group that a weight is in: engines want all weights of a group in FP8, or none."""
-    if match := _EXPERTS.fullmatch(weight):
-        return match[1]
+    match = _EXPERTS.fullmatch(weight)
+    return match[1] if match else fused(weight)
+
+
+def fused(weight: str) -> str:
+    """The name of the linear that an engine makes of a weight's and of those that it computes with it as one."""
     module = weight.removesuffix(".weight")
     stem, _, linear = module.rpartition(".")
     group = next((group for group in (*FUSED, LATENT) if linear in group), None)

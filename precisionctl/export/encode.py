@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
-from precisionctl.architectures.families import architecture_of
-from precisionctl.engines.serving import ServingLayout, in_step
+from precisionctl.architectures.families import table_of
+from precisionctl.engines.serving import ServingLayout, fused, in_step
 from precisionctl.errors import PrecisionError
 from precisionctl.export.input_scales import NO_STATE, input_scales
 from precisionctl.fp8.numerics import Numbers, rounded_up
 from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.precision import Precision
@@ -68,7 +69,7 @@ def modules_in_bf16(plan: Plan, codes: Collection[str]) -> list[str]:
     """Modules of a plan of values with a matrix that is not among the `codes`, among them those whose matrix is stored
     under another name (a tied `lm_head`): they are modules all the same to a loader."""
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]
-    aliases = architecture_of(plan.model.architecture).aliases
+    aliases = table_of(plan.model).aliases
     tied = [alias.hf for alias in aliases if getattr(plan.model, alias.switch) and not alias.written]
     modules = [name.rpartition(".")[0] if is_slice(name) else name.removesuffix(".weight") for name in matrices + tied]
     # transformers calls every head `lm_head`, whatever its tensor is called
@@ -82,9 +83,10 @@ def is_slice(name: str) -> bool:
 
 def fp8_jobs(plan: Plan, precision: Precision) -> list[Job]:
     """The jobs whose weights become codes. Not those of experts that a family stores as one tensor: no engine reads
-    codes of that."""
-    wanted = (job for job in plan.jobs if job.row.gemm and precision.in_fp8(job.module))
-    return [job for job in wanted if not is_slice(job.writes[0])]
+    codes of that; nor what engines want in one form with a weight that is to stay in BF16."""
+    gemms = [job for job in plan.jobs if job.row.gemm and not is_slice(job.writes[0])]
+    kept = {in_step(name) for job in gemms if not precision.in_fp8(job.module) for name in job.writes}
+    return [job for job in gemms if kept.isdisjoint(map(in_step, job.writes))]
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,8 @@ Refusal = Callable[[str, TensorSpec], str | None]
 
 def served(plan: Plan, ranks: int = 1) -> ServingLayout:
     """A plan's model on so many GPUs."""
+    if isinstance(plan.model, UntabledModel) and ranks == 1:  # how it would be cut for several, no table says
+        return ServingLayout.of(plan.model.config)
     return ServingLayout(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
 
 
@@ -215,9 +219,9 @@ def in_scheme(
 
 
 def with_one_input(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs whose weights engines compute as one, together: they have one input. A job is such a group, but for
-    DeepSeek's latents, which are two."""
+    """Jobs whose weights engines compute as one, together: they have one input. A job of a family's table is such a
+    group, but for DeepSeek's latents, which are two; of a table that is read off, a job is one of its weights."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
-        groups.setdefault(job.name if job.row.of_experts else in_step(job.writes[0]), []).append(job)
+        groups.setdefault(fused(job.writes[0]), []).append(job)
     return list(groups.values())

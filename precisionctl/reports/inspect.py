@@ -43,7 +43,7 @@ def describe(reader: Reader) -> Description:
         "bytes_by_dtype": dict(nbytes.most_common()),
         "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
         "coded": _coded(reader),
-        "model": asdict(reader.model),
+        "model": reader.model.described(),
         "optimizer": _optimizer(reader),
         "fp8": _fp8(reader.fp8, reader) if reader.fp8 else None,
     }
@@ -158,18 +158,13 @@ def tables(description: Description) -> list[Table]:
 
 def summary(description: Description) -> Table:
     """What the checkpoint is."""
-    model = description["model"]
-    padding = model["padded_vocab_size"] - model["vocab_size"]
     rows = [
         ("container", f"{description['container']} in {description['files']} file{'s' * (description['files'] > 1)}"),
         ("layout", description["layout"]),
         ("architecture", description["architecture"]),
         ("iteration", "-" if description["iteration"] is None else str(description["iteration"])),
         ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors"),
-        ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, MLP {model['ffn_hidden_size']}"),
-        ("attention", _attention(model)),
-        *([("experts", _experts(model["moe"]))] if model["moe"] else []),
-        ("vocabulary", f"{model['vocab_size']}" + (f" and {padding} rows of padding" if padding else "")),
+        *_shape_rows(description["model"]),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
     ]
@@ -180,6 +175,19 @@ def summary(description: Description) -> Table:
     if description["fp8"]:
         rows += _fp8_rows(description["fp8"])
     return Table(description["path"], ("", ""), rows)
+
+
+def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the sizes of a model say; of one that no table here describes, that."""
+    if "num_layers" not in model:
+        return [("table", "none of this family: read off the directory, for Hugging Face's layout alone")]
+    padding = model["padded_vocab_size"] - model["vocab_size"]
+    return [
+        ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, MLP {model['ffn_hidden_size']}"),
+        ("attention", _attention(model)),
+        *([("experts", _experts(model["moe"]))] if model["moe"] else []),
+        ("vocabulary", f"{model['vocab_size']}" + (f" and {padding} rows of padding" if padding else "")),
+    ]
 
 
 def _optimizer_words(optimizer: Description | None) -> str:
