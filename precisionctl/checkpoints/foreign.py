@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from precisionctl.architectures.families import supported
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader
 from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
