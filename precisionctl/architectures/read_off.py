@@ -99,22 +99,30 @@ def _experts(stored: Mapping[str, TensorSpec]) -> dict[str, str]:
 _KEPT = re.compile(r"A_log|D|dt_bias|(?:e_score_)?correction_bias|expert_bias")
 """Tensors that keep their dtype: state-space parameters and biases of a choice, which are FP32 for a reason."""
 
-_NOT_GEMMS: Mapping[str, re.Pattern[str]] = {
+_NEVER: Mapping[str, re.Pattern[str]] = {
+    "a norm": re.compile(r".*norm.*|ln|ln_.+"),
+    "an embedding": re.compile(r".*embed.*|(?:.+_)?emb|wte|wpe|.*position_bias.*|relative_attention_bias|rel_pos.*"),
+    "a head": re.compile(r"(?:.+_)?head|score|classifier|qa_outputs"),
+}
+"""What the last word of a matrix's module says: that it is no GEMM's weight, or one that no engine reads as codes."""
+
+_UNLESS_ASKED: Mapping[str, re.Pattern[str]] = {
     "of a tower or projector": re.compile(
         r".*(?:vision|visual|audio|speech|image|projector|connector|resampler|aligner|merger).*|vit|siglip|clip|mm_.+"
     ),
-    "an embedding": re.compile(r".*embed.*|(?:.+_)?emb|wte|wpe|.*position_bias.*|relative_attention_bias|rel_pos.*"),
-    "a head": re.compile(r"(?:.+_)?head|score|classifier|qa_outputs"),
-    "a norm": re.compile(r".*norm.*|ln|ln_.+"),
     "a router or gate": re.compile(
-        r"gate|router|.*_router|shared_expert_gate|wg|.*in_proj_(?:ba|b|a)|(?:f_a|f_b|b)_proj|g_proj"
+        r"gate|wg|wgate|gate_attn|.*_gate|.*gate_preact|router|.*_router|in_proj_(?:ba|b|a)|(?:f_a|f_b|a|b|f|g)_proj"
     ),
-    "of an indexer": re.compile(r"indexer"),
+    "of an indexer": re.compile(r"indexer|compressor"),
     "of a state-space model's step": re.compile(r"x_proj|dt_proj"),
-    "a convolution": re.compile(r".*conv\d?d?|.*_conv"),
+    "of a convolution": re.compile(r".*conv\d?d?"),
+    "of a residual connection": re.compile(r".*hyper_connection.*|altup.*"),
 }
-"""Words of a name, between its dots, that say that a matrix is no GEMM's weight or is not to be one, and why. Whole
-words: `gate` is a router, `gate_proj` is not."""
+"""What any word of a matrix's name may say: that it is not encoded unless somebody asks for it. Whole words, between
+dots: `gate` is a router, `gate_proj` is not. Small, or costly to round: who chooses experts or tokens, how fast a state
+is forgotten, and what sees and hears."""
+
+_OUTSIDE = "outside of the layers"
 
 
 def why_not_gemms(stored: Mapping[str, TensorSpec]) -> dict[str, str]:
@@ -123,25 +131,33 @@ def why_not_gemms(stored: Mapping[str, TensorSpec]) -> dict[str, str]:
     transposed = {_leaf_module(name) for name in stored if _is_transposed(name, stored)}
     found = {}
     for name, spec in stored.items():
-        if (why := _why_not(name, spec, text)) is None and _leaf_module(name) in transposed:
-            why = "stored as [in, out]"
-        if why is not None:
+        why = _why_never(name, spec) or ("stored as [in, out]" if _leaf_module(name) in transposed else None)
+        if why := why or _why_unasked(name.split("."), text):
             found[name] = why
     return found
 
 
-def _why_not(name: str, spec: TensorSpec, text: bool) -> str | None:
-    parts = name.split(".")
-    if len(spec.shape) != 2 or not (parts[-1] == "weight" or name.endswith("]")):
+def may_be_asked_for(why: str) -> bool:
+    """Whether a matrix that is not encoded for this reason is a linear's all the same."""
+    return why in _UNLESS_ASKED or why == _OUTSIDE
+
+
+def _why_never(name: str, spec: TensorSpec) -> str | None:
+    if len(spec.shape) != 2 or not (name.endswith((".weight", "]"))):
         return "no matrix of a linear"
     if spec.dtype not in VALUES:
         return "no values"
-    if text and "language_model" not in parts and not parts[0].startswith("mtp"):
+    words = name.removesuffix(".weight").rpartition(".")[2]
+    return next((why for why, pattern in _NEVER.items() if pattern.fullmatch(words)), None)
+
+
+def _why_unasked(words: list[str], text: bool) -> str | None:
+    if text and "language_model" not in words and not words[0].startswith("mtp"):
         return "of a tower or projector"
-    for why, words in _NOT_GEMMS.items():
-        if any(words.fullmatch(part) for part in parts[:-1]):
+    for why, pattern in _UNLESS_ASKED.items():
+        if any(pattern.fullmatch(word) for word in words[:-1]):
             return why
-    return None if any(part.isdecimal() for part in parts) else "outside of the layers"
+    return None if any(word.isdecimal() for word in words) else _OUTSIDE
 
 
 def _is_transposed(name: str, stored: Mapping[str, TensorSpec]) -> bool:

@@ -48,7 +48,8 @@ class Request:
     `target` is an engine's name in engines/, or TE; it serves on `ranks` GPUs. `scheme` None takes the best that the
     checkpoint allows; `static` needs recorded input scales, from the source or from `fp8_state`. `keep_misfits` leaves
     modules in BF16 whose shapes the engine refuses, and `kv_cache` stores scales for a cache of keys and values in FP8,
-    which must have been recorded too. `base_model` is the source's name on the Hub, for the model card.
+    which must have been recorded too. `base_model` is the source's name on the Hub, for the model card. `include` and
+    `exclude` are patterns of names of modules that are to be FP8, and that are not (`planning/choice.py`).
     """
 
     source: Path
@@ -73,6 +74,8 @@ class Request:
     keep_misfits: bool = False
     kv_cache: Literal["fp8"] | None = None
     base_model: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
     @classmethod
     def export(
@@ -110,6 +113,8 @@ class Request:
             raise RecipeError(f"what {self.target} reads is no such result", do="Ask for hf in fp8, as Request.export.")
         if self.target is None and (self.scheme or self.kv_cache or self.keep_misfits or self.ranks > 1):
             raise RecipeError("schemes, caches and ranks are those of an engine", do="Name a target.")
+        if (self.include or self.exclude) and not (self.for_inference and self.target != TE):
+            raise RecipeError("--include and --exclude choose what becomes FP8 codes", do="Leave them out.")
         if self.target == TE:
             self._check_te()
 

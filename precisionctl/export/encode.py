@@ -60,7 +60,7 @@ def encode(plan: Plan, policy: Policy) -> Plan:
     for name, spec in plan.targets.items():
         targets |= policy.tensors(name, spec) if name in codes else {name: spec}
     targets |= policy.further(encodes)
-    quantization = policy.quantization(modules_in_bf16(plan, codes))
+    quantization = policy.quantization(with_names_in_memory(modules_in_bf16(plan, codes)))
     jobs = tuple(replace(job, encode=encodes.get(job.name)) for job in plan.jobs)
     return replace(plan, jobs=jobs, targets=targets, quantization=quantization, files=policy.files(quantization))
 
@@ -74,6 +74,21 @@ def modules_in_bf16(plan: Plan, codes: Collection[str]) -> list[str]:
     modules = [name.rpartition(".")[0] if is_slice(name) else name.removesuffix(".weight") for name in matrices + tied]
     # transformers calls every head `lm_head`, whatever its tensor is called
     return list(dict.fromkeys([*modules, _HEAD]))
+
+
+def with_names_in_memory(modules: Sequence[str]) -> list[str]:
+    """Names of modules as a directory has them, and, of a model of images or sound, as transformers has them in memory,
+    where a text model is `model.language_model` (transformers 5.23, conversion_mapping.py). Lists of names are matched
+    with those (transformers#48349). vLLM renames the list as it does the tensors."""
+    found = dict.fromkeys(modules)
+    if any(part in _WRAPPED for name in modules for part in name.split(".")):
+        for name in modules:
+            inner = name.removeprefix("language_model.").removeprefix("model.")
+            found |= dict.fromkeys((f"model.language_model.{inner}", f"model.{name.removeprefix('model.')}", inner))
+    return list(found)
+
+
+_WRAPPED = ("language_model", "visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector")
 
 
 def is_slice(name: str) -> bool:
@@ -206,6 +221,12 @@ def in_scheme(
         )
     groups = {in_step(name) for name in refused}
     jobs = [job for job in jobs if not any(in_step(name) in groups for name in job.writes)]
+    if not jobs:
+        raise PrecisionError(
+            "no weight is left that could be FP8"
+            + (f"; {len(refused)} have shapes that are refused" if refused else ""),
+            do="`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
+        )
     if form.scheme == "static":
         return InScheme(form, jobs, refused, input_scales(states, jobs, why_no_state))
     for job in jobs:
