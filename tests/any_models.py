@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -65,6 +67,13 @@ _BY_LAYER = (
 )
 """Keys with an entry for each layer: the config's class makes them anew."""
 
+KINDS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), {"num_hidden_layers": 4}
+    ),
+}
+"""Kinds of models, and what of their configs is not in SMALL."""
+
 _AUTO = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForMaskedLM, AutoModel)
 
 
@@ -104,3 +113,75 @@ def save(directory: Path, model_type: str, **settings: Any) -> PreTrainedModel:
     model = make(model_type, **settings)
     model.save_pretrained(directory)
     return model
+
+
+# --- what an export must be, computed slowly and from the formats' definitions alone
+
+_POSITIVE = [
+    (mantissa / 8) * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    for exponent in range(16)
+    for mantissa in range(8)
+][:-1]
+"""What the codes 0 to 126 of E4M3 stand for; 127 is NaN."""
+
+
+def nearest_codes(values: np.ndarray) -> np.ndarray:
+    """The E4M3 code of each number: the nearest, of two the even one, beyond 448 that of 448."""
+    table = np.array(_POSITIVE)
+    magnitude = np.minimum(np.abs(values.astype(np.float64)), table[-1])
+    above = np.searchsorted(table, magnitude).clip(1, len(table) - 1)
+    down, up = magnitude - table[above - 1], table[above] - magnitude
+    code = np.where((down < up) | ((down == up) & ((above - 1) % 2 == 0)), above - 1, above)
+    return (code | np.where(np.signbit(values), 128, 0)).astype(np.uint8)
+
+
+def slow_scales(values: np.ndarray, block: tuple[int, int], scheme: str) -> np.ndarray:
+    """scale_inv of each block, FP32: its largest magnitude over 448; for MXFP8 the next power of two."""
+    high, wide = block
+    rows, columns = -(-values.shape[0] // high), -(-values.shape[1] // wide)
+    grid = np.zeros((rows, columns), dtype=np.float32)
+    for row in range(rows):
+        for column in range(columns):
+            part = values[row * high : (row + 1) * high, column * wide : (column + 1) * wide]
+            grid[row, column] = np.abs(part).max().astype(np.float32) / np.float32(448)
+    if scheme == "mxfp8":
+        return np.exp2(np.ceil(np.log2(grid.astype(np.float64)))).astype(np.float32)
+    return grid
+
+
+def check_codes(source: Path, exported: Path, scheme: str) -> dict[str, torch.Tensor]:
+    """That every tensor of an export is either the source's to the byte, or the nearest codes under the scales that its
+    values give. Returns what these decode to in BF16, and the rest as it is: the tensors of the decoded directory."""
+    before, after = stored(source), stored(exported)
+    decoded, scales = {}, set()
+    for name, tensor in before.items():
+        if after[name].dtype != torch.float8_e4m3fn:
+            assert after[name].dtype == tensor.dtype and torch.equal(_bytes(after[name]), _bytes(tensor)), name
+            decoded[name] = tensor
+            continue
+        values = tensor.float().numpy()
+        stem = name.removesuffix(".weight")
+        scale = next(f"{stem}.{kind}" for kind in ("weight_scale", "weight_scale_inv") if f"{stem}.{kind}" in after)
+        scales.add(scale)
+        block = {"dynamic": (1, values.shape[1]), "block": (128, 128), "mxfp8": (1, 32)}[scheme]
+        wanted = slow_scales(values, block, scheme)
+        found = after[scale]
+        if scheme == "mxfp8":
+            found = torch.exp2(found.float() - 127)
+        assert np.array_equal(found.float().numpy().reshape(wanted.shape), wanted), scale
+        spread = np.repeat(np.repeat(wanted, block[0], 0), block[1], 1)[: values.shape[0], : values.shape[1]]
+        codes = nearest_codes(values / np.where(spread == 0, 1, spread))
+        assert np.array_equal(after[name].view(torch.uint8).numpy(), codes), name
+        numbers = np.array(_POSITIVE + [0], dtype=np.float32)[codes & 127] * np.where(codes & 128, -1, 1)
+        decoded[name] = torch.from_numpy(numbers.astype(np.float32) * spread).bfloat16()
+    assert after.keys() - before.keys() == scales
+    return decoded
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in the files of a directory."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -52,6 +52,10 @@ def read_model(config: Config, where: object = "config.json") -> ModelShape:
     try:
         return from_hf_config(config, where)
     except UnknownArchitecture as why:
+        text = config.get("text_config")
+        if isinstance(text, Mapping) and text.get("model_type") in supported():
+            do = f"Its text model is a {text['model_type']}, which has a table: docs/foreign.md saves it alone."
+            why = UnknownArchitecture(why.what, where=where, do=f"{do} {why.do}")
         return UntabledModel(str(config["model_type"]), config, why)
 
 

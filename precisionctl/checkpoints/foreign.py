@@ -15,6 +15,7 @@ from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader
 from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
+from precisionctl.model_shape import UntabledModel
 from precisionctl.untrusted.safe_files import read_file
 
 
@@ -134,6 +135,11 @@ def _first(names: Iterable[str], found: Callable[[str], object]) -> str | None:
     return next((name[:90] for name in names if found(name)), None)
 
 
+def _of_a_family(reader: Reader) -> bool:
+    """Whether it is a Hugging Face directory of a family with a table, which such tensors have no place in."""
+    return reader.layout == "hf" and not isinstance(reader.model, UntabledModel)
+
+
 def _common_wrapper(reader: Reader) -> str | None:
     if reader.layout != "hf":
         return None
@@ -183,7 +189,7 @@ TENSORS = (
         "a tensor such as `score.weight`, `classifier.weight` or `v_head.summary.weight`",
         "Heads are not read. Of TRL's value heads, save the model inside: `model.pretrained_model.save_pretrained("
         '"OUT")`; for others give the language model that it was trained from.',
-        lambda reader: _first(reader.specs, _HEAD.fullmatch) if reader.layout == "hf" else None,
+        lambda reader: _first(reader.specs, _HEAD.fullmatch) if _of_a_family(reader) else None,
     ),
     Foreign(
         "a model with PEFT's adapters in it",
@@ -204,8 +210,10 @@ TENSORS = (
         "Save it with AutoModelForCausalLM. From here that can be done only if embeddings are tied, else the output "
         "layer would be random: `python -c 'import sys; from transformers import AutoModelForCausalLM as M; "
         "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])' {path} OUT`.",
-        lambda reader: next(
-            (name for name in ("embed_tokens.weight", "embed_in.weight") if name in reader.specs), None
+        lambda reader: (
+            _first(reader.specs, ("embed_tokens.weight", "embed_in.weight").__contains__)
+            if _of_a_family(reader)
+            else None
         ),
     ),
 )

@@ -191,6 +191,8 @@ class HuggingFaceWriter:
             (self.directory / name).write_bytes(data)
         config = json.loads(self.companions.files.get("config.json", b"null")) or dict(self.config)
         config.pop("quantization_config", None)
+        if isinstance(config.get("text_config"), dict):
+            config["text_config"].pop("quantization_config", None)
         config.pop("transformers_weights", None)  # the files have other names
         config |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
         config["dtype" if "dtype" in config else "torch_dtype"] = config_dtype(self.specs)
@@ -227,8 +229,11 @@ def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
 
 
 def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """config.json, with what older ModelOpts wrote in a file of its own."""
-    beside = path / QUANT_CONFIG
+    """config.json, with the `quantization_config` that the text model of a wrapper has, or that older ModelOpts wrote in
+    a file of its own."""
+    beside, text = path / QUANT_CONFIG, config.get("text_config")
+    if not config.get("quantization_config") and isinstance(text, dict) and text.get("quantization_config"):
+        return config | {"quantization_config": text["quantization_config"]}
     if config.get("quantization_config") or not has_file(beside, path):
         return config
     quantization = _load_json(beside).get("quantization")

@@ -70,7 +70,7 @@ def for_engine(request: Request, source: Source) -> Result:
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}",
             where=found[0].where,
-            do="Export with --scheme static or block, or name the experts in keep_bf16 of a --recipe.",
+            do="Export with --scheme static or block, or leave the experts in BF16: --exclude '*.experts.*'.",
         )
     plan = encode(source.plan, policy)
     if request.kv_cache:

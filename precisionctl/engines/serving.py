@@ -59,7 +59,9 @@ class ServingLayout:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], ranks: int = 1) -> "ServingLayout":
-        """The model that a config.json describes."""
+        """The model that a config.json describes, or that it has a `text_config` of."""
+        text = config.get("text_config")
+        config = text if isinstance(text, Mapping) and "num_attention_heads" not in config else config
         heads = config.get("num_attention_heads")
         groups = config.get("num_key_value_heads") or heads
         found = [count if type(count) is int and count > 0 else 1 for count in (heads, groups)]

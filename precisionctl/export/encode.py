@@ -123,6 +123,11 @@ class WeightFormat:
         return self.method.scales(weight, spec, self.scheme)
 
 
+_MATCHED_BY_PART = ("modelopt",)
+"""Methods in which a module is left out whose name has an ignored one in it (`engines/ignoring.py`, by_part_or_glob): a
+router `mlp.gate` would take `mlp.gate_proj` along (verl#7519), a head `output` any `output.dense`."""
+
+
 @dataclass(frozen=True)
 class InScheme:
     """The policy of a scheme that engines know: the weights of these `jobs` become codes in the scheme's grid.
@@ -172,6 +177,9 @@ class InScheme:
 
     def quantization(self, kept: Sequence[str]) -> Mapping[str, Any]:
         powers = POWERS_OF_2 if self.format.numbers == "powers of 2" else {}
+        if self.format.method.name in _MATCHED_BY_PART:
+            codes = "\n".join(name for job in self.jobs for name in job.writes)
+            kept = [f"{name[:-1]}[{name[-1]}]" if name in codes else name for name in kept]  # a glob: no part of a name
         return {**self.format.spelling.config(self.format.scheme, kept), **powers}
 
     def files(self, quantization: Mapping[str, Any]) -> Mapping[str, bytes]:
@@ -217,7 +225,7 @@ def in_scheme(
         raise PrecisionError(
             f"{len(refused)} weights have shapes that the engine refuses, the first is `{name}`: {why}",
             do=f"Choose {others}--keep-misfits, which leaves them in BF16 with what is computed with them; or name "
-            "modules in keep_bf16 of a --recipe.",
+            "modules in --exclude, or keep_bf16 of a --recipe.",
         )
     groups = {in_step(name) for name in refused}
     jobs = [job for job in jobs if not any(in_step(name) in groups for name in job.writes)]
