@@ -68,6 +68,7 @@ _BY_LAYER = (
 """Keys with an entry for each layer: the config's class makes them anew."""
 
 KINDS: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 16, "mamba_d_head": 16},
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), {"num_hidden_layers": 4}
     ),
@@ -97,6 +98,7 @@ def shrunk(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def make(model_type: str, *, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> PreTrainedModel:
     """A randomly initialised model of a type, with small sizes and these `changes`."""
     torch.manual_seed(0)
+    changes = KINDS.get(model_type, {}) | changes
     told = AutoConfig.for_model(model_type).to_dict()
     config: PretrainedConfig = AutoConfig.for_model(**{"model_type": model_type} | shrunk(told, changes))
     auto = next(each for each in _AUTO if type(config) in each._model_mapping)

@@ -1,6 +1,5 @@
 """What is not read: each is told for what it is, with a step that leads on."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path

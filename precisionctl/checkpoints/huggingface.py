@@ -19,7 +19,7 @@ from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name,
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, WeightFileFormat, index_of, read_stored, spelling_of
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.safetensors_file import StoredTensor, split_shards
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
@@ -65,6 +65,8 @@ class HuggingFaceReader:
         hidden = {name for scales in self._scales.values() for name in scales.names}
         hidden |= cache_scales(self.config, self.stored.specs).keys()
         self.specs = {name: spec for name, spec in self.stored.specs.items() if name not in hidden}
+        if self.config.get("quantization_config"):
+            _check_packed(self.specs, path)
 
     @property
     def container(self) -> str:
@@ -221,16 +223,16 @@ CONTAINER = Container(
 
 def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
     """config.json's word for the dtype of the values that are not FP8 codes or their scales: the most frequent."""
-    counts: dict[torch.dtype, int] = {}
+    counts: dict[torch.dtype, int] = {torch.bfloat16: 0}
     for name, spec in specs.items():
-        if spec.dtype.itemsize > 1 and not name.endswith(("_scale", "_scale_inv")):
+        if spec.dtype.is_floating_point and spec.dtype.itemsize > 1 and not name.endswith(("_scale", "_scale_inv")):
             counts[spec.dtype] = counts.get(spec.dtype, 0) + spec.nbytes
     return str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")
 
 
 def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """config.json, with the `quantization_config` that the text model of a wrapper has, or that older ModelOpts wrote in
-    a file of its own."""
+    """config.json, with the `quantization_config` that the text model of a wrapper has, or that older ModelOpts wrote
+    in a file of its own."""
     beside, text = path / QUANT_CONFIG, config.get("text_config")
     if not config.get("quantization_config") and isinstance(text, dict) and text.get("quantization_config"):
         return config | {"quantization_config": text["quantization_config"]}
@@ -248,6 +250,22 @@ def _read_text(path: Path) -> bytes:
     with damage("no UTF-8", path):
         data.decode()
     return data
+
+
+_PACKED, _OF_WEIGHTS = (torch.uint8, torch.int8, torch.int32), ("weight", "_packed", "_blocks")
+
+
+def _check_packed(specs: Mapping[str, TensorSpec], path: Path) -> None:
+    """Raise PrecisionError for a matrix of integers in a directory of codes: it is codes that nothing here reads, which
+    would lose their meaning without the `quantization_config`."""
+    for name, spec in specs.items():
+        if spec.dtype in _PACKED and len(spec.shape) > 1 and name.endswith(_OF_WEIGHTS):
+            dtype = str(spec.dtype).removeprefix("torch.")
+            raise PrecisionError(
+                f"`{name}` is {dtype}: codes of a kind that cannot be read",
+                where=path,
+                do="Let the tool that made them decode them, or start from the release in BF16.",
+            )
 
 
 def _load_json(path: Path) -> dict[str, Any]:

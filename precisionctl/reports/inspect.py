@@ -62,7 +62,7 @@ def _linears(reader: Reader) -> list[dict[str, Any]]:
     for name, spec in reader.specs.items():
         if len(spec.shape) == 2:
             why = reasons.get(name) or ("experts in one tensor" if is_slice(name) else None)
-            found[re.sub(r"\d+(?=[.\]])", "*", name), why] += 1
+            found[re.sub(r"(?<=[.\[])\d+(?=[.\]])", "*", name), why] += 1
     return [{"pattern": pattern, "count": count, "why_not_fp8": why} for (pattern, why), count in found.items()]
 
 
