@@ -1,11 +1,15 @@
-"""Tiny models of whatever kind transformers registers: its own default config, with small sizes in it."""
+"""Tiny models of whatever kind transformers registers: its own default config, with small sizes in it. And what an
+export of one must be."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from conversions import carry_out, run
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -17,6 +21,16 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+
+from precisionctl.checkpoints import huggingface
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.codes import engine_named
+from precisionctl.commands.request import Request
+from precisionctl.conversion.command import PlannedCommand
+from precisionctl.errors import UnknownArchitecture
+from precisionctl.model_shape import UntabledModel
+from precisionctl.verify.compare import compare
+from precisionctl.verify.engine_rules import check
 
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim", "out_hidden_size"), 128),
@@ -117,7 +131,78 @@ def save(directory: Path, model_type: str, **settings: Any) -> PreTrainedModel:
     return model
 
 
-# --- what an export must be, computed slowly and from the formats' definitions alone
+def load_whole(kind: type[PreTrainedModel], directory: Path) -> PreTrainedModel:
+    """What transformers makes of a directory, which must have every tensor that it looks for, and no other."""
+    model, found = kind.from_pretrained(directory, dtype=torch.bfloat16, output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    return model.eval()
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    tokens = torch.arange(3, 15).unsqueeze(0)
+    decoder = {"decoder_input_ids": tokens[:, :5]} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=tokens, use_cache=False, **decoder)[0]
+    return found
+
+
+def export(source: Path, out: Path, scheme: str = "dynamic", target: str = "vllm", **more: Any) -> PlannedCommand:
+    request = Request.export(source, out, target, scheme, **more)  # type: ignore[arg-type]
+    return carry_out(request, workers=1)
+
+
+def same(a: Path, b: Path) -> bool:
+    return compare(open_checkpoint(a), open_checkpoint(b)).equal
+
+
+def check_there_and_back(source: Path, room: Path, scheme: str) -> None:
+    """That an export to `room` has the slow reference's codes and breaks no rule of vLLM's, that it decodes to the
+    reference's values, and that `verify` finds all of that, and one flipped bit."""
+    fp8, back = room / "fp8", room / "back"
+    command = export(source, fp8, scheme)
+    wanted = check_codes(source, fp8, scheme)
+    assert command.plan.codes and check(open_checkpoint(fp8), engine_named("vllm")) == []
+    run(fp8, back, "hf", "bf16", workers=1)
+    decoded = stored(back)
+    assert decoded.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert decoded[name].dtype == tensor.dtype and torch.equal(_bytes(decoded[name]), _bytes(tensor)), name
+    assert same(source, fp8) and same(fp8, back)
+    flip_a_bit(fp8, command.plan.codes[0])
+    assert not same(source, fp8) and not same(fp8, back)
+
+
+def flip_a_bit(directory: Path, name: str) -> None:
+    """The last one of a tensor's first byte."""
+    (chunk,) = open_checkpoint(directory).chunks(name)
+    assert isinstance(chunk.place, Path)
+    data = bytearray(chunk.place.read_bytes())
+    data[chunk.offset] ^= 1
+    chunk.place.write_bytes(data)
+
+
+def untabled(config: Any, where: object = "") -> UntabledModel:
+    """A model whatever its family, as one that no table describes."""
+    return UntabledModel(config["model_type"], config, UnknownArchitecture("read off, for this test"))
+
+
+def assert_as_tabled(root: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That `root / "source"` has the same export by its family's table as by the one that is read off it."""
+    export(root / "source", root / "tabled", scheme, keep_misfits=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface, "read_model", untabled)
+        export(root / "source", root / "read off", scheme)
+    one, other = stored(root / "tabled"), stored(root / "read off")
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype and torch.equal(_bytes(tensor), _bytes(other[name])), name
+    configs = [json.loads((root / name / "config.json").read_text()) for name in ("tabled", "read off")]
+    ignored = [set(config.pop("quantization_config")["ignore"]) for config in configs]
+    assert ignored[0] == ignored[1]
+    assert configs[0] == configs[0] | configs[1]  # engines look for keys that only a table knows
+
+
+# What an export must be, computed slowly and from the formats' definitions alone
 
 _POSITIVE = [
     (mantissa / 8) * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)

@@ -3,31 +3,27 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import any_models
 import fp8_directories
 import pico
 import pytest
 import torch
-from any_models import check_codes, stored
+from any_models import assert_as_tabled, check_there_and_back, export, same, stored
 from conversions import carry_out, run, tree
 from safetensors.torch import save_file
 
 from precisionctl.architectures.read_off import rows, why_not_gemms
-from precisionctl.checkpoints import huggingface
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
-from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.readiness.assess import assess
 from precisionctl.reports.inspect import describe
-from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 
 SHOWN = {
@@ -39,40 +35,10 @@ SHOWN = {
 }
 
 
-def export(source: Path, out: Path, scheme: str = "dynamic", target: str = "vllm", **more: Any) -> Any:
-    request = Request.export(source, out, target, scheme, **more)  # type: ignore[arg-type]
-    return carry_out(request, workers=1)
-
-
-def same(a: Path, b: Path) -> bool:
-    return compare(open_checkpoint(a), open_checkpoint(b)).equal
-
-
 @pytest.mark.parametrize("kind", SHOWN)
 def test_codes_are_those_of_a_slow_reference_and_decode_to_its_values(tmp_path: Path, kind: str) -> None:
     any_models.save(tmp_path / "source", kind)
-    command = export(tmp_path / "source", tmp_path / "fp8", SHOWN[kind])
-    decoded = check_codes(tmp_path / "source", tmp_path / "fp8", SHOWN[kind])
-    assert check(open_checkpoint(tmp_path / "fp8"), engine_named("vllm")) == []
-    assert command.plan.codes
-
-    run(tmp_path / "fp8", tmp_path / "back", "hf", "bf16", workers=1, verify=True)
-    back = stored(tmp_path / "back")
-    assert back.keys() == decoded.keys()
-    for name, tensor in decoded.items():
-        assert torch.equal(back[name], tensor), name
-    assert same(tmp_path / "source", tmp_path / "fp8") and same(tmp_path / "fp8", tmp_path / "back")
-    flip(tmp_path / "fp8", command.plan.codes[0])
-    assert not same(tmp_path / "source", tmp_path / "fp8") and not same(tmp_path / "fp8", tmp_path / "back")
-
-
-def flip(directory: Path, name: str) -> None:
-    """One bit of one byte of a tensor."""
-    reader = open_checkpoint(directory)
-    (chunk,) = reader.chunks(name)
-    data = bytearray(Path(str(chunk.place)).read_bytes())
-    data[chunk.offset] ^= 1
-    Path(str(chunk.place)).write_bytes(data)
+    check_there_and_back(tmp_path / "source", tmp_path, SHOWN[kind])
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "gemma3"])
@@ -80,22 +46,12 @@ def test_transformers_computes_with_an_export_what_it_does_with_our_decoding_of_
     model = any_models.save(tmp_path / "source", kind)
     export(tmp_path / "source", tmp_path / "fp8", "block", "transformers")
     run(tmp_path / "fp8", tmp_path / "back", "hf", "bf16", workers=1)
-    tokens = torch.arange(3, 15).unsqueeze(0)
-    logits = []
-    for name in ("fp8", "back"):
-        loaded, found = type(model).from_pretrained(tmp_path / name, dtype=torch.bfloat16, output_loading_info=True)
-        assert not found["missing_keys"] and not found["unexpected_keys"]
-        with torch.no_grad():
-            logits.append(loaded.eval()(input_ids=tokens).logits)
-    assert torch.equal(*logits)
+    coded, decoded = (any_models.load_whole(type(model), tmp_path / name) for name in ("fp8", "back"))
+    assert torch.equal(any_models.logits(coded), any_models.logits(decoded))
 
 
 AS_TABLED = ("llama-all-biases", "qwen3-moe", "phi3", "nemotron-biases", "gemma3", "gpt-oss", "deepseek-v3", "gpt-neox")
 """Of each way to lay out a layer one family; tests/soak has them all."""
-
-
-def untabled(config: Any, where: object = "") -> UntabledModel:
-    return UntabledModel(config["model_type"], config, UnknownArchitecture("read off, for this test"))
 
 
 @pytest.mark.parametrize("family", AS_TABLED)
@@ -112,22 +68,6 @@ def test_what_is_static_has_the_same_scales_by_its_own_table(
 ) -> None:
     fp8_directories.make(tmp_path / "source", spelling, family="mixtral")
     assert_as_tabled(tmp_path, "static", monkeypatch)
-
-
-def assert_as_tabled(root: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    export(root / "source", root / "tabled", scheme, keep_misfits=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(huggingface, "read_model", untabled)
-        export(root / "source", root / "read off", scheme)
-    one, other = stored(root / "tabled"), stored(root / "read off")
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
-    configs = [json.loads((root / name / "config.json").read_text()) for name in ("tabled", "read off")]
-    ignored = [set(config.pop("quantization_config")["ignore"]) for config in configs]
-    assert ignored[0] == ignored[1]
-    assert configs[0] == configs[0] | configs[1]  # engines look for keys that only a table knows
 
 
 def matrices(
