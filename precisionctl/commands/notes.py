@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from precisionctl.architectures.families import architecture_of, models_of_megatron_args
+from precisionctl.architectures.families import models_of_megatron_args, table_of
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.base import Reader, in_four_bits
 from precisionctl.checkpoints.companions import is_tokenizer
@@ -27,7 +27,7 @@ from precisionctl.precision import Precision
 def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
     """Notes on the source's family, and that it was guessed, unless the command named it (`told`)."""
     model = reader.model
-    table = architecture_of(model.architecture)
+    table = table_of(model)
     if to == "megatron" and table.note:
         yield table.note
     if to == "megatron" or of_megatron(reader):

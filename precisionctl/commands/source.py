@@ -16,6 +16,7 @@ from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.weight_encodings import check_model, method_of, weight_encodings
 from precisionctl.fp8.carry import merged
 from precisionctl.fp8.state import Fp8States
+from precisionctl.planning.choice import choose
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 
@@ -78,6 +79,8 @@ def open_source(request: Request) -> Source:
         respelled=request.for_inference,
         wanted=encodings.weights if encodings and request.for_inference else (),
     )
+    if request.include or request.exclude:
+        plan = choose(plan, request.include, request.exclude)
     if encodings and request.for_inference:
         check_model(encodings, plan)
     known = known_state(reader, plan.gemms, request.fp8_state, request.state_recipe, drop=request.drop_fp8_state)
