@@ -7,7 +7,7 @@ rules. What is not sure to be such a weight stays as it is: that costs bytes, an
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,9 @@ from precisionctl.architectures.param_map import Architecture, Place, Row
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 
-VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
-"""What is rounded to the dtype that is asked for. Tensors of other dtypes travel as they are."""
+VALUES = (torch.bfloat16, torch.float16, torch.float32)
+"""What is rounded to the dtype that is asked for, as codes are decoded to it. Tensors of other dtypes travel as they
+are."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,13 @@ class TensorRow(Row):
 class ReadOff(Architecture):
     """The table of no family: its rows are the tensors that there are."""
 
-    def spelled(self, stored: Mapping[str, TensorSpec], model: ModelShape, respelled: bool = False) -> tuple[Row, ...]:  # type: ignore[override]
+    def spelled(  # type: ignore[override]
+        self,
+        stored: Mapping[str, TensorSpec],
+        model: ModelShape,
+        respelled: bool = False,
+        wanted: Collection[str] = (),
+    ) -> tuple[Row, ...]:
         return tuple(rows(stored))
 
 
@@ -69,7 +76,7 @@ def rows(stored: Mapping[str, TensorSpec]) -> Iterator[TensorRow]:
             names[name],
             (),
             gemm=name not in reasons,
-            keeps_dtype=spec.dtype not in VALUES or bool(_KEPT.fullmatch(_leaf(name))),
+            keeps_dtype=not (spec.is_codes or spec.dtype in VALUES) or bool(_KEPT.fullmatch(_leaf(name))),
             stored=spec.shape,
             expert=names[name] != name,
         )
@@ -145,7 +152,7 @@ def may_be_asked_for(why: str) -> bool:
 def _why_never(name: str, spec: TensorSpec) -> str | None:
     if len(spec.shape) != 2 or not (name.endswith((".weight", "]"))):
         return "no matrix of a linear"
-    if spec.dtype not in VALUES:
+    if not (spec.is_codes or spec.dtype in VALUES):
         return "no values"
     words = name.removesuffix(".weight").rpartition(".")[2]
     return next((why for why, pattern in _NEVER.items() if pattern.fullmatch(words)), None)

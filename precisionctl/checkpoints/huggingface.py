@@ -269,7 +269,7 @@ def _check_packed(specs: Mapping[str, TensorSpec], path: Path) -> None:
     """Raise PrecisionError for a matrix of integers in a directory of codes: it is codes that nothing here reads, which
     would lose their meaning without the `quantization_config`."""
     for name, spec in specs.items():
-        if spec.dtype in _PACKED and len(spec.shape) > 1 and name.endswith(_OF_WEIGHTS):
+        if spec.packing is None and spec.dtype in _PACKED and len(spec.shape) > 1 and name.endswith(_OF_WEIGHTS):
             dtype = str(spec.dtype).removeprefix("torch.")
             raise PrecisionError(
                 f"`{name}` is {dtype}: codes of a kind that cannot be read",

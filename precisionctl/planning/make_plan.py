@@ -15,7 +15,6 @@ from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Alias, Row, filled, names
 from precisionctl.architectures.read_off import TensorRow
 from precisionctl.errors import MappingError, MissingTensor, at
-from precisionctl.fp8.encoding import CODES
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
 from precisionctl.planning import checks
@@ -161,7 +160,7 @@ def _targets(
     specs: Mapping[str, TensorSpec],
     dtype: torch.dtype | None,
 ) -> dict[str, TensorSpec]:
-    kept = [torch.bfloat16 if specs[name].dtype in CODES else specs[name].dtype for name in job.reads]
+    kept = [torch.bfloat16 if specs[name].is_codes else specs[name].dtype for name in job.reads]
     made = None if job.row.keeps_dtype else dtype
     if made is None:
         made = torch.bfloat16 if not kept else kept[0]
