@@ -6,6 +6,7 @@ An amax is FP32 `[rows, groups]`, finite. No scale is zero, so that codes can al
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from precisionctl.fp8 import nibbles
@@ -53,7 +54,8 @@ def mxfp4_scales(amax: Tensor) -> Tensor:
     by squared error, 19.1: so there is no search.
     """
     exponent = (amax.float().view(torch.int32) + (1 << 21)) >> 23
-    return (exponent - 2).clamp(0, 252).to(torch.uint8).view(torch.float8_e8m0fnu)
+    finite = (exponent - 2).clamp(0, 252)  # under 253, 6 is infinite in FP32
+    return finite.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def int4_scales(amax: Tensor) -> Tensor:
@@ -103,3 +105,28 @@ def int4_scales_of(values: Tensor, amax: Tensor) -> Tensor:
     of 32 and 0.7 in groups of 128."""
     candidates = [int4_scales(amax * part) for part in (1.0, 0.9, 0.8)]
     return least_error(values, "INT4", candidates, Tensor.float)
+
+
+_SPAN_IN_E4M3 = 14
+"""From 6 * 2^6 = 384 down to 0.5 * 2^-8 = 2^-9, with 1.5 * 2^-8 between its neighbours."""
+
+
+def exact_in_fp8(stored: Tensor, empty: Tensor, block: tuple[int, int]) -> Tensor:
+    """Whether what MXFP4 holds is E4M3 exactly under one power of two for each block of so many rows and groups, bool
+    `[down, across]`: that which brings the block's largest number just below 448. `stored` are E8M0 scales
+    `[rows, groups]`; `empty`, bool, where all codes of a group are zeros, whose scale means nothing.
+
+    Always so where blocks are groups (MXFP8). A False may still be exact, where the numbers of the extreme groups
+    happen to be near those of the others.
+    """
+    exponents = stored.view(torch.uint8).int()
+    down, across = -(-len(stored) // block[0]), -(-stored.shape[1] // block[1])
+    filling = (0, across * block[1] - stored.shape[1], 0, down * block[0] - len(stored))
+    highest, lowest = (
+        F.pad(exponents.masked_fill(empty, none), filling, value=none)
+        .view(down, block[0], across, block[1])
+        .transpose(1, 2)
+        .flatten(2)
+        for none in (-1, 256)
+    )
+    return highest.amax(2) - lowest.amin(2) <= _SPAN_IN_E4M3
