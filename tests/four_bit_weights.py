@@ -10,7 +10,7 @@ from precisionctl.fp8.nibbles import NibbleFormat
 
 
 class FourBitWeight:
-    """`stored` has a module's tensors under compressed-tensors' names, or those of ModelOpt, whose codes are `weight`."""
+    """`stored`: a module's tensors under compressed-tensors' names, or those of ModelOpt, whose codes are `weight`."""
 
     def __init__(self, stored: Mapping[str, Tensor]) -> None:
         self.stored, self.modelopt = stored, "weight" in stored

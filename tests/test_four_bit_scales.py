@@ -13,6 +13,7 @@ from precisionctl.fp8.nibbles import NibbleFormat
 EVERY_BF16 = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
 """By code."""
+SCRATCH = torch.empty(nibbles.SCRATCH)
 
 
 def to_e4m3(value: np.float32) -> float:
@@ -35,8 +36,8 @@ def amax_of(values: Tensor, group: int) -> Tensor:
 
 def sqnr(values: Tensor, form: NibbleFormat, scales: Tensor) -> float:
     packed, back = torch.empty(len(values), values.shape[1] // 2, dtype=torch.uint8), torch.empty(values.shape)
-    nibbles.encode(values, form, scales, packed, torch.empty(nibbles.SCRATCH))
-    nibbles.decode(packed, form, scales, back, torch.empty(nibbles.SCRATCH))
+    nibbles.encode(values, form, scales, packed, SCRATCH)
+    nibbles.decode(packed, form, scales, back, SCRATCH)
     power, error = values.double().square().sum(), (back.double() - values.double()).square().sum()
     return 10 * math.log10(power / error)
 
@@ -105,12 +106,12 @@ def test_which_rule_loses_least(kind: str) -> None:
     amax = amax_of(values, 16)
     whole = group_scales.nvfp4_global(amax.amax(), divisor=False)
     by_amax = group_scales.nvfp4_scales(amax, whole, divisor=False)
-    searched = group_scales.nvfp4_scales_of(values, amax, whole, divisor=False)
+    searched = group_scales.nvfp4_scales_of(values, amax, whole, SCRATCH, divisor=False)
     gain = sqnr(values, "E2M1", searched.float() * whole) - sqnr(values, "E2M1", by_amax.float() * whole)
     assert 0.4 < gain < 1
     for group, least in ((32, 0.4), (128, 0.6)):
         amax = amax_of(values, group)
-        by_amax, searched = group_scales.int4_scales(amax), group_scales.int4_scales_of(values, amax)
+        by_amax, searched = group_scales.int4_scales(amax), group_scales.int4_scales_of(values, amax, SCRATCH)
         gain = sqnr(values, "INT4", searched.float()) - sqnr(values, "INT4", by_amax.float())
         assert least < gain < 1.2
 
@@ -119,7 +120,7 @@ def test_a_search_takes_the_candidate_of_the_least_squared_error_and_the_first_o
     values = weights("student", 64)
     amax = amax_of(values, 32)
     candidates = [group_scales.int4_scales(amax * part) for part in (1.0, 0.5, 1.0, 0.8)]
-    found = group_scales.least_error(values, "INT4", candidates, Tensor.float)
+    found = group_scales.least_error(values, "INT4", candidates, Tensor.float, SCRATCH)
     groups = values.double().view(64, 2, 32)
     errors = []
     for candidate in candidates:
@@ -129,7 +130,7 @@ def test_a_search_takes_the_candidate_of_the_least_squared_error_and_the_first_o
     assert set(chosen.flatten().tolist()) >= {0, 3}
     assert torch.equal(found, torch.stack(candidates).gather(0, chosen.unsqueeze(0))[0])
     zeros = torch.zeros(2, 32)
-    assert group_scales.int4_scales_of(zeros, amax_of(zeros, 32)).tolist() == [[1.0], [1.0]]
+    assert group_scales.int4_scales_of(zeros, amax_of(zeros, 32), SCRATCH).tolist() == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize("span", [13, 14, 15])
