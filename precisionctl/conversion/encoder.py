@@ -28,18 +28,16 @@ Read = Callable[[str, int, int], Iterable[tuple[int, Tensor]]]
 
 @dataclass
 class _Underflows:
-    """How many of a tensor's elements became zero, in every eighth piece of it: to look at all of them would take a
-    twentieth of the time of a cast, and where one scale is lost on an outlier, most pieces are."""
+    """How many of a tensor's elements became zero, in one row of 16: to look at all of them would take a tenth of the
+    time of a cast, and where one scale is lost on an outlier, most rows tell."""
 
-    pieces: int = 0
     elements: int = 0
     zeroed: int = 0
 
     def see(self, values: Tensor, codes: Tensor) -> None:
-        if self.pieces % 8 == 0:
-            self.elements += codes.numel()
-            self.zeroed += numerics.underflows(values, codes)
-        self.pieces += 1
+        values, codes = values[::16], codes[::16]
+        self.elements += codes.numel()
+        self.zeroed += numerics.underflows(values, codes)
 
     @property
     def share(self) -> float:
