@@ -64,6 +64,20 @@ def test_scales_of_nvfp4_are_the_definition_for_every_amax_of_a_group(largest: f
     assert bool(multipliers.isfinite().all()) and float(multipliers.min()) > 0
 
 
+@pytest.mark.parametrize("divisor", [False, True])
+def test_scales_of_nvfp4_on_a_tie_of_e4m3_are_rounded_from_the_quotient_in_fp32(divisor: bool) -> None:
+    """Where another order of the same operations would give the code beside it."""
+    torch.manual_seed(0)
+    amax = torch.rand(4000) + 0.5
+    ties = torch.from_numpy((E4M3[8:126] + E4M3[9:127]) / 2).float()[torch.randint(118, (4000,))]
+    wholes = ties * 6 / amax if divisor else amax / (6 * ties)
+    found = group_scales.nvfp4_scales(amax, wholes, divisor=divisor).float().tolist()
+    six = np.float32(6)
+    pairs = zip(amax.numpy(), wholes.numpy(), strict=True)
+    wanted = [a / six * whole if divisor else a / (six * whole) for a, whole in pairs]
+    assert found == [to_e4m3(want) for want in wanted]
+
+
 def test_the_group_with_the_largest_magnitude_of_a_tensor_has_the_largest_scale() -> None:
     amax = torch.rand(1000) * 3 + 1e-3
     for divisor in (False, True):
@@ -129,6 +143,10 @@ def test_a_search_takes_the_candidate_of_the_least_squared_error_and_the_first_o
     chosen = torch.stack(errors).argmin(0)
     assert set(chosen.flatten().tolist()) >= {0, 3}
     assert torch.equal(found, torch.stack(candidates).gather(0, chosen.unsqueeze(0))[0])
+    halfway = torch.full((1, 32), 1.25)  # 1 and 1.5 are as far away
+    for pair in ([1.0, 1.5], [1.5, 1.0]):
+        equals = [torch.tensor([[number]], dtype=torch.bfloat16) for number in pair]
+        assert group_scales.least_error(halfway, "INT4", equals, Tensor.float, SCRATCH).item() == pair[0]
     zeros = torch.zeros(2, 32)
     assert group_scales.int4_scales_of(zeros, amax_of(zeros, 32), SCRATCH).tolist() == [[1.0], [1.0]]
 
