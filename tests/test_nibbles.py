@@ -163,16 +163,6 @@ def test_every_code_under_every_zero_point_comes_back_from_bf16() -> None:
         assert torch.equal(again, packed)
 
 
-def test_zero_points_are_packed_along_rows() -> None:
-    zeros = torch.randint(16, (24, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    words = torch.tensor(
-        [[sum(int(zeros[8 * r + i, g]) << 4 * i for i in range(8)) for g in range(3)] for r in range(3)]
-    )
-    words = torch.where(words >= 2**31, words - 2**32, words).int()
-    assert torch.equal(nibbles.unpack_along_rows(words, 24), zeros)
-    assert torch.equal(nibbles.unpack_along_rows(words, 20), zeros[:20])
-
-
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 40), st.integers(0, 7), st.integers(1, 500))
 
 

@@ -105,6 +105,25 @@ def int4_scales_of(values: Tensor, amax: Tensor, scratch: Tensor) -> Tensor:
     return least_error(values, "INT4", candidates, Tensor.float, scratch)
 
 
+def zero_points(words: Tensor, rows: int) -> Tensor:
+    """INT4 numbers, FP32 `[rows, columns]`, of int32 `[ceil(rows / 8), columns]`, each of eight numbers of a column:
+    as compressed-tensors packs zero points."""
+    by_column = nibbles.unpack(_laid_out(words.t()).view(torch.uint8))
+    return by_column[:, :rows].t().float() - 8
+
+
+def packed_zero_points(zeros: Tensor) -> Tensor:
+    """The inverse of `zero_points`."""
+    codes = zeros.new_zeros(zeros.shape[1], -(-len(zeros) // 8) * 8, dtype=torch.uint8)
+    codes[:, : len(zeros)] = zeros.t() + 8
+    return _laid_out(nibbles.pack(codes).view(torch.int32).t())
+
+
+def _laid_out(words: Tensor) -> Tensor:
+    """The same with the strides of its shape; what `contiguous` gives has others where one dimension is 1."""
+    return torch.empty(words.shape, dtype=words.dtype).copy_(words)
+
+
 _SPAN_IN_E4M3 = 14
 """From 6 * 2^6 = 384 down to 0.5 * 2^-8 = 2^-9, with 1.5 * 2^-8 between its neighbours."""
 

@@ -157,12 +157,6 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
 
 
-def unpack_along_rows(words: Tensor, rows: int) -> Tensor:
-    """Codes `[rows, columns]`, uint8, of int32 `[ceil(rows / 8), columns]` that hold eight rows each: zero points as
-    compressed-tensors packs them."""
-    return unpack(words.t().contiguous().view(torch.uint8))[:, :rows].t()
-
-
 @functools.cache
 def _pairs(form: NibbleFormat, device: torch.device) -> Tensor:
     """By byte, its two numbers in FP32, as one FP64 that has them in this order in memory: FP64 is only copied."""
