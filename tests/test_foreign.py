@@ -134,7 +134,7 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "pretrained_model",
     ),
     "a bare model": (of_class(AutoModel), "bare model", "AutoModelForCausalLM"),
-    "a compiled model": (renamed(lambda name: f"_orig_mod.{name}"), "from within a wrapper", "model._orig_mod"),
+    "a compiled model": (renamed(lambda name: f"_orig_mod.{name}"), "with a wrapper", "model._orig_mod"),
     "images around a Llama": (wrapper("llama"), "text model of a family that is known", "docs/foreign.md"),
     "images around something else": (wrapper("mamba"), "of a family that is not known", "docs/convert.md"),
     "a folder of a run": (

@@ -1,6 +1,6 @@
-"""Formats that are not read here: how each is recognised, and what the user can do with it (docs/foreign.md).
+"""Formats that are not read here: how each is recognised, and what the user can do about it (docs/foreign.md).
 
-Names of files, config.json and names of tensors are looked at; nothing is unpickled.
+They are recognised by file names, config.json and names of tensors; nothing is unpickled.
 """
 
 import re
@@ -22,10 +22,12 @@ from precisionctl.untrusted.safe_files import read_file
 
 @dataclass(frozen=True)
 class Foreign:
-    """Something that is not read here: `what` it is, the `sign` that it is recognised by (in words), and what the user
-    can `do` with it. `find` looks for the sign at a path or in an open checkpoint, and returns what it found there;
-    None where it is something else. `do` may contain `{path}`, where it is, and `{found}`, what was found; without
-    `{found}` in it, that is said after `what`."""
+    """A format that is not read here: `what` it is, the `sign` by which it is recognised (in words, for the docs), and
+    what the user can `do`.
+
+    `find` takes a path or an open Reader and returns the sign as found there (a name, perhaps empty), or None if it is
+    something else. `do` may contain `{path}` and `{found}`; if it lacks `{found}`, that is shown after `what`.
+    """
 
     what: str
     sign: str
@@ -33,7 +35,7 @@ class Foreign:
     find: Callable[[Any], str | None]
 
     def check(self, subject: Any, path: Path) -> None:
-        """Raise UnknownFormat where it is this."""
+        """Raise UnknownFormat if `subject` is in this format."""
         found = self.find(subject)
         if found is None:
             return
@@ -43,19 +45,19 @@ class Foreign:
 
 
 def check_path(path: Path) -> None:
-    """Raise UnknownFormat for what readers would take for a model of its own."""
+    """Raise UnknownFormat for a path that a Reader would recognise although it is something else (MISTAKABLE)."""
     for foreign in MISTAKABLE:
         foreign.check(path, path)
 
 
 def check_tensors(reader: Reader, path: Path) -> None:
-    """Raise UnknownFormat for a checkpoint whose tensors say that it is something else."""
+    """Raise UnknownFormat for an open checkpoint whose tensor names show that it is something else."""
     for foreign in TENSORS:
         foreign.check(reader, path)
 
 
 def check_unread(path: Path) -> None:
-    """Raise UnknownFormat for what no reader recognises, and this module does."""
+    """Raise UnknownFormat for a path that no Reader recognises but one of UNREAD does."""
     for foreign in UNREAD:
         foreign.check(path, path)
 
@@ -64,7 +66,7 @@ _THEN = "copy config.json and the tokenizer's files to OUT, and give OUT"
 
 
 def _has(*patterns: str) -> Callable[[Path], str | None]:
-    """The first that a directory has of these; or the file itself."""
+    """A `find` for the first file of a directory with one of these names, or for a path that is such a file."""
 
     def find(path: Path) -> str | None:
         if path.is_file():
@@ -76,7 +78,7 @@ def _has(*patterns: str) -> Callable[[Path], str | None]:
 
 
 def _deepspeed(path: Path) -> str | None:
-    """The directory with `latest`, of which one holds a step."""
+    """The directory that has `latest`: `path`, or its parent if `path` is the directory of one step."""
     if any(path.glob("*_optim_states.pt")):
         return shlex.quote(str(path.parent))
     return shlex.quote(str(path)) if any(path.glob("*/*_optim_states.pt")) else None
@@ -103,7 +105,7 @@ def _model_inside(path: Path) -> str | None:
 
 
 def _snapshot(path: Path) -> str | None:
-    """The snapshot of an entry of the Hub's cache: that of `refs/main`, or one that is there."""
+    """The name of a snapshot in an entry of the Hub's cache: that of `refs/main`, else any that is there."""
     there = [config.parent.name for config in sorted(path.glob("snapshots/*/config.json"))]
     if not there:
         return None
@@ -115,7 +117,8 @@ def _snapshot(path: Path) -> str | None:
 
 
 def _wrapped_text(path: Path, known: bool) -> str | None:
-    """The `model_type` of the text model in a wrapper of images or sound, if it is one that is known here, or not."""
+    """The `model_type` of the text model inside a model of images or sound, if that family is supported (`known`) or
+    is not."""
     if not (path / "config.json").is_file():
         return None
     config = parse_json(read_file(path / "config.json", path), path / "config.json")
@@ -150,7 +153,7 @@ MISTAKABLE = (
         lambda path: _wrapped_text(path, known=False),
     ),
 )
-"""What a reader would recognise: looked for first."""
+"""Formats that some Reader would recognise; looked for before any is opened."""
 
 _HEAD = re.compile(
     r"(?:.+\.)?(?:score|classifier|qa_outputs|v_head|value_head|reward_head|regression_head)\.(?:.+\.)?weight"
@@ -169,7 +172,7 @@ def _common_wrapper(reader: Reader) -> str | None:
 
 
 def _plain_dcp(reader: Reader, *, optimizer: bool) -> str | None:
-    """The first name of PyTorch's own checkpoint, where Megatron's embedding is not in it."""
+    """The first tensor's name in a DCP checkpoint without Megatron's names, with or without an optimizer."""
     if not _is_dcp(reader) or EMBEDDING in reader.specs:
         return None
     return (_first(reader.specs, bool) or "") if bool(reader.optimizer_specs) == optimizer else None
@@ -220,9 +223,9 @@ TENSORS = (
         lambda reader: _first(reader.specs, lambda name: ".base_layer." in name or ".lora_A." in name),
     ),
     Foreign(
-        "weights that were saved from within a wrapper, so that all names begin alike",
+        "weights that were saved with a wrapper around the model, so that all names have a prefix",
         "all names begin with `_orig_mod.`, `module.`, `base_model.model.` or `_fsdp_wrapped_module.`",
-        "Save the model that is wrapped (`model._orig_mod`, `model.module`), or take that off the names "
+        "Save the model inside the wrapper (`model._orig_mod`, `model.module`), or remove the prefix from the names "
         "(docs/foreign.md).",
         _common_wrapper,
     ),
@@ -237,7 +240,7 @@ TENSORS = (
         ),
     ),
 )
-"""What has been opened as something else: told by the names of its tensors."""
+"""Formats that a Reader opens, and that are recognised by the names of their tensors."""
 
 UNREAD = (
     Foreign(
@@ -338,4 +341,4 @@ UNREAD = (
         _has("*.safetensors", "*.bin"),
     ),
 )
-"""What nothing recognises."""
+"""Formats that no Reader recognises. The first that fits is reported, so the general ones are last."""

@@ -1,6 +1,6 @@
-"""Weights on their way into FP8 codes: one pass over a job's values finds the scales, a second one makes the codes."""
+"""Encode weights in FP8: a first pass over a job's values finds the scales, a second one makes the codes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,20 +16,21 @@ from precisionctl.fp8.statistics import UNDERFLOW
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
 
-Piece = tuple[str, int, Tensor]
-"""The tensor to write, its first row, and values `[rows, columns]` in a buffer that the next piece uses again."""
+ValuePiece = tuple[str, int, Tensor]
+"""Name and first row of the tensor to write, and values `[rows, columns]` in a buffer that the next piece reuses."""
 
 Put = Callable[[str, int, Tensor], None]
-"""Takes rows of a tensor, of its dtype: its name, the first row's number, and the rows."""
+"""Writes rows of a tensor: called with its name, the first row's number, and the rows in the target's dtype."""
 
 Read = Callable[[str, int, int], Iterable[tuple[int, Tensor]]]
-"""Reads rows of a source's tensor, so many from one on, piece by piece; each with the number of rows before it."""
+"""Reads rows of a source's tensor, in pieces: called with its name, the first row and the number of rows; yields each
+piece with the number of rows before it."""
 
 
 @dataclass
 class _Underflows:
-    """How many of a tensor's elements became zero, in one row of 16: to look at all of them would take a tenth of the
-    time of a cast, and where one scale is lost on an outlier, most rows tell."""
+    """Counts a tensor's elements that became zero, in one row of 16. Counting all would add a tenth to the time of
+    a cast, and if an outlier spoils a scale, most rows show it."""
 
     elements: int = 0
     zeroed: int = 0
@@ -45,10 +46,10 @@ class _Underflows:
 
 
 class Encoder:
-    """Encodes jobs of a plan into tensors of these `specs`, handing what it makes to `put`.
+    """Encodes jobs of a plan into tensors of these `specs`, which are written by `put`.
 
-    `carried` is how values were coded before, by the target's names: a block whose values still are what its codes
-    decode to keeps its scale. `read` reads what other jobs encode and share a scale with.
+    `carried` are the encodings that values had before, by the target's names: blocks whose values have not changed keep
+    their scales. `read` reads weights that other jobs encode but that share a scale with this job's.
     """
 
     def __init__(
@@ -56,23 +57,23 @@ class Encoder:
     ) -> None:
         self._specs, self._carried, self._buffers, self._put, self._read = specs, carried, buffers, put, read
         self.found = Findings()
-        """What it has noticed since somebody has last put empty Findings here."""
+        """What was found out; the Worker puts new Findings here for each job."""
 
-    def encode(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> None:
-        """Write codes and scales of what `pieces` gives at each call. One pass is enough where each row has a scale of
-        its own and none is carried.
+    def encode(self, encode: Encode, pieces: Callable[[], Iterable[ValuePiece]]) -> None:
+        """Write the codes and scales of the values that `pieces` yields, each time it is called. If each row has its
+        own scale and none is carried, one pass is enough.
 
         Raises PrecisionError for an infinite weight.
         """
-        seen = self._seen(encode, pieces)
-        made = {name: self._made(found, encode.weight_scales[name], encode.numbers) for name, found in seen.items()}
+        seen = self._first_pass(encode, pieces)
+        made = {name: self._encoding(found, encode.weight_scales[name], encode.numbers) for name, found in seen.items()}
         changed = dict.fromkeys((name for name, found in seen.items() if found.carried and not found.fits.all()), 0)
         underflows = {name: _Underflows() for name in encode.blocks}
         for name, row, values in pieces():
             if name not in encode.blocks:
                 self.put_values(name, row, values)
                 continue
-            encoding = made.get(name) or self._by_row(name, row, values, encode)
+            encoding = made.get(name) or self._encoding_by_row(name, row, values, encode)
             codes = self._buffers.to_write(encoding.dtype, *values.shape)
             encoding.encode_rows(values, row if name in made else 0, codes, self._buffers.scratch)
             if name in changed:
@@ -83,8 +84,8 @@ class Encoder:
         self.found.changed |= changed
         self.put_input_scales(encode)
 
-    def _seen(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> dict[str, BlockScales]:
-        """The first pass: what the scales of each tensor must be, but of those whose rows have one each."""
+    def _first_pass(self, encode: Encode, pieces: Callable[[], Iterable[ValuePiece]]) -> dict[str, BlockScales]:
+        """Find the scales of each tensor, except those whose scales are found row by row in the second pass."""
         seen = {
             name: BlockScales(spec.rows, spec.columns, block, spec.dtype, self._carried.get(name))
             for name, block in encode.blocks.items()
@@ -98,34 +99,32 @@ class Encoder:
             if found.has_nan:
                 self.found.with_nan.add(name)
         if encode.shared:
-            share([*seen.values(), *self._alongside(encode)])
+            sharing = [*seen.values()]
+            for name, source in encode.alongside.items():  # weights of other jobs with the same scale
+                spec, block = self._specs[name], (self._specs[name].rows, self._specs[name].columns)
+                other = BlockScales(spec.rows, spec.columns, block, spec.dtype, self._carried.get(name))
+                for row, values in self._read(source, 0, spec.rows):
+                    other.see(values, row, self._buffers.scratch)
+                sharing.append(other)
+            share(sharing)
         return seen
 
-    def _alongside(self, encode: Encode) -> Iterator[BlockScales]:
-        """What the weights that share the scale, and that other jobs encode, say of it."""
-        for name, source in encode.alongside.items():
-            spec = self._specs[name]
-            found = BlockScales(spec.rows, spec.columns, (spec.rows, spec.columns), spec.dtype, self._carried.get(name))
-            for row, values in self._read(source, 0, spec.rows):
-                found.see(values, row, self._buffers.scratch)
-            yield found
-
     def _is_by_row(self, name: str, encode: Encode) -> bool:
-        """Whether each row has a scale of its own, FP32 and none that is carried."""
+        """Whether each row has its own FP32 scale, and none is carried."""
         of_a_row = encode.blocks[name] == (1, self._specs[name].columns)
         fp32 = self._specs[encode.weight_scales[name]].dtype == torch.float32
         return of_a_row and fp32 and name not in self._carried
 
-    def _made(self, found: BlockScales, scales: str, numbers: numerics.Numbers) -> Encoding:
-        """How to encode, after one pass; the scales are written."""
+    def _encoding(self, found: BlockScales, scales: str, numbers: numerics.Numbers) -> Encoding:
+        """The encoding to use after the first pass; writes its scales to the tensor `scales`."""
         spec = self._specs[scales]
         exponents = spec.dtype == torch.uint8
         encoding = found.encoding(torch.float8_e8m0fnu if exponents else spec.dtype, numbers)
         self.put_scales(scales, encoding.scale_inv)
         return encoding
 
-    def _by_row(self, name: str, row: int, values: Tensor, encode: Encode) -> Encoding:
-        """How to encode rows that each have the scale of their own amax, which is written."""
+    def _encoding_by_row(self, name: str, row: int, values: Tensor, encode: Encode) -> Encoding:
+        """The encoding of rows that each have a scale from their own amax; writes these scales."""
         dtype = self._specs[name].dtype
         amax, has_nan = numerics.row_amax_and_nan(values, self._buffers.scratch)
         _check_finite(name, amax)
@@ -145,21 +144,21 @@ class Encoder:
         self._put(name, row, values)
 
     def put_scales(self, name: str, grid: Tensor) -> None:
-        """Write a grid of scales, given in FP32 or as it is stored: exponents as bytes."""
+        """Write a grid of scales, given in FP32 or in the stored dtype; E8M0 is written as bytes (uint8)."""
         spec = self._specs[name]
         stored = grid.to(torch.float8_e8m0fnu if spec.dtype == torch.uint8 else spec.dtype).contiguous()
         self._put(name, 0, stored.view(spec.dtype).reshape(spec.rows, spec.columns))
 
     def put_input_scales(self, encode: Encode) -> None:
-        """Write the scales that no value decides: those of inputs, and of a KV cache."""
+        """Write the scales that do not depend on weights: of inputs, and of a KV cache."""
         for name, value in encode.input_scales.items():
             self._put(name, 0, torch.tensor([[value]]).to(self._specs[name].dtype))
 
 
 def _check_finite(name: str, amax: Tensor) -> None:
-    """Raises PrecisionError for the amax of an infinite weight, which no scale brings into FP8."""
+    """Raise PrecisionError for an infinite amax, as no scale brings an infinite weight into FP8."""
     if bool(amax.isinf().any()):
         raise PrecisionError(
             f"`{name}` holds an infinite weight, which no FP8 scale can hold",
-            do="Is the checkpoint sound? `keep_bf16` in a --recipe leaves the module as it is.",
+            do="Is the checkpoint intact? `keep_bf16` in a --recipe leaves the module as it is.",
         )

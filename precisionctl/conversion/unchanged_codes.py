@@ -1,6 +1,6 @@
-"""Codes that are what is wanted already: they are copied, and no number of them is looked at.
+"""Copy codes without decoding them, where source and target have the same codes and scales.
 
-An FP8 code decoded to FP32 and encoded under the same scale is the same code, so nothing is lost by not doing it.
+An FP8 code that is decoded to FP32 and encoded with the same scale is the same code, so the result is the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from precisionctl.planning.plan import Encode
 from precisionctl.planning.segments import Segment
 
 _SMALLEST = torch.finfo(torch.float32).tiny * 2.0**16
-"""The smallest scale to copy; under a smaller one codes could decode to numbers that FP32 flushes to zero."""
+"""The smallest scale_inv for which codes are copied; with a smaller one FP32 could flush decoded values to zero."""
 
 
 def scales_if_unchanged(
@@ -25,11 +25,11 @@ def scales_if_unchanged(
     carried: Mapping[str, Encoding],
     targets: Mapping[str, TensorSpec],
 ) -> dict[str, Tensor] | None:
-    """The grids of scales to write, FP32 by the weight's name, where a job can copy its codes; else None.
+    """The grids of scales to write, FP32 by the weight's name, if a job can copy its codes; else None.
 
-    It can where it does no more than encode weights, in their old rows and under their old names, that are `stored`
-    under just the scales that are `carried`, and these may stay in the blocks and dtypes of the `targets`; and where
-    the same holds of the weights of other jobs that share their scale.
+    It can if all its tensors are encoded and keep their names and rows, the source's encodings (`stored`) are the ones
+    to use again (`carried`), and the `targets` have blocks and dtypes that can hold these scales exactly. If weights
+    share a scale, the same must be true of those of other jobs.
     """
     moves = any((each.read, each.read_row) != (each.write, each.write_row) for each in segments)
     if moves or {segment.write for segment in segments} != encode.blocks.keys():
@@ -50,14 +50,14 @@ def scales_if_unchanged(
 
 
 def _can_be_stored(grid: Tensor, codes: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether a dtype holds all these scales as they are, and every code decodes to a number of FP32 with them; bytes
-    hold exponents."""
+    """Whether `dtype` (uint8 means E8M0) holds all these scales exactly, and every code decodes to a finite FP32 number
+    with them."""
     held = grid.to(torch.float8_e8m0fnu if dtype == torch.uint8 else dtype).float()
     sound = (grid >= _SMALLEST) & (grid * FP8_MAX[codes]).isfinite() & (held == grid)
     return bool(sound.all())
 
 
 def _same(a: Encoding, b: Encoding) -> bool:
-    """Whether two encodings are one."""
+    """Whether two encodings are equal."""
     scales = [each.scale_inv.float() for each in (a, b)]
     return (a.dtype, a.block) == (b.dtype, b.block) and torch.equal(*scales)

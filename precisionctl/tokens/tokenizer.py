@@ -52,7 +52,7 @@ _FOR_LARGE = "Give it as several documents: a tokenizer takes some 150 bytes of 
 _LARGE = 16 << 20
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Something to tokenize: a text in UTF-8, or the fields of a sample in JSON, of so many messages; and where it
     is."""
 
@@ -61,7 +61,7 @@ class Piece(NamedTuple):
     messages: int = 0
 
 
-class Row(NamedTuple):
+class TokenizedSample(NamedTuple):
     """Token ids, int32, and whether each is to be learned, bool, both `[tokens]`; and what there is to say."""
 
     tokens: NDArray[np.int32]
@@ -102,7 +102,7 @@ class Tokenizer:
         if self._process is None or not self._process.runs:
             self._end = self._loaded()
 
-    def texts(self, pieces: Sequence[Piece]) -> list[NDArray[np.int32]]:
+    def texts(self, pieces: Sequence[TextPiece]) -> list[NDArray[np.int32]]:
         """The tokens of each text, int32 `[tokens]`, with what the tokenizer puts around it."""
         where = pieces[0].where if len(pieces) == 1 else f"{pieces[0].where} to {pieces[-1].where}"
         size = sum(len(piece.content) for piece in pieces)
@@ -110,7 +110,7 @@ class Tokenizer:
         (said,) = self._answers("texts", {}, [piece.content for piece in pieces], [ask])
         return [_ids(part, where) for part in said.parts]
 
-    def samples(self, pieces: Sequence[Piece]) -> list[Row]:
+    def samples(self, pieces: Sequence[TextPiece]) -> list[TokenizedSample]:
         """Conversations and completions, those through the chat template; of each its row."""
         asks = [
             _Ask(piece.where, to_tokenize(len(piece.content), 2 * piece.messages), _room(len(piece.content)))
@@ -118,7 +118,7 @@ class Tokenizer:
         ]
         words = {"where": [piece.where for piece in pieces]}
         said = self._answers("samples", words, [piece.content for piece in pieces], asks)
-        return [_row(each, piece.where) for each, piece in zip(said, pieces, strict=True)]
+        return [_tokenized_sample(each, piece.where) for each, piece in zip(said, pieces, strict=True)]
 
     def encode(self, text: str, **options: bool) -> list[int]:
         """The tokens of a text, with transformers' options."""
@@ -230,6 +230,6 @@ def _ids(part: bytes, where: str) -> NDArray[np.int32]:
     return ids.astype(np.int32)
 
 
-def _row(said: Said, where: str) -> Row:
+def _tokenized_sample(said: Said, where: str) -> TokenizedSample:
     tokens, learned = said.parts
-    return Row(_ids(tokens, where), np.frombuffer(learned, np.bool_), tuple(said.words["notes"]))
+    return TokenizedSample(_ids(tokens, where), np.frombuffer(learned, np.bool_), tuple(said.words["notes"]))
