@@ -11,29 +11,29 @@ import pytest
 import torch
 from four_bit_weights import FourBitWeight
 from safetensors.torch import load_file
-from test_llmcompressor import INSTALL as INSTALL_LLM_COMPRESSOR
-from test_llmcompressor import SCRIPT as LLM_COMPRESSOR
-from test_modelopt import DECODE
-from test_modelopt import INSTALL as INSTALL_MODELOPT
-from test_modelopt import SCRIPT as MODELOPT
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+HERE = Path(__file__).parent
+GOLDEN = HERE.parent / "golden"
 SCHEMES = [
     *("ct-NVFP4", "ct-NVFP4A16", "ct-MXFP4", "modelopt-nvfp4", "modelopt-mxfp4"),
     *("ct-W4A16", "ct-W4A16_ASYM", "ct-W4A16_G32", "ct-W4A16_G32_ASYM"),
 ]
+WITH_EXPERTS = [("qwen3_moe", scheme) for scheme in ("ct-NVFP4", "ct-W4A16_G32", "modelopt-nvfp4")]
 
 
 def quantize(folder: Path, scheme: str) -> None:
     """Make `scheme` and `scheme-expected.safetensors` of `source`."""
     tool, _, its = scheme.partition("-")
     if tool == "ct":
-        python = environments.python_with("llmcompressor", INSTALL_LLM_COMPRESSOR)
-        subprocess.run([python, LLM_COMPRESSOR, "source", scheme, its], cwd=folder, check=True, capture_output=True)
-        return
-    python, expected = environments.python_with("modelopt", INSTALL_MODELOPT), f"{scheme}-expected.safetensors"
-    subprocess.run([python, MODELOPT, "source", scheme, its], cwd=folder, check=True, capture_output=True)
-    subprocess.run([python, DECODE, scheme, expected], cwd=folder, check=True, capture_output=True)
+        programs = [(environments.llm_compressor(), "llmcompressor_export.py", "source", scheme, its)]
+    else:
+        python, expected = environments.modelopt(), f"{scheme}-expected.safetensors"
+        programs = [
+            (python, "modelopt_export.py", "source", scheme, its),
+            (python, "modelopt_decode.py", scheme, expected),
+        ]
+    for python, script, *arguments in programs:
+        subprocess.run([python, HERE / script, *arguments], cwd=folder, check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,7 @@ def qwen3_moe(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("family", "scheme"), [*(("llama", scheme) for scheme in SCHEMES), *WITH_EXPERTS])
 def test_every_weight_decodes_to_what_the_tool_says_and_comes_back(request, family, scheme):
     """ModelOpt's NVFP4 reads code 8 as +0, which is told apart from -0 by its bits alone."""
     folder = request.getfixturevalue(family)
