@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from precisionctl.fp8 import group_scales, nibbles, numerics
-from precisionctl.fp8.elements import E4M3
+from precisionctl.fp8 import elements, group_scales, nibbles, numerics
 from precisionctl.fp8.nibbles import NibbleFormat
 
 EVERY_BF16 = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
@@ -175,7 +174,7 @@ def test_mxfp4_is_exact_in_fp8_blocks_where_exponents_are_near_each_other(span: 
     assert found.tolist() == [[True, True], [True, span <= 14]]
     numbers = torch.tensor(nibbles.NUMBERS["E2M1"])
     values = torch.cat([numbers * 2.0**-27, numbers * 2.0 ** (span - 27)])
-    scale = numerics.rounded_up(numerics.scale_inv(numerics.amax(values), E4M3), "powers of 2")
+    scale = numerics.rounded_up(numerics.scale_inv(numerics.amax(values), elements.E4M3), "powers of 2")
     codes = torch.empty(1, 32, dtype=torch.float8_e4m3fn)
     numerics.encode_by_scale_inv(values.view(1, -1), scale, codes, torch.empty(100))
     assert torch.equal(codes.float().view(-1) * scale, values) == (span <= 14)
