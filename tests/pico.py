@@ -39,18 +39,21 @@ LONG_ROPE = {
 }
 
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
-_DEEPSEEK = {
+_EXPERTS = {
     "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
     "moe_intermediate_size": 32,
     "n_routed_experts": 8,
     "num_experts_per_tok": 4,
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
+}
+_DEEPSEEK = {
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -135,6 +138,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.8},
     },
+    "glm4-moe": {"model_type": "glm4_moe", **_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True},
 }
 """What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
 
