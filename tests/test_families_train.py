@@ -73,15 +73,6 @@ def test_what_was_trained_is_what_transformers_then_computes(family: str, tmp_pa
         torch.testing.assert_close(ours.float()(tokens)[..., :80], expected, rtol=0, atol=1e-5 * float(expected.std()))
 
 
-@pytest.mark.parametrize("family", pico.PARALLEL_RESIDUAL)
-def test_a_parallel_residual_is_refused_with_the_reason(family: str, tmp_path: Path, data: Path) -> None:
-    source = make_source(tmp_path / "hf", family=family)
-    for command in (("resume", source, "--precision", "bf16", "--out", tmp_path / "run"), ("eval", source)):
-        refused = run(*command, "--data", data)
-        assert refused.exit_code == 1
-        assert "parallel residual" in " ".join(refused.stderr.split())
-
-
 def test_multi_token_prediction_layers_go_through_training_as_they_are(tmp_path: Path, data: Path) -> None:
     source = make_source(tmp_path / "hf", family="deepseek-v3")
     added = add_mtp(source)

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from pico import FAMILIES, NO_TOKENS, SIZES
+from pico import representing, shape, switches
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig
 
-from precisionctl.architectures.families import from_hf_config
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
@@ -15,11 +13,6 @@ from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.positions import PackedSequences
 
 LENGTH = 16
-
-
-def shape(family: str) -> ModelShape:
-    config = AutoConfig.for_model(**({"model_type": "llama"} | SIZES | NO_TOKENS | FAMILIES[family]))
-    return from_hf_config(config.to_dict())
 
 
 def counted(model: ModelShape, rows: int, packed: PackedSequences | None = None) -> int:
@@ -32,15 +25,14 @@ def counted(model: ModelShape, rows: int, packed: PackedSequences | None = None)
 
 
 def left_out(model: ModelShape, lengths: list[int]) -> int:
-    """What the convention passes over: the half of attention above the diagonal, and routers."""
+    """What the convention passes over: half of attention, above the diagonal, routers, and gates of shared experts."""
     above = sum(length**2 for length in lengths) * (model.query_size + model.projection_size) * model.num_layers // 2
     routers = sum(model.moe.layer_freq) * model.moe.num_experts * model.hidden_size if model.moe else 0
-    return 6 * (above + sum(lengths) * routers)
+    gates = sum(model.moe.layer_freq) * model.hidden_size if model.moe and model.shared_expert_gate else 0
+    return 6 * (above + sum(lengths) * (routers + gates))
 
 
-@pytest.mark.parametrize(
-    "family", ["llama-3", "qwen3", "gpt2", "gemma2", "mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3"]
-)
+@pytest.mark.parametrize("family", representing(switches))
 def test_torch_counts_the_same_products(family: str) -> None:
     model, lengths = shape(family), [LENGTH] * 2
     assert counted(model, 2) == training_flops(model, lengths) + left_out(model, lengths)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_flops import shape
+from pico import shape
 from test_guard import run_with_kills
 from test_skips import broken as broken_steps
 from torch import Tensor

@@ -53,18 +53,33 @@ def _write_shared(model: ModelShape) -> Config:
     return {"n_shared_experts": shared // model.moe.ffn_hidden_size if model.moe and shared else None}
 
 
-EXPERTS: tuple[Entry, ...] = (
+EXPERTS_OF_A_LAYER: tuple[Entry, ...] = (
     Key("moe.num_experts", "n_routed_experts"),
     Key("moe.topk", "num_experts_per_tok"),
     Key("moe.ffn_hidden_size", "moe_intermediate_size"),
-    Rule(("first_k_dense_replace",), _read_layers, _write_layers),
     Rule(("n_shared_experts",), _read_shared, _write_shared),
+)
+
+EXPERTS: tuple[Entry, ...] = (
+    *EXPERTS_OF_A_LAYER,
+    Rule(("first_k_dense_replace",), _read_layers, _write_layers),
+)
+
+LATENT_ATTENTION: tuple[Entry, ...] = (
+    *SIZES,
+    SILU,
+    Rule(("num_attention_heads",), _read_attention, _write_attention),
+    Key("mla.q_lora_rank", "q_lora_rank", None),
+    Key("mla.kv_lora_rank", "kv_lora_rank"),
+    Key("mla.qk_head_dim", "qk_nope_head_dim"),
+    Key("mla.qk_pos_emb_head_dim", "qk_rope_head_dim"),
+    Key("mla.v_head_dim", "v_head_dim"),
+    Only("attention_bias", False),
 )
 
 SIGMOID: tuple[Entry, ...] = (
     Only("scoring_func", "sigmoid"),
     Only("topk_method", "noaux_tc"),
-    Only("norm_topk_prob", True),
     Always("moe.score_function", "sigmoid"),
     Always("moe.expert_bias", True),
 )
@@ -88,15 +103,7 @@ def groups(number: int, best: int) -> Rule:
 
 
 COMMON: tuple[Entry, ...] = (
-    *SIZES,
-    SILU,
-    Rule(("num_attention_heads",), _read_attention, _write_attention),
-    Key("mla.q_lora_rank", "q_lora_rank", None),
-    Key("mla.kv_lora_rank", "kv_lora_rank"),
-    Key("mla.qk_head_dim", "qk_nope_head_dim"),
-    Key("mla.qk_pos_emb_head_dim", "qk_rope_head_dim"),
-    Key("mla.v_head_dim", "v_head_dim"),
-    Only("attention_bias", False),
+    *LATENT_ATTENTION,
     *EXPERTS,
     Only("moe_layer_freq", 1),
     Key("norm_epsilon", "rms_norm_eps", 1e-6),

@@ -4,7 +4,7 @@ shared experts, layers of multi-token prediction.
 Rows of a prediction layer are the decoder's under other names, and what joins them.
 """
 
-from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT
+from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT, SEPARATE_NORM
 from precisionctl.architectures.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Alias, Either, Row, renamed, when
 from precisionctl.architectures.rearrange import GAMMA
@@ -13,12 +13,7 @@ from precisionctl.param import COLUMNS, ROWS
 _QUERY_LATENT = when("query_latent")
 
 ATTENTION = (
-    Row(
-        "model.layers.{layer}.input_layernorm.weight",
-        "decoder.layers.{layer}.input_layernorm.weight",
-        ("hidden_size",),
-        GAMMA,
-    ),
+    *SEPARATE_NORM,
     Row(
         "model.layers.{layer}.self_attn.q_proj.weight",
         "decoder.layers.{layer}.self_attention.linear_q_proj.weight",

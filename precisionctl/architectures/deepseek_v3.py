@@ -18,6 +18,7 @@ ARCHITECTURE = Architecture(
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 2.5),
         Only("rope_interleave", True),
         *SIGMOID,
+        Only("norm_topk_prob", True),
         groups(8, 4),
         Key("mtp_num_layers", "num_nextn_predict_layers", 0),
     ),

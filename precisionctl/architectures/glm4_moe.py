@@ -3,7 +3,7 @@
 Traps: half of each head's channels are rotated; `attention_bias` is of q, k and v alone.
 """
 
-from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Key, tied
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Key, Only, tied
 from precisionctl.architectures.deepseek_keys import EXPERTS, SIGMOID, groups
 from precisionctl.architectures.deepseek_rows import MTP_ALIASES, decoder, prediction
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
@@ -23,6 +23,7 @@ ARCHITECTURE = Architecture(
         Key("qk_layernorm", "use_qk_norm", False),
         *EXPERTS,
         *SIGMOID,
+        Only("norm_topk_prob", True),
         groups(1, 1),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
         Key("norm_epsilon", "rms_norm_eps", 1e-5),

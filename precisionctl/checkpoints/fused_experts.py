@@ -1,4 +1,5 @@
-"""Experts that Hugging Face stores as one tensor: `mlp.experts.gate_up_proj` of shape `[experts, ...]`.
+"""Experts that Hugging Face stores as one tensor: `mlp.experts.gate_up_proj` of shape `[experts, ...]`, in Granite
+`block_sparse_moe.input_linear.weight`.
 
 Logical names are one per expert, so a stored tensor is read as its slices `name[0]`, `name[1]`, ...; each is
 contiguous. In MXFP4, as gpt-oss has it, `experts.gate_up_proj_blocks` are bytes `[experts, rows, columns / 32, 16]` of
@@ -16,7 +17,7 @@ from precisionctl.checkpoints.safetensors_file import StoredTensor
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
 
-_FUSED = re.compile(r".+\.experts\.[a-z_]+")
+_FUSED = re.compile(r".+\.(?:experts\.[a-z_]+|block_sparse_moe\.(?:input|output)_linear\.weight)")
 _SLICE = re.compile(rf"({_FUSED.pattern})\[(\d+)\]")
 
 _MOST_SLICES = 1 << 18

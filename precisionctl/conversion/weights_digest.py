@@ -15,7 +15,6 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from precisionctl.architectures.families import architecture_of
 from precisionctl.checkpoints.base import Chunk, Chunked, Reader
 from precisionctl.conversion.worker import Nowhere, Source, Worker
 from precisionctl.fp8.encoding import Encoding
@@ -30,8 +29,7 @@ _ROWS = 4
 
 def digest_weights(reader: Reader) -> str:
     """SHA-256, in hexadecimal, of the weights of an open checkpoint. Raises as make_plan and reading do."""
-    only_hf = architecture_of(reader.model.architecture).refused
-    return _digest(make_plan(reader, "hf" if only_hf else "megatron"), reader)
+    return _digest(make_plan(reader, "megatron"), reader)
 
 
 def digest_written(plan: Plan, written: Chunked) -> str:

@@ -26,16 +26,21 @@ FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 
 _OF_BRIDGE = {
     *("attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier", "post_layernorms"),
-    *("rotary_base_local", "query_pre_attn_scalar"),
+    *("rotary_base_local", "query_pre_attn_scalar", "pre_layernorms", "qk_layernorm_over_heads"),
 }
-"""What Megatron-Bridge's own modules add to Megatron-Core's (models/gemma: gemma2_provider.py, gemma3_provider.py)."""
+"""What Megatron-Bridge's own modules add to Megatron-Core's (models/gemma: gemma2_provider.py, gemma3_provider.py;
+exaone4, olmoe, minimax_m2)."""
+
+_BRIDGED = ("gemma", "gemma2", "gemma3_text", "exaone4", "olmoe", "minimax_m2")
+"""Families for which it has such modules."""
 
 
 def left_to_provider(model: ModelShape) -> list[str]:
     """What of a model only a provider of Megatron-Bridge computes. Raises UnknownArchitecture for one that neither such
     a provider nor Megatron-Core does."""
     other = otherwise_in_megatron(model)
-    if missing := [field for field in other if field not in _OF_BRIDGE]:
+    bridged = _OF_BRIDGE if model.architecture in _BRIDGED else ()
+    if missing := [field for field in other if field not in bridged]:
         raise UnknownArchitecture(
             f"Megatron-Core computes `{model.architecture}` otherwise: {', '.join(missing)}",
             do="`precisionctl resume` trains it as it is.",

@@ -60,7 +60,7 @@ def make_plan(
     with at(source.path or ""):
         architecture = architecture_of(source.model.architecture)
         if target == "megatron":
-            checks.check_megatron_has(source.model, architecture)
+            checks.check_megatron_has(source.model)
         rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled)
         stored = _with_mtp(source, rows)
         model = stored.padded(parallelism.tensor) if target == "megatron" else stored
