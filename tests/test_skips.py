@@ -86,7 +86,7 @@ def test_too_many_running_end_the_run_and_are_counted_through_a_kill(
     broken |= {1, 3, 4, 5}
     changes = {"train__max_skipped": 2, "train__save_every": 1}
     made = settings(place / "source", place / "text.txt", tmp_path / "run", **changes)
-    with pytest.raises(PrecisionError, match=r"step 5 has loss nan .* the last of 3 running that were skipped"):
+    with pytest.raises(PrecisionError, match=r"step 5 has loss nan .* the last of 3 skipped steps in a row"):
         run_with_kills(made, {2, 4})
     assert sorted(path.name for path in (tmp_path / "run").glob("iter_*")) == ["iter_0000003", "iter_0000004"]
     more = settings(place / "source", place / "text.txt", tmp_path / "run", **changes | {"train__max_skipped": 3})

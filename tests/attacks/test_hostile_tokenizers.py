@@ -25,15 +25,15 @@ from precisionctl.tokens import limits, process
 from precisionctl.tokens import tokenizer as asking
 from precisionctl.tokens.limits import Limits, to_tokenize
 from precisionctl.tokens.process import Ended, Process
-from precisionctl.tokens.tokenizer import Piece, Tokenizer, open_tokenizer
+from precisionctl.tokens.tokenizer import TextPiece, Tokenizer, open_tokenizer
 
 Files = Mapping[str, bytes]
 MB = 1 << 20
 
 
-def conversation(*contents: str) -> Piece:
+def conversation(*contents: str) -> TextPiece:
     said = [{"role": "user", "content": content} for content in contents]
-    return Piece("chats.jsonl, line 1", json.dumps({"messages": said}).encode(), len(said))
+    return TextPiece("chats.jsonl, line 1", json.dumps({"messages": said}).encode(), len(said))
 
 
 CHAT = conversation("a")
@@ -149,7 +149,7 @@ def test_what_a_tokenizer_may_take_and_answer_is_bounded(
     files, text, message = TOKENIZERS[name]
     hurry(message)
     with pytest.raises(DataError, match=message), open_tokenizer(Companions(files)) as tokenizer:
-        tokenizer.texts([Piece("text.txt", text.encode())])
+        tokenizer.texts([TextPiece("text.txt", text.encode())])
 
 
 def test_files_without_end_are_not_loaded(monkeypatch: pytest.MonkeyPatch, bounded: None) -> None:
