@@ -23,6 +23,7 @@ from precisionctl.conversion.command import MakeStates, PlannedCommand
 from precisionctl.errors import OutputError
 from precisionctl.export.model_card import NAME, Card
 from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import UntabledModel
 from precisionctl.planning.plan import Plan
 
 
@@ -94,7 +95,7 @@ def _writer(request: Request, source: Source, result: Result, output: Output) ->
             output.partial,
             plan.targets,
             companions,
-            to_hf_config(plan.model, config_dtype(plan.targets)),
+            {} if isinstance(plan.model, UntabledModel) else to_hf_config(plan.model, config_dtype(plan.targets)),
             quantization=plan.quantization or None,
             extra_files={**plan.files, **({NAME: card.text(source.reader)} if card else {})},
             max_shard_size=request.max_shard_size,

@@ -1,11 +1,12 @@
 """A command's notes for the user: what is left behind, what was guessed, what was computed anew."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from precisionctl.architectures.families import architecture_of, models_of_megatron_args
+from precisionctl.architectures.families import models_of_megatron_args, table_of
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
-from precisionctl.checkpoints.base import Reader, in_mxfp4
+from precisionctl.checkpoints.base import Reader, in_four_bits
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
@@ -26,7 +27,7 @@ from precisionctl.precision import Precision
 def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
     """Notes on the source's family, and that it was guessed, unless the command named it (`told`)."""
     model = reader.model
-    table = architecture_of(model.architecture)
+    table = table_of(model)
     if to == "megatron" and table.note:
         yield table.note
     if to == "megatron" or of_megatron(reader):
@@ -174,17 +175,19 @@ def state_notes(change: StateChange) -> Iterator[str]:
 
 
 def code_notes(encodings: WeightEncodings) -> Iterator[str]:
-    """A note that codes were decoded, and how they become codes again."""
+    """That weights which were codes are values now, and how they become codes again."""
+    formats = Counter(spec.packing.name if spec.packing else "FP8" for spec in encodings.weights.values())
+    counted = " and ".join(f"{count} weights were {name} codes" for name, count in formats.items())
     yield (
-        f"{len(encodings.weights)} weights were FP8 codes; the result has their decoded values. The scales are kept "
-        "beside them: `convert --to hf --precision fp8` writes the same codes again."
+        f"{counted}; the result has their decoded values. The scales are kept beside them: `convert --to hf "
+        "--precision fp8` writes the same codes again."
     )
 
 
 def decoded_notes(reader: Reader) -> Iterator[str]:
-    """A note that MXFP4 codes were decoded for good."""
-    if packed := in_mxfp4(reader):
-        yield f"{len(packed)} weights were MXFP4, and are what they decode to. MXFP4 is not written here."
+    """That weights which were codes are values now, and stay values."""
+    for name, count in Counter(packing.name for packing in in_four_bits(reader).values()).items():
+        yield f"{count} weights were {name} codes, and are what they decode to. The scales stay behind."
 
 
 def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator[str]:

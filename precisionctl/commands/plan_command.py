@@ -21,7 +21,13 @@ def plan_command(request: Request) -> PlannedCommand:
         result = with_te_state(request, source)
     elif not request.for_inference:
         result = as_values(request, source)
-    elif request.target or request.recipe or not (source.encodings and source.encodings.quantization):
+    elif (
+        request.target
+        or request.recipe
+        or request.include
+        or request.exclude
+        or not (source.encodings and source.encodings.quantization)
+    ):
         result = for_engine(request, source)
     else:
         result = as_before(request, source)

@@ -12,6 +12,7 @@ from precisionctl.errors import RecipeError
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import DelayedScaling
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import Scheme
@@ -48,7 +49,8 @@ class Request:
     `target` is an engine's name in engines/, or TE; it runs on `ranks` GPUs. Without a `scheme` the best that the
     checkpoint allows is chosen; `static` needs recorded input scales, from the source or from `fp8_state`.
     `keep_misfits` leaves modules in BF16 whose shapes the engine refuses. `kv_cache` stores scales for an FP8 KV cache,
-    which must have been recorded, too. `base_model` is the source's name on the Hub, for the model card.
+    which must have been recorded, too. `base_model` is the source's name on the Hub, for the model card. `include` and
+    `exclude` are patterns of names of modules that are to be FP8, and that are not (`planning/choice.py`).
     """
 
     source: Path
@@ -73,6 +75,8 @@ class Request:
     keep_misfits: bool = False
     kv_cache: Literal["fp8"] | None = None
     base_model: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
     @classmethod
     def export(
@@ -109,6 +113,8 @@ class Request:
             raise RecipeError(f"what {self.target} reads is no such result", do="Ask for hf in fp8, as Request.export.")
         if self.target is None and (self.scheme or self.kv_cache or self.keep_misfits or self.ranks > 1):
             raise RecipeError("schemes, caches and ranks are those of an engine", do="Name a target.")
+        if (self.include or self.exclude) and not (self.for_inference and self.target != TE):
+            raise RecipeError("--include and --exclude choose what becomes FP8 codes", do="Leave them out.")
         if self.target == TE:
             self._check_te()
 
@@ -146,6 +152,8 @@ class Request:
         by_engine = self.for_inference and self.target != TE
         return None if by_engine or self.recipe is None else self.recipe.delayed
 
-    def numerics(self, layers: int) -> Precision:
-        """The precision asked for, resolved for a model with this number of layers (`Precision.of_layers`)."""
-        return (self.recipe or PRESETS["fp8-delayed"]).of_layers(layers)
+    def numerics(self, model: ModelShape) -> Precision:
+        """The precision asked for, with patterns of layers resolved for this model. Raises UnknownArchitecture where a
+        recipe counts the layers of a model that no table describes."""
+        precision = self.recipe or PRESETS["fp8-delayed"]
+        return precision.of_layers(model.num_layers) if precision.counts_layers else precision

@@ -13,9 +13,10 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.export.input_scales import state_of_input_scales
-from precisionctl.export.weight_encodings import check_model, weight_encodings
+from precisionctl.export.weight_encodings import check_model, method_of, weight_encodings
 from precisionctl.fp8.carry import merged
 from precisionctl.fp8.state import Fp8States
+from precisionctl.planning.choice import choose
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 
@@ -64,6 +65,9 @@ def open_source(request: Request) -> Source:
     """
     reader = _open(request)
     encodings = None if request.drop_fp8_state else weight_encodings(reader)
+    method = method_of(encodings)
+    if request.for_inference and (request.target or request.recipe) and method and method.spelling is None:
+        encodings = None  # engines read such codes as they were released, and no others of these weights
     goes_along = request.to == "megatron" and not request.drop_optimizer
     trained = reader if goes_along and of_megatron(reader) and reader.optimizer_specs else None
     plan = make_plan(
@@ -73,7 +77,10 @@ def open_source(request: Request) -> Source:
         parallelism=request.parallelism,
         optimizer=trained is not None,
         respelled=request.for_inference,
+        wanted=encodings.weights if encodings and request.for_inference else (),
     )
+    if request.include or request.exclude:
+        plan = choose(plan, request.include, request.exclude)
     if encodings and request.for_inference:
         check_model(encodings, plan)
     known = known_state(reader, plan.gemms, request.fp8_state, request.state_recipe, drop=request.drop_fp8_state)

@@ -15,7 +15,7 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from precisionctl.architectures.families import architecture_of
+from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Chunk, Chunked, Reader
 from precisionctl.conversion.worker import Nowhere, TensorSource, Worker
 from precisionctl.fp8.encoding import Encoding
@@ -30,7 +30,7 @@ _ROWS = 4
 
 def digest_weights(reader: Reader) -> str:
     """The digest of an open checkpoint's weights: SHA-256 in hexadecimal. Raises as `make_plan` and `read_rows`."""
-    only_hf = architecture_of(reader.model.architecture).refused
+    only_hf = table_of(reader.model).refused
     return _digest(make_plan(reader, "hf" if only_hf else "megatron"), reader)
 
 

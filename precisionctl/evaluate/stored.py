@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader, in_mxfp4, read_tensor
+from precisionctl.checkpoints.base import Reader, in_four_bits, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.conversion import convert
@@ -32,6 +32,7 @@ from precisionctl.evaluate.quantizers import (
 )
 from precisionctl.export.kv_cache import stored_scales
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.elements import E4M3
 from precisionctl.fp8.encoding import Encoding, by_rows
 from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import Fp8States
@@ -73,8 +74,11 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
 
 
 def _decoded(reader: Reader, stored: str) -> str:
-    """The precision, in words, of a model without FP8 codes."""
-    return f"{stored}, with weights from MXFP4" if in_mxfp4(reader) else stored
+    """The precision of a model that has no FP8 codes."""
+    if packed := in_four_bits(reader):
+        names = " and ".join(sorted({packing.name for packing in packed.values()}))
+        return f"{stored}, with weights from {names}"
+    return stored
 
 
 def _round_cache(model: GPT, reader: Reader, plan: Plan) -> str:
@@ -134,7 +138,7 @@ def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
     """
     scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
     device = model.output_weight.device
-    codes = set(reader.encodings).difference(in_mxfp4(reader))  # MXFP4 weights take BF16 inputs, in engines too
+    codes = set(reader.encodings).difference(in_four_bits(reader))  # which meets inputs in BF16, in engines too
     stored = [job for job in plan.jobs if codes.intersection(job.reads)]
     fixed: dict[str, float] = {}
     for job in stored:
@@ -197,7 +201,7 @@ def _stored_squares(reader: Reader, job: Job, plan: Plan, device: torch.device) 
     grids = [by_rows(each, reader.specs[name].rows) for each, name in zip(encodings, job.reads, strict=True)]
     codes, grid = _merged_codes(reader, job, plan), job.row.merge(grids, plan.model)
     rows, columns = codes.shape
-    squares = Encoding(CODES, grid, (1, BLOCK)).in_blocks(rows, columns, (BLOCK, BLOCK))
+    squares = Encoding(E4M3, grid, (1, BLOCK)).in_blocks(rows, columns, (BLOCK, BLOCK))
     if rows % 16 or columns % BLOCK or bool(squares.isnan().any()):
         return None
     return NativeStoredBlocks(codes.to(device), squares.contiguous().to(device))

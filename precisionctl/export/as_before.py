@@ -9,14 +9,13 @@ from typing import Any
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.errors import MissingFp8State, PrecisionError
-from precisionctl.export.input_scales import amax_of
 from precisionctl.export.weight_encodings import method_of
 from precisionctl.fp8.encoding import grid_shape
-from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
+from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
-from precisionctl.quant_methods.base import CODES, POWERS_OF_2, QuantMethod, sized
+from precisionctl.quant_methods.base import POWERS_OF_2, QuantMethod, sized
 
 _TWO_ROUNDINGS = 2.0**-22
 """Relative error of an amax that was stored as a scale and computed back from it, as with a history of one row,
@@ -46,8 +45,7 @@ class AsBefore:
         for job in plan.jobs:
             if names := [name for name in job.writes if name in encodings.weights]:
                 encodes[job.name] = Encode(
-                    blocks={name: self._block(name) for name in names},
-                    weight_scales={name: encodings.scales[name].weight for name in names},
+                    {name: replace(encodings.scales[name], block=self._block(name)) for name in names},
                     input_scales=self._input_scales(names, job),
                     numbers="powers of 2" if in_powers_of_2(encodings) else "FP32",
                 )
@@ -59,10 +57,10 @@ class AsBefore:
 
     def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
         codes, scales = self.encodings.weights[weight], self.encodings.scales[weight]
-        stored, block = self.encodings.stored.specs[scales.weight], self._block(weight)
+        stored, block = {name: self.encodings.stored.specs[name] for name in scales.of_weight}, self._block(weight)
         if block != scales.block:
-            stored = replace(stored, shape=grid_shape(codes.rows, codes.columns, block))
-        return {weight: replace(spec, dtype=codes.dtype), scales.weight: stored}
+            stored[scales.weight] = replace(stored[scales.weight], shape=grid_shape(codes.rows, codes.columns, block))
+        return {weight: replace(spec, dtype=codes.dtype, packing=codes.packing), **stored}
 
     def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
         stored = self.encodings.stored.specs
@@ -75,28 +73,30 @@ class AsBefore:
         return self.encodings.files
 
     def _block(self, name: str) -> tuple[int, int]:
-        """The block size that a weight had, if the quant method can express it, else the first that it can."""
-        config = self.method.read(self.encodings.quantization)
-        blocks = [sized(block, self.encodings.weights[name]) for block in config.blocks]
+        """The size that a weight's blocks had, if the method can say that size, else the first that it can."""
+        said, spec = self.method.read(self.encodings.quantization), self.encodings.weights[name]
+        blocks = [sized(form.block, spec) for form in said.formats if (form.packing is None) == (spec.packing is None)]
         had = self.encodings.scales[name].block
         return had if had in blocks else blocks[0]
 
     def _input_scales(self, names: Sequence[str], job: Job) -> dict[str, float]:
-        """The fixed scales that the inputs had or, if the module (or expert) has recorded another amax since, the scale
-        from that amax."""
+        """The fixed scales that the inputs had; where the module (or the expert) has recorded another amax since, the
+        scale of that one."""
+        amaxes = {name: amax for name in names if (amax := self.encodings.input_amax(name)) is not None}
         carried = {
-            given: value
-            for name in names
-            if (given := self.encodings.scales[name].input) and (value := self.encodings.input_scale(name)) is not None
+            given: float(read_tensor(self.encodings.stored, given).float().reshape(()))
+            for name in amaxes
+            if (given := self.encodings.scales[name].input)
         }
         state = self.states.modules.get(job.module) if self.states else None
         if state and job.expert is not None:
             state = state.of_expert(job.expert)
         if self.states and state and carried and state.roles["input"].recorded:
-            recorded = float(recorded_amax(state.roles["input"], "input", self.states.recipe))
-            before = float(amax_of(max(carried.values())))
-            same = self.fixed_hold and math.isclose(recorded, before, rel_tol=_TWO_ROUNDINGS)
-            return carried if same else dict.fromkeys(carried, recorded / FP8_MAX[CODES])
+            recorded = recorded_amax(state.roles["input"], "input", self.states.recipe)
+            before = max(map(float, amaxes.values()))
+            same = self.fixed_hold and math.isclose(float(recorded), before, rel_tol=_TWO_ROUNDINGS)
+            made = (float(self.encodings.scales[name].of_input_amax(recorded)) for name in amaxes)
+            return carried if same else dict(zip(carried, made, strict=True))
         if carried and not self.fixed_hold:
             raise MissingFp8State(
                 f"the weights have changed since the fixed input scales of their codes were made, e.g. of `{names[0]}`",

@@ -63,13 +63,15 @@ def state_of_input_scales(reader: Reader, encodings: WeightEncodings | None, pla
         return None
     given: dict[str, list[float]] = {}
     for job in plan.jobs:
-        scales = [encodings.input_scale(name) or 0.0 for name in job.reads if name in encodings.scales]
+        found = [encodings.input_amax(name) for name in job.reads if name in encodings.scales]
         if job.row.gemm:
-            given.setdefault(job.module, []).append(max(scales, default=0.0))
+            given.setdefault(job.module, []).append(
+                max((float(amax) for amax in found if amax is not None), default=0.0)
+            )
     recipe, modules = DelayedScaling(), {}
     for module, shape in plan.gemms.items():
         if any(given[module]):
-            amaxes = torch.tensor(given[module]).reshape(shape) * FP8_MAX[CODES]
+            amaxes = torch.tensor(given[module]).reshape(shape)
             fresh = Fp8State.fresh(recipe.amax_history_len, shape)
             modules[module] = Fp8State({**fresh.roles, "input": after_one_update(amaxes, "input", recipe)})
     method = encodings.quantization.get("quant_method")

@@ -89,7 +89,7 @@ def with_cache(plan: Plan, form: WeightFormat, scales: Mapping[str, CacheScale])
             found = rounded_up(torch.tensor([scale.k, scale.v]), numbers).tolist()
             values = {f"{stem}.{name}": value for name, value in zip(spelling.names, found, strict=True)}
             targets |= {name: TensorSpec(spelling.shape, torch.float32) for name in values}
-            encode = job.encode or Encode({}, {}, {})
+            encode = job.encode or Encode({}, {})
             job = replace(job, encode=replace(encode, input_scales={**encode.input_scales, **values}))
         jobs.append(job)
     quantization = {**plan.quantization, **spelling.config}

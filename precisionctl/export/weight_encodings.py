@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are, or once were, encoded in FP8, by Hugging Face names.
+"""How the weights of a checkpoint are codes, or were, by the names that a Hugging Face directory has for them.
 
 Encodings are kept beside values as they were, so a conversion that moves rows need not move scales. Only for codes that
 are stored under other names (Megatron's, or experts stored as one tensor) are scales moved as their rows are.
@@ -24,12 +24,12 @@ from precisionctl.quant_methods.base import QuantMethod, Scales, recognise, sibl
 
 
 def weight_encodings(reader: Reader) -> WeightEncodings | None:
-    """The encodings of a checkpoint's weights, by the names that they will have in a Hugging Face directory. None if
-    the weights never were codes, if nothing is known of it, or if the format is not written here (MXFP4)."""
+    """How a checkpoint's weights are codes, or were, by the names that a Hugging Face directory has for them when
+    it is written. None where they never were, or nothing is known of it."""
     encodings = stored_weight_encodings(reader)
     method = method_of(encodings)
-    if method and method.spelling is None:
-        return None
+    if method and method.spelling is None:  # gpt-oss: codes have names of their own, and are `[out, in]` under them
+        return encodings
     renamed = reader.layout == "megatron" or any(name.endswith("]") for name in reader.encodings)
     if reader.encodings and renamed:
         encodings = _moved(reader, encodings)
@@ -65,17 +65,18 @@ def _moved(reader: Reader, encodings: WeightEncodings | None) -> WeightEncodings
         if not any(name in reader.encodings for name in job.reads):
             continue
         if not all(name in reader.encodings for name in job.reads) or not job.row.is_row_permutation(plan.model):
-            continue  # rows of the result do not correspond to rows of codes
-        given = [encodings.input_scale(name) for name in job.reads] if encodings else [None]
+            continue  # there is no row of the result of which it could be said how it was coded
+        given = [encodings.input_amax(name) for name in job.reads] if encodings else [None]
         for name, encoding in zip(job.writes, _encodings(reader, job, plan), strict=False):
-            shape = plan.targets[name].shape
-            weights[name] = TensorSpec(shape, encoding.dtype)
+            packing = reader.specs[job.reads[0]].packing
+            weights[name] = TensorSpec(plan.targets[name].shape, encoding.element.dtype, packing=packing)
             scales[name] = Scales(
                 sibling(name, kinds[0]), sibling(name, kinds[1]) if given[0] is not None else None, encoding.block
             )
             stored.add(scales[name].weight, encoding.scale_inv, job, name)
             if (fixed := scales[name].input) is not None:
-                stored.add_fixed(fixed, max(value for value in given if value is not None))
+                amax = torch.stack([amax for amax in given if amax is not None]).amax()
+                stored.add_fixed(fixed, scales[name].of_input_amax(amax))
     quantization, files = (encodings.quantization, encodings.files) if encodings else ({}, {})
     return WeightEncodings(weights, scales, stored, quantization, files)
 
@@ -87,7 +88,7 @@ def _encodings(reader: Reader, job: Job, plan: Plan) -> list[Encoding]:
     whole_grid = parts[0] if plan.source == "megatron" else job.row.source.merge(parts, plan.model)
     grids = job.row.split(whole_grid, plan.model)
     columns = [plan.targets[name].columns for name in job.writes]
-    return [of_rows(read[0].dtype, grid, read[0], wide) for grid, wide in zip(grids, columns, strict=False)]
+    return [of_rows(grid, read[0], wide) for grid, wide in zip(grids, columns, strict=False)]
 
 
 class _Moved:
@@ -106,9 +107,9 @@ class _Moved:
         self.specs[name] = TensorSpec(tuple(scale_inv.shape), scale_inv.dtype)
         self._jobs[name] = job, weight
 
-    def add_fixed(self, name: str, value: float) -> None:
-        """Add the fixed scale of a weight's input."""
-        self._fixed[name] = torch.tensor(value)
+    def add_fixed(self, name: str, value: Tensor) -> None:
+        """Take the one fixed scale of a weight's input."""
+        self._fixed[name] = value
         self.specs[name] = TensorSpec((), torch.float32)
 
     def chunks(self, name: str) -> Sequence[Chunk]:

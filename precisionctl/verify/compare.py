@@ -179,7 +179,7 @@ def _compare_tensor(name: str, a: Tensors, b: Tensors) -> TensorComparison:
         shapes = f"{list(a.specs[name].shape)} / {list(b.specs[name].shape)}"
         return TensorComparison(name, "shape", dtypes, shapes=shapes)
     verdicts = {_verdict(left, right) for left, right in _pieces(name, a, b)}
-    worst = next(status for status in _WORST_FIRST if status in verdicts)
+    worst: Status = next((status for status in _WORST_FIRST if status in verdicts), "exact")  # there may be no rows
     if worst == "exact":
         return TensorComparison(name, worst, dtypes, math.inf, 0.0)
     if worst == "differs":
@@ -205,14 +205,14 @@ def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float,
     for left, right in _pieces(name, a, b):
         codes, values = (left, right) if coded is a else (right, left)
         decoded = codes.values
-        losses.see(row, codes.stored, values.values, decoded)
+        losses.see(row, codes, values.values, decoded)
         signal += float(decoded.double().square().sum()) if coded is a else 0.0
         row += len(values.stored)
     return losses, (_decibels(signal if coded is a else losses.total.power, losses.total.error), losses.largest_error)
 
 
 def _verdict(a: Rows, b: Rows) -> Status:
-    if a.scale_inv is None and b.scale_inv is None and a.stored.dtype == b.stored.dtype:
+    if a.encoding is None and b.encoding is None and a.stored.dtype == b.stored.dtype:
         return "exact" if _same_bits(a.stored, b.stored) else "differs"
     left, right = a.values, b.values
     one, other = left.view(torch.int32), right.view(torch.int32)  # zeros of two signs are two values, as above
@@ -221,7 +221,7 @@ def _verdict(a: Rows, b: Rows) -> Status:
     nan = left.isnan()
     if bool(nan.any()) and bool(((one == other) | (nan & right.isnan())).all()):
         return "exact"
-    one_is_codes = (a.scale_inv is None) != (b.scale_inv is None)
+    one_is_codes = (a.encoding is None) != (b.encoding is None)
     return "encoded" if one_is_codes and (a.encodes(right) or b.encodes(left)) else "differs"
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.fp8.statistics import Loss
+from precisionctl.verify.hf_tensors import Rows
 
 LOWEST_DB = 10.0
 """Below it codes are no encoding of the values: a tenth of the signal is noise. Honest scales that several tensors
@@ -45,11 +46,13 @@ class Losses:
     largest_error: float = 0.0
     lost: int = 0
     blocks: int = 0
+    four_bits: bool = False
     _open: Tensor | None = field(default=None, repr=False)
     """The sums of a row of blocks of which rows are still to come: signal and noise, FP64 `[2, blocks]`."""
 
-    def see(self, row: int, codes: Tensor, values: Tensor, decoded: Tensor) -> None:
-        """Rows from `row` on: codes, and FP32 values and what the codes decode to, all `[n, columns]`."""
+    def see(self, row: int, codes: Rows, values: Tensor, decoded: Tensor) -> None:
+        """Rows from `row` on: codes, and FP32 values and what the codes decode to, `[n, columns]`."""
+        self.four_bits = codes.encoding is not None and codes.encoding.element.bits == 4
         error = (values - decoded).abs_()
         self.largest_error = max(self.largest_error, float(error.max()))
         self.largest = max(self.largest, float(values.abs().max()))
@@ -98,6 +101,8 @@ class Losses:
     @property
     def remark(self) -> str:
         """In words, what is worth knowing of codes that do stand for the values."""
+        if self.four_bits:
+            return ""  # of sixteen numbers nothing better is to be expected
         nonzero = self.total.underflows / max(1, self.total.elements)
         if max(nonzero, self.total.saturation) >= TOLD_SHARE:
             rms = math.sqrt(self.total.power / max(1, self.total.elements))
@@ -109,8 +114,13 @@ class Losses:
         return f"{zero:.1%} of values became zero, {beyond:.1%} were beyond the largest code"
 
 
-def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:
-    """How many values were too large for the largest code: by 16/448 of it they would have been rounded to the next."""
+def _beyond(rows: Rows, values: Tensor, decoded: Tensor) -> int:
+    """How many values were too large for the largest code: by 16/448 of it they would have been rounded to the next. Of
+    four bits, how many are farther from it than numbers are from one another."""
+    codes, encoding = rows.stored, rows.encoding
+    assert encoding is not None, "codes have one"
+    if encoding.element.bits == 4:
+        return int((values.abs() > decoded.abs() * (4 / 3) + encoding.scales(0, *values.shape)).sum())
     largest = torch.tensor(FP8_MAX[codes.dtype]).to(codes.dtype).view(torch.uint8)
     at = ((codes.reshape(-1).view(torch.uint8) & 0x7F) == largest).nonzero().squeeze(1)
     return int((values.view(-1)[at].abs() > decoded.view(-1)[at].abs() * (29 / 28)).sum())
