@@ -65,7 +65,7 @@ _AT_ONCE = 1 << 20
 
 
 def plan_gemms(reader: Reader) -> tuple[Plan, tuple[Job, ...]]:
-    """The plan of a conversion to Megatron, or to Hugging Face for a model that Megatron does not have, and those of its
+    """The plan of a conversion to Megatron (to Hugging Face for a model that Megatron does not have), and those of its
     jobs that write the weight of an FP8 GEMM. Raises the errors of make_plan."""
     plan = make_plan(reader, "hf" if table_of(reader.model).refused else "megatron")
     return plan, tuple(job for job in plan.jobs if job.row.gemm)
