@@ -86,6 +86,7 @@ def test_what_is_no_gemm_is_told_from_what_has_almost_its_name() -> None:
         "model.layers.0.mixer.dt_proj.weight": "model.layers.0.mixer.in_proj.weight",
         "lm_head.weight": "model.layers.0.mlp.experts.3.down_proj.weight",
         "model.layers.61.embed_tokens.weight": "model.layers.61.self_attn.o_proj.weight",
+        "model.layers.61.eh_proj.weight": "model.layers.60.self_attn.o_proj.weight",
         "model.layers.61.shared_head.head.weight": "model.layers.61.mlp.experts.gate_up_proj[0]",
         "model.vision_tower.encoder.layers.0.mlp.fc1.weight": "model.decoder.layers.0.fc1.weight",
         "model.layers.0.mlp.experts.gate_up_proj_bias[1]": "transformer.h.0.attn.c_attn.weight",

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -110,6 +111,7 @@ _NEVER: Mapping[str, re.Pattern[str]] = {
     "a norm": re.compile(r".*norm.*|ln|ln_.+"),
     "an embedding": re.compile(r".*embed.*|(?:.+_)?emb|wte|wpe|.*position_bias.*|relative_attention_bias|rel_pos.*"),
     "a head": re.compile(r"(?:.+_)?head|score|classifier|qa_outputs"),
+    "of multi-token prediction": re.compile(r"eh_proj"),
 }
 """What the last word of a matrix's module says: that it is no GEMM's weight, or one that no engine reads as codes."""
 
@@ -154,17 +156,26 @@ def _why_never(name: str, spec: TensorSpec) -> str | None:
         return "no matrix of a linear"
     if not (spec.is_codes or spec.dtype in VALUES):
         return "no values"
-    words = name.removesuffix(".weight").rpartition(".")[2]
-    return next((why for why, pattern in _NEVER.items() if pattern.fullmatch(words)), None)
+    return _says(name.removesuffix(".weight").rpartition(".")[2])[0]
 
 
 def _why_unasked(words: list[str], text: bool) -> str | None:
     if text and "language_model" not in words and not words[0].startswith("mtp"):
         return "of a tower or projector"
-    for why, pattern in _UNLESS_ASKED.items():
-        if any(pattern.fullmatch(word) for word in words[:-1]):
-            return why
+    said = [why for word in words[:-1] if (why := _says(word)[1])]
+    if said:
+        return said[0]
     return None if any(word.isdecimal() for word in words) else _OUTSIDE
+
+
+@lru_cache(maxsize=1 << 12)  # a million names are made of a few words
+def _says(word: str) -> tuple[str | None, str | None]:
+    """Why a matrix is not encoded that a word ends the name of, and one that has it anywhere in its name."""
+    never, unasked = (
+        next((why for why, pattern in reasons.items() if pattern.fullmatch(word)), None)
+        for reasons in (_NEVER, _UNLESS_ASKED)
+    )
+    return never, unasked
 
 
 def _is_transposed(name: str, stored: Mapping[str, TensorSpec]) -> bool:

@@ -117,7 +117,7 @@ def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: We
     if code:
         facts["code of its own"] = f"{', '.join(code)}: the engine needs to be told to trust it"
     command = engine.serve(beside(name), request.ranks, fp8_cache=request.kv_cache is not None)
-    kept = modules_in_bf16(source.plan, plan.codes)
+    kept = modules_in_bf16(source.plan, set(plan.codes))
     return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model)
 
 
