@@ -17,11 +17,7 @@ from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.evaluate import load
 
-EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2-groups", "deepseek-v3")
-FAMILIES = ("qwen3", "phi3-long", "nemotron", "gpt2", "gemma2", "gemma3", *EXPERTS)
-RUNS = [*((family, "fp8") for family in FAMILIES), ("qwen3", "bf16"), ("mixtral", "bf16")]
-SETTINGS = dict.fromkeys(("deepseek-v2-groups", "deepseek-v3"), {"q_lora_rank": 32, "qk_rope_head_dim": 16})
-"""Sizes that an FP8 GEMM takes."""
+RUNS = [*((family, "fp8") for family in pico.representing(pico.gemms)), ("qwen3", "bf16"), ("mixtral", "bf16")]
 
 
 @pytest.fixture
@@ -49,7 +45,7 @@ def perplexity(checkpoint: Path, data: Path) -> float:
 def test_a_run_learns_and_a_run_in_two_parts_is_the_same_run(
     family: str, precision: str, tmp_path: Path, data: Path
 ) -> None:
-    source = make_source(tmp_path / "hf", family=family, **SETTINGS.get(family, {}))
+    source = make_source(tmp_path / "hf", family=family, **pico.fp8_sizes(family))
     train(source, data, tmp_path / "whole", precision, 4)
     train(source, data, tmp_path / "parts", precision, 2)
     train(source, data, tmp_path / "parts", precision, 4)
@@ -60,9 +56,9 @@ def test_a_run_learns_and_a_run_in_two_parts_is_the_same_run(
     assert perplexity(tmp_path / "whole", data) < 0.99 * perplexity(source, data)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", pico.representing(pico.switches))
 def test_what_was_trained_is_what_transformers_then_computes(family: str, tmp_path: Path, data: Path) -> None:
-    source = make_source(tmp_path / "hf", family=family, **SETTINGS.get(family, {}))
+    source = make_source(tmp_path / "hf", family=family, **pico.fp8_sizes(family))
     train(source, data, tmp_path / "run", "bf16", 2)
     assert run("convert", tmp_path / "run", tmp_path / "back", "--to", "hf").exit_code == 0
     theirs = pico.as_its_config_says(AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32))

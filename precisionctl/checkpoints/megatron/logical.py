@@ -195,7 +195,8 @@ def te_names(names: Mapping[str, object]) -> dict[str, str]:
     """Old name -> new, where a run without Transformer Engine stored a layer norm under another module's name.
 
     Its specification calls the norm before a dense MLP as Transformer Engine does, and so that before experts; with
-    multi-latent attention neither, and the attention's inner norms are modules of their own.
+    multi-latent attention neither, and the attention's inner norms are modules of their own. Where there is no norm
+    before the MLP, the one before attention is both's, and no part of a linear.
     """
     renamed = {}
     for name in names:
@@ -203,10 +204,14 @@ def te_names(names: Mapping[str, object]) -> dict[str, str]:
         layer = _LAYER_OF.fullmatch(state[2] if state else name)
         for having, old, new in _WITHOUT_TE if layer else ():
             assert layer
-            if layer[2].startswith(old) and layer[1] + having in names:
+            if layer[2].startswith(old) and layer[1] + having in names and _has_mlp_norm(layer[1], names):
                 before = name.removesuffix(layer[1] + layer[2])
                 renamed[name] = before + layer[1] + new + layer[2].removeprefix(old)
     return renamed
+
+
+def _has_mlp_norm(layer: str, names: Mapping[str, object]) -> bool:
+    return any(f"{layer}{norm}weight" in names for norm in ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."))
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
