@@ -278,6 +278,22 @@ def switches(family: str) -> set[Any]:
     } | {(name, getattr(shape(family), name)) for name in TENSORS}
 
 
+def gemms(family: str) -> set[Any]:
+    """The linears that compute in FP8."""
+    model = shape(family)
+    table = architecture_of(model.architecture).spelled({}, model)
+    there = (row for row in table if row.count(model) and row.present.in_layout("megatron", model))
+    return {row.megatron for row in there if row.gemm and "{mtp}" not in row.megatron}
+
+
+def fp8_sizes(family: str) -> dict[str, int]:
+    """Settings with which a family's sizes are those that FP8 GEMMs take."""
+    latent = shape(family).mla
+    if latent is None:
+        return {}
+    return {"qk_rope_head_dim": 16} | ({"q_lora_rank": 32} if latent.q_lora_rank else {})
+
+
 _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("norm_epsilon", "rotary_base", "max_position_embeddings", "moe.num_experts", "moe.topk", "moe.ffn_hidden_size"),

@@ -17,11 +17,6 @@ from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.evaluate import load
 
-EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2-groups", "deepseek-v3")
-FAMILIES = ("qwen3", "phi3-long", "nemotron", "gpt2", "gemma2", "gemma3", *EXPERTS)
-SETTINGS = dict.fromkeys(("deepseek-v2-groups", "deepseek-v3"), {"q_lora_rank": 32, "qk_rope_head_dim": 16})
-"""Sizes that an FP8 GEMM takes."""
-
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
@@ -44,7 +39,7 @@ def perplexity(checkpoint: Path, data: Path) -> float:
     return float(json.loads(done.stdout)["perplexity"])
 
 
-@pytest.mark.parametrize("family", pico.representing(pico.block_kind, FAMILIES))
+@pytest.mark.parametrize("family", pico.representing(pico.block_kind))
 def test_an_fp8_run_learns_and_a_run_in_two_parts_is_the_same_run(family: str, tmp_path: Path, data: Path) -> None:
     assert_learns_alike_in_two_parts(family, "fp8", tmp_path, data)
 
@@ -55,7 +50,7 @@ def test_a_bf16_run_learns_and_a_run_in_two_parts_is_the_same_run(family: str, t
 
 
 def assert_learns_alike_in_two_parts(family: str, precision: str, tmp_path: Path, data: Path) -> None:
-    source = make_source(tmp_path / "hf", family=family, **SETTINGS.get(family, {}))
+    source = make_source(tmp_path / "hf", family=family, **pico.fp8_sizes(family))
     train(source, data, tmp_path / "whole", precision, 4)
     train(source, data, tmp_path / "parts", precision, 2)
     train(source, data, tmp_path / "parts", precision, 4)
@@ -66,9 +61,9 @@ def assert_learns_alike_in_two_parts(family: str, precision: str, tmp_path: Path
     assert perplexity(tmp_path / "whole", data) < 0.99 * perplexity(source, data)
 
 
-@pytest.mark.parametrize("family", pico.representing(pico.block_kind, FAMILIES))
+@pytest.mark.parametrize("family", pico.representing(pico.block_kind))
 def test_what_was_trained_is_what_transformers_then_computes(family: str, tmp_path: Path, data: Path) -> None:
-    source = make_source(tmp_path / "hf", family=family, **SETTINGS.get(family, {}))
+    source = make_source(tmp_path / "hf", family=family, **pico.fp8_sizes(family))
     train(source, data, tmp_path / "run", "bf16", 2)
     assert run("convert", tmp_path / "run", tmp_path / "back", "--to", "hf").exit_code == 0
     theirs = pico.as_its_config_says(AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32))

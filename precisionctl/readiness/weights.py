@@ -65,8 +65,8 @@ _AT_ONCE = 1 << 20
 
 
 def plan_gemms(reader: Reader) -> tuple[Plan, tuple[Job, ...]]:
-    """The plan of a conversion to Megatron (to Hugging Face for a model that no table leads there), and those of its jobs
-    that write the weight of an FP8 GEMM. Raises the errors of make_plan."""
+    """The plan of a conversion to Megatron (to Hugging Face for a model without a table), and those of its jobs that
+    write the weight of an FP8 GEMM. Raises the errors of make_plan."""
     plan = make_plan(reader, "hf" if isinstance(reader.model, UntabledModel) else "megatron")
     return plan, tuple(job for job in plan.jobs if job.row.gemm)
 
