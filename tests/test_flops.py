@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from pico import FAMILIES, NO_TOKENS, SIZES
+from gpt_models import shape
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig
 
-from precisionctl.architectures.families import from_hf_config
 from precisionctl.model_shape import ModelShape
 from precisionctl.precision import PRESETS
 from precisionctl.trainer.measure.flops import bf16_peak, training_flops
@@ -15,11 +13,6 @@ from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.model.positions import PackedSequences
 
 LENGTH = 16
-
-
-def shape(family: str) -> ModelShape:
-    config = AutoConfig.for_model(**({"model_type": "llama"} | SIZES | NO_TOKENS | FAMILIES[family]))
-    return from_hf_config(config.to_dict())
 
 
 def counted(model: ModelShape, rows: int, packed: PackedSequences | None = None) -> int:

@@ -8,10 +8,9 @@ from typing import Any
 import pico
 import pytest
 import torch
-from click.testing import CliRunner
+from command_line import say
 from safetensors.torch import load_file, save_file
 
-from precisionctl.cli import main
 from precisionctl.fp8 import numerics
 
 DOWN, GATE = "model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.gate_proj.weight"
@@ -24,12 +23,6 @@ def make_source(folder: Path, value: float, **settings: Any) -> Path:
     stored[DOWN][127, 3] = stored[GATE][0, 127] = value
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def say(*words: object) -> str:
-    result = CliRunner().invoke(main, [str(word) for word in words], terminal_width=200)
-    assert result.exit_code == 0, result.output
-    return " ".join(result.stdout.split())
 
 
 COMMANDS = {

@@ -1,8 +1,8 @@
-"""How a checkpoint's weights were coded: from the scale tensors of an FP8 directory, or kept beside its values.
+"""How a checkpoint's weights are, or once were, encoded in FP8.
 
-`precisionctl/encodings.safetensors` holds those scale tensors as they were, under their own names, shapes and dtypes;
-in its metadata the `quantization_config` that they belong to, and what each weight was. So a checkpoint of values can
-become FP8 again as it was FP8 before.
+`precisionctl/encodings.safetensors` in a checkpoint of decoded values holds the scale tensors of the FP8 directory that
+they come from, with their names, shapes and dtypes. Its metadata has the `quantization_config` of that directory, and
+dtype, shape and block size of each weight. With it, values can be encoded to the same codes again.
 """
 
 import json
@@ -27,7 +27,7 @@ from precisionctl.quant_methods.base import Scales, complete_encoding
 from precisionctl.untrusted.safe_files import has_file
 
 QUANT_CONFIG = "hf_quant_config.json"
-"""What ModelOpt writes beside config.json, or used to write in place of its `quantization_config`."""
+"""Written by ModelOpt beside config.json; older versions wrote it in place of config.json's `quantization_config`."""
 
 RELATIVE = Path("precisionctl/encodings.safetensors")
 FORMAT_VERSION = 1
@@ -35,9 +35,9 @@ _KEY = "precisionctl"
 
 
 class EncodingsOnDemand(Mapping[str, Encoding]):
-    """The encodings of weights by name, read from files when they are asked for. The grids of a large model are
-    gigabytes where channels have scales, so only the last one is kept: decoding a weight piece by piece asks for the
-    same one many times in a row."""
+    """The encodings of weights by name, read from files on access. With a scale for each channel all grids of a large
+    model would take gigabytes, so only the last one is cached: decoding a weight piece by piece uses the same one many
+    times in a row."""
 
     def __init__(self, weights: Collection[str], read: Callable[[str], Encoding]) -> None:
         self._weights, self._read = weights, read
@@ -63,7 +63,8 @@ class EncodingsOnDemand(Mapping[str, Encoding]):
 def stored_encodings(
     stored: Chunked, weights: Mapping[str, TensorSpec], scales: Mapping[str, Scales], where: object
 ) -> EncodingsOnDemand:
-    """The encodings of weights, read from the tensors in `stored` that hold their scales when they are asked for."""
+    """The encodings of `weights`, whose `scales` are read from the tensors in `stored` on access. `where` is the
+    checkpoint, for errors."""
 
     def read(name: str) -> Encoding:
         return complete_encoding(partial(read_tensor, stored), scales[name], weights[name], where)
@@ -73,13 +74,13 @@ def stored_encodings(
 
 @dataclass(frozen=True)
 class WeightEncodings:
-    """How the weights of a model are FP8 codes, or were before they became values; by Hugging Face name.
+    """How the weights of a model are encoded in FP8, or were before they were decoded; by Hugging Face name.
 
-    `weights` are shape and dtype of the codes, `scales` the names of their scale tensors, which are in `stored` with
-    others (those of a KV cache). `quantization` is the `quantization_config` of the directory that the codes come from,
-    and `files` what that directory said of them elsewhere, by file name; both empty where they come from no Hugging
-    Face directory. `of_weights` is the digest of the values that the codes decode to (conversion/weights_digest.py),
-    taken where scales of inputs or of a cache are among `stored`: they were calibrated with these values.
+    `weights` are shape and dtype of the codes, and `scales` the names of their scale tensors, which are in `stored`
+    (perhaps with others, of a KV cache). `quantization` is the `quantization_config` of the directory that the codes
+    come from, and `files` other files that describe them (`hf_quant_config.json`); both are empty for codes that do not
+    come from a Hugging Face directory. `of_weights` is the digest of the decoded values (conversion/weights_digest.py).
+    It is taken if `stored` has scales of inputs or of a cache, which were calibrated with exactly these values.
     """
 
     weights: Mapping[str, TensorSpec]
@@ -97,7 +98,7 @@ class WeightEncodings:
 
     @property
     def by_name(self) -> Mapping[str, Encoding]:
-        """The encoding of each weight, read when it is asked for."""
+        """The encoding of each weight, read on access."""
         return stored_encodings(self.stored, self.weights, self.scales, self.path)
 
     def input_amax(self, name: str) -> Tensor | None:
@@ -122,7 +123,7 @@ class WeightEncodings:
 
 
 class StoredTensors:
-    """Tensors of one safetensors file, or of several."""
+    """Tensors in one or several safetensors files, as a source (`Chunked`)."""
 
     def __init__(self, places: Mapping[str, tuple[Path, StoredTensor]]) -> None:
         self.places = places
@@ -134,8 +135,8 @@ class StoredTensors:
 
 
 def write(directory: Path, encodings: WeightEncodings) -> None:
-    """Write and sync the file of a checkpoint's directory. Equal encodings give equal bytes; one tensor is in memory
-    at a time."""
+    """Write and sync the file in a checkpoint's directory. Equal encodings give equal bytes. One tensor is in memory at
+    a time."""
     path = directory / RELATIVE
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {
@@ -172,26 +173,26 @@ def _described(weight: TensorSpec, scales: Scales) -> dict[str, Any]:
 
 
 def find(checkpoint: Path) -> WeightEncodings | None:
-    """What the file in a checkpoint's directory says, if it has one.
+    """Read the file in a checkpoint's directory; None if there is none.
 
-    Raises UnknownFormat for the version of another release, DamagedCheckpoint for a file that contradicts itself.
+    Raises UnknownFormat for a version of another release, DamagedCheckpoint for a file that contradicts itself.
     """
     path = checkpoint / RELATIVE
     if not has_file(path, checkpoint):
         return None
     tensors, metadata = read_described(path)
     stored = StoredTensors({name: (path, tensor) for name, tensor in tensors.items()})
-    said = parse_json(metadata.get(_KEY, "").encode(), path)
-    if said.get("format_version") != FORMAT_VERSION:
+    fields = parse_json(metadata.get(_KEY, "").encode(), path)
+    if fields.get("format_version") != FORMAT_VERSION:
         raise UnknownFormat(
             "encodings of another format version", where=path, do="Read them with the release that wrote them."
         )
     try:
-        weights = {name: _weight(fields) for name, fields in said["weights"].items()}
-        scales = {name: _scales(name, fields, weights[name], stored.specs) for name, fields in said["weights"].items()}
-        files = {name: text.encode() for name, text in said["files"].items() if name == QUANT_CONFIG}
-        quantization = dict(said["quantization_config"])
-        of_weights = said.get("of_weights")
+        weights = {name: _weight(entry) for name, entry in fields["weights"].items()}
+        scales = {name: _scales(name, entry, weights[name], stored.specs) for name, entry in fields["weights"].items()}
+        files = {name: text.encode() for name, text in fields["files"].items() if name == QUANT_CONFIG}
+        quantization = dict(fields["quantization_config"])
+        of_weights = fields.get("of_weights")
         if not isinstance(of_weights, str | None):
             raise ValueError("of_weights is no digest")
     except (KeyError, TypeError, ValueError, AttributeError) as error:

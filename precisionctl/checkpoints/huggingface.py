@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from precisionctl.architectures.families import from_hf_config
+from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions, to_json
@@ -19,7 +19,7 @@ from precisionctl.checkpoints.fused_experts import in_words, sliced, stacked, st
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, WeightFileFormat, index_of, read_stored, spelling_of
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.safetensors_file import StoredTensor, split_shards
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
@@ -60,7 +60,7 @@ class HuggingFaceReader:
                 where=self.path / "config.json",
                 do="Keep the file that is the model, under the usual name, and remove the key.",
             )
-        self.model: ModelShape = from_hf_config(self.config, path / "config.json")
+        self.model: ModelShape = read_model(self.config, path / "config.json")
         places = unpacked(self._places())
         stored = {name: tensor.spec for name, (_, tensor) in places.items()}
         coded = coded_weights(self.config, stored, path / "config.json")
@@ -72,6 +72,8 @@ class HuggingFaceReader:
         hidden = {name for scales in self._scales.values() for name in scales.names}
         hidden |= cache_scales(self.config, self.stored.specs).keys()
         self.specs = {name: spec for name, spec in self.stored.specs.items() if name not in hidden}
+        if self.config.get("quantization_config"):
+            _check_packed(self.specs, path)
 
     @property
     def container(self) -> str:
@@ -201,6 +203,8 @@ class HuggingFaceWriter:
             (self.directory / name).write_bytes(data)
         config = json.loads(self.companions.files.get("config.json", b"null")) or dict(self.config)
         config.pop("quantization_config", None)
+        if isinstance(config.get("text_config"), dict):
+            config["text_config"].pop("quantization_config", None)
         config.pop("transformers_weights", None)  # the files have other names
         config |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
         config["dtype" if "dtype" in config else "torch_dtype"] = config_dtype(self.specs)
@@ -229,16 +233,19 @@ CONTAINER = Container(
 
 def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
     """config.json's word for the dtype of the values that are not FP8 codes or their scales: the most frequent."""
-    counts: dict[torch.dtype, int] = {}
+    counts: dict[torch.dtype, int] = {torch.bfloat16: 0}
     for name, spec in specs.items():
-        if spec.dtype.itemsize > 1 and not name.endswith(("_scale", "_scale_inv")):
+        if spec.dtype.is_floating_point and spec.dtype.itemsize > 1 and not name.endswith(("_scale", "_scale_inv")):
             counts[spec.dtype] = counts.get(spec.dtype, 0) + spec.nbytes
     return str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")
 
 
 def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """config.json, with what older ModelOpts wrote in a file of its own."""
-    beside = path / QUANT_CONFIG
+    """config.json, with the `quantization_config` that the text model of a wrapper has, or that older ModelOpts wrote
+    in a file of its own."""
+    beside, text = path / QUANT_CONFIG, config.get("text_config")
+    if not config.get("quantization_config") and isinstance(text, dict) and text.get("quantization_config"):
+        return config | {"quantization_config": text["quantization_config"]}
     if config.get("quantization_config") or not has_file(beside, path):
         return config
     quantization = _load_json(beside).get("quantization")
@@ -253,6 +260,22 @@ def _read_text(path: Path) -> bytes:
     with damage("no UTF-8", path):
         data.decode()
     return data
+
+
+_PACKED, _OF_WEIGHTS = (torch.uint8, torch.int8, torch.int32), ("weight", "_packed", "_blocks")
+
+
+def _check_packed(specs: Mapping[str, TensorSpec], path: Path) -> None:
+    """Raise PrecisionError for a matrix of integers in a directory of codes: it is codes that nothing here reads, which
+    would lose their meaning without the `quantization_config`."""
+    for name, spec in specs.items():
+        if spec.packing is None and spec.dtype in _PACKED and len(spec.shape) > 1 and name.endswith(_OF_WEIGHTS):
+            dtype = str(spec.dtype).removeprefix("torch.")
+            raise PrecisionError(
+                f"`{name}` is {dtype}: codes of a kind that cannot be read",
+                where=path,
+                do="Let the tool that made them decode them, or start from the release in BF16.",
+            )
 
 
 def _load_json(path: Path) -> dict[str, Any]:

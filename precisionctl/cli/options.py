@@ -86,6 +86,12 @@ grouped_columns_option = click.option(
 fp8_state_option = click.option(
     "--fp8-state", type=FILE, help="A file written by calibrate, for what the checkpoint itself has not recorded."
 )
+include_option = click.option(
+    "--include", multiple=True, metavar="PATTERN", help="FP8 for linears of these names too, e.g. 'model.visual.*'."
+)
+exclude_option = click.option(
+    "--exclude", multiple=True, metavar="PATTERN", help="No FP8 for linears of these names, e.g. '*.shared_experts.*'."
+)
 iteration_option = click.option("--iteration", type=int, help="Iteration of a Megatron directory. Default: the newest.")
 
 

@@ -13,8 +13,10 @@ from precisionctl.cli.options import (
     POSITIVE,
     Size,
     Writing,
+    exclude_option,
     fp8_state_option,
     grouped_columns_option,
+    include_option,
     iteration_option,
     megatron_fp8_options,
     parallelism_options,
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
 @grouped_columns_option
 @click.option("--drop-fp8-state", is_flag=True, help="Leave the FP8 state behind.")
 @fp8_state_option
+@include_option
+@exclude_option
 @click.option("--drop-optimizer", is_flag=True, help="Leave a Megatron checkpoint's optimizer and schedule behind.")
 @click.option("--architecture", metavar="MODEL_TYPE", help="model_type of a Megatron checkpoint that does not say it.")
 @click.option(
@@ -102,6 +106,8 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @click.option(
     "--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for config and tokenizer."
 )
+@include_option
+@exclude_option
 @click.option("--base-model", metavar="ORG/NAME", help="The source's name on the Hub, for the model card.")
 @click.option("--recipe", help="Recipe whose keep_bf16 names modules to leave in BF16: a bundled name or a TOML file.")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")

@@ -1,6 +1,6 @@
-"""Weights on their way into FP8 codes: one pass over a job's values finds the scales, a second one makes the codes."""
+"""Encode weights in FP8: a first pass over a job's values finds the scales, a second one makes the codes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,20 +19,21 @@ from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
 from precisionctl.quant_methods.base import Scales
 
-Piece = tuple[str, int, Tensor]
-"""The tensor to write, its first row, and values `[rows, columns]` in a buffer that the next piece uses again."""
+ValuePiece = tuple[str, int, Tensor]
+"""Name and first row of the tensor to write, and values `[rows, columns]` in a buffer that the next piece reuses."""
 
 Put = Callable[[str, int, Tensor], None]
-"""Takes rows of a tensor, of its dtype: its name, the first row's number, and the rows."""
+"""Writes rows of a tensor: called with its name, the first row's number, and the rows in the target's dtype."""
 
 Read = Callable[[str, int, int], Iterable[tuple[int, Tensor]]]
-"""Reads rows of a source's tensor, so many from one on, piece by piece; each with the number of rows before it."""
+"""Reads rows of a source's tensor, in pieces: called with its name, the first row and the number of rows; yields each
+piece with the number of rows before it."""
 
 
 @dataclass
 class _Underflows:
-    """How many of a tensor's elements became zero, in one row of 16: to look at all of them would take a tenth of the
-    time of a cast, and where one scale is lost on an outlier, most rows tell."""
+    """Counts a tensor's elements that became zero, in one row of 16. Counting all would add a tenth to the time of
+    a cast, and if an outlier spoils a scale, most rows show it."""
 
     elements: int = 0
     zeroed: int = 0
@@ -48,10 +49,10 @@ class _Underflows:
 
 
 class Encoder:
-    """Encodes jobs of a plan into tensors of these `specs`, handing what it makes to `put`.
+    """Encodes jobs of a plan into tensors of these `specs`, which are written by `put`.
 
-    `carried` is how values were coded before, by the target's names: a block whose values still are what its codes
-    decode to keeps its scale. `read` reads what other jobs encode and share a scale with.
+    `carried` are the encodings that values had before, by the target's names: blocks whose values have not changed keep
+    their scales. `read` reads weights that other jobs encode but that share a scale with this job's.
     """
 
     def __init__(
@@ -59,15 +60,15 @@ class Encoder:
     ) -> None:
         self._specs, self._carried, self._buffers, self._put, self._read = specs, carried, buffers, put, read
         self.found = Findings()
-        """What it has noticed since somebody has last put empty Findings here."""
+        """What was found out; the Worker puts new Findings here for each job."""
 
-    def encode(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> None:
-        """Write codes and scales of what `pieces` gives at each call. One pass is enough where each row has a scale of
-        its own and none is carried.
+    def encode(self, encode: Encode, pieces: Callable[[], Iterable[ValuePiece]]) -> None:
+        """Write the codes and scales of the values that `pieces` yields, each time it is called. If each row has its
+        own scale and none is carried, one pass is enough.
 
         Raises PrecisionError for an infinite weight.
         """
-        seen = self._seen(encode, pieces)
+        seen = self._first_pass(encode, pieces)
         made = {name: self._made(name, found, encode) for name, found in seen.items()}
         changed = dict.fromkeys((name for name, found in seen.items() if found.carried and not found.fits.all()), 0)
         underflows = {name: _Underflows() for name in encode.weights if self._specs[name].packing is None}
@@ -87,8 +88,8 @@ class Encoder:
         self.found.changed |= changed
         self.put_input_scales(encode)
 
-    def _seen(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> dict[str, BlockScales]:
-        """The first pass: what the scales of each tensor must be, but of those whose rows have one each."""
+    def _first_pass(self, encode: Encode, pieces: Callable[[], Iterable[ValuePiece]]) -> dict[str, BlockScales]:
+        """Find the scales of each tensor, except those whose scales are found row by row in the second pass."""
         seen = {
             name: BlockScales(
                 spec.rows,
@@ -112,18 +113,15 @@ class Encoder:
                 self.found.with_nan.add(name)
         share_global([found for found in seen.values() if found.divides is not None])
         if encode.shared:
-            share([*seen.values(), *self._alongside(encode)])
+            sharing = [*seen.values()]
+            for name, source in encode.alongside.items():  # weights of other jobs with the same scale
+                spec, block = self._specs[name], (self._specs[name].rows, self._specs[name].columns)
+                other = BlockScales(spec.rows, spec.columns, block, spec.element, self._carried.get(name))
+                for row, values in self._read(source, 0, spec.rows):
+                    other.see(values, row, self._buffers.scratch)
+                sharing.append(other)
+            share(sharing)
         return seen
-
-    def _alongside(self, encode: Encode) -> Iterator[BlockScales]:
-        """What the weights that share the scale, and that other jobs encode, say of it."""
-        for name, source in encode.alongside.items():
-            spec = self._specs[name]
-            whole = (spec.rows, spec.columns)
-            found = BlockScales(spec.rows, spec.columns, whole, spec.element, self._carried.get(name))
-            for row, values in self._read(source, 0, spec.rows):
-                found.see(values, row, self._buffers.scratch)
-            yield found
 
     def _is_by_row(self, name: str, encode: Encode) -> bool:
         """Whether each row has a scale of its own, FP32 and none that is carried."""
@@ -173,7 +171,7 @@ class Encoder:
             self._put(scales.shape, 0, torch.tensor(self._specs[weight].shape, dtype=self._specs[scales.shape].dtype))
 
     def put_input_scales(self, encode: Encode) -> None:
-        """Write the scales that no value decides: those of inputs, and of a KV cache."""
+        """Write the scales that do not depend on weights: of inputs, and of a KV cache."""
         for name, value in encode.input_scales.items():
             self._put(name, 0, torch.tensor([[value]]).to(self._specs[name].dtype))
 
@@ -188,9 +186,9 @@ def _check_can_be_nan(name: str, element: Element) -> None:
 
 
 def _check_finite(name: str, amax: Tensor) -> None:
-    """Raises PrecisionError for the amax of an infinite weight, which no scale brings into FP8."""
+    """Raise PrecisionError for an infinite amax, as no scale brings an infinite weight into FP8."""
     if bool(amax.isinf().any()):
         raise PrecisionError(
             f"`{name}` holds an infinite weight, which no FP8 scale can hold",
-            do="Is the checkpoint sound? `keep_bf16` in a --recipe leaves the module as it is.",
+            do="Is the checkpoint intact? `keep_bf16` in a --recipe leaves the module as it is.",
         )

@@ -1,4 +1,4 @@
-"""Codes that are what is wanted already: they are copied, and no number of them is looked at.
+"""Copy codes without decoding them, where source and target have the same codes and scales.
 
 A code decoded to FP32 and encoded under the same scale is the same code, so nothing is lost by not doing it.
 """
@@ -14,7 +14,7 @@ from precisionctl.planning.plan import Encode
 from precisionctl.planning.segments import Segment
 
 _SMALLEST = torch.finfo(torch.float32).tiny * 2.0**16
-"""The smallest scale to copy; under a smaller one codes could decode to numbers that FP32 flushes to zero."""
+"""The smallest scale_inv for which codes are copied; with a smaller one FP32 could flush decoded values to zero."""
 
 
 def encodings_if_unchanged(
@@ -26,9 +26,9 @@ def encodings_if_unchanged(
 ) -> dict[str, Encoding] | None:
     """The encodings to write, by the weight's name, where a job can copy its codes; else None.
 
-    It can where it does no more than encode weights, in their old rows and under their old names, that are `stored`
-    under just the scales that are `carried`, and these may stay in the blocks and dtypes of the `targets`; and where
-    the same holds of the weights of other jobs that share their scale.
+    It can if all its tensors are encoded and keep their names and rows, the source's encodings (`stored`) are the ones
+    to use again (`carried`), and the `targets` have blocks and dtypes that can hold these scales exactly. If weights
+    share a scale, the same must be true of those of other jobs.
     """
     moves = any((each.read, each.read_row) != (each.write, each.write_row) for each in segments)
     if moves or {segment.write for segment in segments} != encode.weights.keys():

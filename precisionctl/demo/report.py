@@ -58,20 +58,20 @@ def table(told: Told, folder: Path) -> Table:
     return Table("What was measured", ("", "measured", "as promised"), rows)
 
 
-Row = tuple[str, str, str]
+TableRow = tuple[str, str, str]
 
 
 def _verdict(good: bool) -> str:
     return "yes" if good else "NO"
 
 
-def _exact(what: str, ran: Ran) -> Row:
+def _exact(what: str, ran: Ran) -> TableRow:
     tensors = ran.result["tensors"]
     equal = sum(tensor["status"] in ("exact", "encoded") for tensor in tensors)
     return what, f"{equal} of {len(tensors)} tensors", _verdict(ran.code == 0)
 
 
-def _gaps(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
+def _gaps(runs: Sequence[Mapping[str, Any]]) -> list[TableRow]:
     names = {"fp8": "FP8 seeded by warm-up", "fp8-cold": "FP8 from a cold start"}
     return [
         (
@@ -83,7 +83,7 @@ def _gaps(runs: Sequence[Mapping[str, Any]]) -> list[Row]:
     ]
 
 
-def _early(folder: Path) -> Row:
+def _early(folder: Path) -> TableRow:
     bf16 = Curve("bf16", _curve(folder, "bf16"))
     seeded, cold = (_worst_early(folder, run, bf16) for run in ("fp8", "fp8-cold"))
     what = f"Worst gap in the first {EARLY_STEPS} steps of FP8: seeded, and from a cold start"
@@ -95,18 +95,18 @@ def _worst_early(folder: Path, run: str, bf16: Curve) -> float:
     return max(early, key=abs)
 
 
-def _fell(what: str, losses: Mapping[int, float]) -> Row:
+def _fell(what: str, losses: Mapping[int, float]) -> TableRow:
     values = list(losses.values())
     first, last = sum(values[:10]) / 10, sum(values[-10:]) / 10
     return what, f"{first:.3f}, {last:.3f}", _verdict(last < first)
 
 
-def _kept(what: str, ran: Ran) -> Row:
+def _kept(what: str, ran: Ran) -> TableRow:
     findings = ran.result
     return what, f"{len(findings)} broken" if findings else "all", _verdict(ran.code == 0)
 
 
-def _perplexities(evals: Mapping[str, Ran]) -> list[Row]:
+def _perplexities(evals: Mapping[str, Ran]) -> list[TableRow]:
     names = {"bf16": "BF16 run", "fp8": "FP8 run", "fp8-vllm": "FP8 export"}
     reference = evals["bf16"].result["perplexity"]
     rows = []

@@ -217,7 +217,7 @@ def _groups(specs: Mapping[str, Any], groups: Iterable[tuple[str, ...]]) -> Iter
         for name in specs:
             if name.endswith(first):
                 stem = name.removesuffix(first)
-                yield [f"{stem}.{part}.weight" for part in group]
+                yield [found for part in group if (found := f"{stem}.{part}.weight") in specs]
 
 
 def _experts(names: Iterable[str]) -> dict[tuple[str, str], list[str]]:

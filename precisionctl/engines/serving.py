@@ -15,7 +15,13 @@ from precisionctl.quant_methods.base import SQUARE
 LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 """Computed as one in DeepSeek's attention. The second has 576 rows, and each engine but transformers serves that."""
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("in_proj_qkv", "in_proj_z"),
+)
 """Linears that every engine here computes as one, with one scale where scales are per tensor."""
 
 Ragged = Literal["never", "alone", "last"]
@@ -30,8 +36,12 @@ _EXPERTS = re.compile(r"(.+\.experts)\.\d+\..+")
 
 def in_step(weight: str) -> str:
     """The name of the group that a weight is in: engines want all weights of a group in FP8, or none."""
-    if match := _EXPERTS.fullmatch(weight):
-        return match[1]
+    match = _EXPERTS.fullmatch(weight)
+    return match[1] if match else fused(weight)
+
+
+def fused(weight: str) -> str:
+    """The name of the linear that an engine makes of a weight's and of those that it computes with it as one."""
     module = weight.removesuffix(".weight")
     stem, _, linear = module.rpartition(".")
     group = next((group for group in (*FUSED, LATENT) if linear in group), None)
@@ -49,7 +59,9 @@ class ServingLayout:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], ranks: int = 1) -> "ServingLayout":
-        """The model that a config.json describes."""
+        """The model that a config.json describes, or that it has a `text_config` of."""
+        text = config.get("text_config")
+        config = text if isinstance(text, Mapping) and "num_attention_heads" not in config else config
         heads = config.get("num_attention_heads")
         groups = config.get("num_key_value_heads") or heads
         found = [count if type(count) is int and count > 0 else 1 for count in (heads, groups)]

@@ -1,4 +1,4 @@
-"""The policy of a way back to FP8: weights that were codes once become the codes that they were."""
+"""The encoding policy for going back to FP8: weights that once were codes get the codes that they had."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,15 +18,15 @@ from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.quant_methods.base import POWERS_OF_2, QuantMethod, sized
 
 _TWO_ROUNDINGS = 2.0**-22
-"""How far an amax may be off, relatively, after it has been a scale and has become an amax again. A history of one row,
-Megatron's default, keeps an amax in its scale alone."""
+"""Relative error of an amax that was stored as a scale and computed back from it, as with a history of one row,
+Megatron's default."""
 
 
 @dataclass(frozen=True)
 class AsBefore:
-    """Weights that have not changed since they were codes get the codes that they had. Blocks that have changed get new
-    scales, in blocks of the old size. Input scales are those of amaxes that `states` has recorded, else the old ones,
-    while they are of the weights still (`fixed_hold`). What was no code is a value."""
+    """Encodes weights that once were codes. Those that have not changed get the codes that they had; blocks that have
+    changed get new scales, in blocks of the old size. Input scales come from the amaxes recorded in `states`, else the
+    old ones are used if they are still valid (`fixed_hold`). Other tensors stay values."""
 
     encodings: WeightEncodings
     states: Fp8States | None
@@ -39,8 +39,8 @@ class AsBefore:
         return method
 
     def encodes(self, plan: Plan) -> Mapping[str, Encode]:
-        """Raises MissingFp8State for scales of inputs, and PrecisionError for those of a KV cache, that belong to
-        weights which have changed."""
+        """How each job encodes, by name. Raises MissingFp8State for input scales, PrecisionError for scales of a KV
+        cache, that are needed and belong to weights that have changed since."""
         encodings, encodes = self.encodings, {}
         for job in plan.jobs:
             if names := [name for name in job.writes if name in encodings.weights]:
@@ -49,8 +49,8 @@ class AsBefore:
                     input_scales=self._input_scales(names, job),
                     numbers="powers of 2" if in_powers_of_2(encodings) else "FP32",
                 )
-        rest = self._of_no_weight()
-        if encodes and rest:  # the first job that encodes writes them
+        rest = self._cache_scales()
+        if encodes and rest:  # written by the first job that encodes
             first, encode = next(iter(encodes.items()))
             encodes[first] = replace(encode, input_scales={**encode.input_scales, **rest})
         return encodes
@@ -105,8 +105,8 @@ class AsBefore:
             )
         return carried
 
-    def _of_no_weight(self) -> dict[str, float]:
-        """The scales that belong to no weight: those of a KV cache."""
+    def _cache_scales(self) -> dict[str, float]:
+        """The scales that belong to no weight, which are those of a KV cache."""
         stored = self.encodings.stored
         known = {name for scales in self.encodings.scales.values() for name in scales.names}
         rest = {name: spec for name, spec in stored.specs.items() if name not in known}
@@ -124,5 +124,5 @@ class AsBefore:
 
 
 def in_powers_of_2(encodings: WeightEncodings) -> bool:
-    """Whether all scales of blocks are said to be powers of two."""
+    """Whether the quantization config says that scales of blocks are powers of two."""
     return POWERS_OF_2.items() <= encodings.quantization.items()

@@ -1,8 +1,7 @@
 """How the weights of a checkpoint are codes, or were, by the names that a Hugging Face directory has for them.
 
-That travels beside the values, so what a conversion does to rows in between need not be done to scales. Only where the
-codes that are read have other names (Megatron's, or those of experts stored as one tensor) are scales moved as their
-rows are.
+Encodings are kept beside values as they were, so a conversion that moves rows need not move scales. Only for codes that
+are stored under other names (Megatron's, or experts stored as one tensor) are scales moved as their rows are.
 """
 
 from collections.abc import Sequence
@@ -40,21 +39,21 @@ def weight_encodings(reader: Reader) -> WeightEncodings | None:
 
 
 def method_of(encodings: WeightEncodings | None) -> QuantMethod | None:
-    """How the directory that codes come from spells them, if they come from one."""
+    """The quant method of the directory that encodings come from; None if they do not come from one."""
     return recognise({"quantization_config": encodings.quantization}) if encodings else None
 
 
 def stored_weight_encodings(reader: Reader) -> WeightEncodings | None:
-    """The same as far as the checkpoint's own files say it, by their own names and with no scale moved."""
+    """The encodings in a checkpoint's own files, by the names there; no scales are moved."""
     if isinstance(reader, HuggingFaceReader):
         return reader.weight_encodings
     return encodings_file.find(reader.path) if reader.path and not reader.encodings else None
 
 
 def _moved(reader: Reader, encodings: WeightEncodings | None) -> WeightEncodings:
-    """The scales of codes that are stored under other names, moved as a conversion moves their rows.
+    """The encodings of codes that are stored under other names, with scales moved as a conversion moves their rows.
 
-    `encodings` is what else is known of them, such as the scales of their inputs.
+    `encodings` has what else is known of them, such as input scales.
     """
     method = method_of(encodings)
     kinds = (method.weight_scales[0], method.input_scales[0]) if method else ("weight_scale", "input_scale")
@@ -83,7 +82,7 @@ def _moved(reader: Reader, encodings: WeightEncodings | None) -> WeightEncodings
 
 
 def _encodings(reader: Reader, job: Job, plan: Plan) -> list[Encoding]:
-    """How each tensor that a job writes is coded."""
+    """The encoding of each tensor that a job writes."""
     read = [reader.encodings[name] for name in job.reads]
     parts = [by_rows(encoding, reader.specs[name].rows) for name, encoding in zip(job.reads, read, strict=True)]
     whole_grid = parts[0] if plan.source == "megatron" else job.row.source.merge(parts, plan.model)
@@ -93,8 +92,8 @@ def _encodings(reader: Reader, job: Job, plan: Plan) -> list[Encoding]:
 
 
 class _Moved:
-    """Scales that are moved whenever one asks for them, since the grids of a large model are gigabytes. Those of the
-    last job are kept."""
+    """Scales that are moved on access, as all grids of a large model would take gigabytes. Those of the last job are
+    cached."""
 
     def __init__(self, reader: Reader, plan: Plan) -> None:
         self.specs: dict[str, TensorSpec] = {}
@@ -104,7 +103,7 @@ class _Moved:
         self._last: tuple[Job, dict[str, Tensor]] | None = None
 
     def add(self, name: str, scale_inv: Tensor, job: Job, weight: str) -> None:
-        """Take note of a weight's scales, which a job writes; of `scale_inv` only shape and dtype are kept."""
+        """Add the scales of a weight that a job writes; only the shape and dtype of `scale_inv` are kept."""
         self.specs[name] = TensorSpec(tuple(scale_inv.shape), scale_inv.dtype)
         self._jobs[name] = job, weight
 
@@ -125,11 +124,11 @@ class _Moved:
 
 
 def check_model(encodings: WeightEncodings, plan: Plan) -> None:
-    """Raise MappingError where encodings are not of the model whose Hugging Face tensors a plan writes."""
+    """Raise MappingError if encodings are not of the model that a plan writes."""
     for name, spec in encodings.weights.items():
         if name not in plan.targets or plan.targets[name].shape != spec.shape:
             raise MappingError(
                 f"the encodings are of a `{name}` of {list(spec.shape)}, which this model does not have",
                 where=encodings.path,
-                do="Are they of another model? Then remove the file; it is no part of the model.",
+                do="Are they of another model? Then remove the file, which the model does not need.",
             )

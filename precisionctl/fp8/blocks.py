@@ -1,7 +1,7 @@
-"""BlockScales: one pass over a tensor finds the scales of its blocks, so that a second one can encode it.
+"""BlockScales: a first pass over a tensor finds the scales of its blocks, so that a second one can encode it.
 
-A carried scale is kept where it gives back every value of its block: then the values are codes of old, and are the
-same codes again. Elsewhere they have changed since, and the block gets the scale that its amax asks for.
+A block keeps its carried scale if encoding and decoding with it gives back every value: the values were decoded from
+such codes and have not changed, so the same codes come out again. Otherwise the block gets a new scale from its amax.
 """
 
 from collections.abc import Sequence
@@ -49,14 +49,14 @@ class BlockScales:
             self.candidate = carried.in_blocks(rows, columns, block)
         self.fits = torch.isfinite(self.candidate) & (self.candidate > 0)
         self.has_nan = False
-        """Whether there is one among the values so far."""
+        """Whether any value so far is NaN."""
 
     def see(self, values: Tensor, row: int, scratch: Tensor | None = None) -> None:
-        """`values` `[n, columns]` are rows `[row, row + n)`, in the dtype that they are stored in; `scratch` as
-        `numerics.row_amax` takes it."""
+        """Take rows `[row, row + n)` into account: `values` `[n, columns]`, in the dtype that they are stored in.
+        `scratch` is as for `numerics.row_amax`."""
         work = numerics.scratch_for(values) if scratch is None else scratch
         high = self.block[0]
-        here = slice(row // high, -(-(row + len(values)) // high))  # of the grid, which may be large
+        here = slice(row // high, -(-(row + len(values)) // high))  # only these rows of the grid, which may be large
         row -= here.start * high
         if self.amax.numel() == 1:
             amax, has_nan = numerics.amax_and_nan(values)
@@ -69,9 +69,9 @@ class BlockScales:
             self._reduce(self.lowest[here], values.clamp(max=0), row, work)
         if self.carried is None:
             return
-        misfit = torch.zeros_like(self.amax[here])
-        # 1 where a value is no code's under an encoding, FP32. A value that has been BF16 once is one that is a
-        # code's in BF16, whatever it is stored in now. Infinity tells nothing of its code
+        # A value fits if its code decodes to it, in its own dtype or rounded to BF16: values that passed through BF16
+        # fit in BF16, whatever dtype they are stored in now. Infinity never fits, as its code is that of fp8_max.
+        misfit = torch.zeros_like(self.amax[here])  # 1 in blocks where some value does not fit
         grid = self.candidate[here]
         usable = torch.where(grid.isfinite() & (grid > 0), grid, 1.0)
         zeros = None if self.zeros is None else self.zeros[here]
@@ -91,7 +91,7 @@ class BlockScales:
         return self.element.differing(before.encode_rows(values, row), codes)
 
     def _reduce(self, into: Tensor, values: Tensor, row: int, scratch: Tensor) -> None:
-        """Largest magnitude by block; NaN is passed over."""
+        """Update `into` with the largest magnitude of each block; NaN is ignored."""
         high, wide = self.block
         ragged = -values.shape[1] % wide
         blocks = torch.nn.functional.pad(values, (0, ragged)) if ragged else values
@@ -154,7 +154,7 @@ class BlockScales:
 
 
 def share(tensors: Sequence[BlockScales]) -> None:
-    """Make one scale of those of several tensors, each a block of its own: the carried one where it fits all."""
+    """Give several tensors, each a single block, a common scale: the carried one if it is the same and fits all."""
     amax = torch.stack([tensor.amax for tensor in tensors]).amax(0)
     same = all(torch.equal(tensor.candidate, tensors[0].candidate) for tensor in tensors)
     fits = torch.stack([tensor.fits for tensor in tensors]).all(0) & same

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import string
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -125,8 +126,9 @@ class Plan:
     @property
     def gemms(self) -> Mapping[str, tuple[int, ...]]:
         """Modules whose GEMM an FP8 recipe computes in FP8, and the shape of their scales: `[]`, or `[experts]`."""
-        experts = (self.model.moe.num_experts,) if self.model.moe else ()
-        return {job.module: experts if job.row.of_experts else () for job in self.jobs if job.row.gemm}
+        gemms = [job for job in self.jobs if job.row.gemm]
+        experts = Counter(job.module for job in gemms if job.row.of_experts)
+        return {job.module: (experts[job.module],) if job.row.of_experts else () for job in gemms}
 
     def computes(self, job: Job) -> bool:
         """Whether a job's tensors must be whole in memory, because its row does more than move their rows."""
@@ -143,7 +145,7 @@ class Plan:
     def describe(self) -> dict[str, object]:
         """The plan as JSON: what `--dry-run --json` prints, and what `digest` covers."""
         return {
-            "model": dataclasses.asdict(self.model),
+            "model": self.model.described(),
             "source": self.source,
             "target": self.target,
             "parallelism": dataclasses.asdict(self.parallelism),

@@ -1,4 +1,4 @@
-"""The verdict: what was measured and recorded of every role, held against the thresholds."""
+"""Judge what was measured and recorded of every role by the thresholds, and give a verdict for each scaling."""
 
 import math
 import re
@@ -22,8 +22,8 @@ Remedy = Literal["bf16", "recalibrate", "margin", "watch"]
 
 @dataclass(frozen=True)
 class RoleFinding:
-    """Something that is wrong with a role under `scalings`, in words, and what helps. Findings of one `kind` differ in
-    their numbers."""
+    """A problem of a role under `scalings`, in words, and its remedy. Findings of one `kind` differ only in their
+    numbers."""
 
     remedy: Remedy
     kind: str
@@ -33,8 +33,8 @@ class RoleFinding:
 
 @dataclass(frozen=True)
 class RoleHealth:
-    """One role of one module. `measured` is empty where nothing was, and has one of each expert where those were
-    told apart; shares and kurtosis are then those of the worst."""
+    """One role of one module. `measured` has statistics, one for each expert if they were measured separately; empty if
+    nothing was measured. The properties are those of the worst expert, None without statistics."""
 
     module: str
     role: Role
@@ -44,7 +44,7 @@ class RoleHealth:
 
     @property
     def amax(self) -> float | None:
-        """The largest that was seen."""
+        """The largest amax, measured or recorded."""
         seen = [one.amax for one in self.measured] + ([self.history.largest] if self.history else [])
         return max(seen, default=None)
 
@@ -67,9 +67,9 @@ class RoleHealth:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one scaling is judged. `keep_bf16` are patterns for a recipe, standing for `kept` modules; `recalibrate`
-    counts modules whose state is not to be started from, `margin` those that saturate, `unjudged` modules by role of
-    which nothing is known.
+    """The verdict on one scaling. `keep_bf16` are patterns for a recipe, which match `kept` modules. `recalibrate` is
+    the number of modules whose state should not be used, `margin` that of modules that saturate, and `unjudged` has, by
+    role, the number of modules of which nothing is known.
     """
 
     scaling: Scaling
@@ -82,7 +82,7 @@ class Verdict:
 
     @property
     def ready(self) -> bool:
-        """Whether everything is known, and nothing has to be made anew first."""
+        """Whether everything is known and no state has to be calibrated first."""
         return not self.recalibrate and not self.unjudged
 
     @property
@@ -99,7 +99,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Readiness:
-    """Every role of every module, a verdict for each scaling, and what to know of the state as a whole."""
+    """The health of every role of every module, a verdict for each scaling, and notes on the state as a whole."""
 
     roles: tuple[RoleHealth, ...]
     verdicts: Mapping[Scaling, Verdict]
@@ -107,7 +107,7 @@ class Readiness:
 
     @property
     def measured(self) -> Mapping[Role, int]:
-        """Modules by role of which there are statistics."""
+        """The number of modules with statistics, by role."""
         return _count(health.role for health in self.roles if health.measured)
 
 
@@ -118,8 +118,8 @@ def judge(
     *,
     outdated: bool = False,
 ) -> Readiness:
-    """Judge the modules whose GEMMs would be FP8, by their weights and by what `states` recorded and measured;
-    `outdated` is what was recorded with other weights than these."""
+    """Judge the modules `gemms`, which would be in FP8, by statistics of their weights and by what `states` recorded
+    and measured. `outdated` says that `states` were recorded with other weights than these."""
     attention = sorted((states.modules.keys() | states.statistics.keys()) - set(gemms)) if states else []
     roles = [
         _judge_role(module, role, weights.get(module, ()), states, outdated)

@@ -11,6 +11,7 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
+from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Reader
 from precisionctl.conversion.processes import in_processes, one_torch_thread
 from precisionctl.conversion.worker import Nowhere, Worker
@@ -64,8 +65,9 @@ _AT_ONCE = 1 << 20
 
 
 def plan_gemms(reader: Reader) -> tuple[Plan, tuple[Job, ...]]:
-    """The plan to Megatron, and those of its jobs that make the weight of an FP8 GEMM. Raises as make_plan does."""
-    plan = make_plan(reader, "megatron")
+    """The plan to Megatron, or, of a model that has no place there, to Hugging Face, and those of its jobs that make
+    the weight of an FP8 GEMM. Raises as make_plan does."""
+    plan = make_plan(reader, "hf" if table_of(reader.model).refused else "megatron")
     return plan, tuple(job for job in plan.jobs if job.row.gemm)
 
 

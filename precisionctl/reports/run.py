@@ -12,7 +12,7 @@ from precisionctl.trainer.measure.preflight import DiskSpace, would_fit
 from precisionctl.trainer.resume import Finished, Started
 from precisionctl.trainer.run_plan import DryRun, RunPlan
 from precisionctl.trainer.shadow import Shadow
-from precisionctl.trainer.start import Source
+from precisionctl.trainer.start import StateOrigin
 
 
 def beginning(started: Started) -> list[str]:
@@ -66,7 +66,7 @@ def precision(started: Started | RunPlan) -> str:
     return f"FP8, {NAMES[chosen.scaling]} scaling" if chosen.fp8 else "BF16"
 
 
-def fp8_sources(counts: Mapping[Source, Mapping[Role, int]]) -> str:
+def fp8_sources(counts: Mapping[StateOrigin, Mapping[Role, int]]) -> str:
     """`carried: input 8, weight 8; warm-up: grad_output 8`."""
     return "; ".join(
         f"{source}: {', '.join(f'{role} {count}' for role, count in roles.items())}" for source, roles in counts.items()
