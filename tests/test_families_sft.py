@@ -5,11 +5,11 @@ import random
 import string
 from pathlib import Path
 
+import pico
 import pytest
 import torch
 from click.testing import Result
 from command_line import run
-from kinds import one_of_each
 from tokenizers import Tokenizer, models
 from training import CHAT_TEMPLATE, SMALL, WORDS, make_source
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -62,7 +62,7 @@ def spell_out(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("family", one_of_each(FAMILIES))
+@pytest.mark.parametrize("family", pico.representing(pico.block_kind, FAMILIES))
 def test_ten_steps_of_fine_tuning_in_fp8_and_transformers_computes_the_export(family: str, tmp_path: Path) -> None:
     source = make_source(tmp_path / "hf", family=family, **FAMILIES[family])
     if family == "qwen2":

@@ -62,7 +62,7 @@ class ReadOff(Architecture):
         return tuple(rows(stored))
 
 
-READ_OFF = ReadOff(model_types={}, rows=(), config=(), refused="no table of rows here")
+READ_OFF = ReadOff(model_types={}, rows=(), config=())
 
 
 def rows(stored: Mapping[str, TensorSpec]) -> Iterator[TensorRow]:

@@ -63,7 +63,7 @@ def make_plan(
     with at(source.path or ""):
         architecture = table_of(source.model)
         if target == "megatron":
-            checks.check_megatron_has(source.model, architecture)
+            checks.check_megatron_has(source.model)
         rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled, wanted)
         stored = _with_mtp(source, rows)
         model = stored.padded(parallelism.tensor) if target == "megatron" else stored

@@ -11,7 +11,6 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Reader
 from precisionctl.conversion.processes import in_processes, one_torch_thread
 from precisionctl.conversion.worker import Nowhere, Worker
@@ -20,6 +19,7 @@ from precisionctl.fp8.health import measure
 from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.fp8.statistics import Statistics
+from precisionctl.model_shape import UntabledModel
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 
@@ -67,7 +67,7 @@ _AT_ONCE = 1 << 20
 def plan_gemms(reader: Reader) -> tuple[Plan, tuple[Job, ...]]:
     """The plan to Megatron, or, of a model that has no place there, to Hugging Face, and those of its jobs that make
     the weight of an FP8 GEMM. Raises as make_plan does."""
-    plan = make_plan(reader, "hf" if table_of(reader.model).refused else "megatron")
+    plan = make_plan(reader, "hf" if isinstance(reader.model, UntabledModel) else "megatron")
     return plan, tuple(job for job in plan.jobs if job.row.gemm)
 
 
