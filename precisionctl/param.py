@@ -10,6 +10,9 @@ from typing import Literal
 
 import torch
 
+from precisionctl.fp8.elements import Element, Packing, element_of
+from precisionctl.fp8.encoding import CODES
+
 Layout = Literal["hf", "megatron"]
 
 GEMM_ALIGNMENT = 16
@@ -73,11 +76,13 @@ ONE_RANK = Parallelism()
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and parallel form of a logical tensor; no data."""
+    """Shape, dtype and parallel form of a logical tensor; no data. Of codes of four bits `packing` says how they stand
+    in a file, and `dtype` is that of their bytes in memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     parallel: Parallel = REPLICATED
+    packing: Packing | None = None
 
     @cached_property  # all three are used for every piece that is copied
     def rows(self) -> int:
@@ -90,6 +95,25 @@ class TensorSpec:
         return math.prod(self.shape[1:])
 
     @cached_property
+    def width(self) -> int:
+        """How many of its `dtype` a row is stored in: `columns`, but of codes of four bits their bytes."""
+        return self.packing.row_bytes(self.columns) if self.packing else self.columns
+
+    @cached_property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.rows * self.columns * self.dtype.itemsize
+        return self.rows * self.width * self.dtype.itemsize
+
+    @property
+    def is_codes(self) -> bool:
+        """Whether it holds codes, which are numbers only with their scales."""
+        return self.packing is not None or self.dtype in CODES
+
+    @property
+    def element(self) -> Element:
+        """Of codes: the numbers that they are."""
+        return self.packing.element if self.packing else element_of(self.dtype)
+
+    @property
+    def stored_dtype(self) -> str:
+        """PyTorch's name for what a file has."""
+        return self.packing.element.stored if self.packing else str(self.dtype).removeprefix("torch.")

@@ -65,6 +65,11 @@ class Precision:
             )
 
     @property
+    def counts_layers(self) -> bool:
+        """Whether it keeps layers in BF16 by their number."""
+        return bool(self.num_layers_at_start_in_bf16 or self.num_layers_at_end_in_bf16)
+
+    @property
     def keeps_state(self) -> bool:
         """Whether its GEMMs keep FP8 state between steps."""
         return self.fp8 and self.scaling == "delayed"

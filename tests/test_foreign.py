@@ -1,6 +1,5 @@
 """What is not read: each is told for what it is, with a step that leads on."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemWriter
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from precisionctl.checkpoints.foreign import MISTAKABLE, TENSORS, UNREAD
+from precisionctl.checkpoints.foreign import TENSORS, UNREAD
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import UnknownFormat
 
@@ -64,15 +63,6 @@ def renamed(change: Callable[[str], str], **more: torch.Tensor) -> Callable[[Pat
 def of_class(auto: Any) -> Callable[[Path], object]:
     def make(directory: Path) -> None:
         auto.from_config(pico.make("llama-2").config).save_pretrained(directory)
-
-    return make
-
-
-def wrapper(text: str) -> Callable[[Path], object]:
-    def make(directory: Path) -> None:
-        pico.save(directory, "llama-2")
-        config = {"model_type": "llava", "text_config": {"model_type": text}, "vision_config": {"hidden_size": 8}}
-        (directory / "config.json").write_text(json.dumps(config))
 
     return make
 
@@ -135,8 +125,6 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "a bare model": (of_class(AutoModel), "bare model", "AutoModelForCausalLM"),
     "a compiled model": (renamed(lambda name: f"_orig_mod.{name}"), "with a wrapper", "model._orig_mod"),
-    "images around a Llama": (wrapper("llama"), "text model of a family that is known", "docs/foreign.md"),
-    "images around something else": (wrapper("mamba"), "of a family that is not known", "docs/convert.md"),
     "a folder of a run": (
         files("checkpoint-500/x", "checkpoint-1000/x", "runs/x"),
         "a folder with checkpoints in it",
@@ -185,14 +173,12 @@ def test_commands_take_a_path_with_spaces(tmp_path: Path) -> None:
 def test_every_one_is_documented_and_no_other() -> None:
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
     words = {"path": "DIR", "found": "FOUND"}
-    assert rows[1:] == [(one.what, one.sign, one.do.format(**words)) for one in (*MISTAKABLE, *TENSORS, *UNREAD)]
+    assert rows[1:] == [(one.what, one.sign, one.do.format(**words)) for one in (*TENSORS, *UNREAD)]
 
 
 def test_every_one_is_tried_here() -> None:
     tried = [what for _, what, _ in MADE.values()] + ["a file of a checkpoint"]
-    assert [
-        one.what for one in (*MISTAKABLE, *TENSORS, *UNREAD) if not any(re.search(t, one.what) for t in tried)
-    ] == []
+    assert [one.what for one in (*TENSORS, *UNREAD) if not any(re.search(t, one.what) for t in tried)] == []
 
 
 def test_a_bare_model_with_tied_embeddings_is_mended_as_the_message_says(tmp_path: Path) -> None:

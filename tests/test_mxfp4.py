@@ -1,4 +1,4 @@
-"""gpt-oss as OpenAI released it: experts in MXFP4, read by every command, never written.
+"""gpt-oss as OpenAI released it: experts in MXFP4, read by every command, and written where they are what they were.
 
 Judge: transformers' own dequantization, to the bit. The files are packed here, from numbers, under the config.json of
 gpt-oss-20b (openai/gpt-oss-20b on the Hub) with nothing but its sizes cut.
@@ -74,8 +74,8 @@ def test_every_byte_under_every_scale_decodes_as_transformers_does_it(tmp_path: 
 def test_logits_are_those_of_transformers_and_the_config_is_the_same_but_for_the_method(tmp_path: Path) -> None:
     """Eager, in BF16. transformers decodes the source itself."""
     make(tmp_path / "source")
-    notes = converted(tmp_path / "source", tmp_path / "hf")
-    assert notes == ["16 weights were MXFP4, and are what they decode to. MXFP4 is not written here."]
+    notes = converted(tmp_path / "source", tmp_path / "hf", drop_fp8_state=True)
+    assert notes == ["16 weights were MXFP4 codes, and are what they decode to. The scales stay behind."]
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "source", quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
     )
@@ -92,6 +92,37 @@ def test_logits_are_those_of_transformers_and_the_config_is_the_same_but_for_the
     kept = {key: value for key, value in CONFIG.items() if key != "quantization_config"}
     assert config == kept | {"torch_dtype": "bfloat16"}
     assert not (tmp_path / "hf" / "precisionctl" / "encodings.safetensors").exists()
+
+
+@pytest.mark.parametrize("way", ["hf", "megatron", None])
+def test_experts_become_the_very_blocks_again_that_they_were(tmp_path: Path, way: str | None) -> None:
+    """By way of BF16, transposed and with gate and up apart or not, or at once; but for the one that has changed."""
+    make(tmp_path / "source")
+    between = tmp_path / (way or "source")
+    if way:
+        notes = converted(tmp_path / "source", between, way)
+        assert "16 weights were MXFP4 codes; the result has their decoded values." in notes[0]
+    notes = converted(between, tmp_path / "back", precision="fp8")
+    assert any("16 of 16 weights have the same codes" in note for note in notes)
+    assert_same_bits(
+        load_file(tmp_path / "back" / "model.safetensors"), load_file(tmp_path / "source/model.safetensors")
+    )
+    assert (
+        json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]
+        == CONFIG["quantization_config"]
+    )
+    if way != "hf":
+        return
+    changed = load_file(between / "model.safetensors")
+    changed[f"{LAYER}.down_proj"][3, 95, 63] = 77
+    save_file(changed, between / "model.safetensors", metadata={"format": "pt"})
+    notes = converted(between, tmp_path / "changed", precision="fp8")
+    assert any("15 of 16 weights have the same codes" in note for note in notes)
+    found, before = (load_file(tmp_path / each / "model.safetensors") for each in ("changed", "source"))
+    differing = {name for name in before if not torch.equal(before[name], found[name])}
+    assert differing == {f"{LAYER}.down_proj_blocks", f"{LAYER}.down_proj_scales"}
+    scales = [each[f"{LAYER}.down_proj_scales"] for each in (found, before)]
+    assert (scales[0] != scales[1]).nonzero().tolist() == [[3, 63, 2]]
 
 
 def test_source_and_result_are_the_same_and_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
@@ -161,7 +192,7 @@ def put(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Te
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without("down_proj_scales"), r"no .*down_proj_scales\[0\] for its FP8 codes"),
+        (without("down_proj_scales"), r"no .*down_proj_scales\[0\] for its codes"),
         (without("down_proj_blocks"), "unexpected|missing"),
         (without("gate_up_proj_blocks", "gate_up_proj_scales"), "missing"),
         (put("down_proj_blocks", lambda t: t.to(torch.int8)), "down_proj_blocks.* is int8; MXFP4 is made of bytes"),
@@ -192,7 +223,7 @@ def test_damaged_files_are_one_error(tmp_path: Path, damage: Callable[[dict[str,
 @pytest.mark.parametrize("quantization", [None, {"quant_method": "fp8", "weight_block_size": [128, 128]}])
 def test_blocks_under_another_method_or_none_are_refused(tmp_path: Path, quantization: dict[str, Any] | None) -> None:
     write(tmp_path / "source", make(tmp_path / "source"), CONFIG | {"quantization_config": quantization})
-    with pytest.raises(PrecisionctlError, match="is FP8 codes but|for its FP8 codes"):
+    with pytest.raises(PrecisionctlError, match="is FP8 codes but|for its codes"):
         HuggingFaceReader(tmp_path / "source")
 
 

@@ -66,8 +66,7 @@ def test_every_parameter_of_a_published_model_has_its_row(name: str) -> None:
     told = from_hf_config(to_hf_config(model, "bfloat16"))
     assert dataclasses.replace(told, mtp_num_layers=0) == model
     cut = first_layers(config)
-    target = "hf" if architecture_of(model.architecture).refused else "megatron"
-    plan = make_plan(Described(from_hf_config(cut), stored(cut)), target)
+    plan = make_plan(Described(from_hf_config(cut), stored(cut)), "megatron")
     assert plan.model.num_layers == min(LAYERS, model.num_layers) and plan.jobs
 
 

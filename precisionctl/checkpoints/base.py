@@ -7,7 +7,7 @@ data is arithmetic on boxes, written once, here and in `planning/segments.py`.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
-from precisionctl.fp8 import e2m1
+from precisionctl.fp8.elements import Packing
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
@@ -26,7 +26,7 @@ from precisionctl.param import Layout, TensorSpec
 @dataclass(frozen=True, slots=True)  # of a large checkpoint there are hundreds of thousands
 class Box:
     """Rows `[row, row + rows)` and columns `[column, column + columns)` of a tensor seen as
-    `[shape[0], product of the rest]`."""
+    `[shape[0], product of the rest]`; of codes of four bits columns are bytes (`TensorSpec.width`)."""
 
     row: int
     rows: int
@@ -58,16 +58,14 @@ class Chunk:
     """A box of a logical tensor and where its row-major bytes are.
 
     `place` is a file, in which they start at byte `offset`, or a live tensor of the box's shape, or makes the rows of a
-    whole tensor as they are read. `only` is the part of
-    the box that this process reads or writes, if other ranks have the rest. `packed` means that the file has two E2M1
-    codes in each byte; they are read as the E4M3 codes of the same numbers, whole rows at a time.
+    whole tensor as they are read. `only` is set where this process reads or writes just a part of the box, because
+    other ranks have the rest.
     """
 
     box: Box
     place: "Path | Tensor | Computed"
     offset: int = 0
     only: Box | None = None
-    packed: bool = False
 
     @property
     def part(self) -> Box:
@@ -212,7 +210,7 @@ class Chunked(Protocol):
 
 def whole(spec: TensorSpec) -> Box:
     """The box that is all of a tensor."""
-    return Box(0, spec.rows, 0, spec.columns)
+    return Box(0, spec.rows, 0, spec.width)
 
 
 def shard_boxes(spec: TensorSpec, size: int) -> list[list[Box]]:
@@ -233,40 +231,29 @@ def shard_boxes(spec: TensorSpec, size: int) -> list[list[Box]]:
 
 
 def read_tensor(source: Chunked, name: str) -> Tensor:
-    """A whole tensor as stored: its shape, its dtype."""
+    """A whole tensor as stored: its shape, its dtype; codes of four bits as the bytes `[rows, width]`."""
     spec = source.specs[name]
-    return read_rows(source, name, 0, spec.rows).reshape(spec.shape)
+    rows = read_rows(source, name, 0, spec.rows)
+    return rows if spec.packing else rows.reshape(spec.shape)
 
 
-def stored_dtype(source: Chunked, name: str) -> torch.dtype:
-    """The dtype that a tensor has in its files; `specs` has the dtype that it is read as, which differs if it is
-    `packed`."""
-    packed = any(chunk.packed for chunk in source.chunks(name))
-    return e2m1.DTYPE if packed else source.specs[name].dtype
-
-
-def in_mxfp4(reader: Reader) -> list[str]:
-    """The names of the weights that are stored in MXFP4."""
-    return [name for name in reader.encodings if stored_dtype(reader, name) == e2m1.DTYPE]
+def in_four_bits(reader: Reader) -> dict[str, Packing]:
+    """The weights that are stored as codes of four bits, and how."""
+    packings = {name: reader.specs[name].packing for name in reader.encodings}
+    return {name: packing for name, packing in packings.items() if packing}
 
 
 def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | None = None) -> Tensor:
-    """Rows `[row, row + rows)` of a tensor as `[rows, columns]`, of the dtype in `specs`; into `out` if given.
-
-    Raises CheckpointError for a read that fails, DamagedCheckpoint for a file that is too short.
-    """
+    """Rows `[row, row + rows)` as `[rows, width]` in the stored dtype; into `out` where one is given."""
     spec = source.specs[name]
     if out is None:
-        out = torch.empty(rows, spec.columns, dtype=spec.dtype)
-    for chunk, part in _touching(source, name, Box(row, rows, 0, spec.columns)):
+        out = torch.empty(rows, spec.width, dtype=spec.dtype)
+    for chunk, part in _touching(source, name, Box(row, rows, 0, spec.width)):
         into = _window(out, part, row, 0)
         if isinstance(chunk.place, Tensor):
             into.copy_(_window(chunk.place.detach(), part, chunk.box.row, chunk.box.column))
         elif not isinstance(chunk.place, Path):
             into.copy_(_window(chunk.place.rows(part.row, part.rows), part, part.row, 0))
-        elif chunk.packed:
-            pairs = torch.empty(part.rows, part.columns // 2, dtype=torch.uint8)
-            e2m1.unpack(_read(replace(chunk, box=_halved(chunk.box)), _halved(part), pairs), into)
         elif into.is_contiguous():
             _read(chunk, part, into)
         else:
@@ -306,16 +293,11 @@ def _read(chunk: Chunk, part: Box, into: Tensor) -> Tensor:
     return into
 
 
-def _halved(box: Box) -> Box:
-    """A box of whole rows of codes as a box of bytes, two codes in each."""
-    return replace(box, columns=box.columns // 2)
-
-
 def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
-    """Write values `[rows, columns]`, of the target's dtype, from row `row` on. Raises OSError."""
+    """Write `[rows, width]` values, of the target's dtype, at row `row`."""
     spec = target.specs[name]
-    values = values.reshape(-1, spec.columns)
-    for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.columns)):
+    values = values.reshape(-1, spec.width)
+    for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.width)):
         window = _window(values, part, row, 0)
         if isinstance(chunk.place, Tensor):
             _window(chunk.place.detach(), part, chunk.box.row, chunk.box.column).copy_(window)
@@ -326,8 +308,8 @@ def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
 def check_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
     """Raise DamagedCheckpoint unless `target` holds these values, from row `row` on, bit for bit."""
     spec = target.specs[name]
-    values = values.reshape(-1, spec.columns)
-    for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.columns)):
+    values = values.reshape(-1, spec.width)
+    for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.width)):
         expected = _window(values, part, row, 0).contiguous()
         found = _read(chunk, part, torch.empty_like(expected))
         if not torch.equal(expected.view(torch.uint8), found.view(torch.uint8)):

@@ -8,20 +8,22 @@ dtype, shape and block size of each weight. With it, values can be encoded to th
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Chunked, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import sync
 from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
+from precisionctl.fp8.elements import E2M1, E4M3, INT4, Packing
 from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
-from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import Scales, encoding
+from precisionctl.quant_methods.base import Scales, complete_encoding
 from precisionctl.untrusted.safe_files import has_file
 
 QUANT_CONFIG = "hf_quant_config.json"
@@ -30,8 +32,6 @@ QUANT_CONFIG = "hf_quant_config.json"
 RELATIVE = Path("precisionctl/encodings.safetensors")
 FORMAT_VERSION = 1
 _KEY = "precisionctl"
-_MAX_SCALE_INV = torch.finfo(torch.float32).max / FP8_MAX[torch.float8_e4m3fn]
-"""Beyond it the amax, `scale_inv * fp8_max`, is not finite in FP32."""
 
 
 class EncodingsOnDemand(Mapping[str, Encoding]):
@@ -67,8 +67,7 @@ def stored_encodings(
     checkpoint, for errors."""
 
     def read(name: str) -> Encoding:
-        scale = read_tensor(stored, scales[name].weight)
-        return encoding(scale, scales[name], weights[name], where)
+        return complete_encoding(partial(read_tensor, stored), scales[name], weights[name], where)
 
     return EncodingsOnDemand(scales, read)
 
@@ -94,24 +93,33 @@ class WeightEncodings:
 
     @property
     def has_fixed_scales(self) -> bool:
-        """Whether some stored scale belongs to an input or a KV cache, and so does not follow from the weights."""
-        return len(self.stored.specs) > len(self.scales)
+        """Whether some stored scale is of an input, or of a KV cache: of what no weight decides."""
+        return len(self.stored.specs) > sum(len(scales.of_weight) for scales in self.scales.values())
 
     @property
     def by_name(self) -> Mapping[str, Encoding]:
         """The encoding of each weight, read on access."""
         return stored_encodings(self.stored, self.weights, self.scales, self.path)
 
-    def input_scale(self, name: str) -> float | None:
-        """The fixed scale_inv of the input of a weight's GEMM; None if there is none. Raises DamagedCheckpoint for one
-        that is negative or NaN, or whose amax is infinite in FP32."""
-        given = self.scales[name].input
-        if given is None:
+    def input_amax(self, name: str) -> Tensor | None:
+        """The amax, FP32 `[]`, that the fixed scale of a weight's input was made from; None where there is none. Raises
+        DamagedCheckpoint for a scale that is negative or NaN, or of an amax that FP32 does not hold."""
+        scales = self.scales[name]
+        if scales.input is None:
             return None
-        value = float(read_tensor(self.stored, given).float().reshape(()))
-        if not 0 <= value <= _MAX_SCALE_INV:
-            raise DamagedCheckpoint(f"{given} holds a scale that is negative, infinite or NaN", where=self.path)
-        return value
+        stored = read_tensor(self.stored, scales.input).float().reshape(())
+        amax = scales.input_amax(stored)
+        if not (bool(amax.isfinite()) and stored >= 0):
+            raise DamagedCheckpoint(f"{scales.input} holds a scale that is negative, infinite or NaN", where=self.path)
+        return amax
+
+    def input_scale(self, name: str) -> float | None:
+        """The same as FP8 codes have it, as scale_inv."""
+        scales, amax = self.scales[name], self.input_amax(name)
+        if scales.input is None or amax is None:
+            return None
+        stored = read_tensor(self.stored, scales.input).float().reshape(())
+        return float(stored if scales.global_scale is None else amax / E4M3.largest)
 
 
 class StoredTensors:
@@ -123,7 +131,7 @@ class StoredTensors:
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         file, stored = self.places[name]
-        return [Chunk(whole(stored.spec), file, stored.offset, packed=stored.packed)]
+        return [Chunk(whole(stored.spec), file, stored.offset)]
 
 
 def write(directory: Path, encodings: WeightEncodings) -> None:
@@ -135,16 +143,7 @@ def write(directory: Path, encodings: WeightEncodings) -> None:
         "format_version": FORMAT_VERSION,
         "quantization_config": encodings.quantization,
         "files": {name: data.decode() for name, data in encodings.files.items()},
-        "weights": {
-            name: {
-                "codes": NAMES[spec.dtype],
-                "shape": spec.shape,
-                "block": encodings.scales[name].block,
-                "scale_inv": encodings.scales[name].weight,
-                "input_scale_inv": encodings.scales[name].input,
-            }
-            for name, spec in encodings.weights.items()
-        },
+        "weights": {name: _described(spec, encodings.scales[name]) for name, spec in encodings.weights.items()},
     }
     if encodings.of_weights is not None:
         metadata["of_weights"] = encodings.of_weights
@@ -156,6 +155,21 @@ def write(directory: Path, encodings: WeightEncodings) -> None:
             file.seek(offsets[name])
             file.write(read_tensor(encodings.stored, name).reshape(-1).view(torch.uint8).numpy().tobytes())
     sync(path)
+
+
+def _described(weight: TensorSpec, scales: Scales) -> dict[str, Any]:
+    said: dict[str, Any] = {
+        "codes": NAMES[weight.dtype],
+        "shape": weight.shape,
+        "block": scales.block,
+        "scale_inv": scales.weight,
+        "input_scale_inv": scales.input,
+    }
+    if packing := weight.packing:
+        said["packed"] = [packing.name, packing.element.name, NAMES[packing.word], packing.suffix, packing.block]
+        said["global_scale"] = [scales.global_scale, scales.divides]
+        said["zero_points"], said["weight_shape"] = scales.zero_points, scales.shape
+    return said
 
 
 def find(checkpoint: Path) -> WeightEncodings | None:
@@ -188,16 +202,28 @@ def find(checkpoint: Path) -> WeightEncodings | None:
 
 def _weight(fields: Mapping[str, Any]) -> TensorSpec:
     shape, dtype = fields["shape"], DTYPES[fields["codes"]]
-    if dtype not in CODES or not all(type(size) is int and 0 < size < 1 << 40 for size in shape):
+    packing = _packing(*fields["packed"]) if "packed" in fields else None
+    coded = dtype == packing.element.dtype if packing else dtype in CODES
+    if not coded or not all(type(size) is int and 0 < size < 1 << 40 for size in shape):
         raise ValueError("a weight of no codes, or of no size")
-    return TensorSpec(tuple(shape), dtype)
+    return TensorSpec(tuple(shape), dtype, packing=packing)
+
+
+def _packing(name: str, element: str, word: str, suffix: str, block: int | None) -> Packing:
+    if not (type(name) is type(suffix) is str) or not (block is None or (type(block) is int and 0 < block < 1 << 16)):
+        raise ValueError("a packing of no name, suffix or block")
+    return Packing(name, {each.name: each for each in (E2M1, INT4)}[element], DTYPES[word], suffix, block)
 
 
 def _scales(name: str, fields: Mapping[str, Any], weight: TensorSpec, stored: Mapping[str, TensorSpec]) -> Scales:
     high, wide = fields["block"]
     if not all(type(size) is int and 0 < size < 1 << 40 for size in (high, wide)):
         raise ValueError(f"{name} has a block of no size")
-    found = Scales(fields["scale_inv"], fields["input_scale_inv"], (high, wide))
+    of_all, divides = fields.get("global_scale", (None, False))
+    further = of_all, bool(divides), fields.get("zero_points"), fields.get("weight_shape")
+    found = Scales(fields["scale_inv"], fields["input_scale_inv"], (high, wide), *further)
+    if missing := [each for each in found.names if each not in stored]:
+        raise ValueError(f"{name} has no {missing[0]}")
     spec, counts = stored[found.weight], grid_shape(weight.rows, weight.columns, found.block)
     if spec.rows * spec.columns != counts[0] * counts[1]:
         raise ValueError(f"{name} has as many scales as {spec.shape}")

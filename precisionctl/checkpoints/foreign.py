@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from precisionctl.architectures.families import supported
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader
 from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
+from precisionctl.model_shape import UntabledModel
 from precisionctl.untrusted.safe_files import read_file
 
 
@@ -42,12 +41,6 @@ class Foreign:
         beside = f" ({found})" if found and "{found}" not in self.do else ""
         do = self.do.format(path=shlex.quote(str(path)), found=found)
         raise UnknownFormat(self.what + beside, where=path, do=do)
-
-
-def check_path(path: Path) -> None:
-    """Raise UnknownFormat for a path that a Reader would recognise although it is something else (MISTAKABLE)."""
-    for foreign in MISTAKABLE:
-        foreign.check(path, path)
 
 
 def check_tensors(reader: Reader, path: Path) -> None:
@@ -116,37 +109,6 @@ def _snapshot(path: Path) -> str | None:
     return shlex.quote(main if main in there else there[-1])
 
 
-def _wrapped_text(path: Path, known: bool) -> str | None:
-    """The `model_type` of the text model inside a model of images or sound, if that family is supported (`known`) or
-    is not."""
-    if not (path / "config.json").is_file():
-        return None
-    config = parse_json(read_file(path / "config.json", path), path / "config.json")
-    text, other = config.get("text_config"), config.get("vision_config") or config.get("audio_config")
-    if not isinstance(text, dict) or not other or config.get("model_type") in supported():
-        return None
-    family = text.get("model_type")
-    if not isinstance(family, str) or not re.fullmatch(r"\w{1,40}", family):
-        return None if known else "unnamed"
-    return family if (family in supported()) == known else None
-
-
-MISTAKABLE = (
-    Foreign(
-        "a model of images or sound, around a text model of a family that is known here",
-        "`text_config` beside `vision_config` or `audio_config` in config.json",
-        "The wrapper is not read. docs/foreign.md saves the text model alone, with transformers: give that.",
-        lambda path: _wrapped_text(path, known=True),
-    ),
-    Foreign(
-        "a model of images or sound, around a text model of a family that is not known here",
-        "the same, where the text model's family is not known",
-        "Neither is read. If the model has a release for text alone, of a family in docs/convert.md, give that.",
-        lambda path: _wrapped_text(path, known=False),
-    ),
-)
-"""Formats that some Reader would recognise; looked for before any is opened."""
-
 _HEAD = re.compile(
     r"(?:.+\.)?(?:score|classifier|qa_outputs|v_head|value_head|reward_head|regression_head)\.(?:.+\.)?weight"
 )
@@ -155,6 +117,11 @@ _WRAPPERS = ("base_model.model.", "_orig_mod.", "module.", "_fsdp_wrapped_module
 
 def _first(names: Iterable[str], found: Callable[[str], object]) -> str | None:
     return next((name[:90] for name in names if found(name)), None)
+
+
+def _of_a_family(reader: Reader) -> bool:
+    """Whether it is a Hugging Face directory of a family with a table, which such tensors have no place in."""
+    return reader.layout == "hf" and not isinstance(reader.model, UntabledModel)
 
 
 def _common_wrapper(reader: Reader) -> str | None:
@@ -206,7 +173,7 @@ TENSORS = (
         "a tensor such as `score.weight`, `classifier.weight` or `v_head.summary.weight`",
         "Heads are not read. Of TRL's value heads, save the model inside: `model.pretrained_model.save_pretrained("
         '"OUT")`; for others give the language model that it was trained from.',
-        lambda reader: _first(reader.specs, _HEAD.fullmatch) if reader.layout == "hf" else None,
+        lambda reader: _first(reader.specs, _HEAD.fullmatch) if _of_a_family(reader) else None,
     ),
     Foreign(
         "a model with PEFT's adapters in it",
@@ -227,8 +194,10 @@ TENSORS = (
         "Save it with AutoModelForCausalLM. From here that can be done only if embeddings are tied, else the output "
         "layer would be random: `python -c 'import sys; from transformers import AutoModelForCausalLM as M; "
         "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])' {path} OUT`.",
-        lambda reader: next(
-            (name for name in ("embed_tokens.weight", "embed_in.weight") if name in reader.specs), None
+        lambda reader: (
+            _first(reader.specs, ("embed_tokens.weight", "embed_in.weight").__contains__)
+            if _of_a_family(reader)
+            else None
         ),
     ),
 )

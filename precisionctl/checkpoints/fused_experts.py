@@ -1,4 +1,5 @@
-"""Experts that Hugging Face stores as one tensor: `mlp.experts.gate_up_proj` of shape `[experts, ...]`.
+"""Experts that Hugging Face stores as one tensor: `mlp.experts.gate_up_proj` of shape `[experts, ...]`, in Granite
+`block_sparse_moe.input_linear.weight`.
 
 Logical tensors are one per expert, so such a tensor is read as its slices `name[0]`, `name[1]`, ..., each of which is
 contiguous. In MXFP4, as gpt-oss has it, `experts.gate_up_proj_blocks` is bytes `[experts, rows, columns / 32, 16]` with
@@ -15,8 +16,9 @@ import torch
 from precisionctl.checkpoints.safetensors_file import StoredTensor
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
+from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
 
-_FUSED = re.compile(r".+\.experts\.[a-z_]+")
+_FUSED = re.compile(r".+\.(?:experts\.[a-z_]+|block_sparse_moe\.(?:input|output)_linear\.weight)")
 _SLICE = re.compile(rf"({_FUSED.pattern})\[(\d+)\]")
 
 _MOST_SLICES = 1 << 18
@@ -72,9 +74,16 @@ def stacked(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     return found
 
 
+def in_words(name: str, spec: TensorSpec) -> tuple[str, TensorSpec]:
+    """The tensor that holds a logical one in a file, where that is of four bits: the words that its codes are in."""
+    packing = spec.packing
+    if packing is None:
+        return name, spec
+    return f"{name}{packing.suffix}", TensorSpec(packing.shape(spec.rows, spec.columns), packing.word)
+
+
 _BLOCKS = re.compile(r"(.+\.experts\.[a-z_]+)_blocks(\[\d+\])")
-_BYTES = 16
-"""Bytes of a block of 32 codes."""
+_BYTES = BLOCKS_OF_16.block
 
 
 def unpacked(places: Mapping[str, tuple[Path, StoredTensor]]) -> dict[str, tuple[Path, StoredTensor]]:
@@ -97,6 +106,6 @@ def unpacked(places: Mapping[str, tuple[Path, StoredTensor]]) -> dict[str, tuple
         if len(shape) != 3 or shape[2] != _BYTES:
             what = f"`{name}` is {list(shape)}; blocks of MXFP4 are [rows, columns / 32, {_BYTES}]"
             raise DamagedCheckpoint(what, where=file)
-        codes = TensorSpec((shape[0], 2 * _BYTES * shape[1]), torch.float8_e4m3fn)
-        found[name] = file, replace(stored, spec=codes, packed=True)
+        codes = TensorSpec((shape[0], 2 * _BYTES * shape[1]), torch.uint8, packing=BLOCKS_OF_16)
+        found[name] = file, replace(stored, spec=codes)
     return found

@@ -45,11 +45,10 @@ _LARGEST_NUMBER = 1 << 63
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its shape and dtype, its byte offset, and whether it is packed (`Chunk.packed`)."""
+    """A tensor in a file: its shape and dtype, and the byte where it starts."""
 
     spec: TensorSpec
     offset: int
-    packed: bool = False
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import in_pieces
-from precisionctl.fp8 import numerics
+from precisionctl.fp8 import nibbles
 from precisionctl.fp8.encoding import grid_shape
-from precisionctl.planning.plan import Plan
+from precisionctl.planning.plan import Job, Plan
 
 BUFFER = 4 << 20
 """Bytes moved at a time. With 1 MiB an export took a tenth longer, because of the Python code for each piece; larger
@@ -26,7 +26,7 @@ class Buffers:
         self._read = torch.empty(BUFFER, dtype=torch.uint8)
         self._decoded = torch.empty(BUFFER, dtype=torch.uint8)
         self._write = torch.empty(BUFFER, dtype=torch.uint8)
-        self.scratch = torch.empty(numerics.PIECE)
+        self.scratch = torch.empty(nibbles.SCRATCH)
 
     def pieces(self, row: int, rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
         """Rows `[row, row + rows)` of `row_bytes` each in runs that fit a buffer, as from `in_pieces`."""
@@ -63,13 +63,17 @@ def worker_memory(plan: Plan) -> int:
     # Tensors that are computed, not moved, are in memory whole, read and made; with Megatron's in between if both sides
     # are Hugging Face's
     copies = 4 if plan.source == plan.target else 2
-    computed, encoded = [0], [0]
-    for job in plan.jobs:
-        if plan.computes(job):
-            elements = sum(plan.targets[name].rows * plan.targets[name].columns for name in job.writes)
-            computed.append(copies * WIDEST * elements)
-        if job.encode:  # temporary copies of a piece as it is encoded and decoded, and the grids of scales
-            specs = ((plan.targets[name], block) for name, block in job.encode.blocks.items())
-            blocks = sum(prod(grid_shape(spec.rows, spec.columns, block)) for spec, block in specs)
-            encoded.append(6 * BUFFER + _BLOCK * blocks)
-    return 3 * max(BUFFER, *rows) + WIDEST * numerics.PIECE + max(computed) + max(encoded)
+    computed = [copies * WIDEST * _elements(job, plan) for job in plan.jobs if plan.computes(job)]
+    encoded = [6 * BUFFER + _BLOCK * _blocks(job, plan) for job in plan.jobs if job.encode]
+    return 3 * max(BUFFER, *rows) + WIDEST * nibbles.SCRATCH + max(computed, default=0) + max(encoded, default=0)
+
+
+def _elements(job: Job, plan: Plan) -> int:
+    return sum(plan.targets[name].rows * plan.targets[name].columns for name in job.writes)
+
+
+def _blocks(job: Job, plan: Plan) -> int:
+    """How many blocks with a scale of their own the tensors have that a job encodes."""
+    weights = job.encode.weights if job.encode else {}
+    specs = ((plan.targets[name], scales.block) for name, scales in weights.items())
+    return sum(prod(grid_shape(spec.rows, spec.columns, block)) for spec, block in specs)

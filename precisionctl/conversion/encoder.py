@@ -11,11 +11,14 @@ from precisionctl.conversion.buffers import Buffers
 from precisionctl.conversion.findings import Findings
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
-from precisionctl.fp8.blocks import BlockScales, share
+from precisionctl.fp8.blocks import BlockScales, share, share_global
+from precisionctl.fp8.elements import Element
 from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.group_scales import packed_zero_points
 from precisionctl.fp8.statistics import UNDERFLOW
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
+from precisionctl.quant_methods.base import Scales
 
 ValuePiece = tuple[str, int, Tensor]
 """Name and first row of the tensor to write, and values `[rows, columns]` in a buffer that the next piece reuses."""
@@ -75,19 +78,20 @@ class Encoder:
         Raises PrecisionError for an infinite weight.
         """
         seen = self._first_pass(encode, pieces)
-        made = {name: self._encoding(found, encode.weight_scales[name], encode.numbers) for name, found in seen.items()}
+        made = {name: self._made(name, found, encode) for name, found in seen.items()}
         changed = dict.fromkeys((name for name, found in seen.items() if found.carried and not found.fits.all()), 0)
-        underflows = {name: _Underflows() for name in encode.blocks}
+        underflows = {name: _Underflows() for name in encode.weights if self._specs[name].packing is None}
         for name, row, values in pieces():
-            if name not in encode.blocks:
+            if name not in encode.weights:
                 self.put_values(name, row, values)
                 continue
-            encoding = made.get(name) or self._encoding_by_row(name, row, values, encode)
-            codes = self._buffers.to_write(encoding.dtype, *values.shape)
+            encoding = made.get(name) or self._by_row(name, row, values, encode)
+            codes = self._buffers.to_write(encoding.element.dtype, len(values), self._specs[name].width)
             encoding.encode_rows(values, row if name in made else 0, codes, self._buffers.scratch)
             if name in changed:
                 changed[name] += self._changed(name, row, codes, values, seen[name])
-            underflows[name].see(values, codes)
+            if name in underflows:  # of sixteen numbers zero is one that many values become
+                underflows[name].see(values, codes)
             self._put(name, row, codes)
         self.found.zeroed |= {name: seen.share for name, seen in underflows.items() if seen.share > UNDERFLOW}
         self.found.changed |= changed
@@ -99,13 +103,21 @@ class Encoder:
         if self._before is None or stored is None or stored != replace(self._specs[name], parallel=stored.parallel):
             return seen.changed(values, codes, row)
         before = read_rows(self._before, name, row, len(codes))
-        return int((before.view(torch.uint8) != codes.view(torch.uint8)).sum())
+        return stored.element.differing(before, codes)
 
     def _first_pass(self, encode: Encode, pieces: Callable[[], Iterable[ValuePiece]]) -> dict[str, BlockScales]:
         """Find the scales of each tensor, except those whose scales are found row by row in the second pass."""
         seen = {
-            name: BlockScales(spec.rows, spec.columns, block, spec.dtype, self._carried.get(name))
-            for name, block in encode.blocks.items()
+            name: BlockScales(
+                spec.rows,
+                spec.columns,
+                scales.block,
+                spec.element,
+                self._carried.get(name),
+                scales.divides if scales.global_scale else None,
+                scales.zero_points is not None,
+            )
+            for name, scales in encode.weights.items()
             if (spec := self._specs[name]) and not self._is_by_row(name, encode)
         }
         for name, row, values in pieces() if seen else ():
@@ -114,12 +126,14 @@ class Encoder:
         for name, found in seen.items():
             _check_finite(name, found.amax)
             if found.has_nan:
+                _check_can_be_nan(name, found.element)
                 self.found.with_nan.add(name)
+        share_global([found for found in seen.values() if found.divides is not None])
         if encode.shared:
             sharing = [*seen.values()]
             for name, source in encode.alongside.items():  # weights of other jobs with the same scale
                 spec, block = self._specs[name], (self._specs[name].rows, self._specs[name].columns)
-                other = BlockScales(spec.rows, spec.columns, block, spec.dtype, self._carried.get(name))
+                other = BlockScales(spec.rows, spec.columns, block, spec.element, self._carried.get(name))
                 for row, values in self._read(source, 0, spec.rows):
                     other.see(values, row, self._buffers.scratch)
                 sharing.append(other)
@@ -127,29 +141,28 @@ class Encoder:
         return seen
 
     def _is_by_row(self, name: str, encode: Encode) -> bool:
-        """Whether each row has its own FP32 scale, and none is carried."""
-        of_a_row = encode.blocks[name] == (1, self._specs[name].columns)
-        fp32 = self._specs[encode.weight_scales[name]].dtype == torch.float32
-        return of_a_row and fp32 and name not in self._carried
+        """Whether each row has a scale of its own, FP32 and none that is carried."""
+        spec, scales = self._specs[name], encode.weights[name]
+        fp32 = self._specs[scales.weight].dtype == torch.float32
+        return scales.block == (1, spec.columns) and fp32 and spec.packing is None and name not in self._carried
 
-    def _encoding(self, found: BlockScales, scales: str, numbers: numerics.Numbers) -> Encoding:
-        """The encoding to use after the first pass; writes its scales to the tensor `scales`."""
-        spec = self._specs[scales]
-        exponents = spec.dtype == torch.uint8
-        encoding = found.encoding(torch.float8_e8m0fnu if exponents else spec.dtype, numbers)
-        self.put_scales(scales, encoding.scale_inv)
+    def _made(self, name: str, found: BlockScales, encode: Encode) -> Encoding:
+        """How to encode, after one pass; the scales are written."""
+        dtype = self._specs[encode.weights[name].weight].dtype
+        encoding = found.encoding(torch.float8_e8m0fnu if dtype == torch.uint8 else dtype, encode.numbers)
+        self.put_encoding(name, encode.weights[name], encoding)
         return encoding
 
-    def _encoding_by_row(self, name: str, row: int, values: Tensor, encode: Encode) -> Encoding:
-        """The encoding of rows that each have a scale from their own amax; writes these scales."""
-        dtype = self._specs[name].dtype
+    def _by_row(self, name: str, row: int, values: Tensor, encode: Encode) -> Encoding:
+        """How to encode rows that each have the scale of their own amax, which is written."""
+        element = self._specs[name].element
         amax, has_nan = numerics.row_amax_and_nan(values, self._buffers.scratch)
         _check_finite(name, amax)
         if has_nan:
             self.found.with_nan.add(name)
-        scale_inv = numerics.rounded_up(numerics.scale_inv(amax, dtype), encode.numbers)
-        self._put(encode.weight_scales[name], row, scale_inv)
-        return Encoding(dtype, scale_inv, (1, values.shape[1]))
+        scale_inv = numerics.rounded_up(numerics.scale_inv(amax, element), encode.numbers)
+        self._put(encode.weights[name].weight, row, scale_inv)
+        return Encoding(element, scale_inv, (1, values.shape[1]))
 
     def put_values(self, name: str, row: int, values: Tensor) -> None:
         """Write rows as values, rounded to the target's dtype."""
@@ -160,16 +173,33 @@ class Encoder:
             values = self._buffers.to_write(dtype, *values.shape).copy_(values)
         self._put(name, row, values)
 
-    def put_scales(self, name: str, grid: Tensor) -> None:
-        """Write a grid of scales, given in FP32 or in the stored dtype; E8M0 is written as bytes (uint8)."""
-        spec = self._specs[name]
-        stored = grid.to(torch.float8_e8m0fnu if spec.dtype == torch.uint8 else spec.dtype).contiguous()
-        self._put(name, 0, stored.view(spec.dtype).reshape(spec.rows, spec.columns))
+    def put_encoding(self, weight: str, scales: Scales, encoding: Encoding) -> None:
+        """Write all that a weight's encoding consists of: a grid of scales, given in FP32 or as it is stored (exponents
+        as bytes), zero points, a global scale, and the weight's shape."""
+        spec = self._specs[scales.weight]
+        dtype = torch.float8_e8m0fnu if spec.dtype == torch.uint8 else spec.dtype
+        stored = encoding.scale_inv.to(dtype).contiguous()
+        self._put(scales.weight, 0, stored.view(spec.dtype).reshape(spec.rows, spec.columns))
+        if scales.zero_points and encoding.zeros is not None:
+            self._put(scales.zero_points, 0, packed_zero_points(encoding.zeros))
+        if scales.global_scale and encoding.global_scale:
+            self._put(scales.global_scale, 0, encoding.global_scale.value.reshape(1, 1))
+        if scales.shape:
+            self._put(scales.shape, 0, torch.tensor(self._specs[weight].shape, dtype=self._specs[scales.shape].dtype))
 
     def put_input_scales(self, encode: Encode) -> None:
         """Write the scales that do not depend on weights: of inputs, and of a KV cache."""
         for name, value in encode.input_scales.items():
             self._put(name, 0, torch.tensor([[value]]).to(self._specs[name].dtype))
+
+
+def _check_can_be_nan(name: str, element: Element) -> None:
+    """Raises PrecisionError for NaN where no code stands for it."""
+    if element.bits == 4:
+        raise PrecisionError(
+            f"`{name}` holds a NaN, for which {element.name} has no code",
+            do="Is the checkpoint sound? Convert it to values, or keep the module as it is (keep_bf16 in a --recipe).",
+        )
 
 
 def _check_finite(name: str, amax: Tensor) -> None:

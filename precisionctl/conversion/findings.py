@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.param import TensorSpec
 
 
 @dataclass
@@ -68,10 +69,21 @@ def zeroed_notes(shares: Mapping[str, float]) -> Iterator[str]:
         )
 
 
-def changed_notes(changed: Mapping[str, int], encodings: WeightEncodings, codes: Collection[str]) -> Iterator[str]:
-    """Notes on how many of the result's `codes` were codes before and are the same; `changed` as in Findings."""
-    again = encodings.weights.keys() & set(codes)
-    yield f"{len(again) - len(changed)} of {len(again)} weights have the same codes and scales as before."
+def changed_notes(
+    changed: Mapping[str, int], encodings: WeightEncodings, codes: Mapping[str, TensorSpec]
+) -> Iterator[str]:
+    """What became of those weights among the result's `codes` that were codes before; `changed` as in Findings."""
+    again = encodings.weights.keys() & codes.keys()
+    others = {name for name in again if encodings.weights[name].element != codes[name].element}
+    if again - others or not others:
+        same = len(again) - len(others) - len(changed.keys() - others)
+        yield f"{same} of {len(again) - len(others)} weights have the same codes and scales as before."
+    if others:
+        exact, before = len(others - changed.keys()), sorted({encodings.weights[name].element.name for name in others})
+        yield (
+            f"{exact} of {len(others)} weights are exactly the numbers that they were as codes of "
+            f"{' and '.join(before)}, under the scales that they had; the rest is rounded to FP8."
+        )
     if changed:
         total = sum(encodings.weights[name].rows * encodings.weights[name].columns for name in changed)
         number = sum(changed.values())

@@ -20,7 +20,7 @@ from precisionctl.checkpoints.base import Chunk, Chunked, check_rows, read_rows,
 from precisionctl.conversion.buffers import WIDEST, Buffers
 from precisionctl.conversion.encoder import Encoder, ValuePiece
 from precisionctl.conversion.findings import Findings
-from precisionctl.conversion.unchanged_codes import scales_if_unchanged
+from precisionctl.conversion.unchanged_codes import encodings_if_unchanged
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.encoding import Encoding
@@ -142,16 +142,16 @@ class Worker:
                 yield replace(segment, read_row=read_row, write_row=first, rows=rows)
 
     def _copy_codes(self, encode: Encode, segments: Sequence[Segment]) -> bool:
-        """Copy the codes and scales of a job, if they stay the same. Returns False, without doing anything, if not."""
-        grids = scales_if_unchanged(encode, segments, self._reader.encodings, self._carried, self._writer.specs)
-        if grids is None:
+        """Copy codes that are what is wanted already, with their scales. False where some are not: nothing is done."""
+        encodings = encodings_if_unchanged(encode, segments, self._reader.encodings, self._carried, self._writer.specs)
+        if encodings is None:
             return False
-        for name, grid in grids.items():
-            self._encoder.put_scales(encode.weight_scales[name], grid)
+        for name, encoding in encodings.items():
+            self._encoder.put_encoding(name, encode.weights[name], encoding)
         for segment in segments:
             spec = self._reader.specs[segment.write]
-            for row, rows in self._buffers.pieces(segment.write_row, segment.rows, spec.columns):
-                into = self._buffers.to_read(spec.dtype, rows, spec.columns)
+            for row, rows in self._buffers.pieces(segment.write_row, segment.rows, spec.width):
+                into = self._buffers.to_read(spec.dtype, rows, spec.width)
                 self._put(segment.write, row, read_rows(self._reader, segment.write, row, rows, into))
         self._encoder.put_input_scales(encode)
         return True
@@ -172,9 +172,9 @@ class Worker:
             yield first - row, self._values(name, first, count)
 
     def _values(self, name: str, row: int, rows: int) -> Tensor:
-        """Rows as `[rows, columns]`, with FP8 codes decoded to FP32; in a buffer that the next call reuses."""
+        """Rows as `[rows, columns]`, codes decoded to FP32; in a buffer that the next call uses again."""
         spec = self._reader.specs[name]
-        stored = read_rows(self._reader, name, row, rows, self._buffers.to_read(spec.dtype, rows, spec.columns))
+        stored = read_rows(self._reader, name, row, rows, self._buffers.to_read(spec.dtype, rows, spec.width))
         encoding = self._reader.encodings.get(name)
         if encoding is None:
             return stored
@@ -225,7 +225,7 @@ class Checker(Worker):
 
     def _checksum(self, name: str) -> str:
         spec, total = self._writer.specs[name], sha256()
-        for row, rows in self._buffers.pieces(0, spec.rows, spec.columns * spec.dtype.itemsize):
-            into = self._buffers.to_read(spec.dtype, rows, spec.columns)
+        for row, rows in self._buffers.pieces(0, spec.rows, spec.width * spec.dtype.itemsize):
+            into = self._buffers.to_read(spec.dtype, rows, spec.width)
             total.update(read_rows(self._writer, name, row, rows, into).view(torch.uint8).numpy().data)
         return total.hexdigest()

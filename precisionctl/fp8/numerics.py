@@ -16,14 +16,10 @@ import torch
 from torch import Tensor
 
 from precisionctl.errors import PrecisionError
+from precisionctl.fp8.elements import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Element
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Role, RoleState
 
-FP8_MAX: Mapping[torch.dtype, float] = {
-    torch.float8_e4m3fn: 448.0,
-    torch.float8_e5m2: 57344.0,
-    torch.float8_e4m3fnuz: 240.0,
-    torch.float8_e5m2fnuz: 57344.0,
-}
+FP8_MAX: Mapping[torch.dtype, float] = {each.dtype: each.largest for each in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
 """Largest finite value of each code dtype."""
 
 BLOCK, MX_BLOCK = 128, 32
@@ -238,9 +234,9 @@ def scratch_for(values: Tensor) -> Tensor:
     return torch.empty(PIECE if values.device.type == "cpu" else max(PIECE, values.numel()), device=values.device)
 
 
-def scale_inv(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """What inference formats store: `amax / fp8_max`, FP32; 1 where that is zero, infinite or NaN."""
-    quotient = amax / torch.full_like(amax, FP8_MAX[dtype])
+def scale_inv(amax: Tensor, element: Element) -> Tensor:
+    """What inference formats store: `amax / element.of_amax`, FP32; 1 where that is zero, infinite or NaN."""
+    quotient = amax / torch.full_like(amax, element.of_amax)
     return torch.where(quotient.isfinite() & (quotient > 0), quotient, 1.0)
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from precisionctl.architectures.param_map import Architecture, Row
+from precisionctl.architectures.param_map import Row
 from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
 from precisionctl.fp8.encoding import CODES
-from precisionctl.model_shape import ModelShape
+from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.param import Parallelism, TensorSpec
 
 _VALUES = (torch.bfloat16, torch.float16, torch.float32, *CODES)
@@ -48,9 +48,11 @@ def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "",
 def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:
     """Raise PrecisionError for a dtype that no weight has."""
     for name, spec in stored.items():
-        if spec.dtype not in _VALUES:
+        if spec.dtype not in _VALUES and spec.packing is None:
             dtype = str(spec.dtype).removeprefix("torch.")
-            raise PrecisionError(f"`{name}` is {dtype}", do="Known are values in BF16, FP16 and FP32, and FP8 codes.")
+            raise PrecisionError(
+                f"`{name}` is {dtype}", do="Known are values in BF16, FP16 and FP32, and codes with scales."
+            )
 
 
 def check_shapes(stored: Mapping[str, TensorSpec], shapes: Iterable[tuple[int, ...]]) -> None:
@@ -77,11 +79,11 @@ def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> Non
         )
 
 
-def check_megatron_has(model: ModelShape, architecture: Architecture) -> None:
-    """Raise MappingError for a model that Megatron-Core cannot build."""
+def check_megatron_has(model: ModelShape) -> None:
+    """Raise MappingError for a model that Megatron-Core cannot build, or that no table leads there."""
+    if isinstance(model, UntabledModel):
+        raise model.why
     do = "It can be read, exported and verified as a Hugging Face directory."
-    if architecture.refused:
-        raise MappingError(f"{model.architecture} has {architecture.refused}, which Megatron-Core does not", do=do)
     if model.moe and model.add_bias_linear and not model.moe.router_bias:  # it has one switch for all biases
         raise MappingError(
             f"{model.architecture} with attention_bias has no place in Megatron-Core: routers and experts would have "

@@ -36,7 +36,7 @@ def lower(
     `writes` beyond the row's own are copies of its first tensor. `model` is the target's; between Megatron checkpoints
     its vocabulary may be padded to another number of rows.
     """
-    written = [shape[0] for shape in row.shapes(model, target)]
+    written = [shape[0] if shape else 1 for shape in row.shapes(model, target)]
     copies = writes[len(written) :]
     if source == target and row.source.rearrangement == row.rearrangement:
         pairs = [

@@ -313,7 +313,7 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "YAML without end": ("dist", described(LAUGHS + MODEL % "*a60"), "aliases"),
     "YAML in itself": ("dist", described("model: &r [*r]"), "aliases"),
     "YAML that is deep": ("dist", described("model: " + "[" * 500), "deeply"),
-    "YAML of a million parts": ("dist", described("model: [" + "1," * 1_000_000 + "]"), "more parts"),
+    "YAML of a million parts": ("dist", described("model: [" + "1," * 1_000_000 + "]"), "more entries"),
     "YAML with a fraction to the base of 60": ("dist", described(MODEL % ("1:" * 400 + "1.5")), "100 characters"),
     "YAML with a number to the base of 60": ("dist", described(MODEL % ("1:" * 500_000 + "1")), "100 characters"),
     "YAML that is a pipe": (

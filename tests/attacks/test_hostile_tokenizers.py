@@ -44,6 +44,12 @@ def few(cases: Iterable[str], *kept: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name in kept else [pytest.mark.soak]) for name in cases]
 
 
+@pytest.fixture(autouse=True)
+def started_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not forked, as in other tests."""
+    monkeypatch.setattr(process, "subprocess", subprocess)
+
+
 @pytest.fixture
 def bounded() -> Iterator[None]:
     """Neither this process nor one that it starts takes much, whatever it is given. A process has at its start what

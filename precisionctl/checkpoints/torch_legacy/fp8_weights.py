@@ -12,6 +12,7 @@ from precisionctl.checkpoints.te_tensors import LocatedFp8Weight
 from precisionctl.checkpoints.torch_legacy.rank_shards import Shard, ShardedTensor
 from precisionctl.checkpoints.torch_zip import LocatedTensor, read_located
 from precisionctl.errors import DamagedCheckpoint, PrecisionError
+from precisionctl.fp8.elements import E4M3
 from precisionctl.fp8.encoding import Encoding, by_rows, grid_shape, of_rows
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import Scales, encoding
@@ -58,7 +59,7 @@ def encodings_of(tensors: Mapping[str, ShardedTensor], found: Fp8Weights) -> Enc
                     f"the blocks of `{name}` end at the {columns} columns of a rank, and not at {wide}",
                     do="Save it again with another tensor-parallel size, or in BF16.",
                 )
-            return Encoding(CODES, torch.cat([shard.scale_inv.float() for shard in shards], 1), (high, wide))
+            return Encoding(E4M3, torch.cat([shard.scale_inv.float() for shard in shards], 1), (high, wide))
         # Cut by rows (fc1 into gate and up first): expand the scales to rows, and move these as the codes' rows
         parts: list[tuple[int, Tensor]] = []
         for shard, boxes in zip(shards, shard_boxes(spec, len(shards)), strict=True):
@@ -67,7 +68,7 @@ def encodings_of(tensors: Mapping[str, ShardedTensor], found: Fp8Weights) -> Enc
                 parts.append((box.row, rows[first : first + box.rows]))
                 first += box.rows
         whole = torch.cat([rows for _, rows in sorted(parts, key=lambda part: part[0])])
-        return of_rows(CODES, whole, shards[0], spec.columns)
+        return of_rows(whole, shards[0], weights[name].spec.columns)
 
     return EncodingsOnDemand(weights, read)
 
@@ -96,4 +97,4 @@ def _shard_encoding(name: str, shard: Shard, found: Fp8Weights) -> Encoding:
     grid = scale.reshape(-1, scale.shape[-1] if scale.dim() else 1)
     if weight.block is None and grid.numel() != 1 or grid.shape[0] < high or grid.shape[1] < wide:
         raise DamagedCheckpoint(f"`{name}` has scales of {list(scale.shape)}", where=path)
-    return encoding(grid[:high, :wide].contiguous(), Scales(name, None, block), spec, path)  # without TE's padding
+    return encoding(grid[:high, :wide].contiguous(), Scales(name, None, block), spec, path)  # what pads is cut off
