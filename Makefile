@@ -9,7 +9,7 @@ demo: $(READY)  ## the whole story on two CPU cores, in under 8 minutes
 	$(BIN)/precisionctl demo --out demo-run
 
 test: lint  ## what CI runs; a thread each, for there is a process to each core
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -31,8 +31,9 @@ gpu:  ## on a machine with an FP8 GPU and Transformer Engine in PYTHON: three ca
 peers: $(READY)  ## other programs, each in an environment of its own: 40 minutes and 10 GB the first time
 	$(BIN)/pytest -q tests/peers
 
-soak: $(READY)  ## many kills, big files and fuzzing (FUZZ_SECONDS for each target): half an hour and 4 GB of disk
+soak: $(READY)  ## what is marked so, many kills, big files and fuzzing (FUZZ_SECONDS for each target): three quarters of an hour and 4 GB of disk
 	$(BIN)/pytest -q -s tests/soak
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m soak -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 clean:  ## everything that git ignores
 	rm -rf .venv .peers .fuzz .gpu .mypy_cache .pytest_cache .ruff_cache .hypothesis dist demo-run

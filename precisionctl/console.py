@@ -1,4 +1,4 @@
-"""Everything that is drawn on a terminal: results on stdout, progress and errors on stderr."""
+"""All output to the terminal: results on stdout, progress and errors on stderr."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -29,28 +29,28 @@ from rich.text import Text
 from precisionctl.errors import PrecisionctlError, printable
 from precisionctl.reports.table import Table, size
 
-if TYPE_CHECKING:  # it brings torch with it, which an error panel has no time for
+if TYPE_CHECKING:  # importing torch would make every error message slow
     from precisionctl.trainer.measure.meter import StepCost
     from precisionctl.trainer.measure.metrics import StepMetrics
 
-_out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)  # a file has no edge to wrap at
+_out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)  # for files and pipes
 _err = Console(stderr=True, highlight=False)
 
 
 def show_tables(tables: Sequence[Table]) -> None:
-    """A report on stdout."""
+    """Print a report's tables on stdout."""
     for table in tables:
         _out.print(_draw(table))
 
 
 def show_lines(lines: Sequence[str]) -> None:
-    """Plain results on stdout, never wrapped: a script may read them."""
+    """Print plain results on stdout, without wrapping, so that scripts can read them."""
     for line in lines:
         _out.print(printable(line), soft_wrap=True, markup=False)
 
 
 def _draw(table: Table) -> RichTable:
-    title = Text(printable(table.title))  # a path, which may have what Rich takes for markup
+    title = Text(printable(table.title))  # as Text, because a path may look like Rich's markup
     drawn = RichTable(
         title=title, title_justify="left", title_style="bold", show_header=any(table.columns), box=SIMPLE_HEAD
     )
@@ -64,7 +64,7 @@ def _draw(table: Table) -> RichTable:
 
 
 def show_error(error: Exception) -> None:
-    """One panel on stderr: what, where, what to do."""
+    """Print an error as one panel on stderr: what, where, what to do."""
     what, where, do = _parts(error)
     lines = [Text(what), Text(where, style="dim"), Text(do, style="bold")]
     body = Text("\n").join(line for line in lines if line)
@@ -82,7 +82,7 @@ def _parts(error: Exception) -> tuple[str, str, str]:
 
 @contextmanager
 def bytes_progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes with rate and time left on stderr; calls of what it yields move it on."""
+    """A progress bar of bytes on stderr; call what it yields with the number of further bytes."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -98,11 +98,11 @@ def bytes_progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Ca
 
 @contextmanager
 def rows_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar of rows on stderr; what it yields takes how many are done, and of how many."""
+    """A progress bar of rows on stderr; call what it yields with the number done and the number of all."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=_err
     ) as progress:
-        tasks: list[TaskID] = []  # none before the first call, which of several ranks only one gets
+        tasks: list[TaskID] = []  # created by the first call, as only one of several ranks is called
 
         def on_rows(done: int, total: int) -> None:
             tasks[:] = tasks or [progress.add_task(what, total=total)]
@@ -112,7 +112,8 @@ def rows_progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class RunView:
-    """A run on stderr: a panel that is drawn again each step, or a line now and then where nothing can be drawn."""
+    """A run's progress on stderr: a panel that is redrawn each step or, without a terminal, a line every LOG_EVERY
+    steps."""
 
     def __init__(self) -> None:
         self._live = Live(console=_err, auto_refresh=False)
@@ -126,17 +127,17 @@ class RunView:
         self._live.stop()
 
     def tokenized(self, count: int) -> None:
-        """So many tokens of the data were made: the one thing before a run's start that may take hours."""
+        """Show the number of tokens made so far, as tokenizing may take hours before a run starts."""
         _err.print(f"tokenized {count:,}")
 
     def start(self, title: str, steps: int) -> None:
-        """A run that ends at `steps` is about to make its first one."""
+        """Show that a run which ends at step `steps` starts."""
         self._title, self._steps = title, steps
         if _err.is_terminal:
             self._live.start()
 
     def step(self, step: "StepMetrics") -> None:
-        """A step was made."""
+        """Show a finished step."""
         self._seen.append(step)
         if self._live.is_started:
             title = Text(printable(self._title))
@@ -146,12 +147,12 @@ class RunView:
             _log_line(step, self._steps)
 
     def say(self, line: str) -> None:
-        """Something that stays on the screen."""
+        """Print a line that stays on the screen."""
         _err.print(line, soft_wrap=True, markup=False)
 
 
 LOG_EVERY = 10
-"""Steps between two lines where stderr is no terminal."""
+"""Steps between two lines if stderr is not a terminal."""
 
 
 def _log_line(step: "StepMetrics", steps: int) -> None:
@@ -196,11 +197,11 @@ def _memory(cost: "StepCost") -> str:
     return host if cost.gpu_bytes is None else f"{size(cost.gpu_bytes)} of the GPU, {host}"
 
 
-def _sparkline(losses: Sequence[float], width: int = 40) -> str:
-    """The curve in one line of blocks: each the mean of its share of the steps."""
+def _sparkline(losses: Sequence[float]) -> str:
+    """The loss curve as at most 40 block characters, each the mean of an equal share of the steps."""
     if not losses:
         return ""
-    count = min(width, len(losses))
+    count = min(40, len(losses))
     cuts = [number * len(losses) // count for number in range(count + 1)]
     means = [fmean(losses[start:end]) for start, end in pairwise(cuts)]
     low, span = min(means), max(means) - min(means)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def discover(package: ModuleType, attribute: str) -> list[Any]:
-    """`attribute` of every module of `package` that has one, in the order of the modules' names."""
+    """The objects named `attribute` in the modules of `package`, in the order of the modules' names."""
     names = sorted(info.name for info in pkgutil.iter_modules(package.__path__))
     modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
     return [getattr(module, attribute) for module in modules if hasattr(module, attribute)]

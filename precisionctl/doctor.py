@@ -55,8 +55,8 @@ class RecipeSupport:
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine. `packages`: versions, None for one that is not installed. `devices`: CUDA devices and their
-    capability. `transformer_engine`: why it cannot run FP8 here, None where it can. `variables`: those of
+    """What this machine has. `packages` are versions by name, None if not installed. `devices` are CUDA devices with
+    their compute capability. `transformer_engine` says why it cannot run FP8 here, None if it can. `variables` are
     Transformer Engine's environment variables that are set."""
 
     python: str
@@ -70,8 +70,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Payloads:
-    """The FP8 payloads in a checkpoint: how many there are of each form, how many of them Transformer Engine loads only
-    with its switch, and what to do."""
+    """The FP8 payloads in a checkpoint: the number of each form, the number that Transformer Engine loads only if its
+    environment variable GATE is set, and what to do."""
 
     path: str
     forms: Mapping[str, int]
@@ -80,7 +80,7 @@ class Payloads:
 
 
 def examine() -> Machine:
-    """Look at this machine. Nothing is computed on its devices."""
+    """Examine this machine, without computing anything on its devices."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = {f"{i}: {torch.cuda.get_device_name(i)}": torch.cuda.get_device_capability(i) for i in range(count)}
     try:
@@ -108,7 +108,7 @@ def _version(name: str) -> str | None:
 
 
 def recipes(capability: Capability | None, cuda: tuple[int, ...]) -> tuple[RecipeSupport, ...]:
-    """Which recipes a device runs, under this version of CUDA (transformer_engine/pytorch/quantization.py,
+    """Which of TE's recipes a device can run with this version of CUDA (transformer_engine/pytorch/quantization.py,
     `_compute_*_support`, of 2.20)."""
     if capability is None:
         return tuple(RecipeSupport(name, f"no CUDA device{beside}") for name, _, beside in _RECIPES)
@@ -147,8 +147,8 @@ _RECIPES: tuple[tuple[str, Callable[[Capability, tuple[int, ...]], str | None], 
 
 
 def examine_payloads(reader: Reader, te_version: str | None) -> Payloads:
-    """What the installed Transformer Engine will make of a checkpoint's payloads; where none is installed, a current
-    one."""
+    """What the installed Transformer Engine (or, if there is none, a current one) can load of a checkpoint's
+    payloads."""
     saved = list(reader.payloads()) if of_megatron(reader) else []
     forms: Counter[str] = Counter()
     refused = 0
@@ -177,14 +177,14 @@ def _form(one: SavedPayload) -> tuple[str, Payload | None]:
 
 
 def is_refused(data: bytes, payload: Payload | None, form: str = "") -> bool:
-    """Whether a current Transformer Engine refuses a payload unless its switch is set (pytorch/_extra_state.py): it
-    does for all that may hold delayed-scaling state, and for every file."""
+    """Whether a current Transformer Engine refuses a payload unless GATE is set (pytorch/_extra_state.py). It does so
+    for everything that may hold delayed-scaling state, and for every file."""
     return payload is not None or form == _UNKNOWN or data.startswith(safe_archive.MAGIC)
 
 
 def has_gate(te_version: str | None) -> bool:
-    """Whether this Transformer Engine refuses delayed-scaling state: 2.16.1, 2.17.1, from 2.18 on; and one that is not
-    installed, as the newest does."""
+    """Whether this version of Transformer Engine refuses delayed-scaling state unless GATE is set: 2.16.1, 2.17.1, and
+    from 2.18 on. None stands for the newest."""
     if te_version is None:
         return True
     release = numbers(te_version)

@@ -1,8 +1,8 @@
-"""Megatron's command-line flags of FP8 as keys of a recipe, and back: one table.
+"""Megatron's command-line flags for FP8 as keys of a recipe, and back, in one table.
 
 They are fields of megatron-core's TransformerConfig, from which Megatron-LM makes its arguments
-(megatron/training/argument_utils.py, ArgumentGroupFactory). What is not given keeps the recipe's value, which is TE's
-default where Megatron has one of its own: a history of 1 and `most_recent`.
+(megatron/training/argument_utils.py, ArgumentGroupFactory). A flag that is not given keeps the recipe's value. The
+recipe's defaults are TE's, where Megatron's differ (a history of 1 and `most_recent`).
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from precisionctl.errors import RecipeError
 
-if TYPE_CHECKING:  # the command line has its flags from here, and `--help` no time for torch
+if TYPE_CHECKING:  # `--help` needs the flags, and importing torch would make it slow
     from precisionctl.precision import Precision
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag, the keys that it sets, and Megatron's words with ours; without words it takes a whole number."""
+    """A flag, the recipe keys that it sets, and Megatron's values -> ours; without `words` it takes an integer."""
 
     name: str
     keys: tuple[str, ...]
@@ -25,11 +25,12 @@ class Flag:
 
     @property
     def parameter(self) -> str:
+        """Its name as a Python parameter, which is also Megatron's argument."""
         return self.name.removeprefix("--").replace("-", "_")
 
 
 FIRST_LAST = Flag("--first-last-layers-bf16", ())
-"""Takes no value: one layer at each end, where the flags of their numbers say no other."""
+"""Takes no value. Keeps one layer at each end in BF16, unless the flags in LAYERS give other numbers."""
 
 LAYERS = (
     Flag("--num-layers-at-start-in-bf16", ("precision.num_layers_at_start_in_bf16",)),
@@ -59,8 +60,8 @@ FLAGS = (
 
 
 def as_overrides(given: Mapping[str, object], first_last: bool) -> tuple[str, ...]:
-    """What was given, by flag, as `--set` has it. Raises RecipeError for a number of layers in BF16 without the switch,
-    which Megatron passes over in silence."""
+    """The given flags as overrides in the form of `--set`. Raises RecipeError for a number of layers in BF16 without
+    `--first-last-layers-bf16`, which Megatron silently ignores."""
     numbers = [flag.name for flag in LAYERS if flag.name in given]
     if numbers and not first_last:
         raise RecipeError(
@@ -74,7 +75,7 @@ def as_overrides(given: Mapping[str, object], first_last: bool) -> tuple[str, ..
 
 
 def stateless_words(precision: "Precision") -> Mapping[str, object]:
-    """A scaling that keeps no state as arguments, under the names that Megatron and Bridge share."""
+    """The arguments for a scaling without state, under the names that Megatron and Bridge share."""
     words: dict[str, object] = {
         "fp8": _theirs("--fp8-format", precision.fp8_format),
         "fp8_recipe": _theirs("--fp8-recipe", precision.scaling),
@@ -84,5 +85,6 @@ def stateless_words(precision: "Precision") -> Mapping[str, object]:
 
 
 def _theirs(name: str, value: str) -> str:
+    """Megatron's value of a flag for ours."""
     (words,) = (flag.words for flag in FLAGS if flag.name == name)
     return next(theirs for theirs, ours in words.items() if ours == value)

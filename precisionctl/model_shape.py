@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture, shown
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "squared_relu", "quick_gelu"]
 """`gelu_tanh` is GELU by its tanh approximation, `quick_gelu` x * sigmoid(1.702 x)."""
@@ -347,6 +347,10 @@ class ModelShape:
             used["max_position_embeddings"] = None
         return used
 
+    def described(self) -> dict[str, Any]:
+        """Every field, as JSON can have it."""
+        return dataclasses.asdict(self)
+
     def padded(self, tensor_parallel: int) -> "ModelShape":
         """The same model with its vocabulary padded as a run of this tensor-parallel size pads it
         (megatron/core/tokenizers/utils/build_tokenizer.py, vocab_size_with_padding).
@@ -356,6 +360,29 @@ class ModelShape:
         multiple = self.make_vocab_size_divisible_by * tensor_parallel
         return replace(self, padded_vocab_size=-(-self.vocab_size // multiple) * multiple)
 
+
+class UntabledModel(ModelShape):
+    """A model that no table here describes: of what it computes, nothing is known but its `architecture` and its
+    config.json. Asked for any other field of a ModelShape it raises `why`, the UnknownArchitecture that says so, with
+    how to get a table: so what needs one is refused by name, wherever it begins."""
+
+    def __init__(self, architecture: str, config: Mapping[str, Any], why: UnknownArchitecture) -> None:
+        vars(self).update(architecture=architecture, config=config, why=why)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _UNKNOWN:
+            raise self.why
+        return super().__getattribute__(name)
+
+    def described(self) -> dict[str, Any]:
+        return {"architecture": self.architecture}
+
+    def differences(self, other: ModelShape) -> dict[str, tuple[object, object]]:
+        """None: the two config.json are compared key by key."""
+        return {}
+
+
+_UNKNOWN = frozenset(field.name for field in dataclasses.fields(ModelShape)) - {"architecture"}
 
 STORED = (
     *("architecture", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by"),

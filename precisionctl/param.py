@@ -1,6 +1,6 @@
-"""What flows through everything: TensorSpec, the description of a logical tensor.
+"""TensorSpec, the description of a logical tensor, and how parallelism divides tensors.
 
-Names are logical: one per layer and expert, with no rank, stage or stacking.
+Names are logical: one for each layer and expert, without rank, stage or stacking.
 """
 
 import math
@@ -10,19 +10,22 @@ from typing import Literal
 
 import torch
 
+from precisionctl.fp8.elements import Element, Packing, element_of
+from precisionctl.fp8.encoding import CODES
+
 Layout = Literal["hf", "megatron"]
 
 GEMM_ALIGNMENT = 16
-"""What FP8 GEMMs ask of both dimensions of every operand (cuBLASLt's leading dimensions; TE checks it in
-transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec, and inference engines' CUTLASS kernels agree)."""
+"""Both dimensions of every operand of an FP8 GEMM must be multiples of it (cuBLASLt's leading dimensions; TE checks it
+in transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec; inference engines' CUTLASS kernels need it, too)."""
 
 
 @dataclass(frozen=True)
 class Parallel:
     """How tensor parallelism cuts a tensor.
 
-    `replicated`: whole on every rank. `rows`: dimension 0, in `parts` equal parts that are each cut
-    separately (2 for gate and up). `columns`: dimension 1.
+    `replicated`: every rank has all of it. `rows`: along dimension 0, which consists of `parts` equal parts that are
+    cut separately (2 for gate and up). `columns`: along dimension 1.
     """
 
     kind: Literal["replicated", "rows", "columns"]
@@ -37,12 +40,12 @@ COLUMNS = Parallel("columns")
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Sizes of the process groups of a Megatron run: how many ranks a checkpoint is cut for.
+    """The parallel sizes of a Megatron run, which a checkpoint is cut for.
 
-    `tensor`, `pipeline`, `expert` as `--tensor-model-parallel-size` and so on; `virtual` is the number of stages
-    of each pipeline rank, `expert_tensor` cuts the experts' tensors in place of `tensor` (None: as `tensor`).
-    `first_layers` and `last_layers` are the layers of the first and the last pipeline rank, where those are not as
-    many as the others' (`--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers`).
+    `tensor`, `pipeline` and `expert` are as `--tensor-model-parallel-size` and so on. `virtual` is the number of stages
+    on each pipeline rank. `expert_tensor` is the tensor-parallel size of experts (None: the same as `tensor`).
+    `first_layers` and `last_layers` are the numbers of layers on the first and the last pipeline rank, if they differ
+    from the others' (`--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers`).
     """
 
     tensor: int = 1
@@ -54,17 +57,17 @@ class Parallelism:
     last_layers: int | None = None
 
     def layers_of_ranks(self, layers: int) -> list[int]:
-        """How many of a model's layers each pipeline rank has, of sizes as `planning.checks.with_stages` gives them."""
+        """The number of a model's layers on each pipeline rank, for sizes from `planning.checks.with_stages`."""
         ends = (self.first_layers, self.last_layers)
-        told = [count for count in ends if count is not None]
-        others = self.pipeline - len(told)
-        middle = [(layers - sum(told)) // others] * others if others else []
+        given = [count for count in ends if count is not None]
+        others = self.pipeline - len(given)
+        middle = [(layers - sum(given)) // others] * others if others else []
         first, last = ([] if count is None else [count] for count in ends)
         return [*first, *middle, *last]
 
     def layers_of_stages(self, layers: int) -> list[int]:
-        """How many of a model's layers each stage has, in the order in which a batch passes through them: stage
-        i of rank p is the one of number i * pipeline + p."""
+        """The number of a model's layers in each virtual stage, in the order in which a batch passes through them:
+        stage i of rank p has the number i * pipeline + p."""
         return [count // self.virtual for count in self.layers_of_ranks(layers)] * self.virtual
 
 
@@ -73,13 +76,15 @@ ONE_RANK = Parallelism()
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and parallel form of a logical tensor; no data."""
+    """Shape, dtype and parallel form of a logical tensor; no data. Of codes of four bits `packing` says how they stand
+    in a file, and `dtype` is that of their bytes in memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     parallel: Parallel = REPLICATED
+    packing: Packing | None = None
 
-    @cached_property  # all three are asked for with every piece
+    @cached_property  # all three are used for every piece that is copied
     def rows(self) -> int:
         """Length of dimension 0; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
@@ -90,5 +95,25 @@ class TensorSpec:
         return math.prod(self.shape[1:])
 
     @cached_property
+    def width(self) -> int:
+        """How many of its `dtype` a row is stored in: `columns`, but of codes of four bits their bytes."""
+        return self.packing.row_bytes(self.columns) if self.packing else self.columns
+
+    @cached_property
     def nbytes(self) -> int:
-        return self.rows * self.columns * self.dtype.itemsize
+        return self.rows * self.width * self.dtype.itemsize
+
+    @property
+    def is_codes(self) -> bool:
+        """Whether it holds codes, which are numbers only with their scales."""
+        return self.packing is not None or self.dtype in CODES
+
+    @property
+    def element(self) -> Element:
+        """Of codes: the numbers that they are."""
+        return self.packing.element if self.packing else element_of(self.dtype)
+
+    @property
+    def stored_dtype(self) -> str:
+        """PyTorch's name for what a file has."""
+        return self.packing.element.stored if self.packing else str(self.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Precision: the numerics of a target, frozen, and its presets."""
+"""Precision: the numerics of a run or a target, and presets."""
 
 import re
 from collections.abc import Mapping
@@ -17,8 +17,7 @@ from precisionctl.param import GEMM_ALIGNMENT
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run, in FP8 or in BF16. It ends with the step at the share `until` (above 0, up to 1) of all
-    steps."""
+    """A part of a run in FP8 or in BF16, up to the share `until` (above 0, up to 1) of all steps."""
 
     until: float = 1.0
     fp8: bool = True
@@ -26,9 +25,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class BlockScaling:
-    """What TE's Float8BlockScaling and MXFP8BlockScaling leave open, field for field. With `use_f32_scales` the scales
-    of 128-blocks are no powers of two (where it is not given, TE asks NVTE_FP8_BLOCK_SCALING_FP32_SCALES); those of
-    MXFP8 always are."""
+    """The settings of TE's Float8BlockScaling and MXFP8BlockScaling. With `use_f32_scales` (in TE also
+    NVTE_FP8_BLOCK_SCALING_FP32_SCALES) the scales of 128-blocks are not rounded to powers of two; MXFP8's always
+    are."""
 
     fp8_format: Fp8Format = "E4M3"
     use_f32_scales: bool = False
@@ -36,13 +35,13 @@ class BlockScaling:
 
 @dataclass(frozen=True)
 class Precision:
-    """What a run computes its GEMMs in, or a checkpoint is made for.
+    """The precision in which a run computes its GEMMs, or for which a checkpoint is made.
 
-    `scaling` and what follows mean nothing when `fp8` is False. `delayed` has the settings of delayed scaling, and the
-    format of current scaling; `block` has those of `block` and `mxfp8`. `keep_bf16` lists Megatron module names (shell
-    patterns) whose GEMMs stay in BF16, as those of so many layers at the decoder's start and end do. `schedule` lists
-    the phases of a run that is not in FP8 all the time. Raises RecipeError for a negative number of layers, and for
-    phases that do not follow one another to the run's end.
+    All but `fp8` only matters if `fp8` is True. `delayed` has the settings of delayed scaling and the format of current
+    scaling, `block` those of `block` and `mxfp8`. GEMMs of modules that match `keep_bf16` (shell patterns of Megatron
+    module names) stay in BF16, and so do those of the given numbers of layers at the decoder's start and end.
+    `schedule` lists the phases of a run that switches between FP8 and BF16. Raises RecipeError for a negative number of
+    layers, and for phases that do not lead to the run's end.
     """
 
     fp8: bool
@@ -66,13 +65,18 @@ class Precision:
             )
 
     @property
+    def counts_layers(self) -> bool:
+        """Whether it keeps layers in BF16 by their number."""
+        return bool(self.num_layers_at_start_in_bf16 or self.num_layers_at_end_in_bf16)
+
+    @property
     def keeps_state(self) -> bool:
         """Whether its GEMMs keep FP8 state between steps."""
         return self.fp8 and self.scaling == "delayed"
 
     @property
     def alignment(self) -> int:
-        """What both dimensions of an FP8 GEMM's operands must be multiples of."""
+        """The number that both dimensions of an FP8 GEMM's operands must be multiples of."""
         return MX_BLOCK if self.scaling == "mxfp8" else GEMM_ALIGNMENT
 
     @property
@@ -85,17 +89,17 @@ class Precision:
         return code_dtype(self.fp8_format, role)
 
     def in_fp8(self, module: str) -> bool:
-        """Whether the GEMM of the module with this Megatron name is computed in FP8. Where a recipe keeps the last
-        layers in BF16, that needs their number: ask the result of `of_layers`."""
-        assert not self.num_layers_at_end_in_bf16, "nobody has said which layers are the last"
+        """Whether the GEMM of a module, by Megatron name, is computed in FP8. If the last layers stay in BF16, call it
+        on the result of `of_layers`, which knows the number of layers."""
+        assert not self.num_layers_at_end_in_bf16, "call of_layers first: the number of layers is not known"
         if not self.fp8 or any(fnmatchcase(module, pattern) for pattern in self.keep_bf16):
             return False
         layer = re.match(r"decoder\.layers\.(\d+)\.", module)
         return layer is None or int(layer[1]) >= self.num_layers_at_start_in_bf16
 
     def of_layers(self, number: int) -> "Precision":
-        """The same precision for a model of so many layers: the last ones that stay in BF16 are named in `keep_bf16`.
-        Raises RecipeError where no layer is left for FP8."""
+        """The same precision for a model with this number of layers: the last ones that stay in BF16 are added to
+        `keep_bf16` by name. Raises RecipeError if no layer is left for FP8."""
         at_start, at_end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
         if at_start + at_end >= number:
             raise RecipeError(

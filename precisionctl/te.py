@@ -1,9 +1,9 @@
-"""te: an export for Transformer Engine as transformers' own model, whose linears are Transformer Engine's modules.
+"""te: load an export for Transformer Engine as a transformers model whose linears are Transformer Engine's modules.
 
 The directory (`export-inference --target te`) has BF16 values and the delayed-scaling state of each FP8 GEMM. The model
-is built by transformers; each linear, and each set of experts, that has state is then replaced by the module that the
-trainer would train it with: Transformer Engine's on a GPU with FP8, emulated to its numerics elsewhere. Scales stay
-what they are: nothing is recorded by inference.
+is built by transformers. Each linear, and each layer's experts, with state is then replaced by the trainer's module:
+Transformer Engine's on a GPU with FP8, else an emulation of its numerics. Scales do not change, as inference records no
+amaxes.
 """
 
 import re
@@ -39,12 +39,12 @@ def load_te(
     backend: Literal["te", "emulated", "auto"] = "auto",
     device: torch.device | str | None = None,
 ) -> PreTrainedModel:
-    """The model of an export for Transformer Engine, ready to compute logits and to `generate`, without gradients.
+    """Load an export for Transformer Engine as a model that computes logits and can `generate`, without gradients.
 
-    Its FP8 GEMMs keep their weights as codes alone, a byte each; with "bf16" they keep the stored values, which each
-    pass casts to the same codes. Without a `device` on the GPU, where there is one. Raises MissingFp8State for a
-    directory of another kind, EnvironmentProblem where Transformer Engine is asked for and cannot run, and what reading
-    a directory raises.
+    With `weights="fp8"` FP8 GEMMs hold their weights only as codes, one byte each; with "bf16" they hold the stored
+    values, which each pass casts to the same codes. The default `device` is the GPU, if there is one. Raises
+    MissingFp8State for a directory of another kind, EnvironmentProblem if Transformer Engine is asked for and cannot
+    run, and as HuggingFaceReader.
     """
     reader = HuggingFaceReader(Path(directory))
     states = reader.live_fp8
@@ -63,7 +63,7 @@ def load_te(
     linears, experts = _linears(built, plan, states, made, precision.alignment), _experts(built, plan, states, made)
     replaced = dict(chain(linears, experts))
     for name in replaced:
-        built.set_submodule(name, nn.Identity())  # so that no value whose code is there goes to the device
+        built.set_submodule(name, nn.Identity())  # so that replaced weights are not copied to the device
     model: PreTrainedModel = built.to(on).eval()
     for name, module in replaced.items():
         model.set_submodule(name, module)
@@ -72,12 +72,12 @@ def load_te(
 
 
 Replaced = Iterator[tuple[str, nn.Module]]
-"""Names of modules, and what each is replaced by."""
+"""Names of modules with their replacements."""
 
 
 def _linears(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Backend, alignment: int) -> Replaced:
-    """For each linear that has state. Those of a fused group each get the group's: they have one input, and weights
-    under one scale."""
+    """The replacement of each linear that has state. Linears of a fused group all get the group's state, as they have
+    the same input, and weights with one scale."""
     modules = dict(model.named_modules())
     for job in plan.jobs:
         for name in job.reads if job.row.gemm and job.module in states.modules else ():
@@ -91,7 +91,7 @@ def _linears(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Bac
 
 
 def _of_linear(module: nn.Module | None) -> dict[str, Tensor]:
-    """A linear's parameters, its weight `[out, in]`; GPT-2's is stored the other way around. None of other modules."""
+    """A linear's parameters, with the weight `[out, in]` (GPT-2 stores it transposed); empty for other modules."""
     if not isinstance(module, nn.Linear | Conv1D):
         return {}
     values: dict[str, Tensor] = module.state_dict()
@@ -99,7 +99,7 @@ def _of_linear(module: nn.Module | None) -> dict[str, Tensor]:
 
 
 def _experts(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Backend) -> Replaced:
-    """For the experts of each layer, which transformers has in two tensors, the trainer's."""
+    """The trainer's module for the experts of each layer, which transformers has in two tensors."""
     moe = plan.model.moe
     for name, old in model.named_modules():
         match = _LAYER.fullmatch(name)
@@ -116,12 +116,12 @@ def _experts(model: PreTrainedModel, plan: Plan, states: Fp8States, backend: Bac
 
 
 def _set_state(linear: nn.Module, states: Fp8States, module: str) -> None:
-    assert isinstance(linear, Fp8Linear), "a backend makes such"
+    assert isinstance(linear, Fp8Linear), "a backend's linears keep state"
     linear.set_fp8_state(states.modules[module])
 
 
 def _in_fp8(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
-    """A model's `forward` that computes in FP8 with the scales that are there, and leaves them as they are."""
+    """A model's `forward`, computed in FP8 with the scales of the state, which do not change."""
 
     @wraps(forward)
     def within(*arguments: Any, **named: Any) -> Any:
@@ -132,14 +132,13 @@ def _in_fp8(forward: Callable[..., Any], backend: Backend) -> Callable[..., Any]
 
 
 class _Padded(nn.Module):
-    """A linear that takes any number of tokens: zeros fill it up to a number that an FP8 GEMM takes, and change
-    nothing."""
+    """A linear that takes any number of tokens, by padding them with zeros to a multiple that FP8 GEMMs accept."""
 
     def __init__(self, linear: nn.Module, alignment: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.linear, self.alignment = linear, alignment
         self.weight = torch.empty(0, dtype=dtype)
-        """For models that ask a linear for its dtype: it has no numbers."""
+        """An empty tensor, for models that look up the dtype of a linear's weight."""
 
     def forward(self, values: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`."""
@@ -157,6 +156,6 @@ class _Routed(nn.Module):
         self.experts = experts
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Tokens `[T, E]`, the numbers of their experts and what each counts `[T, K]`, to `[T, E]`."""
+        """Tokens `[T, E]` with the numbers and the weights of their K experts, both `[T, K]`, to `[T, E]`."""
         out: Tensor = self.experts(hidden, weights.float(), chosen)
         return out

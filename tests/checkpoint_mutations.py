@@ -39,8 +39,7 @@ def stored_tensors(directory: Path) -> Iterator[Stored]:
 def _hf_tensors(reader: HuggingFaceReader) -> Iterator[Stored]:
     for name, (file, stored) in reader.stored.places.items():
         if "[" not in name or name.endswith("[0]"):
-            size = stored.spec.nbytes // 2 if stored.packed else stored.spec.nbytes
-            yield Stored(name, file, stored.offset, size, stored.spec.dtype.itemsize)
+            yield Stored(name, file, stored.offset, stored.spec.nbytes, stored.spec.dtype.itemsize)
 
 
 def _megatron_tensors(reader: Reader) -> Iterator[Stored]:

@@ -1,14 +1,18 @@
 """Fixtures of several files."""
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from tokenizing import shared_processes
 from training import make_place
 
 from precisionctl.cli import group
+from precisionctl.trainer import resume as trainer
+from precisionctl.trainer.run import Run
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,3 +36,25 @@ def no_last_resort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
     if "last_resort" not in request.keywords:
         monkeypatch.setattr(group, "unexpected", fail)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Steps in which the first layer gives out infinities."""
+    steps: set[int] = set()
+    before = trainer.train
+
+    def train(run: Run, *how: Any) -> Any:
+        layer = run.model.get_submodule("decoder.layers.0")
+        layer.register_forward_hook(lambda _, __, out: out * math.inf if run.step + 1 in steps else out)
+        return before(run, *how)
+
+    monkeypatch.setattr(trainer, "train", train)
+    return steps
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of few tests first, which are the slow ones: at the end no process waits long for the other one's file."""
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: counts[item.path])

@@ -3,14 +3,13 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-from test_ranks import free_port
 
 
 def run_program(name: str, out: Path) -> None:
@@ -53,3 +52,10 @@ def answers(count: int, job: Callable[[int], object]) -> dict[str, Any]:
 
 def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -8,6 +8,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ class Made:
     grid: np.ndarray
     block: tuple[int, int]
 
-    @property
+    @cached_property
     def values(self) -> torch.Tensor:
         """FP32, by the slow loop."""
         return torch.from_numpy(slowly_decoded(self.codes, self.grid, self.block))

@@ -110,6 +110,7 @@ def record(
 
     def job(rank: int) -> object:
         keys = SMALL | {"train.micro_batch_size": rows, "precision.delayed.amax_history_len": 16}
+        keys |= {"data.cache": FOLDER / "tokens"}
         keys |= {key.replace("__", "."): value for key, value in changes.items()}
         overrides = tuple(f"{key}={value}" for key, value in keys.items())
         place = FOLDER / f"{out or name}.safetensors"

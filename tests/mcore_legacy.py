@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from mcore_optimizer import allow_cpu_optimizers, optimizer_of
-from mcore_peer import without_cuda
+from mcore_peer import start_ranks, without_cuda
 
 MODEL: dict[str, Any] = {
     "num_layers": 4,
@@ -266,4 +265,4 @@ RANKS = 4
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])
-    torch.multiprocessing.spawn(run, (json.loads(path.read_text()), f"{path}.rendezvous"), nprocs=RANKS)
+    start_ranks(run, (json.loads(path.read_text()), f"{path}.rendezvous"), RANKS)

@@ -7,9 +7,12 @@ the model. A machine without a GPU needs a few stand-ins, all in `without_cuda`.
 
 import argparse
 import contextlib
+import importlib
 import json
+import os
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -320,10 +323,18 @@ def run(rank: int, work: dict[str, Any], rendezvous: str) -> None:
     dist.destroy_process_group()
 
 
+def start_ranks(run: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
+    """Forked from this process, which has imported Megatron for all of them, unless an import has started threads."""
+    for name in ("dist_checkpointing", "distributed", "models.gpt.gpt_layer_specs", "optimizer.distrib_optimizer"):
+        importlib.import_module(f"megatron.core.{name}")
+    way = "fork" if len(os.listdir("/proc/self/task")) == 1 else "spawn"
+    torch.multiprocessing.start_processes(run, arguments, nprocs=count, start_method=way)
+
+
 if __name__ == "__main__":
     path = Path(sys.argv[1])
     work = json.loads(path.read_text())
     if ranks_of(work) == 1:
         run(0, work, f"{path}.rendezvous")
-    else:  # not forked: megatron's imports start threads
-        torch.multiprocessing.spawn(run, (work, f"{path}.rendezvous"), nprocs=ranks_of(work))
+    else:
+        start_ranks(run, (work, f"{path}.rendezvous"), ranks_of(work))

@@ -1,12 +1,12 @@
 """Models small enough to make on the spot, of real architectures, by transformers itself."""
 
-import os
 import re
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -238,18 +238,23 @@ def settings(family: str) -> dict[str, Any]:
     return {"model_type": "llama"} | SIZES | NO_TOKENS | FAMILIES[family]
 
 
-def representing(kinds: Callable[[str], set[Any]], families: Iterable[str] = FAMILIES) -> list[str]:
-    """The first families that together have every one of the `kinds` that families have: what slow tests are for. With
-    EVERY_FAMILY in the environment, as in `make soak`, all of them."""
-    if "EVERY_FAMILY" in os.environ:
-        return list(families)
-    chosen: list[str] = []
+def representing(kinds: Callable[[str], set[Any]], families: Iterable[str] = FAMILIES) -> list[Any]:
+    """Parameters of a slow test: families. Those that have none of the `kinds` but such as families before them have
+    are marked `soak`: they run in `make soak` alone."""
+    parameters = []
     known: set[Any] = set()
     for family in families:
-        if new := kinds(family) - known:
-            chosen.append(family)
-            known |= new
-    return chosen
+        new = kinds(family) - known
+        parameters.append(pytest.param(family, marks=[] if new else [pytest.mark.soak]))
+        known |= new
+    return parameters
+
+
+def block_kind(family: str) -> set[Any]:
+    """The one kind of a family's layers, by what they are made of: what tests are for that train."""
+    model = shape(family)
+    parts = (model.moe is not None, model.mla is not None, model.softmax_offset, model.post_layernorms)
+    return {(*parts, model.normalization, model.position_embedding, model.gated_linear_unit)}
 
 
 def rows(family: str) -> set[Any]:

@@ -7,6 +7,7 @@ the parameters of `transformer_engine_torch`; for `te_on_cpu.py`.
 import enum
 from typing import Any
 
+import numpy as np
 import te_blocks
 import torch
 from torch import Tensor
@@ -311,3 +312,25 @@ def multi_tensor_adam(chunk, noop, lists, lr, beta1, beta2, epsilon, step, mode,
 
 def relu(values: Tensor, quantizer: Any) -> Any:
     return quantize(torch.relu(values), quantizer)
+
+
+FLT_MAX = np.finfo(np.float32).max
+
+
+def fused_kernel_step(history, scale, fp8_max, margin, algorithm):
+    """One column's update, scalar by scalar: `kernel_bulk` of TransformerEngine's
+    transformer_engine/common/recipe/delayed_scaling.cu, without a reduction buffer. Changes `history` (a list of
+    np.float32, row 0 first) in place, as the kernel does, and returns the new scale."""
+    scaled_max = np.float32(fp8_max) * np.float32(2.0) ** np.float32(-margin)
+    length = len(history)
+    last_amax = history[0]
+    amax = np.float32(0)
+    if last_amax != 0:
+        for i in range(length):
+            row = history[i + 1] if i < length - 1 else last_amax
+            amax = row if np.isnan(amax) or row > amax else amax  # fmaxf: the other operand where one is NaN
+            history[i] = row if i > 0 else np.float32(0)
+    if algorithm == "most_recent":
+        amax = last_amax
+    new = scaled_max / amax if np.isfinite(amax) and amax > 0 else scale
+    return FLT_MAX if np.isinf(new) else new

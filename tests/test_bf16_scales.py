@@ -5,10 +5,10 @@ from pathlib import Path
 import in_memory
 import pytest
 import torch
+from cache_states import with_cache_state
 from compressed_tensors.quantization import disable_quantization
 from safetensors.torch import load_file
-from test_evaluate import TOKENS, save
-from test_kv_cache import with_cache_state
+from scoring import TOKENS, save
 from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader

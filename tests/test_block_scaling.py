@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from emulated_linears import assert_rounded_once, backend_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from test_modules_emulated import assert_rounded_once, backend_of
 from torch import Tensor
 
 from precisionctl.errors import PrecisionError

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from calibrating import HISTORY, asked
 from click.testing import CliRunner
 from conversions import carry_out
 from safetensors import safe_open
-from training import SMALL, make_source, make_text, run, scales, settings
+from training import make_source, make_text, run, scales, settings
 
-from precisionctl.calibration.calibrate import Calibrated, Calibration, calibrate
+from precisionctl.calibration.calibrate import Calibrated, calibrate
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
@@ -43,7 +44,6 @@ from precisionctl.trainer.resume import resume
 from precisionctl.trainer.saved.loading import COLLECTED
 from precisionctl.trainer.start import CALIBRATED
 
-HISTORY = 32
 IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
 GEMMS = [
     f"decoder.layers.{layer}.{module}"
@@ -55,7 +55,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from precisionctl.calibration import calibrate as module
-from test_calibrate import asked
+from calibrating import asked
 
 place, out, *moments = sys.argv[1:]
 
@@ -80,14 +80,6 @@ for out, moment in [(out + ".whole", ""), *((out, moment) for moment in moments)
     ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert ended == (-signal.SIGKILL if moment else 0), (moment, ended)
 """
-
-
-def asked(place: Path, out: Path, **changes: Any) -> Calibration:
-    """Of the recipe of `training`, with a history for all passes."""
-    keys = SMALL | {"precision.delayed.amax_history_len": HISTORY} | changes.pop("keys", {})
-    overrides = tuple(f"{key}={value}" for key, value in keys.items())
-    fields = {"passes": 20, "backend": "emulated", **changes}
-    return Calibration(place / "source", place / "text.txt", out, overrides=overrides, **fields)
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,12 @@ import pico
 import pytest
 import torch
 from click.testing import CliRunner
+from command_line import run
 
 from precisionctl.checkpoints import open as opening
 from precisionctl.cli import main
 from precisionctl.cli.options import Size
 from precisionctl.conversion import worker
-
-
-def run(*arguments):
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize("name", main.commands)

@@ -1,56 +1,15 @@
 """Rows of tokens: packing, chat masks counted by hand, and an order that a seed decides."""
 
 import json
-from functools import cache
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer as Words
-from tokenizers import models, pre_tokenizers
-from tokenizing import files_of
-from transformers import PreTrainedTokenizerFast
+from conversations import CONVERSATION, MARKING_TEMPLATE, PLAIN_TEMPLATE, _files, read, tokenizer, write_rows
 
 from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DataError
-from precisionctl.tokens.tokenizer import Tokenizer, open_tokenizer
-from precisionctl.trainer.data import IGNORED, Order, Rows, load_rows
-
-WORDS = ["<eos>", "<user>", "<bot>", "<end>", "a", "b", "c", "d", "e", "?"]
-PLAIN_TEMPLATE = (
-    "{% for m in messages %}{{ '<user> ' if m.role == 'user' else '<bot> ' }}{{ m.content }} <end> {% endfor %}"
-    "{% if add_generation_prompt %}<bot> {% endif %}"
-)
-MARKING_TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'user' %}<user> {{ m.content }} <end> {% else %}<bot> "
-    "{% generation %}{{ m.content }} <end> {% endgeneration %}{% endif %}{% endfor %}"
-)
-CONVERSATION = [
-    {"role": "user", "content": "a b ?"},
-    {"role": "assistant", "content": "c d"},
-    {"role": "user", "content": "e"},
-    {"role": "assistant", "content": "a"},
-]
-
-
-def tokenizer(template: str | None = None) -> Tokenizer:
-    """One token for each of WORDS; it knows nothing else."""
-    return Tokenizer(_files(template))
-
-
-@cache
-def _files(template: str | None) -> dict[str, bytes]:
-    words = Words(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return files_of(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", chat_template=template))
-
-
-def read(ids: list[int]) -> str:
-    return " ".join(WORDS[i] if i != IGNORED else "." for i in ids)
-
-
-def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return path
+from precisionctl.tokens.tokenizer import open_tokenizer
+from precisionctl.trainer.data import Order, Rows, load_rows
 
 
 def order_of(rows: Rows) -> list[str]:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conversations import CONVERSATION, MARKING_TEMPLATE, PLAIN_TEMPLATE, read, tokenizer, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data import CONVERSATION, MARKING_TEMPLATE, PLAIN_TEMPLATE, read, tokenizer, write_rows
 
 from precisionctl.errors import DataError
 from precisionctl.trainer.data import load_rows

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conversations import read, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data import read, tokenizer
 
 from precisionctl.errors import DataError
 from precisionctl.trainer.data import load_rows

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conversations import CONVERSATION, MARKING_TEMPLATE, read, tokenizer, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data import CONVERSATION, MARKING_TEMPLATE, read, tokenizer, write_rows
 
 from precisionctl.errors import DataError
 from precisionctl.recipe import Data, Share, Train

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data import CONVERSATION, MARKING_TEMPLATE, read, tokenizer
+from conversations import CONVERSATION, MARKING_TEMPLATE, read, tokenizer
 
 from precisionctl.errors import DataError, EnvironmentProblem
 from precisionctl.trainer.data import load_rows
@@ -53,7 +53,7 @@ def test_damaged_parquet_is_one_clear_error(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for damaged in (whole[:-20], whole[:4], b"", whole[:40] + b"\xff" * 40 + whole[80:]):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match="not a sound parquet file"):
+        with pytest.raises(DataError, match="not a valid parquet file"):
             load_rows(path, tokenizer(), 4)
     pick = random.Random(0)
     for _ in range(300):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_data import CONVERSATION, MARKING_TEMPLATE, PLAIN_TEMPLATE, tokenizer, write_rows
+from conversations import CONVERSATION, MARKING_TEMPLATE, PLAIN_TEMPLATE, tokenizer, write_rows
 
 from precisionctl.errors import DataError, DiskProblem
 from precisionctl.tokens.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ def test_two_processes_make_it_once_and_a_killed_one_leaves_nothing_that_looks_w
     program = """
 import os, signal, sys
 from pathlib import Path
-from test_data import tokenizer
+from conversations import tokenizer
 from precisionctl.trainer.data import load_rows, store
 write = store._write
 def die(*arguments):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.blocks import BlockScales, share
+from precisionctl.fp8.elements import E4M3, element_of
 from precisionctl.fp8.encoding import Encoding, by_rows, grid_shape, of_rows
 
 FORMATS = pytest.mark.parametrize("dtype", fp8_directories.LAYOUTS)
@@ -58,11 +59,11 @@ def test_a_carried_grid_gives_the_same_codes_and_is_kept(
 ) -> None:
     rows, columns, block, grid = sample
     codes = fp8_directories.random_codes((rows, columns), torch.Generator().manual_seed(1), torch.float8_e4m3fn)
-    carried = Encoding(torch.float8_e4m3fn, grid, block)
+    carried = Encoding(E4M3, grid, block)
     values = carried.decode_rows(codes, 0).bfloat16()
     expected = fp8_directories.slowly_decoded(codes, grid.numpy(), block)
     assert torch.equal(values, torch.from_numpy(expected).bfloat16())
-    fit = BlockScales(rows, columns, block, codes.dtype, carried)
+    fit = BlockScales(rows, columns, block, element_of(codes.dtype), carried)
     for row in range(0, rows, 7):
         fit.see(values[row : row + 7], row)
     kept = fit.encoding(torch.float32)
@@ -77,12 +78,12 @@ def test_a_carried_grid_gives_the_same_codes_and_is_kept(
 def test_a_block_that_has_changed_and_no_other_gets_a_new_scale(sample: Sample, data: st.DataObject) -> None:
     rows, columns, block, grid = sample
     codes = fp8_directories.random_codes((rows, columns), torch.Generator().manual_seed(1), torch.float8_e4m3fn)
-    carried = Encoding(torch.float8_e4m3fn, grid, block)
+    carried = Encoding(E4M3, grid, block)
     values = carried.decode_rows(codes, 0).bfloat16()
     row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
     place = (row // block[0], column // block[1])
     values[row, column] = grid[place] * 1000  # beyond the largest code
-    fit = BlockScales(rows, columns, block, codes.dtype, carried)
+    fit = BlockScales(rows, columns, block, element_of(codes.dtype), carried)
     fit.see(values, 0)
     expected = torch.ones_like(fit.fits)
     expected[place] = False
@@ -94,24 +95,24 @@ def test_a_block_that_has_changed_and_no_other_gets_a_new_scale(sample: Sample, 
 
 
 def test_a_value_between_two_codes_is_a_change_too() -> None:
-    carried = Encoding(torch.float8_e4m3fn, torch.tensor([[0.5]]), (2, 2))
-    fit = BlockScales(2, 2, (2, 2), torch.float8_e4m3fn, carried)
+    carried = Encoding(E4M3, torch.tensor([[0.5]]), (2, 2))
+    fit = BlockScales(2, 2, (2, 2), E4M3, carried)
     fit.see(torch.tensor([[8.0, 0.5], [8.25, 0.0]], dtype=torch.bfloat16), 0)  # 16.5 is between 16 and 18
     assert not fit.fits.any()
 
 
 def test_infinity_tells_nothing_of_its_code() -> None:
-    carried = Encoding(torch.float8_e4m3fn, torch.tensor([[2.0**127]]), (1, 2))
+    carried = Encoding(E4M3, torch.tensor([[2.0**127]]), (1, 2))
     values = carried.decode_rows(torch.tensor([[2.0, 4.0]]).to(torch.float8_e4m3fn), 0)
     assert values.isinf().all()
-    fit = BlockScales(1, 2, (1, 2), torch.float8_e4m3fn, carried)
+    fit = BlockScales(1, 2, (1, 2), E4M3, carried)
     fit.see(values, 0)
     assert not fit.fits.any()
 
 
 @pytest.mark.parametrize("amax, expected", [(448.0, 1.0), (449.0, 2.0), (224.0, 0.5), (0.0, 1.0), (1e-30, None)])
 def test_new_powers_of_two_are_the_smallest_under_which_nothing_saturates(amax: float, expected: float | None) -> None:
-    fit = BlockScales(1, 2, (1, 2), torch.float8_e4m3fn, None)
+    fit = BlockScales(1, 2, (1, 2), E4M3, None)
     fit.see(torch.tensor([[amax, -amax / 2]]), 0)
     for made in (fit.encoding(torch.float8_e8m0fnu), fit.encoding(torch.float32, "powers of 2")):
         scale = float(made.scale_inv.float())
@@ -121,10 +122,7 @@ def test_new_powers_of_two_are_the_smallest_under_which_nothing_saturates(amax: 
 
 def test_tensors_that_share_a_scale_keep_the_carried_one_only_together() -> None:
     def fits(*scales: float) -> list[BlockScales]:
-        found = [
-            BlockScales(1, 1, (1, 1), torch.float8_e4m3fn, Encoding(torch.float8_e4m3fn, torch.tensor([[s]]), (1, 1)))
-            for s in scales
-        ]
+        found = [BlockScales(1, 1, (1, 1), E4M3, Encoding(E4M3, torch.tensor([[s]]), (1, 1))) for s in scales]
         for fit, scale in zip(found, scales, strict=True):
             fit.see(torch.tensor([[448 * scale]]), 0)
         share(found)
@@ -140,11 +138,11 @@ def test_tensors_that_share_a_scale_keep_the_carried_one_only_together() -> None
 def test_scales_move_with_their_rows(sample: Sample, seed: int) -> None:
     rows, columns, block, grid = sample
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
-    encoding = Encoding(torch.float8_e4m3fn, grid, block)
-    moved = of_rows(encoding.dtype, by_rows(encoding, rows)[order], encoding, columns)
+    encoding = Encoding(E4M3, grid, block)
+    moved = of_rows(by_rows(encoding, rows)[order], encoding, columns)
     dense = encoding.scales(0, rows, columns).expand(rows, columns)
     assert torch.equal(moved.scales(0, rows, columns).expand(rows, columns), dense[order])
-    still = of_rows(encoding.dtype, by_rows(encoding, rows), encoding, columns)
+    still = of_rows(by_rows(encoding, rows), encoding, columns)
     assert still.scale_inv.numel() <= grid.numel()
 
 
@@ -153,7 +151,7 @@ def test_scales_move_with_their_rows(sample: Sample, seed: int) -> None:
 def test_other_blocks_have_a_scale_where_all_of_theirs_are_one(sample: Sample, other: tuple[int, int]) -> None:
     rows, columns, block, grid = sample
     grid = grid.round(decimals=2)  # so that neighbours are equal now and then
-    encoding = Encoding(torch.float8_e4m3fn, grid, block)
+    encoding = Encoding(E4M3, grid, block)
     found = encoding.in_blocks(rows, columns, other)
     dense = encoding.scales(0, rows, columns).expand(rows, columns)
     assert found.shape == grid_shape(rows, columns, other)

@@ -10,7 +10,7 @@ import in_memory
 import pico
 import pytest
 import torch
-from test_engines import BF16, ENGINES, LAYER, LINEARS, METHODS, exported
+from engine_exports import BF16, ENGINES, LAYER, LINEARS, METHODS, exported
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.param import TensorSpec

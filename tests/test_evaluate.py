@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from fp8_directories import decoded_by_transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig, PreTrainedTokenizerFast
+from scoring import TOKENS, WORDS, in_fp32, rows_of, save
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -33,18 +33,6 @@ from precisionctl.reports.evaluation import lines
 from precisionctl.trainer.backends.base import fp8_linears
 from precisionctl.trainer.model.gpt import GPT
 
-WORDS = ["<eos>", *(f"w{number}" for number in range(1, 250))]
-TOKENS = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(0))
-
-
-def save(directory: Path, family="llama-3", **settings):
-    """A pico model with a tokenizer of one token a word."""
-    model = pico.save(directory, family, **settings)
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<eos>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(directory)
-    return model
-
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
@@ -54,7 +42,9 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("family", ["llama-3", "mistral", "llama-tied", "gpt2", "gemma3", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "family", pico.representing(pico.block_kind, ["llama-3", "mistral", "llama-tied", "gpt2", "gemma3", "deepseek-v3"])
+)
 def test_perplexity_is_that_of_transformers_own_model(tmp_path, text, family):
     model = save(tmp_path / "model", family)
     found = evaluate(HuggingFaceReader(tmp_path / "model"), text, sequence_length=24)
@@ -122,11 +112,6 @@ def independent(logits, source, labels):
     losses = [-p.gather(-1, labels[..., None]).log().mean() for p in (stored, reference)]
     kl = (reference * (reference.log() - stored.log())).sum(-1).mean()
     return [*losses, kl, (stored.argmax(-1) == reference.argmax(-1)).double().mean()]
-
-
-def rows_of(text: Path, length: int):
-    ids = [WORDS.index(word) for word in text.read_text().split()] + [0]
-    return torch.tensor([ids[start : start + length + 1] for start in range(0, len(ids) - length, length)])
 
 
 def test_kl_and_top_1_agreement_are_those_of_transformers_logits(tmp_path, text, monkeypatch):
@@ -206,19 +191,6 @@ def exported(tmp_path, request):
     in_memory.export(in_memory.with_state(source), directory, "compressed-tensors", scheme)
     in_fp32(directory)
     return directory
-
-
-def in_fp32(directory, output=1.0):
-    """What is no FP8 becomes FP32, and the output layer so many times as large."""
-    file = directory / "model.safetensors"
-    tensors = {name: t.float() if t.dtype == torch.bfloat16 else t for name, t in load_file(file).items()}
-    settings = {"dtype": "float32"}
-    if output != 1:
-        tensors["lm_head.weight"] = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]) * output
-        settings["tie_word_embeddings"] = False
-    save_file(tensors, file, metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | settings))
 
 
 def test_transformers_loads_an_export_and_its_logits_are_those_of_our_own_decoding(exported):

@@ -9,43 +9,22 @@ from typing import Any
 import pico
 import pytest
 import torch
+from cache_states import SHORT, states_for
 from safetensors.torch import load_file
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
 from precisionctl.conversion.command import execute
-from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.state import ROLES, DelayedScaling, Fp8State, Fp8States, RoleState
+from precisionctl.fp8.state import DelayedScaling, Fp8State, RoleState
 from precisionctl.param import Parallelism
-from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS
 
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 SINGLE = ("self_attn.o_proj", "mlp.down_proj")
-
-
-def states_for(directory: Path, recipe: DelayedScaling) -> Fp8States:
-    """State as after training: each module's input amax is its number, somewhere in the middle of the history."""
-    gemms = make_plan(open_checkpoint(directory), "megatron").gemms
-    modules = {}
-    for number, module in enumerate(gemms, 1):
-        history = torch.zeros(recipe.amax_history_len)
-        if len(history) > 1:
-            history[len(history) // 2] = float(number)
-            history[-1] = number / 2
-        scale = torch.tensor(448.0 / number / 2**recipe.margin)
-        modules[module] = Fp8State({role: RoleState(scale, history) for role in ROLES})
-    return Fp8States(
-        recipe, modules, producer="test", iteration=123, of_weights=digest_weights(open_checkpoint(directory))
-    )
-
-
-SHORT = DelayedScaling(amax_history_len=8)
 
 
 def source(tmp_path: Path, recipe: DelayedScaling = SHORT) -> Path:

@@ -1,6 +1,5 @@
 """What is not read: each is told for what it is, with a step that leads on."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -68,15 +67,6 @@ def of_class(auto: Any) -> Callable[[Path], object]:
     return make
 
 
-def wrapper(text: str) -> Callable[[Path], object]:
-    def make(directory: Path) -> None:
-        pico.save(directory, "llama-2")
-        config = {"model_type": "llava", "text_config": {"model_type": text}, "vision_config": {"hidden_size": 8}}
-        (directory / "config.json").write_text(json.dumps(config))
-
-    return make
-
-
 def hub_entry(main: str | None, *snapshots: str) -> Callable[[Path], object]:
     def make(directory: Path) -> None:
         files(*(f"snapshots/{snapshot}/config.json" for snapshot in snapshots))(directory)
@@ -134,9 +124,7 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "pretrained_model",
     ),
     "a bare model": (of_class(AutoModel), "bare model", "AutoModelForCausalLM"),
-    "a compiled model": (renamed(lambda name: f"_orig_mod.{name}"), "from within a wrapper", "model._orig_mod"),
-    "images around a Llama": (wrapper("llama"), "text model of a family that is known", "docs/foreign.md"),
-    "images around something else": (wrapper("mamba"), "of a family that is not known", "docs/convert.md"),
+    "a compiled model": (renamed(lambda name: f"_orig_mod.{name}"), "with a wrapper", "model._orig_mod"),
     "a folder of a run": (
         files("checkpoint-500/x", "checkpoint-1000/x", "runs/x"),
         "a folder with checkpoints in it",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from te_kernels import FLT_MAX, fused_kernel_step
 
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
@@ -15,29 +16,9 @@ from precisionctl.fp8.state import DelayedScaling, Fp8State, RoleState
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
-FLT_MAX = np.finfo(np.float32).max
 EDGES = [0.0, math.inf, math.nan, 1e-45, 1e-40, 1.1754944e-38, 1.3e-36, 448.0, 57344.0, 1.0, float(FLT_MAX)]
 """Zero, infinity, NaN, the smallest subnormal, a subnormal, the smallest normal, the neighbourhood of the smallest
 amax with a finite scale, both largest codes, one, the largest float."""
-
-
-def fused_kernel_step(history, scale, fp8_max, margin, algorithm):
-    """One column's update, scalar by scalar: `kernel_bulk` of TransformerEngine's
-    transformer_engine/common/recipe/delayed_scaling.cu, without a reduction buffer. Changes `history` (a list of
-    np.float32, row 0 first) in place, as the kernel does, and returns the new scale."""
-    scaled_max = np.float32(fp8_max) * np.float32(2.0) ** np.float32(-margin)
-    length = len(history)
-    last_amax = history[0]
-    amax = np.float32(0)
-    if last_amax != 0:
-        for i in range(length):
-            row = history[i + 1] if i < length - 1 else last_amax
-            amax = row if np.isnan(amax) or row > amax else amax  # fmaxf: the other operand where one is NaN
-            history[i] = row if i > 0 else np.float32(0)
-    if algorithm == "most_recent":
-        amax = last_amax
-    new = scaled_max / amax if np.isfinite(amax) and amax > 0 else scale
-    return FLT_MAX if np.isinf(new) else new
 
 
 def fp32(low, high):

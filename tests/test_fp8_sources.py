@@ -161,7 +161,7 @@ def test_a_scale_with_too_few_rows_is_damage(tmp_path: Path) -> None:
     stored[name] = stored[name][:2].clone()
     save_file(stored, file, metadata={"format": "pt"})
     with pytest.raises(
-        DamagedCheckpoint, match=r"up_proj.weight_scale_inv has shape \[2, 2\] for a weight of \[320, 192\]"
+        DamagedCheckpoint, match=r"up_proj.weight_scale_inv has shape \[2, 2\] \(float32\) for a weight of \[320, 192\]"
     ):
         HuggingFaceReader(tmp_path)
 

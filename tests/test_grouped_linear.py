@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from emulated_linears import IN, OUT, backend_of, delayed, randn
 from te_states import same, trained
-from test_modules_emulated import IN, OUT, backend_of, delayed, randn
 from torch import Tensor
 
 from precisionctl.errors import PrecisionError

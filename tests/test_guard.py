@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
-from training import contents, losses, make_place, run, scales, settings
+from training import Killed, contents, losses, make_place, run, run_with_kills, scales, settings
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -208,26 +208,6 @@ def test_a_gap_between_the_limits_is_warned_of_and_one_good_look_starts_the_coun
         counts.append(running)
     run(watched(place, tmp_path / "counted", guard__act_at=limit, guard__act_after=6, **COARSE))
     assert [look["beyond"] for look in looks(tmp_path / "counted")] == counts
-
-
-class Killed(Exception):
-    pass
-
-
-def run_with_kills(made: Settings, steps: set[int]) -> None:
-    """Run it to its end; at each of these steps it dies, with nothing saved but what was."""
-
-    def die(step: StepMetrics) -> None:
-        if step.step in steps:
-            steps.remove(step.step)
-            raise Killed
-
-    while True:
-        try:
-            resume(made, lambda started: None, die)
-            return
-        except Killed:
-            pass
 
 
 SWITCHED = {

@@ -206,7 +206,7 @@ def test_a_model_that_would_become_another_one_is_refused(tmp_path: Path, name: 
     pico.save(tmp_path)
     edit_config(tmp_path, **UNSUPPORTED[name])
     with pytest.raises(UnknownArchitecture, match="no llama known here|rotary scaling of type"):
-        HuggingFaceReader(tmp_path)
+        make_plan(HuggingFaceReader(tmp_path), "megatron")
 
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "default"}])

@@ -58,7 +58,7 @@ def test_the_digest_of_the_same_weights_is_the_same_cut_for_any_ranks(container:
 
 @pytest.mark.parametrize("family", ["llama-3", "gpt2", "qwen3-moe", "gpt-oss", "deepseek-v3"])
 def test_every_tensor_is_in_the_digest(family: str, tmp_path: Path) -> None:
-    pico.save(tmp_path / "hf", family)
+    pico.save(tmp_path / "hf", family, num_hidden_layers=2 if family == "deepseek-v3" else 1)
     made = in_memory.with_state(HuggingFaceReader(tmp_path / "hf"))
     digest = digest_weights(made)
     for name, values in made.tensors.items():
@@ -261,7 +261,7 @@ def test_a_state_of_one_step_is_not_chosen_by_itself_and_says_what_it_rests_on(t
     sidecar.write(source / sidecar.RELATIVE, known)
     notes = export(source).notes
     assert "Scheme dynamic" in notes[0] and "the amaxes of one step alone" in notes[0]
-    assert any("They rest on little" in note for note in export(source, scheme="static").notes)
+    assert any("They may be too small" in note for note in export(source, scheme="static").notes)
 
 
 def test_no_recorded_row_of_a_file_is_cut_off_where_the_checkpoint_keeps_fewer(tmp_path: Path) -> None:

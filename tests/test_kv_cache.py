@@ -9,10 +9,10 @@ from pathlib import Path
 import pico
 import pytest
 import torch
+from cache_states import cached_amaxes, with_cache_state
 from safetensors.torch import load_file, save_file
-from test_evaluate import TOKENS, in_fp32, save
-from test_export import SHORT, states_for
-from transformers import AutoModelForCausalLM, DynamicCache
+from scoring import TOKENS, in_fp32, save
+from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
@@ -23,32 +23,9 @@ from precisionctl.engines.base import engines
 from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionError
 from precisionctl.evaluate import load
 from precisionctl.fp8 import sidecar
-from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
 from precisionctl.precision import PRESETS
 
 LAYERS = range(2)
-
-
-def cached_amaxes(directory: Path) -> list[tuple[float, float]]:
-    """The largest key and value that transformers caches for some tokens, layer by layer."""
-    cache = DynamicCache()
-    with torch.no_grad():
-        AutoModelForCausalLM.from_pretrained(directory)(TOKENS, past_key_values=cache)
-    return [(float(layer.keys.abs().max()), float(layer.values.abs().max())) for layer in cache.layers]
-
-
-def with_cache_state(directory: Path) -> Fp8States:
-    """State as after training, and as `calibrate` leaves it for the cache: in one row of several."""
-    states = states_for(directory, SHORT)
-    modules = dict(states.modules)
-    for layer, amaxes in enumerate(cached_amaxes(directory)):
-        roles = {}
-        for role, amax in zip(("k", "v"), amaxes, strict=True):
-            history = torch.zeros(SHORT.amax_history_len)
-            history[3], history[-1] = amax, amax / 2
-            roles[role] = RoleState(torch.tensor(448.0 / amax), history)
-        modules[f"decoder.layers.{layer}.self_attention.core_attention"] = Fp8State(roles)  # type: ignore[arg-type]
-    return replace(states, modules=modules)
 
 
 @pytest.fixture(scope="module")

@@ -121,3 +121,10 @@ def test_every_other_package_that_is_imported_is_declared_in_pyproject():
     known |= {"yaml"} if "pyyaml" in declared else set()  # a package by another name
     strangers = {(unit_of(file), name) for file in FILES for name in imports(file) if name.split(".")[0] not in known}
     assert not strangers
+
+
+def test_no_test_file_is_imported():
+    """Not by a program in a string either: what two of them need is in a module that is no test, or a fixture."""
+    files = PACKAGE.with_name("tests").rglob("*.py")
+    importing = re.compile(r"^\s*(?:from|import) (?:test_\w+|conftest)\b", re.MULTILINE)
+    assert [str(file) for file in files if importing.search(file.read_text(encoding="utf-8"))] == []

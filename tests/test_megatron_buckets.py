@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dist_checkpoints import LAYER, MODEL, ONCE
 from hypothesis import given
 from hypothesis import strategies as st
-from test_megatron_dist import LAYER, ONCE
 from torch import Tensor
 
 from precisionctl.checkpoints import dcp
@@ -113,8 +113,6 @@ def save(directory: Path, layers: list[int], stages: int, largest: int | None, d
 
 
 def write_weights(directory: Path, weights: dict[str, Tensor]) -> None:
-    from test_megatron_dist import MODEL
-
     specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
     model = dataclasses.replace(MODEL, num_layers=sum("linear_fc1.weight" in name for name in weights))
     writer = TorchDistWriter(directory, model, specs)

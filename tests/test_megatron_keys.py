@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from dist_checkpoints import DEMANDED, MODEL, specs, values, write
 from hypothesis import given
 from hypothesis import strategies as st
-from test_megatron_dist import DEMANDED, MODEL, specs, values, write
 
 from precisionctl.checkpoints.megatron import keys
 from precisionctl.checkpoints.megatron.carried_run import CarriedRun

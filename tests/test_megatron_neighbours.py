@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint
 import yaml
 from conversions import assert_same_tensors, run
+from dist_checkpoints import MODEL, NAMES, specs, values, write
 from pico import FAMILIES, make
-from test_megatron_dist import MODEL, NAMES, specs, values, write
 from torch.distributed.checkpoint import FileSystemWriter
 
 from precisionctl.architectures.families import from_hf_config

@@ -1,35 +1,26 @@
 """What changes from Megatron to Megatron: the rows that a vocabulary is padded to, and what has no place."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pico
 import pytest
 import torch
 from conversions import carry_out
 from hypothesis import given
 from hypothesis import strategies as st
-from in_memory import InMemory, to_megatron
+from mcore_runs import VOCABULARY, trained
 from torch import Tensor
 
-from precisionctl.checkpoints.base import read_tensor, write_rows
-from precisionctl.checkpoints.huggingface import HuggingFaceReader
-from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, MegatronReader
-from precisionctl.checkpoints.megatron.keys import write_tracker
+from precisionctl.checkpoints.base import read_tensor
+from precisionctl.checkpoints.megatron.carried_run import CarriedRun, MegatronReader
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.checkpoints.torch_dist.writer import TorchDistWriter
 from precisionctl.commands.request import Request
 from precisionctl.errors import MappingError, ShapeMismatch
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.planning.make_plan import make_plan
-
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-KINDS = ("exp_avg", "exp_avg_sq", "param")
 
 
 @given(st.integers(1, 300_000), st.sampled_from([1, 8, 64, 100, 128]), st.sampled_from([1, 2, 3, 8, 64]))
@@ -45,42 +36,6 @@ def test_a_padded_size_padded_for_more_ranks_is_the_size_padded_for_them(size: i
     of_padded = ModelShape("llama", 1, 2, 4, 1, 1, 2, padded, padded, 8).padded(ranks * more)
     expected = int(math.ceil(size / (128 * ranks * more)) * 128 * ranks * more)
     assert of_padded.padded_vocab_size == expected
-
-
-def trained(
-    tmp_path: Path, run: CarriedRun = NO_RUN, kinds: Sequence[str] = KINDS
-) -> tuple[InMemory, dict[str, Tensor]]:
-    """A model with an optimizer, saved by a run at TP 1: 250 tokens and 6 rows of padding that hold something."""
-    pico.save(tmp_path / "hf", "llama-3", dtype=torch.bfloat16)
-    source = to_megatron(HuggingFaceReader(tmp_path / "hf"))
-    torch.manual_seed(0)
-    for name in VOCABULARY:
-        source.tensors[name][250:] = 0.5
-    optimizer = {
-        f"optimizer.state.{kind}.{name}": values.float() if kind == "param" else torch.rand(values.shape)
-        for name, values in source.tensors.items()
-        for kind in kinds
-    }
-    plan = make_plan(source, "megatron")
-    specs = {
-        f"optimizer.state.{kind}.{name}": TensorSpec(spec.shape, torch.float32, spec.parallel)
-        for name, spec in plan.targets.items()
-        for kind in kinds
-    }
-    common = {"optimizer": {"optimizer": {"state": {"common_step": 3}, "param_groups": [{"lr": 0.1, "params": []}]}}}
-    writer = TorchDistWriter(
-        tmp_path / "run" / "iter_0000003",
-        plan.model,
-        {**plan.targets, **specs},
-        run=replace(run, iteration=3, common=common),
-        companions=source.companions,
-    )
-    writer.lay_out()
-    for name, values in {**source.tensors, **optimizer}.items():
-        write_rows(writer, name, 0, values)
-    writer.finish(None)
-    write_tracker(tmp_path / "run", 3)
-    return source, {**source.tensors, **optimizer}
 
 
 def convert(

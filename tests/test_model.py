@@ -8,12 +8,21 @@ import pico
 import pytest
 import torch
 import torch.nn.functional as F
-from in_memory import InMemory, to_megatron
+from gpt_models import (
+    CASES,
+    VOCABULARY,
+    as_gpt,
+    backward,
+    converted,
+    everywhere,
+    same_state,
+    tiny_shape,
+    transformers_model,
+)
+from in_memory import InMemory
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from precisionctl.architectures.families import from_hf_config
-from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.errors import DamagedCheckpoint, UnknownArchitecture
 from precisionctl.fp8.state import DelayedScaling
 from precisionctl.model_shape import ModelShape
@@ -27,37 +36,6 @@ from precisionctl.trainer.model.positions import sliding_window_mask
 from precisionctl.trainer.optimizer.adamw import MasterAdamW
 
 BF16 = PRESETS["bf16"]
-VOCABULARY = pico.SIZES["vocab_size"]
-CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in pico.FAMILIES} | {
-    "llama stretched": ("llama-2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
-    "llama to be stretched": (
-        "llama-2",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
-    ),
-    "qwen2 with YaRN": ("qwen2", {"rope_parameters": pico.YARN_ROPE}),
-    "phi3 turned in part": (
-        "phi3",
-        {
-            "rope_parameters": pico.LONG_ROPE
-            | {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "partial_rotary_factor": 0.75},
-            "original_max_position_embeddings": 32,
-        },
-    ),
-    "gemma3 stretched": (
-        "gemma3",
-        {
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            }
-        },
-    ),
-    "mistral with a window longer than the text": ("mistral", {"sliding_window": 99}),
-    "exaone4 without a window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
-    "mistral without a window": ("mistral", {"sliding_window": None}),
-}
-"""Families, and what else is changed in them. Their windows, and the contexts that rope scaling starts from, are
-shorter than the texts below."""
 
 MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("llama-3", {"rope_scaling": None}),
@@ -327,18 +305,6 @@ def trained(name: str, model: ModelShape) -> bool:
     return not (kept_as_it_is or only_megatrons.get(".".join(name.split(".")[-2:]), False))
 
 
-def converted(theirs: PreTrainedModel, directory: Path) -> InMemory:
-    """A model as its family's table makes it for Megatron, its vocabulary padded."""
-    theirs.save_pretrained(directory)
-    return to_megatron(HuggingFaceReader(directory))
-
-
-def as_gpt(made: InMemory) -> GPT:
-    model = GPT(made.model, BF16, dtype=torch.float32)
-    model.load_state_dict(dict(made.tensors))
-    return model
-
-
 def replaced(model: ModelShape, changes: dict[str, Any]) -> ModelShape:
     """With other fields; those of its experts as `moe.field`."""
     moe = {key.removeprefix("moe."): value for key, value in changes.items() if key.startswith("moe.")}
@@ -349,33 +315,8 @@ def replaced(model: ModelShape, changes: dict[str, Any]) -> ModelShape:
     return dataclasses.replace(model, **plain)
 
 
-def everywhere(tokens: Tensor) -> Tensor:
-    return torch.ones_like(tokens, dtype=torch.bool)
-
-
-def backward(logits: Tensor, tokens: Tensor) -> None:
-    loss(logits, tokens, everywhere(tokens), VOCABULARY)[0].backward()
-
-
 def recorded(linear: Any) -> set[str]:
     return {role for role, state in linear.fp8_state().roles.items() if state.recorded}
-
-
-def same_state(one: Any, other: Any) -> bool:
-    return all(
-        torch.equal(one.roles[role].scale, other.roles[role].scale)
-        and torch.equal(one.roles[role].amax_history, other.roles[role].amax_history)
-        for role in one.roles
-    )
-
-
-def tiny_shape() -> ModelShape:
-    return from_hf_config(transformers_model("llama-2", num_key_value_heads=2).config.to_dict())
-
-
-def transformers_model(family: str, **changes: Any) -> PreTrainedModel:
-    """Weights large enough for attention to be far from uniform."""
-    return pico.make(family, initializer_range=0.12, **changes)
 
 
 def megatron_weights(hf: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from test_evaluate import save
+from scoring import save
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader

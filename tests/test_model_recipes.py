@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_recipe import PLAIN
+from training import PLAIN_RECIPES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.architectures.families import from_hf_config
@@ -151,7 +151,7 @@ def test_a_model_is_planned_and_built_at_its_real_size_under_its_recipes(name: s
 
 
 def test_there_is_one_for_each_model_and_task_and_nothing_besides() -> None:
-    assert set(bundled_recipes()) == {*PLAIN, "cpt", *RECIPES}
+    assert set(bundled_recipes()) == {*PLAIN_RECIPES, "cpt", *RECIPES}
 
 
 @pytest.mark.parametrize("name", RECIPES)

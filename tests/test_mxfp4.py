@@ -1,4 +1,4 @@
-"""gpt-oss as OpenAI released it: experts in MXFP4, read by every command, never written.
+"""gpt-oss as OpenAI released it: experts in MXFP4, read by every command, and written where they are what they were.
 
 Judge: transformers' own dequantization, to the bit. The files are packed here, from numbers, under the config.json of
 gpt-oss-20b (openai/gpt-oss-20b on the Hub) with nothing but its sizes cut.
@@ -14,9 +14,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conversions import carry_out
+from mxfp4_directories import CONFIG, EXPERTS, LAYERS, make, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from precisionctl.checkpoints.base import read_tensor
@@ -29,93 +30,7 @@ from precisionctl.errors import PrecisionctlError
 from precisionctl.evaluate.stored import load
 from precisionctl.verify.compare import compare
 
-LAYERS, EXPERTS = 2, 4
-SIZES = {
-    "num_hidden_layers": LAYERS,
-    "num_local_experts": EXPERTS,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 250,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 8,
-    "eos_token_id": 242,
-    "pad_token_id": 249,
-}
-CONFIG = {
-    "architectures": ["GptOssForCausalLM"],
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-    "experts_per_token": 4,
-    "hidden_act": "silu",
-    "initial_context_length": 4096,
-    "initializer_range": 0.02,
-    "max_position_embeddings": 131072,
-    "model_type": "gpt_oss",
-    "num_experts_per_tok": 4,
-    "output_router_logits": False,
-    "quantization_config": {
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-        "quant_method": "mxfp4",
-    },
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "router_aux_loss_coef": 0.9,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "transformers_version": "4.55.0.dev0",
-    "use_cache": True,
-    **SIZES,
-}
-NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 LAYER = "model.layers.1.mlp.experts"
-
-
-def packed(values: Tensor) -> Tensor:
-    """Numbers `[experts, rows, columns]` as bytes `[experts, rows, columns / 32, 16]`: the earlier of two in the low
-    bits."""
-    codes = torch.searchsorted(torch.tensor(NUMBERS), values.abs()) + 8 * (values < 0)
-    early, late = codes.view(-1, 2).unbind(1)
-    return (early + 16 * late).byte().view(*values.shape[:2], -1, 16)
-
-
-def make(directory: Path, exponents: tuple[int, int] = (118, 124)) -> dict[str, Tensor]:
-    """Write a model. Returns its tensors as stored."""
-    torch.manual_seed(0)
-    plain = {key: value for key, value in CONFIG.items() if key != "quantization_config"}
-    model = GptOssForCausalLM(GptOssConfig(**plain)).bfloat16()
-    stored: dict[str, Tensor] = {}
-    for name, values in model.state_dict().items():
-        if not name.endswith("_proj"):
-            stored[name] = torch.randn_like(values) if values.dim() == 1 else values.clone()
-            continue
-        experts, columns, rows = values.shape
-        numbers = torch.tensor(NUMBERS + [-x for x in NUMBERS[1:]])
-        stored[f"{name}_blocks"] = packed(numbers[torch.randint(15, (experts, rows, columns))])
-        stored[f"{name}_scales"] = torch.randint(*exponents, (experts, rows, columns // 32), dtype=torch.uint8)
-    write(directory, stored)
-    return stored
-
-
-def write(directory: Path, stored: Mapping[str, Tensor], config: Mapping[str, Any] = CONFIG) -> None:
-    directory.mkdir(exist_ok=True)
-    save_file(dict(stored), directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config))
 
 
 def converted(source: Path, to: Path, layout: Any = "hf", workers: int = 1, **options: Any) -> list[str]:
@@ -159,8 +74,8 @@ def test_every_byte_under_every_scale_decodes_as_transformers_does_it(tmp_path: 
 def test_logits_are_those_of_transformers_and_the_config_is_the_same_but_for_the_method(tmp_path: Path) -> None:
     """Eager, in BF16. transformers decodes the source itself."""
     make(tmp_path / "source")
-    notes = converted(tmp_path / "source", tmp_path / "hf")
-    assert notes == ["16 weights were MXFP4, and are what they decode to. MXFP4 is not written here."]
+    notes = converted(tmp_path / "source", tmp_path / "hf", drop_fp8_state=True)
+    assert notes == ["16 weights were MXFP4 codes, and are what they decode to. The scales stay behind."]
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "source", quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
     )
@@ -177,6 +92,37 @@ def test_logits_are_those_of_transformers_and_the_config_is_the_same_but_for_the
     kept = {key: value for key, value in CONFIG.items() if key != "quantization_config"}
     assert config == kept | {"torch_dtype": "bfloat16"}
     assert not (tmp_path / "hf" / "precisionctl" / "encodings.safetensors").exists()
+
+
+@pytest.mark.parametrize("way", ["hf", "megatron", None])
+def test_experts_become_the_very_blocks_again_that_they_were(tmp_path: Path, way: str | None) -> None:
+    """By way of BF16, transposed and with gate and up apart or not, or at once; but for the one that has changed."""
+    make(tmp_path / "source")
+    between = tmp_path / (way or "source")
+    if way:
+        notes = converted(tmp_path / "source", between, way)
+        assert "16 weights were MXFP4 codes; the result has their decoded values." in notes[0]
+    notes = converted(between, tmp_path / "back", precision="fp8")
+    assert any("16 of 16 weights have the same codes" in note for note in notes)
+    assert_same_bits(
+        load_file(tmp_path / "back" / "model.safetensors"), load_file(tmp_path / "source/model.safetensors")
+    )
+    assert (
+        json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]
+        == CONFIG["quantization_config"]
+    )
+    if way != "hf":
+        return
+    changed = load_file(between / "model.safetensors")
+    changed[f"{LAYER}.down_proj"][3, 95, 63] = 77
+    save_file(changed, between / "model.safetensors", metadata={"format": "pt"})
+    notes = converted(between, tmp_path / "changed", precision="fp8")
+    assert any("15 of 16 weights have the same codes" in note for note in notes)
+    found, before = (load_file(tmp_path / each / "model.safetensors") for each in ("changed", "source"))
+    differing = {name for name in before if not torch.equal(before[name], found[name])}
+    assert differing == {f"{LAYER}.down_proj_blocks", f"{LAYER}.down_proj_scales"}
+    scales = [each[f"{LAYER}.down_proj_scales"] for each in (found, before)]
+    assert (scales[0] != scales[1]).nonzero().tolist() == [[3, 63, 2]]
 
 
 def test_source_and_result_are_the_same_and_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
@@ -246,7 +192,7 @@ def put(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Te
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without("down_proj_scales"), r"no .*down_proj_scales\[0\] for its FP8 codes"),
+        (without("down_proj_scales"), r"no .*down_proj_scales\[0\] for its codes"),
         (without("down_proj_blocks"), "unexpected|missing"),
         (without("gate_up_proj_blocks", "gate_up_proj_scales"), "missing"),
         (put("down_proj_blocks", lambda t: t.to(torch.int8)), "down_proj_blocks.* is int8; MXFP4 is made of bytes"),
@@ -277,7 +223,7 @@ def test_damaged_files_are_one_error(tmp_path: Path, damage: Callable[[dict[str,
 @pytest.mark.parametrize("quantization", [None, {"quant_method": "fp8", "weight_block_size": [128, 128]}])
 def test_blocks_under_another_method_or_none_are_refused(tmp_path: Path, quantization: dict[str, Any] | None) -> None:
     write(tmp_path / "source", make(tmp_path / "source"), CONFIG | {"quantization_config": quantization})
-    with pytest.raises(PrecisionctlError, match="is FP8 codes but|for its FP8 codes"):
+    with pytest.raises(PrecisionctlError, match="is FP8 codes but|for its codes"):
         HuggingFaceReader(tmp_path / "source")
 
 

@@ -24,7 +24,7 @@ SAME_MEANING = {
 }
 """Names that are in two files on purpose, and why."""
 
-TO_RENAME = {"Piece", "Row", "Rows", "Scaling", "Source", "Text", "te.py"}
+TO_RENAME = {"Rows", "Scaling", "Source", "te.py"}
 """Names that still mean two things."""
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model import CASES, VOCABULARY, as_gpt, converted, transformers_model
+from gpt_models import CASES, VOCABULARY, as_gpt, converted, transformers_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,9 @@ from pathlib import Path
 import pico
 import pytest
 import torch
+from command_processes import CommandProcess
 from conversions import tree
+from forked import free_port
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
@@ -21,27 +22,14 @@ from precisionctl.conversion.ranks import _first_host, _port
 SHARD = 60_000
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def environments(count: int, names: tuple[str, str]) -> list[dict[str, str]]:
     rank, size = names
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     return [os.environ | where | {rank: str(number), size: str(count)} for number in range(count)]
 
 
-def start(arguments: list[str], environment: dict[str, str], before: str = "") -> subprocess.Popen[str]:
-    script = f"from precisionctl.cli import main\n{before}\nmain()"
-    command = [sys.executable, "-c", script, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    return [(process.wait(), *process.communicate(timeout=100)) for process in processes]
+def finish(processes: list[CommandProcess]) -> list[tuple[int | None, str, str]]:
+    return [process.ended() for process in processes]
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +46,9 @@ def convert(source: Path, destination: Path) -> list[str]:
 
 @pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")], ids=str)
 def test_two_ranks_write_the_bytes_of_one(tmp_path: Path, megatron: Path, names: tuple[str, str]) -> None:
-    alone = finish([start(convert(megatron, tmp_path / "alone"), dict(os.environ))])
+    alone = finish([CommandProcess(convert(megatron, tmp_path / "alone"), dict(os.environ))])
     assert alone[0][0] == 0, alone
-    ends = finish([start(convert(megatron, tmp_path / "two"), each) for each in environments(2, names)])
+    ends = finish([CommandProcess(convert(megatron, tmp_path / "two"), each) for each in environments(2, names)])
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert "Wrote" in ends[0][1] and ends[1][1] == ""
     assert tree(tmp_path / "two") == tree(tmp_path / "alone")
@@ -86,11 +74,11 @@ worker.write_rows = fail
 """
     first, second = environments(2, ("RANK", "WORLD_SIZE"))
     arguments = convert(megatron, tmp_path / "two")
-    ends = finish([start(arguments, first), start(arguments, second, broken)])
+    ends = finish([CommandProcess(arguments, first), CommandProcess(arguments, second, broken)])
     assert [code for code, _, _ in ends] == [1, 1]
     assert "another rank failed: rank 1: the disk failed" in " ".join(ends[0][2].replace("│", " ").split())
     assert not (tmp_path / "two").exists()
-    ends = finish([start(arguments, each) for each in environments(2, ("RANK", "WORLD_SIZE"))])
+    ends = finish([CommandProcess(arguments, each) for each in environments(2, ("RANK", "WORLD_SIZE"))])
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert open_checkpoint(tmp_path / "two").fp8 is not None
 
@@ -104,12 +92,12 @@ worker.write_rows = die
 """
     first, second = environments(2, ("RANK", "WORLD_SIZE"))
     arguments = convert(megatron, tmp_path / "two")
-    waiting = start(arguments, first)
-    assert finish([start(arguments, second, dies)])[0][0] == -signal.SIGKILL
+    waiting = CommandProcess(arguments, first)
+    assert finish([CommandProcess(arguments, second, dies)])[0][0] == -signal.SIGKILL
     waiting.kill()  # as torchrun and srun do when a rank is gone
-    waiting.communicate()
+    waiting.ended()
     assert not (tmp_path / "two").exists()
-    ends = finish([start(arguments, each) for each in environments(2, ("RANK", "WORLD_SIZE"))])
+    ends = finish([CommandProcess(arguments, each) for each in environments(2, ("RANK", "WORLD_SIZE"))])
     assert [code for code, _, _ in ends] == [0, 0], ends
 
 
@@ -125,7 +113,7 @@ worker.write_rows = die
     befores = [impatient + dies * (rank == killed) for rank in range(2)]
     arguments = convert(megatron, tmp_path / "two")
     each = zip(environments(2, ("RANK", "WORLD_SIZE")), befores, strict=True)
-    ends = finish([start(arguments, environment, before) for environment, before in each])
+    ends = finish([CommandProcess(arguments, environment, before) for environment, before in each])
     assert ends[killed][0] == -signal.SIGKILL
     told = " ".join(ends[1 - killed][2].replace("│", " ").split())
     assert ends[1 - killed][0] == 1
@@ -143,7 +131,7 @@ def test_slurm_says_where_the_first_rank_is() -> None:
 def test_what_stops_one_rank_in_planning_stops_all(tmp_path: Path, megatron: Path) -> None:
     first, second = environments(2, ("RANK", "WORLD_SIZE"))
     elsewhere = convert(tmp_path, tmp_path / "two")  # no checkpoint is there
-    ends = finish([start(convert(megatron, tmp_path / "two"), first), start(elsewhere, second)])
+    ends = finish([CommandProcess(convert(megatron, tmp_path / "two"), first), CommandProcess(elsewhere, second)])
     assert [code for code, _, _ in ends] == [1, 1]
     assert "another rank failed: rank 1: no checkpoint is recognised" in " ".join(ends[0][2].replace("│", " ").split())
 
@@ -151,7 +139,7 @@ def test_what_stops_one_rank_in_planning_stops_all(tmp_path: Path, megatron: Pat
 def test_ranks_with_other_sources_are_refused(tmp_path: Path, megatron: Path) -> None:
     first, second = environments(2, ("RANK", "WORLD_SIZE"))
     other = convert(megatron.parent / "hf", tmp_path / "two")
-    ends = finish([start(convert(megatron, tmp_path / "two"), first), start(other, second)])
+    ends = finish([CommandProcess(convert(megatron, tmp_path / "two"), first), CommandProcess(other, second)])
     assert [code for code, _, _ in ends] == [1, 1]
     assert "rank 1 plans something else" in " ".join(ends[1][2].replace("│", " ").split())
     assert not (tmp_path / "two").exists()
@@ -167,7 +155,10 @@ def test_a_bias_that_must_be_zero_is_looked_at_by_one_of_the_ranks(tmp_path: Pat
         file.seek(chunk.offset)
         file.write(b"\x80\x3f")
     ends = finish(
-        [start(convert(tmp_path / "megatron", tmp_path / "two"), e) for e in environments(2, ("RANK", "WORLD_SIZE"))]
+        [
+            CommandProcess(convert(tmp_path / "megatron", tmp_path / "two"), e)
+            for e in environments(2, ("RANK", "WORLD_SIZE"))
+        ]
     )
     assert [code for code, _, _ in ends] == [1, 1]
     assert "is not zero" in ends[0][2]

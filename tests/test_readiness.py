@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from judged_states import E4M3, E5M2, MODULES, RECIPE, gaussian, healthy, recorded, with_outlier
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.plan_command import plan_command
@@ -24,11 +25,9 @@ from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleStat
 from precisionctl.fp8.statistics import SCALINGS, Statistics
 from precisionctl.readiness import thresholds
 from precisionctl.readiness.history import headroom, read_history
-from precisionctl.readiness.judge import judge, place, shortened
+from precisionctl.readiness.judge import judge, shortened, split_name
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-RECIPE = DelayedScaling(amax_history_len=17)
 DOCUMENT = Path(__file__).parents[1] / "docs" / "switching.md"
 
 
@@ -109,14 +108,6 @@ def test_weights_are_measured_under_the_delayed_scale_that_was_recorded(tmp_path
     assert found["decoder.layers.0.mlp.linear_fc2"][0].losses["delayed"].elements == 0
 
 
-def recorded(*amaxes, scale=None, role="input"):
-    """A history of 17 rows whose newest ones are these, oldest first; with the scale of the largest, or another."""
-    history = torch.zeros(17)
-    history[17 - len(amaxes) :] = torch.tensor(amaxes)
-    made = 448.0 / max(amaxes) if scale is None else scale
-    return RoleState(torch.tensor(made), history)
-
-
 def test_growth_is_of_medians_so_a_single_batch_does_not_make_it():
     steady = read_history(recorded(*[2.0] * 15, 40.0), "input", RECIPE)
     assert steady.growth == 1.0
@@ -159,36 +150,6 @@ def test_of_experts_the_extremes_are_told_and_how_many_were_silent():
     together.amax_history[0, 1:] = math.inf
     history = read_history(together, "input", RECIPE)
     assert history.infinite and history.silent == 1
-
-
-MODULES = [f"decoder.layers.{layer}.mlp.linear_{part}" for layer in range(3) for part in ("fc1", "fc2")]
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def with_outlier(values):
-    """One channel a million times the rest."""
-    values = values.clone()
-    values[:, 3] = 1e6
-    return values
-
-
-def healthy():
-    """Weights and a state in which everything was recorded and measured, of which nothing is wrong."""
-    values = gaussian(256, 256)
-    scale = {"input": 448.0 / 5, "grad_output": 57344.0 / 5}
-    statistics = {
-        role: measure(values, RECIPE.dtype(role), torch.tensor(scale[role])) for role in ("input", "grad_output")
-    }
-    roles = dict(Fp8State.fresh(17).roles)
-    for role in ("input", "weight", "grad_output"):
-        amax = values.abs().amax()
-        roles[role] = recorded(*[float(amax)] * 16, scale=float(after_one_update(amax, role, RECIPE).scale))
-    weight = measure(values, E4M3, roles["weight"].scale, square=True)
-    states = Fp8States(RECIPE, {m: Fp8State(roles) for m in MODULES}, statistics={m: statistics for m in MODULES})
-    return {m: [weight] for m in MODULES}, states
 
 
 def kinds(readiness, remedy):
@@ -399,12 +360,12 @@ def test_patterns_match_what_they_stand_for_and_nothing_else(chosen):
 def test_a_kind_in_every_layer_and_all_of_a_layer_become_patterns():
     assert shortened({m for m in MODULES if m.endswith("fc2")}, MODULES) == ("decoder.layers.*.mlp.linear_fc2",)
     assert shortened({MODULES[0], MODULES[1]}, MODULES) == ("decoder.layers.0.*",)
-    assert place("mtp.layers.0.transformer_layer.mlp.linear_fc1") == (
+    assert split_name("mtp.layers.0.transformer_layer.mlp.linear_fc1") == (
         "mtp.layers",
         0,
         "transformer_layer.mlp.linear_fc1",
     )
-    assert place("output_layer") == ("", None, "output_layer")
+    assert split_name("output_layer") == ("", None, "output_layer")
 
 
 @pytest.mark.parametrize("precision", ["keep", "bf16"])

@@ -9,7 +9,7 @@ import pico
 import pytest
 import torch
 from click.testing import CliRunner
-from test_readiness import E4M3, MODULES, gaussian, healthy, recorded, with_outlier
+from judged_states import E4M3, MODULES, gaussian, healthy, recorded, with_outlier
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main

@@ -5,16 +5,15 @@ import math
 from pathlib import Path
 
 import pytest
+from training import PLAIN_RECIPES
 
 from precisionctl.errors import RecipeError
 from precisionctl.precision import PRESETS
 from precisionctl.recipe import Data, Optimizer, Recipe, Schedule, Share, Train, bundled_recipes, load_recipe
 
-PLAIN = ("bf16", "fp8-block", "fp8-current", "fp8-delayed", "mxfp8", "sft-bf16", "sft-fp8")
-
 
 def test_each_plain_recipe_says_what_its_name_says() -> None:
-    for name in PLAIN:  # test_model_recipes.py has the others
+    for name in PLAIN_RECIPES:  # test_model_recipes.py has the others
         assert load_recipe(name).precision.fp8 == ("fp8" in name)
 
 

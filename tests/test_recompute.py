@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_model import VOCABULARY, same_state, transformers_model
+from gpt_models import VOCABULARY, same_state, transformers_model
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.fp8.state import DelayedScaling

@@ -8,7 +8,7 @@ from typing import Any
 import pico
 import pytest
 import torch
-from test_model import VOCABULARY, as_gpt, backward, converted, tiny_shape
+from gpt_models import VOCABULARY, as_gpt, backward, converted, tiny_shape
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from test_evaluate import TOKENS
-from test_te_target import export, make_source
+from scoring import TOKENS
+from te_exports import export, make_source
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint

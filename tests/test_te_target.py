@@ -5,13 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import in_memory
+import pico
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from scoring import TOKENS, in_fp32, save
+from te_exports import export, make_source
 from te_weights import cast as as_bytes
 from te_weights import fp8_weights, taken
-from test_evaluate import TOKENS, in_fp32, save
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -40,17 +42,6 @@ MODULES = {
     "fc1": "mlp.linear_fc1",
     "down_proj": "mlp.linear_fc2",
 }
-
-
-def make_source(directory: Path, family: str = "llama-3", **sizes: object) -> Path:
-    save(directory, family, dtype=torch.bfloat16, **sizes)
-    sidecar.write(directory / sidecar.RELATIVE, in_memory.recorded(HuggingFaceReader(directory)))
-    return directory
-
-
-def export(source: Path, out: Path, **settings: object) -> Path:
-    execute(plan_command(Request.export(source, out, "te", **settings)))  # type: ignore[arg-type]
-    return out
 
 
 def cast(values: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
@@ -130,7 +121,9 @@ def test_it_generates_one_token_after_another_with_a_cache_and_leaves_its_scales
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v3", "gpt2", "phi3", "gemma3"])
+@pytest.mark.parametrize(
+    "family", pico.representing(pico.block_kind, ["mixtral", "qwen3-moe", "deepseek-v3", "gpt2", "phi3", "gemma3"])
+)
 def test_other_families_compute_as_eval_does(tmp_path: Path, family: str) -> None:
     sizes = {"q_lora_rank": 32, "qk_rope_head_dim": 16} if family == "deepseek-v3" else {}
     out = export(make_source(tmp_path / "hf", family, **sizes), tmp_path / "out")

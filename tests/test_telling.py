@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 from pico import shape
-from test_guard import run_with_kills
-from test_skips import broken as broken_steps
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import contents, losses, settings
+from training import contents, losses, run_with_kills, settings
 
 from precisionctl.errors import PrecisionError
 from precisionctl.precision import PRESETS
@@ -31,7 +29,6 @@ from precisionctl.trainer.optimizer.adamw import MasterAdamW
 from precisionctl.trainer.resume import resume
 from precisionctl.trainer.run import Run
 
-broken = broken_steps  # a fixture
 make_tensor = torch.tensor
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conversions import run
+from mcore_runs import trained
 from safetensors.torch import load_file, save_file
-from test_megatron_to_megatron import trained
 
 from precisionctl.checkpoints.base import read_tensor, write_rows
 from precisionctl.checkpoints.huggingface import HuggingFaceReader

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import fp8_directories
 import in_memory
+import mxfp4_directories
 import pico
 import pytest
-import test_mxfp4
 import torch
 from checkpoint_mutations import cache_scales, changed_configs, flipped, stored_tensors
 from conversions import run
+from mcore_runs import trained
 from safetensors.torch import load_file, save_file
-from test_megatron_to_megatron import trained
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -87,7 +87,7 @@ CHECKPOINTS: dict[str, Callable[[Path], object]] = {
     "torch_dist": in_torch_dist,
     "torch_dist with payloads": with_payloads,
     "torch": in_legacy_files,
-    "mxfp4": test_mxfp4.make,
+    "mxfp4": mxfp4_directories.make,
     **{spelling: in_codes(spelling) for spelling in KINDS.values()},
 }
 UNSEEN = {
@@ -114,7 +114,10 @@ class Both:
         return not found.equal, {each.topic: each.what for each in found.not_compared}
 
 
-@pytest.fixture(params=CHECKPOINTS)
+LATER = list(KINDS.values())[1:]
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.soak] * (name in LATER)) for name in CHECKPOINTS])
 def both(request: pytest.FixtureRequest, tmp_path: Path) -> Both:
     CHECKPOINTS[request.param](tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_guard import run_with_kills
 from torch import nn
-from training import contents, losses, run, scales, settings
+from training import contents, losses, run, run_with_kills, scales, settings
 
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import RecipeError

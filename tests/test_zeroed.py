@@ -7,8 +7,8 @@ import in_memory
 import pico
 import pytest
 import torch
+from command_line import say
 from safetensors.torch import load_file, save_file
-from test_nan import say
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.fp8 import numerics, sidecar

@@ -9,9 +9,10 @@ from precisionctl import architectures
 from precisionctl.architectures.config_keys import Config
 from precisionctl.architectures.megatron_args import MEGATRON_ONLY, read_megatron_args
 from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.read_off import READ_OFF
 from precisionctl.discover import discover
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, shown
-from precisionctl.model_shape import MLA, TENSORS, ModelShape, MoE
+from precisionctl.model_shape import MLA, TENSORS, ModelShape, MoE, UntabledModel
 
 _FIRST = ("llama", "mistral", "qwen2")
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
@@ -35,8 +36,27 @@ def architecture_of(model_type: str) -> Architecture:
 def _known() -> str:
     return (
         f"Supported: {', '.join(sorted(supported()))}. "
-        "A new family is one file with a table of rows in precisionctl/architectures/."
+        "A new family is one file with a table of rows in precisionctl/architectures/. Without one a safetensors "
+        "directory goes to Hugging Face's layout alone (docs/any_model.md)."
     )
+
+
+def table_of(model: ModelShape) -> Architecture:
+    """The table of a model: its family's, or, of an UntabledModel, the one that is read off its directory."""
+    return READ_OFF if isinstance(model, UntabledModel) else architecture_of(model.architecture)
+
+
+def read_model(config: Config, where: object = "config.json") -> ModelShape:
+    """The model that a config.json describes; where no table here has it, an UntabledModel. Raises DamagedCheckpoint as
+    `from_hf_config` does."""
+    try:
+        return from_hf_config(config, where)
+    except UnknownArchitecture as why:
+        text = config.get("text_config")
+        if isinstance(text, Mapping) and text.get("model_type") in supported():
+            do = f"Its text model is a {text['model_type']}, which has a table: docs/foreign.md saves it alone."
+            why = UnknownArchitecture(why.what, where=where, do=f"{do} {why.do}")
+        return UntabledModel(str(config["model_type"]), config, why)
 
 
 def from_hf_config(config: Config, where: object = "config.json") -> ModelShape:

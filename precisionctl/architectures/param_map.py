@@ -5,7 +5,7 @@ are numbered through, whatever rank has them; multi-token prediction layers coun
 their number in Hugging Face, which counts on from the decoder's).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal
@@ -145,7 +145,8 @@ class Row:
 @dataclass(frozen=True)
 class Either:
     """Two spellings of the same rows in Hugging Face. Read is the one that is stored. Written is the first; but from
-    Hugging Face to Hugging Face the stored one again, unless the second is `only_read`."""
+    Hugging Face to Hugging Face the stored one again, unless the second is `only_read`: that is written only where
+    weights become the codes again that they were."""
 
     first: tuple[Row, ...]
     second: tuple[Row, ...]
@@ -180,13 +181,23 @@ class Architecture:
     derived: tuple[str, ...] = ()
     note: str = ""
 
-    def spelled(self, stored: Mapping[str, object], model: ModelShape, respelled: bool = False) -> tuple[Row, ...]:
+    def spelled(
+        self,
+        stored: Mapping[str, object],
+        model: ModelShape,
+        respelled: bool = False,
+        wanted: Collection[str] = (),
+    ) -> tuple[Row, ...]:
         """The rows, each in the spelling of the names in `stored`; else, if they are to be `respelled` or the second is
-        `only_read`, in the first, with the stored one as `as_stored`."""
+        `only_read`, in the first, with the stored one as `as_stored`. One that is only read is written where its names
+        are `wanted`."""
         rows: list[Row] = []
         for row in self.rows:
             if isinstance(row, Row):
                 rows.append(row)
+            elif row.only_read and _any_stored(row.second, wanted, model):
+                here = {first.megatron: first for first in row.first if _any_stored((first,), stored, model)}
+                rows += (replace(second, as_stored=here.get(second.megatron)) for second in row.second)
             elif not _any_stored(row.second, stored, model):
                 rows += row.first
             elif respelled or row.only_read:
@@ -197,7 +208,7 @@ class Architecture:
         return tuple(rows)
 
 
-def _any_stored(rows: tuple[Row, ...], stored: Mapping[str, object], model: ModelShape) -> bool:
+def _any_stored(rows: tuple[Row, ...], stored: Container[str], model: ModelShape) -> bool:
     places = ((row, next(iter(row.places(model)), None)) for row in rows)
     return any(name in stored for row, place in places if place is not None for name in names(row, "hf", place))
 

@@ -1,1 +1,1 @@
-"""FP8 state from passes over data."""
+"""Calibration: FP8 state from passes over data."""

@@ -1,8 +1,8 @@
-"""calibrate: the FP8 state of a checkpoint that has none, from passes forward and backward over data, in BF16.
+"""calibrate: compute the FP8 state of a checkpoint that has none, by forward and backward passes over data in BF16.
 
-Nothing is trained. The passes are those that `resume` would make first with the same recipe and data: the same rows in
-the same batches and gradients of the same loss, so that a run that starts from the result starts as one that warms up
-would. Each pass is a row of the histories. State and statistics become one file, in the sidecar's format.
+Nothing is trained. The passes are the first ones that `resume` would make with the same recipe and data (the same rows,
+batches and loss), so a run that starts from the result starts like one that warms up. Each pass fills one row of the
+histories. State and statistics are written to one file in the sidecar's format.
 """
 
 import math
@@ -44,18 +44,18 @@ from precisionctl.trainer.stopping import agreed_signal, stop_signals
 PASSES = 64
 
 SAVE_EVERY = 8
-"""Passes that a kill can cost."""
+"""Passes between saves of the progress."""
 
 MEASURE_EVERY = 16
-"""Statistics are taken in each such pass and in the last: measuring one costs as much as four passes."""
+"""Statistics are taken in every 16th pass and in the last, as measuring a pass costs as much as four passes."""
 
 OnPass = Callable[[int, int], None]
-"""Hears of passes made, and of all passes."""
+"""Called with the number of passes made and the number of all passes."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the command line says. `out` is a file, which must not be there yet; without `data`, the recipe's."""
+    """The arguments of `calibrate`. `out` is a file that must not exist yet; without `data` the recipe's is used."""
 
     checkpoint: Path
     data: Path | None
@@ -69,8 +69,8 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What was made: states from `passes` of `rows` rows each. `signal` is what stopped it early, if anything did; of
-    several ranks only the first `speaks` to the user."""
+    """The result: states from `passes` passes of `rows` rows each. `signal` stopped it early, if any did. `speaks` is
+    True on the rank that reports it, the first."""
 
     out: Path
     states: Fp8States
@@ -84,12 +84,12 @@ class Calibrated:
 def calibrate(calibration: Calibration, on_pass: OnPass = lambda done, total: None) -> Calibrated:
     """Make the passes and write the file.
 
-    After a kill the same call goes on where the killed one stopped, and the file has the bytes that it would have had.
-    Under torchrun all ranks share each pass, and a pass is a row of the histories; the first rank calls `on_pass`.
+    After a kill the same call continues, and the file has the same bytes as without the kill. Under torchrun the ranks
+    divide the rows of each pass, and the first rank calls `on_pass`.
 
-    Raises RecipeError, DataError, DestinationExists, OutputError (another calibration is under way to this file),
-    PrecisionError (a loss that is no number), and what opening a checkpoint raises; of several ranks one raises it, and
-    the others SystemExit.
+    Raises RecipeError, DataError, DestinationExists, OutputError (another process is calibrating to this file),
+    PrecisionError (a loss that is not finite), and as `open_checkpoint`. If several ranks fail, one raises the error
+    and the others SystemExit.
     """
     with together() as ranks:
         recipe = _recipe(calibration)
@@ -108,7 +108,9 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
     rows = rows.shared_by(recipe.parallel.token_ranks)
     at_once = min(recipe.train.micro_batch_size, recipe.train.batch_size // world.data_count) * world.data_count
     passes, notes = _passes(calibration.passes, len(rows), at_once)
-    shared = {"ranks": world.data_count} if world.data_count > 1 else {}  # what a row of the histories is of
+    shared = (
+        {"ranks": world.data_count} if world.data_count > 1 else {}
+    )  # a pass has as many rows as the ranks together
     identity = run_folder.identity(source, rows.fingerprint, recipe, passes=passes, backend=backend, **shared)
     progress = Progress(output, identity, world)
     with disk_problems(output), progress.locked(), stop_signals() as received:
@@ -116,8 +118,8 @@ def _calibrate(calibration: Calibration, recipe: Recipe, world: World, on_pass: 
         recorder, weights = Recorder(recipe.precision, device, world), digest_weights(source)
         if written := progress.finished():
             progress.clear()
-            told = (*rows.notes, *notes, "it was written before: this command was killed right after")
-            return Calibrated(calibration.out, written, passes, at_once, told, None, world.first)
+            notes = (*notes, "it was written before: this command was killed right after")
+            return Calibrated(calibration.out, written, passes, at_once, (*rows.notes, *notes), None, world.first)
         before = progress.load(recorder)
         model = _model(source, recipe, backend, device, world)
         stopped = None
@@ -147,11 +149,12 @@ def _recipe(calibration: Calibration) -> Recipe:
 
 
 def _output(calibration: Calibration) -> Output:
-    """Raises DestinationExists, and OutputError where the file would be in the checkpoint."""
+    """The place of the result. Raises DestinationExists if something is there, OutputError if it is a directory or in
+    the checkpoint."""
     output, source = Output(calibration.out), calibration.checkpoint.resolve()
     if calibration.out.is_dir():
         raise OutputError("it is a directory", where=calibration.out, do="Give the file that is to be made.")
-    if not output.partial.is_dir():  # else it may be this very calibration's, which was killed right after
+    if not output.partial.is_dir():  # otherwise the file may be from this calibration, killed right after writing it
         output.check_free()
     if source in (output.path.resolve(), *output.path.resolve().parents):
         raise OutputError(
@@ -163,8 +166,8 @@ def _output(calibration: Calibration) -> Output:
 
 
 def _passes(asked: int, rows: int, at_once: int) -> tuple[int, tuple[str, ...]]:
-    """How many passes to make, and a note where the data has rows for fewer than were asked: a row that is seen again
-    would record what it has recorded."""
+    """The number of passes, and a note if the data has too few rows for those asked for. Rows are not used twice, as
+    they would record the same amaxes again."""
     passes = min(asked, max(1, rows // at_once))
     if passes == asked:
         return passes, ()
@@ -184,14 +187,14 @@ def _model(source: Reader, recipe: Recipe, backend: BackendName, device: torch.d
         recompute=recipe.train.recompute == "layer",
     )
     parameters = dict(model.named_parameters())
-    # what is cut for several ranks is FP32 and rounded when it is put together
+    # Parameters that FSDP2 shards are FP32, and rounded when they are gathered
     plan = make_plan(source, "megatron", dtype=torch.bfloat16 if world.count == 1 else torch.float32)
     convert.run(plan, source, LiveModel(shape, parameters, shards=model.shards.tensors))
     return model.requires_grad_(False)
 
 
 def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, numbers: range) -> Iterator[int]:
-    """Make the passes of these numbers. Yields how many are made in all, after each."""
+    """Make the passes with these numbers. Yields, after each, how many have been made in all."""
     world = model.backend.world
     feed = Feed(rows, recipe.train, recorder.device, rank=world.data_rank, ranks=world.data_count)
     with model.recorded_by(recorder):
@@ -201,13 +204,13 @@ def _record(model: GPT, recorder: Recorder, rows: Rows | Blend, recipe: Recipe, 
             if not math.isfinite(float(world.sum_over_data_ranks(backward(model, batch, targets)))):
                 raise PrecisionError(
                     f"the loss of pass {number + 1} is not a number",
-                    do="Is the checkpoint sound? `precisionctl eval` says what it makes of a text.",
+                    do="Is the checkpoint intact? `precisionctl eval` measures its perplexity.",
                 )
             yield number + 1
 
 
 def _states(recorder: Recorder, iteration: int | None, weights: str, shards: ModelShards) -> Fp8States:
-    """What all ranks have recorded of a model with `weights` of this digest."""
+    """The states that all ranks have recorded, for a model whose weights have the digest `weights`."""
     modules = recorder.states()
     return Fp8States(
         recorder.precision.delayed,
@@ -222,7 +225,7 @@ def _states(recorder: Recorder, iteration: int | None, weights: str, shards: Mod
 def _merged(
     recorder: Recorder, modules: Mapping[str, Fp8State], shards: ModelShards
 ) -> Mapping[str, Mapping[Role, Statistics]]:
-    """Statistics of all ranks; of what is the same on several, those of the first."""
+    """The statistics of all ranks, merged. What several ranks have is counted once."""
     world, mine = shards.world, recorder.statistics
     if world.count == 1:
         return mine

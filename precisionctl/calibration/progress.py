@@ -1,7 +1,7 @@
-"""How far a calibration has come, on the disk: after a kill, the same command goes on from there.
+"""The progress of a calibration on the disk, from which the same command continues after a kill.
 
-`OUT.partial` says which calibration it is of, and holds the states that the passes made so far have left. The result
-gets its name when it is whole.
+`OUT.partial` has the identity of the calibration and the states after the passes so far. The result gets its name when
+it is complete.
 """
 
 import json
@@ -24,15 +24,15 @@ _IDENTITY = "calibration.json"
 
 
 class Progress:
-    """What is done of the calibration that `identity` names; the first rank writes it, the others wait."""
+    """The progress of the calibration with this `identity`. The first rank writes it, the others wait."""
 
     def __init__(self, output: Output, identity: Mapping[str, Any], world: World) -> None:
         self._output, self._identity, self._world = output, identity, world
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the place, say whose it is, and keep others out. Raises OutputError where another process is at it, or
-        something else is there."""
+        """Create and lock `OUT.partial`, and write the identity into it. Raises OutputError if another process has the
+        lock, or something else is there."""
         if not self._world.first:
             self._world.barrier()
             yield
@@ -46,7 +46,7 @@ class Progress:
             yield
 
     def _sign(self) -> None:
-        """Say which calibration this is, where none is begun."""
+        """Write the identity, unless a calibration has begun there already."""
         partial = self._output.partial
         identity, ours = partial / _IDENTITY, ("lock", f"{_IDENTITY}.new")
         if identity.is_file():
@@ -57,9 +57,9 @@ class Progress:
         replace_file(identity, json.dumps(self._identity, indent=1))
 
     def load(self, recorder: Recorder) -> int:
-        """Give a recorder what earlier calls left. Returns how many passes that is.
+        """Load the states of earlier calls into a recorder. Returns the number of their passes.
 
-        Raises OutputError where they were of another calibration, DamagedCheckpoint for what none wrote.
+        Raises OutputError if they are of another calibration, DamagedCheckpoint for files that no calibration wrote.
         """
         self._check_ours()
         saved = self._saved()
@@ -67,12 +67,13 @@ class Progress:
             return 0
         states = sidecar.read(saved[max(saved)])
         recorder.load(states.modules)
-        if self._world.first:  # they are of all ranks already
+        if self._world.first:  # these are already merged over all ranks
             recorder.statistics = {module: dict(roles) for module, roles in states.statistics.items()}
         return max(saved)
 
     def _check_ours(self) -> None:
-        """Raise OutputError where what is kept is of another calibration, DamagedCheckpoint for what none wrote."""
+        """Raise OutputError if `OUT.partial` is of another calibration, DamagedCheckpoint if its identity cannot be
+        read."""
         identity = self._output.partial / _IDENTITY
         try:
             found = json.loads(identity.read_bytes())
@@ -83,12 +84,12 @@ class Progress:
         run_folder.check_same(run_folder.Saved(0, 0, found), self._identity, self._output.partial)
 
     def _saved(self) -> dict[int, Path]:
-        """Files of states, by how many passes had been made."""
+        """The files of states, by number of passes."""
         files = self._output.partial.glob("*.safetensors")
         return {int(path.stem): path for path in files if path.stem.isdecimal()}
 
     def save(self, passes: int, states: Fp8States) -> None:
-        """Keep the states that so many passes have left, in place of earlier ones."""
+        """Save the states after this many passes, and remove earlier ones."""
         if not self._world.first:
             return
         older = self._saved().values()
@@ -97,15 +98,15 @@ class Progress:
             path.unlink()
 
     def finish(self, states: Fp8States) -> None:
-        """Write the result, and clear what was kept on the way."""
+        """Write the result and remove `OUT.partial`."""
         if self._world.first:
             _write(self._output.path, lambda path: sidecar.write(path, states), beside=self._output.partial)
         self.clear()
 
     def clear(self) -> None:
-        """Remove what was kept on the way; last what says which calibration it was of, so that a kill on the way can be
-        told from a file of another's."""
-        self._world.barrier()  # some may still be reading it
+        """Remove `OUT.partial`, the identity last: after a kill in between, it shows that the result is this
+        calibration's."""
+        self._world.barrier()  # other ranks may still be reading it
         if self._world.first:
             for path in self._output.partial.iterdir():
                 if path.name != _IDENTITY:
@@ -114,8 +115,8 @@ class Progress:
         self._world.barrier()
 
     def finished(self) -> Fp8States | None:
-        """What this calibration wrote before it was killed, where it had come that far. Raises DestinationExists where
-        something else is at its place."""
+        """The result, if this calibration wrote it before it was killed; else None. Raises DestinationExists if
+        something else is there."""
         if not os.path.lexists(self._output.path):
             return None
         try:
@@ -126,7 +127,7 @@ class Progress:
 
 
 def _write(path: Path, write: Callable[[Path], object], beside: Path | None = None) -> None:
-    """Whole or not at all."""
+    """Write a file atomically: `write` writes to another path, which is then synced and renamed."""
     new = (beside or path.parent) / f"{path.name}.new"
     write(new)
     sync(new)

@@ -1,13 +1,13 @@
 """Readers, Writers and their chunks; how a tensor is cut for tensor parallelism.
 
-A Reader or a Writer says, for each logical tensor, which chunks hold it: a box of the tensor and the
-place of its bytes. Everything that moves data is arithmetic on those boxes, written once, here and in
-`planning/segments.py`: a `torch_dist` chunk, a slice of a stacked tensor, a rank file's shard are all the same thing.
+A Reader or a Writer says which chunks hold each logical tensor: boxes of the tensor, and where their bytes are. A
+`torch_dist` piece, a slice of a stacked tensor and a shard in a rank's file are all chunks, so everything that moves
+data is arithmetic on boxes, written once, here and in `planning/segments.py`.
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
-from precisionctl.fp8 import e2m1
+from precisionctl.fp8.elements import Packing
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
@@ -26,7 +26,7 @@ from precisionctl.param import Layout, TensorSpec
 @dataclass(frozen=True, slots=True)  # of a large checkpoint there are hundreds of thousands
 class Box:
     """Rows `[row, row + rows)` and columns `[column, column + columns)` of a tensor seen as
-    `[shape[0], product of the rest]`."""
+    `[shape[0], product of the rest]`; of codes of four bits columns are bytes (`TensorSpec.width`)."""
 
     row: int
     rows: int
@@ -50,15 +50,13 @@ class Chunk:
     """A box of a logical tensor and where its row-major bytes are.
 
     `place` is a file, in which they start at byte `offset`, or a live tensor of the box's shape. `only` is set where
-    this process reads or writes just a part of the box, because other ranks have the rest. `packed`: the file has two
-    E2M1 codes in each byte; they are read as the E4M3 codes of the same numbers, whole rows at a time.
+    this process reads or writes just a part of the box, because other ranks have the rest.
     """
 
     box: Box
     place: Path | Tensor
     offset: int = 0
     only: Box | None = None
-    packed: bool = False
 
     @property
     def part(self) -> Box:
@@ -68,8 +66,8 @@ class Chunk:
 @dataclass(frozen=True)
 class Companions:
     """Files that belong to a model but hold none of its tensors, as bytes by file name: config.json, generation config,
-    tokenizer, chat template, licence. `code` are those among them that `auto_map` names, and `notes` what to tell of
-    files that do not travel."""
+    tokenizer, chat template, licence. `code` are the Python files among them that `auto_map` names; `notes` tell the
+    user of files that are not copied."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     code: tuple[str, ...] = ()
@@ -90,9 +88,15 @@ class Reader(Protocol):
         ...
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout:
+        """Whose names and shapes the tensors have."""
+        ...
+
     @property
-    def model(self) -> ModelShape: ...
+    def model(self) -> ModelShape:
+        """The model's sizes and switches. Raises CheckpointError where the checkpoint does not describe it."""
+        ...
+
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Shape, dtype and sharding of every tensor of the model, by logical name."""
@@ -100,31 +104,39 @@ class Reader(Protocol):
 
     @property
     def fp8(self) -> Fp8States | None:
-        """The state of delayed scaling that is stored with the weights; None where there is none."""
+        """The state of delayed scaling that is stored with the weights; None if there is none."""
         ...
 
     @property
     def encodings(self) -> Mapping[str, Encoding]:
-        """How FP8 codes among `specs` decode, by tensor name."""
+        """How the FP8 codes among `specs` decode, by tensor name."""
         ...
 
     @property
-    def companions(self) -> Companions: ...
+    def companions(self) -> Companions:
+        """The files beside the weights that belong to the model."""
+        ...
+
     @property
-    def iteration(self) -> int | None: ...
+    def iteration(self) -> int | None:
+        """The training step; None if there is none."""
+        ...
+
     @property
     def files(self) -> Sequence[Path]:
         """Every file that holds tensor data; their sizes and times identify the source."""
         ...
 
-    def chunks(self, name: str) -> Sequence[Chunk]: ...
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        """Where a tensor's elements are; none if this process has no part of it."""
+        ...
 
 
 @dataclass(frozen=True)
 class Hints:
-    """What a user tells of a Megatron checkpoint that does not say it by itself: its `family`, where no config.json
-    says it; the `companions` of another directory of the same model; and in which order a grouped linear's FP8 state
-    stands (`grouped_columns`), where the payloads do not tell."""
+    """What the user says about a Megatron checkpoint that does not say it itself: its `family`, if there is no
+    config.json; the `companions` of another directory of the same model; the order of columns in a grouped linear's FP8
+    state (`grouped_columns`)."""
 
     family: str | None = None
     companions: Companions | None = None
@@ -138,7 +150,8 @@ NO_HINTS = Hints()
 class Container:
     """How a container is recognised and opened: the `CONTAINER` of each module that reads one.
 
-    `open` takes the path, of those that hold several the iteration wanted, and hints, which may say nothing to it.
+    `open` takes the path, the iteration that is wanted (None for the newest; ignored if there is only one) and the
+    user's hints. `looked_for` says in words what it is recognised by, for errors.
     """
 
     recognise: Callable[[Path], bool]
@@ -147,24 +160,28 @@ class Container:
 
 
 class Writer(Protocol):
-    """A checkpoint (or a live model) to write to. `specs` says everything that will be written."""
+    """A checkpoint (or a live model) to write to."""
 
     @property
     def directory(self) -> Path:
-        """Where the checkpoint's own files are, and what we say of it under `precisionctl/`."""
+        """The directory of the checkpoint's files, among them our own under `precisionctl/`."""
         ...
 
     @property
-    def specs(self) -> Mapping[str, TensorSpec]: ...
-
-    def lay_out(self) -> None:
-        """Create every file that holds tensor data at its final size, leaving one that is there as it is."""
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Shape, dtype and sharding of every tensor that will be written, by logical name."""
         ...
 
-    def chunks(self, name: str) -> Sequence[Chunk]: ...
+    def lay_out(self) -> None:
+        """Create every file that holds tensor data at its final size. Tensors in existing files are not changed."""
+        ...
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        """Where a tensor's elements are to be written."""
+        ...
 
     def finish(self, fp8: Fp8States | None) -> None:
-        """Write what only the end knows: FP8 state, indexes, metadata."""
+        """Write what is known only after all tensors: FP8 state, indexes, metadata."""
         ...
 
 
@@ -178,13 +195,13 @@ class Chunked(Protocol):
 
 def whole(spec: TensorSpec) -> Box:
     """The box that is all of a tensor."""
-    return Box(0, spec.rows, 0, spec.columns)
+    return Box(0, spec.rows, 0, spec.width)
 
 
 def shard_boxes(spec: TensorSpec, size: int) -> list[list[Box]]:
-    """The boxes of each of `size` tensor-parallel ranks. A replicated tensor is rank 0's alone.
+    """The boxes that each of `size` tensor-parallel ranks has of a tensor. A replicated tensor is only rank 0's.
 
-    Rows in two parts (gate and up) give each rank a box of either part. The plan has checked divisibility.
+    Of rows in two parts (gate and up), each rank has one box in each part. The plan has checked divisibility.
     """
     match spec.parallel.kind:
         case "replicated":
@@ -199,34 +216,27 @@ def shard_boxes(spec: TensorSpec, size: int) -> list[list[Box]]:
 
 
 def read_tensor(source: Chunked, name: str) -> Tensor:
-    """A whole tensor as stored: its shape, its dtype."""
+    """A whole tensor as stored: its shape, its dtype; codes of four bits as the bytes `[rows, width]`."""
     spec = source.specs[name]
-    return read_rows(source, name, 0, spec.rows).reshape(spec.shape)
+    rows = read_rows(source, name, 0, spec.rows)
+    return rows if spec.packing else rows.reshape(spec.shape)
 
 
-def stored_dtype(source: Chunked, name: str) -> torch.dtype:
-    """The dtype that a tensor has in its files, where it may be `packed`; `specs` has that which is read."""
-    packed = any(chunk.packed for chunk in source.chunks(name))
-    return e2m1.DTYPE if packed else source.specs[name].dtype
-
-
-def in_mxfp4(reader: Reader) -> list[str]:
-    """The names of the weights that are stored in MXFP4."""
-    return [name for name in reader.encodings if stored_dtype(reader, name) == e2m1.DTYPE]
+def in_four_bits(reader: Reader) -> dict[str, Packing]:
+    """The weights that are stored as codes of four bits, and how."""
+    packings = {name: reader.specs[name].packing for name in reader.encodings}
+    return {name: packing for name, packing in packings.items() if packing}
 
 
 def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | None = None) -> Tensor:
-    """Rows `[row, row + rows)` as `[rows, columns]` in the stored dtype; into `out` where one is given."""
+    """Rows `[row, row + rows)` as `[rows, width]` in the stored dtype; into `out` where one is given."""
     spec = source.specs[name]
     if out is None:
-        out = torch.empty(rows, spec.columns, dtype=spec.dtype)
-    for chunk, part in _touching(source, name, Box(row, rows, 0, spec.columns)):
+        out = torch.empty(rows, spec.width, dtype=spec.dtype)
+    for chunk, part in _touching(source, name, Box(row, rows, 0, spec.width)):
         into = _window(out, part, row, 0)
         if isinstance(chunk.place, Tensor):
             into.copy_(_window(chunk.place.detach(), part, chunk.box.row, chunk.box.column))
-        elif chunk.packed:
-            pairs = torch.empty(part.rows, part.columns // 2, dtype=torch.uint8)
-            e2m1.unpack(_read(replace(chunk, box=_halved(chunk.box)), _halved(part), pairs), into)
         elif into.is_contiguous():
             _read(chunk, part, into)
         else:
@@ -235,15 +245,15 @@ def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | Non
 
 
 def in_pieces(row: int, rows: int, width: int, room: int) -> Iterator[tuple[int, int]]:
-    """Cut rows `[row, row + rows)` of `width` each into runs that fit `room`, of one row at least: the first row of
-    each run, and how many rows it has. Width and room are both in elements, or both in bytes."""
+    """Cut rows `[row, row + rows)` of `width` each into runs of at most `room`, but of at least one row: the first row
+    of each run and its number of rows. `width` and `room` are both in elements, or both in bytes."""
     step = max(1, room // max(1, width))
     for first in range(row, row + rows, step):
         yield first, min(step, row + rows - first)
 
 
 def rows_held(place: Chunked, name: str) -> list[range]:
-    """The runs of rows that some chunk holds: one run of all rows, unless other ranks hold the rest."""
+    """The ranges of rows that this process has of a tensor: one range of all rows, unless other ranks have the rest."""
     runs: list[range] = []
     parts = [chunk.part for chunk in place.chunks(name)]
     for start, stop in sorted((part.row, part.row + part.rows) for part in parts):
@@ -261,21 +271,16 @@ def _read(chunk: Chunk, part: Box, into: Tensor) -> Tensor:
         raise CheckpointError(
             f"not readable: {error.strerror}",
             where=chunk.place,
-            do="Is its disk failing? What is done is kept; copy the file anew and run the same command again.",
+            do="Is its disk failing? What is done is kept; copy the file again and run the same command.",
         ) from error
     return into
 
 
-def _halved(box: Box) -> Box:
-    """The bytes of whole rows of codes, two in each."""
-    return replace(box, columns=box.columns // 2)
-
-
 def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
-    """Write `[rows, columns]` values, of the target's dtype, at row `row`."""
+    """Write `[rows, width]` values, of the target's dtype, at row `row`."""
     spec = target.specs[name]
-    values = values.reshape(-1, spec.columns)
-    for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.columns)):
+    values = values.reshape(-1, spec.width)
+    for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.width)):
         window = _window(values, part, row, 0)
         if isinstance(chunk.place, Tensor):
             _window(chunk.place.detach(), part, chunk.box.row, chunk.box.column).copy_(window)
@@ -284,10 +289,10 @@ def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
 
 
 def check_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
-    """Raise DamagedCheckpoint unless `target` holds these values, bit for bit, wherever it holds them."""
+    """Raise DamagedCheckpoint unless `target` holds these values, from row `row` on, bit for bit."""
     spec = target.specs[name]
-    values = values.reshape(-1, spec.columns)
-    for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.columns)):
+    values = values.reshape(-1, spec.width)
+    for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.width)):
         expected = _window(values, part, row, 0).contiguous()
         found = _read(chunk, part, torch.empty_like(expected))
         if not torch.equal(expected.view(torch.uint8), found.view(torch.uint8)):
@@ -299,6 +304,7 @@ def check_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
 
 
 def _touching(place: Chunked, name: str, box: Box) -> Iterator[tuple[Chunk, Box]]:
+    """The chunks that have elements of a box, each with the part that it has."""
     for chunk in place.chunks(name):
         part = chunk.part.intersect(box)
         if part is not None:
@@ -312,7 +318,8 @@ def _window(tensor: Tensor, part: Box, row: int, column: int) -> Tensor:
 
 
 def _transfer(chunk: Chunk, part: Box, window: Tensor, call: Callable[..., int], flags: int) -> None:
-    """Read or write `part` of a file's chunk, contiguous here: in one piece where it is so there, else row by row."""
+    """Read or write `part` of a file's chunk; `window` is contiguous. One call if it is contiguous in the file, too,
+    else one for each row."""
     itemsize = window.element_size()
     pitch = chunk.box.columns * itemsize
     offset = chunk.offset + (part.row - chunk.box.row) * pitch + (part.column - chunk.box.column) * itemsize

@@ -1,5 +1,5 @@
-"""What is beside a model's weights: which files travel with it, which are made anew, which stay, and why; and JSON of
-strangers."""
+"""The files beside a model's weights: which are copied with it ("travel"), which are made anew, which stay behind, and
+why. Also JSON from strangers."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from precisionctl.untrusted.safe_files import read_file, read_files
 
 @dataclass(frozen=True)
 class CompanionKind:
-    """Files by the `patterns` of their names, what becomes of them, and the reason."""
+    """A kind of file, by patterns of its name: what happens to it, and why."""
 
     patterns: tuple[str, ...]
     fate: Literal["travels", "made anew", "stays"]
@@ -78,39 +78,40 @@ KINDS = (
     ),
     CompanionKind((".*",), "stays", "what Git and the Hub's client keep for themselves"),
 )
-"""The first that fits a name counts. A name that fits none stays, and the command says so; so do folders, unsaid."""
+"""The first whose pattern fits decides. A file that fits none stays behind, and the command says so; folders stay
+behind silently."""
 
 _NAMING_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 _CLASS = re.compile(r"[A-Za-z_][\w-]*\.\w+")
 """`modeling_kimi.KimiForCausalLM`: a class in a file of the directory."""
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\.([\w.]+)[ \t]+import\b|import[ \t]+\.([\w.]+))", re.MULTILINE)
 _MOST_CODE = 64
-_LARGEST_CODE = 4 << 20
-"""Bytes of each."""
+_MAX_CODE_BYTES = 4 << 20
+"""Of each file."""
 
 
 def kind_of(name: str) -> CompanionKind | None:
-    """What a file beside the weights is; None where its name is not known."""
+    """The kind of a file, by its name; None if it is not known."""
     return next((kind for kind in KINDS if any(fnmatchcase(name, pattern) for pattern in kind.patterns)), None)
 
 
 def is_tokenizer(name: str) -> bool:
-    """Whether a file is of a tokenizer, and more than a list of its special tokens."""
+    """Whether a file is part of a tokenizer, other than a list of special tokens."""
     return kind_of(name) is TOKENIZER and name not in ("special_tokens_map.json", "added_tokens.json")
 
 
 _MOST_PARTS, _DEEPEST = 8_000_000, 100
-"""Of JSON: beyond an index of every tensor there is, and no more than a gigabyte of lists."""
+"""Limits for JSON: more values than an index of the largest model has, yet at most a gigabyte of memory as lists."""
 
 
 def read_companions(directory: Path) -> Companions:
-    """The files in a directory that travel; none where there is no directory.
+    """The files in a directory that travel with the model, and the code that they name; empty without a directory.
 
-    Raises DamagedCheckpoint for a link that leads elsewhere (not those of the hub's cache), for what is no file, and
-    where they are too large to be held together.
+    Raises DamagedCheckpoint for a link to elsewhere (except those of the hub's cache), for something that is not a
+    file, and for files that are too large to hold in memory.
     """
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
-    there = [path for path in paths if path.suffix or not path.is_dir()]  # `tokenizer/` is no file that went wrong
+    there = [path for path in paths if path.suffix or not path.is_dir()]  # not folders such as `tokenizer/`
     kinds = {path.name: kind_of(path.name) for path in there}
     travelling = [path for path in there if (kind := kinds[path.name]) and kind.fate == "travels"]
     files = read_files(travelling, directory)
@@ -123,7 +124,7 @@ def read_companions(directory: Path) -> Companions:
 
 
 def write_companions(directory: Path, companions: Companions) -> None:
-    """Write them into a directory, which is made only where there are any."""
+    """Write the files into a directory, which is created if there are any."""
     for name, content in companions.files.items():
         directory.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
@@ -131,8 +132,9 @@ def write_companions(directory: Path, companions: Companions) -> None:
 
 @dataclass
 class _Code:
-    """The Python files of a directory that its configs name in `auto_map`. They are bytes here: nothing runs them, and
-    imports are looked for as transformers does (dynamic_module_utils.py, get_relative_imports)."""
+    """The Python files of a directory that its configs name in `auto_map`. They are only bytes here and never run.
+    Their imports are found by regular expression, as transformers does it (dynamic_module_utils.py,
+    get_relative_imports)."""
 
     directory: Path
     there: set[str]
@@ -140,11 +142,11 @@ class _Code:
     notes: list[str] = field(default_factory=list)
 
     def with_code(self, name: str, content: bytes) -> bytes:
-        """A config, and in `files` the code that it names; without those entries of `auto_map` whose code is not in
-        the directory, since the result could not be opened with them."""
+        """Add the code that a config names to `files`. Returns the config, without those entries of `auto_map` whose
+        code is not in the directory: with them the result could not be opened."""
         try:
             config = parse_json(content, name)
-        except DamagedCheckpoint:  # whoever needs it will say so
+        except DamagedCheckpoint:  # reported where the config is needed
             return content
         auto_map = config.get("auto_map")
         if not isinstance(auto_map, dict):
@@ -178,13 +180,13 @@ class _Code:
         return isinstance(reference, str) and bool(_CLASS.fullmatch(reference)) and _file_of(reference) in self.there
 
     def _add(self, file: str) -> None:
-        """A file, and those that it imports from beside it."""
+        """Add a file, and the files of the directory that it imports."""
         if file in self.files:
             return
         if len(self.files) == _MOST_CODE:
             what = f"`auto_map` leads to more than {_MOST_CODE} files of code"
             raise DamagedCheckpoint(what, where=self.directory, do="Do not trust it.")
-        content = self.files[file] = read_file(self.directory / file, self.directory, _LARGEST_CODE)
+        content = self.files[file] = read_file(self.directory / file, self.directory, _MAX_CODE_BYTES)
         imports = {f"{found[1] or found[2]}.py" for found in _IMPORT.finditer(content.decode(errors="replace"))}
         for imported in sorted(imports & self.there):
             self._add(imported)
@@ -202,7 +204,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def to_json(value: object) -> bytes:
-    """As transformers writes JSON; with escapes where a stranger's text is no Unicode, as half a surrogate pair is."""
+    """JSON as transformers writes it. Escaped where text cannot be encoded, as half a surrogate pair cannot."""
     try:
         return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
@@ -210,8 +212,8 @@ def to_json(value: object) -> bytes:
 
 
 def parse_json(data: bytes, where: object) -> dict[str, Any]:
-    """A JSON object of a stranger. Raises DamagedCheckpoint for anything else, for one with more or deeper parts than
-    any has, and where a key has two values."""
+    """Parse a JSON object from a stranger. Raises DamagedCheckpoint for anything else, for too many or too deeply
+    nested values, and for a key with two values."""
     if sum(map(data.count, (b",", b"[", b"{"))) > _MOST_PARTS:
         raise DamagedCheckpoint(f"JSON of more than {_MOST_PARTS:,} parts", where=where, do="Is the copy whole?")
     try:
@@ -226,14 +228,14 @@ def parse_json(data: bytes, where: object) -> dict[str, Any]:
 
 
 def _check_depth(value: Any) -> None:
-    """Raise ValueError for containers so deep in one another that walking through them, or writing them, fails."""
+    """Raise ValueError for values nested so deeply that recursion over them would fail."""
     level = [value]
     for _ in range(_DEEPEST):
         inside = (each.values() if isinstance(each, dict) else each for each in level)
         level = [part for parts in inside for part in parts if isinstance(part, dict | list)]
         if not level:
             return
-    raise ValueError(f"parts that are more than {_DEEPEST} deep in one another")
+    raise ValueError(f"values that are nested more than {_DEEPEST} deep")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

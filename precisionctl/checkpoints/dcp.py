@@ -1,7 +1,7 @@
 """`.metadata` of PyTorch's distributed checkpoints (DCP): which file holds which box of which tensor.
 
-It is a pickle of PyTorch's classes, and of Megatron's in some versions. It is read with inert stand-ins and
-checked, and written opcode by opcode: equal bytes for equal content, and nothing of `torch.distributed`.
+It is a pickle of PyTorch's classes, and of Megatron's in some versions. It is read into inert stand-ins and checked.
+It is written opcode by opcode: equal content gives equal bytes, and `torch.distributed` is not needed.
 """
 
 import math
@@ -20,12 +20,12 @@ from precisionctl.untrusted.safe_files import check_link, read_file
 from precisionctl.untrusted.safe_pickle import itself, sizes
 
 FILE = ".metadata"
-_LARGEST = 1 << 30
+_MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class DcpPiece:
-    """A box of a tensor, `offsets` and `sizes` per dimension, and the archive that holds it."""
+    """A piece of a tensor: its offset and size in each dimension, and the bytes of the archive that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -34,7 +34,7 @@ class DcpPiece:
 
 @dataclass(frozen=True)
 class DcpTensor:
-    """A tensor as `.metadata` describes it, and where the pieces of it are."""
+    """A tensor as `.metadata` describes it, in pieces."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,14 +43,14 @@ class DcpTensor:
 
 @dataclass(frozen=True)
 class Index:
-    """What a directory holds, by key: tensors in pieces, and pickled objects."""
+    """What a directory holds, by key: tensors in pieces, and archives of pickled objects."""
 
     tensors: Mapping[str, DcpTensor]
     objects: Mapping[str, Span]
 
 
 class _Plain:
-    """Stands in for a dataclass: its fields become attributes, whatever they are."""
+    """Stands in for a dataclass: whatever fields were pickled become attributes."""
 
     def __init__(self, *args: object) -> None:
         self.args = args
@@ -71,16 +71,18 @@ class _Object(_Plain):
 
 
 class _MetadataIndex(_Plain):
-    """Key of a tensor's piece or of an object; `write_index` makes it by a call, so that it hashes."""
+    """Stands in for the key of a tensor's piece or of an object. `write_index` pickles it as a call with arguments, so
+    that it can be hashed as soon as it is made."""
 
-    offset: tuple[int, ...] | None = None  # pickles leave it out for objects
+    offset: tuple[int, ...] | None = None  # not in the pickle of an object's key
 
     def __init__(self, fqn: str = "", offset: tuple[int, ...] | None = None) -> None:
         self.fqn, self.offset = fqn, offset
 
 
 class _Allowed(dict[tuple[str, str], Any]):
-    """Megatron's own classes (MCoreMetadata, MCoreSavePlan) add nothing that is needed here."""
+    """The classes that may be in `.metadata`. Megatron's (MCoreMetadata, MCoreSavePlan) become `_Plain`, as nothing of
+    them is needed."""
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         if key[0].startswith("megatron."):
@@ -113,10 +115,11 @@ _ALLOWED = _Allowed(
 def read_index(directory: Path) -> Index:
     """Read `.metadata` and check that every piece lies inside a file of the directory.
 
-    Raises DamagedCheckpoint and UnsafePickle. Tensor data is not touched.
+    Raises DamagedCheckpoint for an index that contradicts itself or its files, UnsafePickle for other classes than
+    PyTorch's and Megatron's. Tensor data is not read.
     """
     path = directory / FILE
-    root = safe_pickle.loads(read_file(path, directory, _LARGEST), _ALLOWED, path)
+    root = safe_pickle.loads(read_file(path, directory, _MAX_BYTES), _ALLOWED, path)
     with damage("not what PyTorch writes", path):
         files = _Files(directory)
         infos = {}
@@ -133,8 +136,8 @@ def read_index(directory: Path) -> Index:
                 value = entry.properties.args[0]
                 if not isinstance(value, torch.dtype):
                     raise ValueError(f"{shown(value)} as a dtype")
-                # Before anything is made as large as the sizes say: each piece is inside its tensor and its file, and
-                # together they have as many elements as the tensor. Overlaps are the reader's to find.
+                # Before memory of these sizes is allocated: each piece must be inside its tensor and its file, and
+                # together they must have as many elements as the tensor. The reader checks for overlaps.
                 tensor = tensors[key] = DcpTensor(sizes(entry.size), value, pieces)
                 for piece in tensor.pieces:
                     ends = [offset + size for offset, size in zip(piece.offsets, piece.sizes, strict=True)]
@@ -154,7 +157,7 @@ def _text(value: Any) -> str:
 
 
 class _Files:
-    """The files of a directory, each looked at once."""
+    """The files of a directory and their lengths, each looked up once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory.resolve()
@@ -170,7 +173,7 @@ class _Files:
         path = self._directory / relative
         if offset + length > self._lengths[relative]:
             raise DamagedCheckpoint(
-                f"bytes {offset} to {offset + length} are wanted of a file of {path.stat().st_size}",
+                f"bytes {offset} to {offset + length} are needed of a file of {path.stat().st_size} bytes",
                 where=path,
                 do="It is truncated; copy the checkpoint again.",
             )
@@ -190,12 +193,12 @@ class _Files:
 
 
 def write_index(directory: Path, index: Index) -> None:
-    """Write `.metadata`; the pieces' files lie in `directory`. Equal indexes give equal bytes."""
+    """Write `.metadata` into `directory`, in which the pieces' files must be. Equal indexes give equal bytes."""
     metadata = _object(
         *(_METADATA, "Metadata"),
         state_dict_metadata=LazyDict(_entries(index)),
         planner_data=None,
-        storage_data=LazyDict(_places(index)),
+        storage_data=LazyDict(_storage(index)),
         storage_meta=_object(_METADATA, "StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
         version="1.0.0",
     )
@@ -222,12 +225,12 @@ def _entries(index: Index) -> Iterator[tuple[str, PickledObject]]:
         yield key, _object(_METADATA, "BytesStorageMetadata")
 
 
-def _places(index: Index) -> Iterator[tuple[PickledObject, PickledObject]]:
+def _storage(index: Index) -> Iterator[tuple[PickledObject, PickledObject]]:
     for key, tensor in index.tensors.items():
         for piece in tensor.pieces:
-            yield _place(key, _size(piece.offsets)), _info(piece.span)
+            yield _metadata_index(key, _size(piece.offsets)), _storage_info(piece.span)
     for key, span in index.objects.items():
-        yield _place(key, None), _info(span)
+        yield _metadata_index(key, None), _storage_info(span)
 
 
 def _object(module: str, name: str, **fields: object) -> PickledObject:
@@ -238,9 +241,9 @@ def _size(values: tuple[int, ...]) -> PickledObject:
     return PickledObject(Global("torch", "Size"), (values,))
 
 
-def _place(key: str, offset: PickledObject | None) -> PickledObject:
+def _metadata_index(key: str, offset: PickledObject | None) -> PickledObject:
     return PickledObject(Global(_METADATA, "MetadataIndex"), (key, offset))
 
 
-def _info(span: Span) -> PickledObject:
+def _storage_info(span: Span) -> PickledObject:
     return _object(_FILESYSTEM, "_StorageInfo", relative_path=span.path.name, offset=span.offset, length=span.length)

@@ -1,42 +1,43 @@
-"""How a checkpoint's weights were coded: from the scale tensors of an FP8 directory, or kept beside its values.
+"""How a checkpoint's weights are, or once were, encoded in FP8.
 
-`precisionctl/encodings.safetensors` holds those scale tensors as they were, under their own names, shapes and dtypes;
-in its metadata the `quantization_config` that they belong to, and what each weight was. So a checkpoint of values can
-become FP8 again as it was FP8 before.
+`precisionctl/encodings.safetensors` in a checkpoint of decoded values holds the scale tensors of the FP8 directory that
+they come from, with their names, shapes and dtypes. Its metadata has the `quantization_config` of that directory, and
+dtype, shape and block size of each weight. With it, values can be encoded to the same codes again.
 """
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Chunked, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import sync
 from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
+from precisionctl.fp8.elements import E2M1, E4M3, INT4, Packing
 from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
-from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import Scales, encoding
+from precisionctl.quant_methods.base import Scales, complete_encoding
 from precisionctl.untrusted.safe_files import has_file
 
 QUANT_CONFIG = "hf_quant_config.json"
-"""What ModelOpt writes beside config.json, or used to write in place of its `quantization_config`."""
+"""Written by ModelOpt beside config.json; older versions wrote it in place of config.json's `quantization_config`."""
 
 RELATIVE = Path("precisionctl/encodings.safetensors")
 FORMAT_VERSION = 1
 _KEY = "precisionctl"
-_LARGEST = torch.finfo(torch.float32).max / FP8_MAX[torch.float8_e4m3fn]
 
 
 class EncodingsOnDemand(Mapping[str, Encoding]):
-    """The encodings of weights by name, read from files when they are asked for. The grids of a large model are
-    gigabytes where channels have scales, so only the last one is kept: decoding a weight piece by piece asks for the
-    same one many times in a row."""
+    """The encodings of weights by name, read from files on access. With a scale for each channel all grids of a large
+    model would take gigabytes, so only the last one is cached: decoding a weight piece by piece uses the same one many
+    times in a row."""
 
     def __init__(self, weights: Collection[str], read: Callable[[str], Encoding]) -> None:
         self._weights, self._read = weights, read
@@ -62,24 +63,24 @@ class EncodingsOnDemand(Mapping[str, Encoding]):
 def stored_encodings(
     stored: Chunked, weights: Mapping[str, TensorSpec], scales: Mapping[str, Scales], where: object
 ) -> EncodingsOnDemand:
-    """The encodings of weights, read from the tensors in `stored` that hold their scales when they are asked for."""
+    """The encodings of `weights`, whose `scales` are read from the tensors in `stored` on access. `where` is the
+    checkpoint, for errors."""
 
     def read(name: str) -> Encoding:
-        scale = read_tensor(stored, scales[name].weight)
-        return encoding(scale, scales[name], weights[name], where)
+        return complete_encoding(partial(read_tensor, stored), scales[name], weights[name], where)
 
     return EncodingsOnDemand(scales, read)
 
 
 @dataclass(frozen=True)
 class WeightEncodings:
-    """How the weights of a model are FP8 codes, or were before they became values; by Hugging Face name.
+    """How the weights of a model are encoded in FP8, or were before they were decoded; by Hugging Face name.
 
-    `weights` are shape and dtype of the codes, `scales` the names of their scale tensors, which are in `stored` with
-    others (those of a KV cache). `quantization` is the `quantization_config` of the directory that the codes come from,
-    and `files` what that directory said of them elsewhere, by file name; both empty where they come from no Hugging
-    Face directory. `of_weights` is the digest of the values that the codes decode to (conversion/weights_digest.py),
-    taken where scales of inputs or of a cache are among `stored`: they were calibrated with these values.
+    `weights` are shape and dtype of the codes, and `scales` the names of their scale tensors, which are in `stored`
+    (perhaps with others, of a KV cache). `quantization` is the `quantization_config` of the directory that the codes
+    come from, and `files` other files that describe them (`hf_quant_config.json`); both are empty for codes that do not
+    come from a Hugging Face directory. `of_weights` is the digest of the decoded values (conversion/weights_digest.py).
+    It is taken if `stored` has scales of inputs or of a cache, which were calibrated with exactly these values.
     """
 
     weights: Mapping[str, TensorSpec]
@@ -93,27 +94,36 @@ class WeightEncodings:
     @property
     def has_fixed_scales(self) -> bool:
         """Whether some stored scale is of an input, or of a KV cache: of what no weight decides."""
-        return len(self.stored.specs) > len(self.scales)
+        return len(self.stored.specs) > sum(len(scales.of_weight) for scales in self.scales.values())
 
     @property
     def by_name(self) -> Mapping[str, Encoding]:
-        """The encoding of each weight, read when it is asked for."""
+        """The encoding of each weight, read on access."""
         return stored_encodings(self.stored, self.weights, self.scales, self.path)
 
-    def input_scale(self, name: str) -> float | None:
-        """The fixed scale_inv of a weight's input; None where there is none. Raises DamagedCheckpoint for one that is
-        negative or NaN, or of an amax that FP32 does not hold."""
-        given = self.scales[name].input
-        if given is None:
+    def input_amax(self, name: str) -> Tensor | None:
+        """The amax, FP32 `[]`, that the fixed scale of a weight's input was made from; None where there is none. Raises
+        DamagedCheckpoint for a scale that is negative or NaN, or of an amax that FP32 does not hold."""
+        scales = self.scales[name]
+        if scales.input is None:
             return None
-        value = float(read_tensor(self.stored, given).float().reshape(()))
-        if not 0 <= value <= _LARGEST:
-            raise DamagedCheckpoint(f"{given} holds a scale that is negative, infinite or NaN", where=self.path)
-        return value
+        stored = read_tensor(self.stored, scales.input).float().reshape(())
+        amax = scales.input_amax(stored)
+        if not (bool(amax.isfinite()) and stored >= 0):
+            raise DamagedCheckpoint(f"{scales.input} holds a scale that is negative, infinite or NaN", where=self.path)
+        return amax
+
+    def input_scale(self, name: str) -> float | None:
+        """The same as FP8 codes have it, as scale_inv."""
+        scales, amax = self.scales[name], self.input_amax(name)
+        if scales.input is None or amax is None:
+            return None
+        stored = read_tensor(self.stored, scales.input).float().reshape(())
+        return float(stored if scales.global_scale is None else amax / E4M3.largest)
 
 
 class StoredTensors:
-    """Tensors of one safetensors file, or of several."""
+    """Tensors in one or several safetensors files, as a source (`Chunked`)."""
 
     def __init__(self, places: Mapping[str, tuple[Path, StoredTensor]]) -> None:
         self.places = places
@@ -121,28 +131,19 @@ class StoredTensors:
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         file, stored = self.places[name]
-        return [Chunk(whole(stored.spec), file, stored.offset, packed=stored.packed)]
+        return [Chunk(whole(stored.spec), file, stored.offset)]
 
 
 def write(directory: Path, encodings: WeightEncodings) -> None:
-    """Write and sync the file of a checkpoint's directory. Equal encodings give equal bytes; one tensor is in memory
-    at a time."""
+    """Write and sync the file in a checkpoint's directory. Equal encodings give equal bytes. One tensor is in memory at
+    a time."""
     path = directory / RELATIVE
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {
         "format_version": FORMAT_VERSION,
         "quantization_config": encodings.quantization,
         "files": {name: data.decode() for name, data in encodings.files.items()},
-        "weights": {
-            name: {
-                "codes": NAMES[spec.dtype],
-                "shape": spec.shape,
-                "block": encodings.scales[name].block,
-                "scale_inv": encodings.scales[name].weight,
-                "input_scale_inv": encodings.scales[name].input,
-            }
-            for name, spec in encodings.weights.items()
-        },
+        "weights": {name: _described(spec, encodings.scales[name]) for name, spec in encodings.weights.items()},
     }
     if encodings.of_weights is not None:
         metadata["of_weights"] = encodings.of_weights
@@ -156,27 +157,42 @@ def write(directory: Path, encodings: WeightEncodings) -> None:
     sync(path)
 
 
-def find(checkpoint: Path) -> WeightEncodings | None:
-    """What the file in a checkpoint's directory says, if it has one.
+def _described(weight: TensorSpec, scales: Scales) -> dict[str, Any]:
+    said: dict[str, Any] = {
+        "codes": NAMES[weight.dtype],
+        "shape": weight.shape,
+        "block": scales.block,
+        "scale_inv": scales.weight,
+        "input_scale_inv": scales.input,
+    }
+    if packing := weight.packing:
+        said["packed"] = [packing.name, packing.element.name, NAMES[packing.word], packing.suffix, packing.block]
+        said["global_scale"] = [scales.global_scale, scales.divides]
+        said["zero_points"], said["weight_shape"] = scales.zero_points, scales.shape
+    return said
 
-    Raises UnknownFormat for the version of another release, DamagedCheckpoint for a file that contradicts itself.
+
+def find(checkpoint: Path) -> WeightEncodings | None:
+    """Read the file in a checkpoint's directory; None if there is none.
+
+    Raises UnknownFormat for a version of another release, DamagedCheckpoint for a file that contradicts itself.
     """
     path = checkpoint / RELATIVE
     if not has_file(path, checkpoint):
         return None
     tensors, metadata = read_described(path)
     stored = StoredTensors({name: (path, tensor) for name, tensor in tensors.items()})
-    said = parse_json(metadata.get(_KEY, "").encode(), path)
-    if said.get("format_version") != FORMAT_VERSION:
+    fields = parse_json(metadata.get(_KEY, "").encode(), path)
+    if fields.get("format_version") != FORMAT_VERSION:
         raise UnknownFormat(
             "encodings of another format version", where=path, do="Read them with the release that wrote them."
         )
     try:
-        weights = {name: _weight(fields) for name, fields in said["weights"].items()}
-        scales = {name: _scales(name, fields, weights[name], stored.specs) for name, fields in said["weights"].items()}
-        files = {name: text.encode() for name, text in said["files"].items() if name == QUANT_CONFIG}
-        quantization = dict(said["quantization_config"])
-        of_weights = said.get("of_weights")
+        weights = {name: _weight(entry) for name, entry in fields["weights"].items()}
+        scales = {name: _scales(name, entry, weights[name], stored.specs) for name, entry in fields["weights"].items()}
+        files = {name: text.encode() for name, text in fields["files"].items() if name == QUANT_CONFIG}
+        quantization = dict(fields["quantization_config"])
+        of_weights = fields.get("of_weights")
         if not isinstance(of_weights, str | None):
             raise ValueError("of_weights is no digest")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -186,16 +202,28 @@ def find(checkpoint: Path) -> WeightEncodings | None:
 
 def _weight(fields: Mapping[str, Any]) -> TensorSpec:
     shape, dtype = fields["shape"], DTYPES[fields["codes"]]
-    if dtype not in CODES or not all(type(size) is int and 0 < size < 1 << 40 for size in shape):
+    packing = _packing(*fields["packed"]) if "packed" in fields else None
+    coded = dtype == packing.element.dtype if packing else dtype in CODES
+    if not coded or not all(type(size) is int and 0 < size < 1 << 40 for size in shape):
         raise ValueError("a weight of no codes, or of no size")
-    return TensorSpec(tuple(shape), dtype)
+    return TensorSpec(tuple(shape), dtype, packing=packing)
+
+
+def _packing(name: str, element: str, word: str, suffix: str, block: int | None) -> Packing:
+    if not (type(name) is type(suffix) is str) or not (block is None or (type(block) is int and 0 < block < 1 << 16)):
+        raise ValueError("a packing of no name, suffix or block")
+    return Packing(name, {each.name: each for each in (E2M1, INT4)}[element], DTYPES[word], suffix, block)
 
 
 def _scales(name: str, fields: Mapping[str, Any], weight: TensorSpec, stored: Mapping[str, TensorSpec]) -> Scales:
     high, wide = fields["block"]
     if not all(type(size) is int and 0 < size < 1 << 40 for size in (high, wide)):
         raise ValueError(f"{name} has a block of no size")
-    found = Scales(fields["scale_inv"], fields["input_scale_inv"], (high, wide))
+    of_all, divides = fields.get("global_scale", (None, False))
+    further = of_all, bool(divides), fields.get("zero_points"), fields.get("weight_shape")
+    found = Scales(fields["scale_inv"], fields["input_scale_inv"], (high, wide), *further)
+    if missing := [each for each in found.names if each not in stored]:
+        raise ValueError(f"{name} has no {missing[0]}")
     spec, counts = stored[found.weight], grid_shape(weight.rows, weight.columns, found.block)
     if spec.rows * spec.columns != counts[0] * counts[1]:
         raise ValueError(f"{name} has as many scales as {spec.shape}")

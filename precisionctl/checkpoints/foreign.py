@@ -1,6 +1,6 @@
-"""Formats that are not read here: how each is recognised, and what the user can do with it (docs/foreign.md).
+"""Formats that are not read here: how each is recognised, and what the user can do about it (docs/foreign.md).
 
-Names of files, config.json and names of tensors are looked at; nothing is unpickled.
+They are recognised by file names, config.json and names of tensors; nothing is unpickled.
 """
 
 import re
@@ -10,22 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from precisionctl.architectures.families import supported
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader
 from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
+from precisionctl.model_shape import UntabledModel
 from precisionctl.untrusted.safe_files import read_file
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """Something that is not read here: `what` it is, the `sign` that it is recognised by (in words), and what the user
-    can `do` with it. `find` looks for the sign at a path or in an open checkpoint, and returns what it found there;
-    None where it is something else. `do` may contain `{path}`, where it is, and `{found}`, what was found; without
-    `{found}` in it, that is said after `what`."""
+    """A format that is not read here: `what` it is, the `sign` by which it is recognised (in words, for the docs), and
+    what the user can `do`.
+
+    `find` takes a path or an open Reader and returns the sign as found there (a name, perhaps empty), or None if it is
+    something else. `do` may contain `{path}` and `{found}`; if it lacks `{found}`, that is shown after `what`.
+    """
 
     what: str
     sign: str
@@ -33,7 +34,7 @@ class Foreign:
     find: Callable[[Any], str | None]
 
     def check(self, subject: Any, path: Path) -> None:
-        """Raise UnknownFormat where it is this."""
+        """Raise UnknownFormat if `subject` is in this format."""
         found = self.find(subject)
         if found is None:
             return
@@ -43,19 +44,19 @@ class Foreign:
 
 
 def check_path(path: Path) -> None:
-    """Raise UnknownFormat for what readers would take for a model of its own."""
+    """Raise UnknownFormat for a path that a Reader would recognise although it is something else (MISTAKABLE)."""
     for foreign in MISTAKABLE:
         foreign.check(path, path)
 
 
 def check_tensors(reader: Reader, path: Path) -> None:
-    """Raise UnknownFormat for a checkpoint whose tensors say that it is something else."""
+    """Raise UnknownFormat for an open checkpoint whose tensor names show that it is something else."""
     for foreign in TENSORS:
         foreign.check(reader, path)
 
 
 def check_unread(path: Path) -> None:
-    """Raise UnknownFormat for what no reader recognises, and this module does."""
+    """Raise UnknownFormat for a path that no Reader recognises but one of UNREAD does."""
     for foreign in UNREAD:
         foreign.check(path, path)
 
@@ -64,7 +65,7 @@ _THEN = "copy config.json and the tokenizer's files to OUT, and give OUT"
 
 
 def _has(*patterns: str) -> Callable[[Path], str | None]:
-    """The first that a directory has of these; or the file itself."""
+    """A `find` for the first file of a directory with one of these names, or for a path that is such a file."""
 
     def find(path: Path) -> str | None:
         if path.is_file():
@@ -76,7 +77,7 @@ def _has(*patterns: str) -> Callable[[Path], str | None]:
 
 
 def _deepspeed(path: Path) -> str | None:
-    """The directory with `latest`, of which one holds a step."""
+    """The directory that has `latest`: `path`, or its parent if `path` is the directory of one step."""
     if any(path.glob("*_optim_states.pt")):
         return shlex.quote(str(path.parent))
     return shlex.quote(str(path)) if any(path.glob("*/*_optim_states.pt")) else None
@@ -103,7 +104,7 @@ def _model_inside(path: Path) -> str | None:
 
 
 def _snapshot(path: Path) -> str | None:
-    """The snapshot of an entry of the Hub's cache: that of `refs/main`, or one that is there."""
+    """The name of a snapshot in an entry of the Hub's cache: that of `refs/main`, else any that is there."""
     there = [config.parent.name for config in sorted(path.glob("snapshots/*/config.json"))]
     if not there:
         return None
@@ -112,20 +113,6 @@ def _snapshot(path: Path) -> str | None:
     except (OSError, DamagedCheckpoint):
         main = ""
     return shlex.quote(main if main in there else there[-1])
-
-
-def _wrapped_text(path: Path, known: bool) -> str | None:
-    """The `model_type` of the text model in a wrapper of images or sound, if it is one that is known here, or not."""
-    if not (path / "config.json").is_file():
-        return None
-    config = parse_json(read_file(path / "config.json", path), path / "config.json")
-    text, other = config.get("text_config"), config.get("vision_config") or config.get("audio_config")
-    if not isinstance(text, dict) or not other or config.get("model_type") in supported():
-        return None
-    family = text.get("model_type")
-    if not isinstance(family, str) or not re.fullmatch(r"\w{1,40}", family):
-        return None if known else "unnamed"
-    return family if (family in supported()) == known else None
 
 
 MISTAKABLE = (
@@ -137,20 +124,8 @@ MISTAKABLE = (
         "tokenizer's files to OUT, and give OUT.",
         _has("adapter_config.json"),
     ),
-    Foreign(
-        "a model of images or sound, around a text model of a family that is known here",
-        "`text_config` beside `vision_config` or `audio_config` in config.json",
-        "The wrapper is not read. docs/foreign.md saves the text model alone, with transformers: give that.",
-        lambda path: _wrapped_text(path, known=True),
-    ),
-    Foreign(
-        "a model of images or sound, around a text model of a family that is not known here",
-        "the same, where the text model's family is not known",
-        "Neither is read. If the model has a release for text alone, of a family in docs/convert.md, give that.",
-        lambda path: _wrapped_text(path, known=False),
-    ),
 )
-"""What a reader would recognise: looked for first."""
+"""Formats that some Reader would recognise; looked for before any is opened."""
 
 _HEAD = re.compile(
     r"(?:.+\.)?(?:score|classifier|qa_outputs|v_head|value_head|reward_head|regression_head)\.(?:.+\.)?weight"
@@ -162,6 +137,11 @@ def _first(names: Iterable[str], found: Callable[[str], object]) -> str | None:
     return next((name[:90] for name in names if found(name)), None)
 
 
+def _of_a_family(reader: Reader) -> bool:
+    """Whether it is a Hugging Face directory of a family with a table, which such tensors have no place in."""
+    return reader.layout == "hf" and not isinstance(reader.model, UntabledModel)
+
+
 def _common_wrapper(reader: Reader) -> str | None:
     if reader.layout != "hf":
         return None
@@ -169,7 +149,7 @@ def _common_wrapper(reader: Reader) -> str | None:
 
 
 def _plain_dcp(reader: Reader, *, optimizer: bool) -> str | None:
-    """The first name of PyTorch's own checkpoint, where Megatron's embedding is not in it."""
+    """The first tensor's name in a DCP checkpoint without Megatron's names, with or without an optimizer."""
     if not _is_dcp(reader) or EMBEDDING in reader.specs:
         return None
     return (_first(reader.specs, bool) or "") if bool(reader.optimizer_specs) == optimizer else None
@@ -211,7 +191,7 @@ TENSORS = (
         "a tensor such as `score.weight`, `classifier.weight` or `v_head.summary.weight`",
         "Heads are not read. Of TRL's value heads, save the model inside: `model.pretrained_model.save_pretrained("
         '"OUT")`; for others give the language model that it was trained from.',
-        lambda reader: _first(reader.specs, _HEAD.fullmatch) if reader.layout == "hf" else None,
+        lambda reader: _first(reader.specs, _HEAD.fullmatch) if _of_a_family(reader) else None,
     ),
     Foreign(
         "a model with PEFT's adapters in it",
@@ -220,9 +200,9 @@ TENSORS = (
         lambda reader: _first(reader.specs, lambda name: ".base_layer." in name or ".lora_A." in name),
     ),
     Foreign(
-        "weights that were saved from within a wrapper, so that all names begin alike",
+        "weights that were saved with a wrapper around the model, so that all names have a prefix",
         "all names begin with `_orig_mod.`, `module.`, `base_model.model.` or `_fsdp_wrapped_module.`",
-        "Save the model that is wrapped (`model._orig_mod`, `model.module`), or take that off the names "
+        "Save the model inside the wrapper (`model._orig_mod`, `model.module`), or remove the prefix from the names "
         "(docs/foreign.md).",
         _common_wrapper,
     ),
@@ -232,12 +212,14 @@ TENSORS = (
         "Save it with AutoModelForCausalLM. From here that can be done only if embeddings are tied, else the output "
         "layer would be random: `python -c 'import sys; from transformers import AutoModelForCausalLM as M; "
         "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])' {path} OUT`.",
-        lambda reader: next(
-            (name for name in ("embed_tokens.weight", "embed_in.weight") if name in reader.specs), None
+        lambda reader: (
+            _first(reader.specs, ("embed_tokens.weight", "embed_in.weight").__contains__)
+            if _of_a_family(reader)
+            else None
         ),
     ),
 )
-"""What has been opened as something else: told by the names of its tensors."""
+"""Formats that a Reader opens, and that are recognised by the names of their tensors."""
 
 UNREAD = (
     Foreign(
@@ -338,4 +320,4 @@ UNREAD = (
         _has("*.safetensors", "*.bin"),
     ),
 )
-"""What nothing recognises."""
+"""Formats that no Reader recognises. The first that fits is reported, so the general ones are last."""

@@ -1,6 +1,6 @@
-"""Read `fsdp_dtensor`, the checkpoints of Megatron-FSDP: PyTorch's own, of whole parameters, with Megatron's names.
+"""Read `fsdp_dtensor`, the checkpoints of Megatron-FSDP: PyTorch's distributed format with Megatron's names.
 
-Nothing is stacked, gates and ups are apart (`linear_fc1.weight_w`, `weight_v`), experts have numbers, every name
+Nothing is stacked, gate and up are separate (`linear_fc1.weight_w`, `weight_v`), experts are numbered, every name
 begins with `model.module.`, and there is no FP8 state (megatron/core/transformer/fsdp_dtensor_checkpoint.py).
 """
 
@@ -13,7 +13,7 @@ from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 
 
 def _is_complete(directory: Path) -> bool:
-    """PyTorch's index, and none of Megatron's markers."""
+    """Whether a directory has PyTorch's index and not Megatron's marker."""
     return (directory / dcp.FILE).is_file() and not (directory / MARKER).exists()
 
 
@@ -23,7 +23,7 @@ def recognise(path: Path) -> bool:
 
 
 def open_reader(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> TorchDistReader:
-    """An iteration, or the newest of a directory. Raises what TorchDistReader does."""
+    """Open an iteration, or the newest of a directory. Raises as TorchDistReader."""
     return TorchDistReader(path, iteration, hints, container="fsdp_dtensor", complete=_is_complete)
 
 

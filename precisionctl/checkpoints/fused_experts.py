@@ -1,9 +1,9 @@
 """Experts that Hugging Face stores as one tensor: `mlp.experts.gate_up_proj` of shape `[experts, ...]`, in Granite
 `block_sparse_moe.input_linear.weight`.
 
-Logical names are one per expert, so a stored tensor is read as its slices `name[0]`, `name[1]`, ...; each is
-contiguous. In MXFP4, as gpt-oss has it, `experts.gate_up_proj_blocks` are bytes `[experts, rows, columns / 32, 16]` of
-two E2M1 codes each, beside `..._scales`, one byte for each block of 32 (`quant_methods/mxfp4.py` reads those).
+Logical tensors are one per expert, so such a tensor is read as its slices `name[0]`, `name[1]`, ..., each of which is
+contiguous. In MXFP4, as gpt-oss has it, `experts.gate_up_proj_blocks` is bytes `[experts, rows, columns / 32, 16]` with
+two E2M1 codes each, and `..._scales` beside it has one byte for each block of 32 (`quant_methods/mxfp4.py`).
 """
 
 import re
@@ -16,17 +16,18 @@ import torch
 from precisionctl.checkpoints.safetensors_file import StoredTensor
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
+from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
 
 _FUSED = re.compile(r".+\.(?:experts\.[a-z_]+|block_sparse_moe\.(?:input|output)_linear\.weight)")
 _SLICE = re.compile(rf"({_FUSED.pattern})\[(\d+)\]")
 
 _MOST_SLICES = 1 << 18
-"""The most experts of one file: DeepSeek-V3, whole, would have 3 x 10^4, but a header of a few bytes can claim any
-number."""
+"""Most experts in one file. All of DeepSeek-V3 has 3 x 10^4, but a header of a few bytes can claim any number."""
 
 
 def sliced(tensors: Mapping[str, StoredTensor], where: object) -> dict[str, StoredTensor]:
-    """The logical tensors of a file's. Raises DamagedCheckpoint for more experts than any model has."""
+    """The logical tensors of a file: stacks of experts replaced by their slices. Raises DamagedCheckpoint for more
+    experts than any model has, or a tensor that is named like a slice."""
     fused = {name for name, tensor in tensors.items() if _FUSED.fullmatch(name) and _is_stacked(name, tensor.spec)}
     if sum(tensors[name].spec.rows for name in fused) > _MOST_SLICES:
         raise DamagedCheckpoint(f"more than {_MOST_SLICES} experts", where=where)
@@ -44,7 +45,7 @@ def sliced(tensors: Mapping[str, StoredTensor], where: object) -> dict[str, Stor
 
 
 def _is_stacked(name: str, spec: TensorSpec) -> bool:
-    """Whether dimension 0 is that of experts: of every stack, and of their scales where each has one."""
+    """Whether dimension 0 is experts: it is for matrices, and for scales if each expert has one."""
     return len(spec.shape) > 1 or (len(spec.shape) == 1 and name.endswith(("_scale", "_scale_inv")))
 
 
@@ -55,9 +56,9 @@ def stored_name(name: str) -> tuple[str, int | None]:
 
 
 def stacked(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """What is stored of these logical tensors, where the first slice of each stood.
+    """The stored tensors for these logical ones, with slices stacked; in the order of the first slices.
 
-    Raises ShapeMismatch where slices are missing or differ.
+    Raises ShapeMismatch where slices are missing or differ in shape or dtype.
     """
     slices: dict[str, dict[int, TensorSpec]] = {}
     found: dict[str, TensorSpec] = {}
@@ -73,15 +74,23 @@ def stacked(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     return found
 
 
+def in_words(name: str, spec: TensorSpec) -> tuple[str, TensorSpec]:
+    """The tensor that holds a logical one in a file, where that is of four bits: the words that its codes are in."""
+    packing = spec.packing
+    if packing is None:
+        return name, spec
+    return f"{name}{packing.suffix}", TensorSpec(packing.shape(spec.rows, spec.columns), packing.word)
+
+
 _BLOCKS = re.compile(r"(.+\.experts\.[a-z_]+)_blocks(\[\d+\])")
-_BYTES = 16
-"""Of a block of 32."""
+_BYTES = BLOCKS_OF_16.block
 
 
 def unpacked(places: Mapping[str, tuple[Path, StoredTensor]]) -> dict[str, tuple[Path, StoredTensor]]:
-    """The tensors of a directory, in which blocks of an expert are the matrix of codes that they hold.
+    """The tensors of a directory by name, with the MXFP4 blocks of an expert described as its matrix of codes
+    `[rows, columns]`, packed.
 
-    Raises DamagedCheckpoint for blocks or scales that are no bytes, and for blocks of another shape.
+    Raises DamagedCheckpoint for blocks or scales that are not uint8, and for blocks of another shape.
     """
     found = dict(places)
     for name, (file, stored) in places.items():
@@ -97,6 +106,6 @@ def unpacked(places: Mapping[str, tuple[Path, StoredTensor]]) -> dict[str, tuple
         if len(shape) != 3 or shape[2] != _BYTES:
             what = f"`{name}` is {list(shape)}; blocks of MXFP4 are [rows, columns / 32, {_BYTES}]"
             raise DamagedCheckpoint(what, where=file)
-        codes = TensorSpec((shape[0], 2 * _BYTES * shape[1]), torch.float8_e4m3fn)
-        found[name] = file, replace(stored, spec=codes, packed=True)
+        codes = TensorSpec((shape[0], 2 * _BYTES * shape[1]), torch.uint8, packing=BLOCKS_OF_16)
+        found[name] = file, replace(stored, spec=codes)
     return found

@@ -3,29 +3,29 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from precisionctl.architectures.families import from_hf_config
+from precisionctl.architectures.families import read_model
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, read_tensor, whole
 from precisionctl.checkpoints.companions import parse_json, read_companions, to_json
 from precisionctl.checkpoints.encodings_file import QUANT_CONFIG, StoredTensors, WeightEncodings, stored_encodings
-from precisionctl.checkpoints.fused_experts import sliced, stacked, stored_name, unpacked
+from precisionctl.checkpoints.fused_experts import in_words, sliced, stacked, stored_name, unpacked
 from precisionctl.checkpoints.huggingface_files import SAFETENSORS, WeightFileFormat, index_of, read_stored, spelling_of
 from precisionctl.checkpoints.output import open_weights
 from precisionctl.checkpoints.safetensors_file import StoredTensor, split_shards
-from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionError, damage, shown
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
-from precisionctl.quant_methods.base import Scales, cache_scales, stored_scales
+from precisionctl.quant_methods.base import Scales, cache_scales, coded_weights
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 MAX_SHARD_SIZE = 5_000_000_000
@@ -39,9 +39,10 @@ def recognise(path: Path) -> bool:
 class HuggingFaceReader:
     """A Hugging Face directory as a Reader. Raises DamagedCheckpoint where files contradict one another.
 
-    Experts that are stored as one tensor are slices here, `name[expert]`, and in MXFP4 matrices of codes. Scale tensors
-    of FP8 codes are not among `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every
-    tensor in the files. Nor are those of a KV cache, which belong to no weight.
+    Experts that are stored as one tensor are slices here, `name[expert]`, and in MXFP4 matrices of codes. Codes of four
+    bits have the weight's name and shape, whatever the tensor of their words is called. Scale tensors of codes are not
+    among `specs`; they are in `encodings` (and `input_scales`), and in `stored`, which is every tensor in the files.
+    Nor are those of a KV cache, which belong to no weight.
     """
 
     layout: Layout = "hf"
@@ -59,12 +60,20 @@ class HuggingFaceReader:
                 where=self.path / "config.json",
                 do="Keep the file that is the model, under the usual name, and remove the key.",
             )
-        self.model: ModelShape = from_hf_config(self.config, path / "config.json")
-        self.stored = StoredTensors(unpacked(self._places()))
-        self._scales: Mapping[str, Scales] = stored_scales(self.config, self.stored.specs, path / "config.json")
+        self.model: ModelShape = read_model(self.config, path / "config.json")
+        places = unpacked(self._places())
+        stored = {name: tensor.spec for name, (_, tensor) in places.items()}
+        coded = coded_weights(self.config, stored, path / "config.json")
+        for name, weight in coded.items():  # codes of four bits, under the name that the weight has
+            file, tensor = places.pop(weight.codes)
+            places[name] = file, replace(tensor, spec=weight.spec)
+        self.stored = StoredTensors(places)
+        self._scales: Mapping[str, Scales] = {name: weight.scales for name, weight in coded.items()}
         hidden = {name for scales in self._scales.values() for name in scales.names}
         hidden |= cache_scales(self.config, self.stored.specs).keys()
         self.specs = {name: spec for name, spec in self.stored.specs.items() if name not in hidden}
+        if self.config.get("quantization_config"):
+            _check_packed(self.specs, path)
 
     @property
     def container(self) -> str:
@@ -100,9 +109,10 @@ class HuggingFaceReader:
 
     @cached_property
     def input_scales(self) -> Mapping[str, float]:
-        """Static input scale_inv of each quantised weight that has one, by the weight's name."""
+        """Static input scale_inv of each FP8 weight that has one, by the weight's name."""
         static = {name: scales.input for name, scales in self._scales.items() if scales.input is not None}
-        return {name: float(read_tensor(self.stored, scale).reshape(())) for name, scale in static.items()}
+        fp8 = {name: scale for name, scale in static.items() if self.specs[name].packing is None}
+        return {name: float(read_tensor(self.stored, scale).reshape(())) for name, scale in fp8.items()}
 
     @cached_property
     def beside(self) -> dict[str, Any] | None:
@@ -154,7 +164,9 @@ class HuggingFaceWriter:
 
     @cached_property
     def _shards(self) -> dict[Path, dict[str, TensorSpec]]:
-        shards = split_shards(stacked(self.specs), self.max_shard_size)
+        shards = split_shards(
+            stacked(dict(in_words(name, spec) for name, spec in self.specs.items())), self.max_shard_size
+        )
         count = len(shards)
         return {self.directory / self.spelling.shard(number, count): shard for number, shard in enumerate(shards, 1)}
 
@@ -167,7 +179,7 @@ class HuggingFaceWriter:
         }
         places = {}
         for name, spec in self.specs.items():
-            stored, index = stored_name(name)
+            stored, index = stored_name(in_words(name, spec)[0])
             file, offset = starts[stored]
             places[name] = Chunk(whole(spec), file, offset + (index or 0) * spec.nbytes)
         return places
@@ -191,6 +203,8 @@ class HuggingFaceWriter:
             (self.directory / name).write_bytes(data)
         config = json.loads(self.companions.files.get("config.json", b"null")) or dict(self.config)
         config.pop("quantization_config", None)
+        if isinstance(config.get("text_config"), dict):
+            config["text_config"].pop("quantization_config", None)
         config.pop("transformers_weights", None)  # the files have other names
         config |= {key: self.config[key] for key in self.lacks(config) if key in self.config}
         config["dtype" if "dtype" in config else "torch_dtype"] = config_dtype(self.specs)
@@ -219,16 +233,19 @@ CONTAINER = Container(
 
 def config_dtype(specs: Mapping[str, TensorSpec]) -> str:
     """config.json's word for the dtype of the values that are not FP8 codes or their scales: the most frequent."""
-    counts: dict[torch.dtype, int] = {}
+    counts: dict[torch.dtype, int] = {torch.bfloat16: 0}
     for name, spec in specs.items():
-        if spec.dtype.itemsize > 1 and not name.endswith(("_scale", "_scale_inv")):
+        if spec.dtype.is_floating_point and spec.dtype.itemsize > 1 and not name.endswith(("_scale", "_scale_inv")):
             counts[spec.dtype] = counts.get(spec.dtype, 0) + spec.nbytes
     return str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")
 
 
 def _with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """config.json, with what older ModelOpts wrote in a file of its own."""
-    beside = path / QUANT_CONFIG
+    """config.json, with the `quantization_config` that the text model of a wrapper has, or that older ModelOpts wrote
+    in a file of its own."""
+    beside, text = path / QUANT_CONFIG, config.get("text_config")
+    if not config.get("quantization_config") and isinstance(text, dict) and text.get("quantization_config"):
+        return config | {"quantization_config": text["quantization_config"]}
     if config.get("quantization_config") or not has_file(beside, path):
         return config
     quantization = _load_json(beside).get("quantization")
@@ -243,6 +260,22 @@ def _read_text(path: Path) -> bytes:
     with damage("no UTF-8", path):
         data.decode()
     return data
+
+
+_PACKED, _OF_WEIGHTS = (torch.uint8, torch.int8, torch.int32), ("weight", "_packed", "_blocks")
+
+
+def _check_packed(specs: Mapping[str, TensorSpec], path: Path) -> None:
+    """Raise PrecisionError for a matrix of integers in a directory of codes: it is codes that nothing here reads, which
+    would lose their meaning without the `quantization_config`."""
+    for name, spec in specs.items():
+        if spec.packing is None and spec.dtype in _PACKED and len(spec.shape) > 1 and name.endswith(_OF_WEIGHTS):
+            dtype = str(spec.dtype).removeprefix("torch.")
+            raise PrecisionError(
+                f"`{name}` is {dtype}: codes of a kind that cannot be read",
+                where=path,
+                do="Let the tool that made them decode them, or start from the release in BF16.",
+            )
 
 
 def _load_json(path: Path) -> dict[str, Any]:

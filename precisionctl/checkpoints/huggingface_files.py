@@ -1,4 +1,4 @@
-"""The files of weights in a Hugging Face directory: safetensors or torch.save's `.bin`, one or shards and an index."""
+"""The weight files of a Hugging Face directory: safetensors or torch.save's `.bin`, one file or shards and an index."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,7 +15,8 @@ from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A file but for its tensors' bytes: what is around them and where, where each tensor begins, and its length."""
+    """A file without its tensors' bytes: `pieces` are (offset, bytes) around them, `offsets` where each tensor begins,
+    and `length` is the file's."""
 
     pieces: tuple[tuple[int, bytes], ...]
     offsets: Mapping[str, int]
@@ -24,7 +25,7 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class WeightFileFormat:
-    """One way to store weights. `read` finds the tensors of a file, `lay_out` places them in a new one."""
+    """A file format for weights. `read` finds the tensors of a file, `lay_out` places them in a new one."""
 
     name: str
     stem: str
@@ -81,7 +82,8 @@ BIN = WeightFileFormat("bin", "pytorch_model", ".bin", read_bin, _lay_out_bin)
 
 
 def spelling_of(directory: Path) -> WeightFileFormat | None:
-    """How the weights of a directory are stored; safetensors where there are both, as transformers chooses."""
+    """The format of a directory's weights; None if there are none. Safetensors if there are both, as transformers
+    chooses."""
     for spelling in (SAFETENSORS, BIN):
         if (directory / spelling.index).is_file() or (directory / spelling.single).is_file():
             return spelling
@@ -89,7 +91,7 @@ def spelling_of(directory: Path) -> WeightFileFormat | None:
 
 
 def read_stored(directory: Path, spelling: WeightFileFormat) -> dict[Path, dict[str, StoredTensor]]:
-    """The tensors of each file, as stored. Raises DamagedCheckpoint where index and files contradict one another."""
+    """The tensors of each file, as stored. Raises DamagedCheckpoint where index and files contradict each other."""
     weight_map = _weight_map(directory, spelling)
     single = directory / spelling.single
     # Without an index transformers reads one file; others (consolidated.safetensors) hold copies
@@ -102,7 +104,8 @@ def read_stored(directory: Path, spelling: WeightFileFormat) -> dict[Path, dict[
         found[file] = spelling.read(file)
     for name, file in weight_map.items():
         if name not in found[file]:
-            raise DamagedCheckpoint(f"{spelling.index} says that `{name}` is in {file.name}, but it is not")
+            what = f"{spelling.index} says that `{name}` is in {file.name}, but it is not"
+            raise DamagedCheckpoint(what, where=directory)
     return found
 
 

@@ -1,8 +1,8 @@
-"""A live model as the source or the target of a conversion: its chunks are its tensors themselves.
+"""A live model as the source or the target of a conversion: its chunks are its tensors.
 
-It has no files, and its FP8 state is read and set module by module (`fp8_state`, `set_fp8_state`). Of a model that is
-sharded over several ranks, a rank has a shard of each tensor (tensor parallelism), of that some rows (FSDP's DTensors),
-and reads and writes those alone.
+It has no files, and its FP8 state is read and set module by module (`fp8_state`, `set_fp8_state`). In a model that is
+distributed over ranks, a rank has a shard of each tensor (tensor parallelism) and of that some rows (FSDP's DTensors).
+It reads and writes only those.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,8 @@ from precisionctl.param import Layout, TensorSpec
 
 @dataclass(frozen=True)
 class TensorShard:
-    """What a rank has of a tensor that as a whole is `spec`: `boxes`, one below the other, or none."""
+    """A rank's shard of a tensor whose spec as a whole is `spec`: `boxes`, one below the other in the rank's memory;
+    empty if it has none."""
 
     spec: TensorSpec
     boxes: Sequence[Box]
@@ -29,8 +30,8 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """Tensors by Megatron name: parameters, or FP32 tensors that stand for them (masters, moments). Of a model that
-    tensor or expert ranks share, these are `shards`; a tensor without one is whole."""
+    """Tensors by Megatron name: parameters, or FP32 tensors of their shape (master weights, moments). In a model with
+    tensor or expert parallelism, `shards` says which part of the whole each is; a tensor without an entry is whole."""
 
     model: ModelShape
     tensors: Mapping[str, Tensor]
@@ -40,7 +41,7 @@ class LiveModel:
     path: None = None
     """It is in memory."""
 
-    @cached_property  # a run asks for it several times a piece
+    @cached_property  # it is used several times for each piece that is copied
     def specs(self) -> Mapping[str, TensorSpec]:
         specs = {name: shard.spec for name, shard in self.shards.items()}
         for name, tensor in self.tensors.items():
@@ -54,7 +55,7 @@ class LiveModel:
         first, mine = _rows(self.tensors[name])
         boxes = self.shards[name].boxes if name in self.shards else [whole(self.specs[name])]
         found, start = [], 0
-        for box in boxes:  # whose first row is number `start` of the rank's own
+        for box in boxes:  # its first row is number `start` among the rank's rows
             top, bottom = max(start, first), min(start + box.rows, first + len(mine))
             if top < bottom:
                 part = replace(box, row=box.row + top - start, rows=bottom - top)
@@ -67,8 +68,8 @@ class LiveModel:
 
 
 def _rows(tensor: Tensor) -> tuple[int, Tensor]:
-    """The number of the first row that is here of a tensor which FSDP may have cut, and the rows."""
-    from torch.distributed.tensor import DTensor  # half a second that files need not wait for
+    """The rows of a tensor that this process has, and the number of the first: all of them unless FSDP cut it."""
+    from torch.distributed.tensor import DTensor  # takes half a second to import, which conversions of files save
 
     if not isinstance(tensor, DTensor):
         return 0, tensor.detach()
@@ -80,7 +81,7 @@ def _rows(tensor: Tensor) -> tuple[int, Tensor]:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors that are made when they are read. The last one is kept, as it is read piece by piece."""
+    """Tensors that are computed when they are read. The last one is kept, as tensors are read piece by piece."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
         self._makers = makers
@@ -88,7 +89,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
-            self._last = None  # before there are two
+            self._last = None  # so that there are never two in memory
             self._last = name, self._makers[name]()
         return self._last[1]
 
@@ -99,14 +100,9 @@ class LazyTensors(Mapping[str, Tensor]):
         return len(self._makers)
 
 
-def _copied(chunk: Chunk) -> Tensor:
-    assert isinstance(chunk.place, Tensor), "a live model's"
-    return chunk.place.detach().to("cpu", copy=True)
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """What a live model had here at one moment, copied into this machine's memory: the model may go on."""
+    """A copy in CPU memory of what a live model had on this rank at one moment, so that the model can train on."""
 
     specs: Mapping[str, TensorSpec]
     held: Mapping[str, Sequence[Chunk]]
@@ -114,13 +110,17 @@ class Snapshot:
 
     @staticmethod
     def of(live: LiveModel) -> "Snapshot":
-        """Tensors that are one and the same are copied once; lazy ones, each."""
+        """Copy a model's tensors. One that is there under several names is copied once, unless tensors are lazy."""
         copies: dict[int, Sequence[Chunk]] = {}
         held: dict[str, Sequence[Chunk]] = {}
         for name, tensor in live.tensors.items():
             known = {} if isinstance(live.tensors, LazyTensors) else copies
             if id(tensor) not in known:
-                known[id(tensor)] = [replace(chunk, place=_copied(chunk)) for chunk in live.chunks(name)]
+                chunks = []
+                for chunk in live.chunks(name):
+                    assert isinstance(chunk.place, Tensor), "the chunks of a live model are tensors"
+                    chunks.append(replace(chunk, place=chunk.place.detach().to("cpu", copy=True)))
+                known[id(tensor)] = chunks
             held[name] = known[id(tensor)]
         return Snapshot(live.specs, held)
 
@@ -130,8 +130,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class LocalRows:
-    """The rows of a target that this rank writes: those that are `live` here, in the files of a Writer that the first
-    rank has laid out."""
+    """The part of a Writer's target that this rank writes: the rows that it has in `live`. The first rank has created
+    the files."""
 
     writer: Writer
     live: Chunked
@@ -141,7 +141,7 @@ class LocalRows:
         return self.writer.specs
 
     def lay_out(self) -> None:
-        """Nothing to do: the first rank has."""
+        """Nothing to do: the first rank has created the files."""
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         return [
@@ -152,7 +152,7 @@ class LocalRows:
         ]
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Sync the files that this rank has written to the disk."""
         for file in {chunk.place for name in self.specs for chunk in self.chunks(name)}:
-            assert isinstance(file, Path), "a Writer of files"
+            assert isinstance(file, Path), "the writer writes files"
             sync(file)

@@ -1,4 +1,4 @@
-"""Open whatever is at a path: each container recognises itself, and what none does is told by what it is."""
+"""Open the checkpoint at a path: each container recognises its own; known formats that are not read are named."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from precisionctl.errors import UnknownFormat
 
 
 def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> Reader:
-    """A Reader for the checkpoint at `path`. Of a Megatron directory `iteration` picks one, and `hints` tell what it
-    does not say itself.
+    """A Reader for the checkpoint at `path`. In a Megatron directory of several iterations `iteration` selects one
+    (else the newest); `hints` say what a Megatron checkpoint does not say itself.
 
-    Raises UnknownFormat where nothing there is known, or is what is not read; DamagedCheckpoint where it is known and
-    broken.
+    Raises UnknownFormat if no container recognises it, or it is in a format that is not read (foreign.py);
+    DamagedCheckpoint if it is recognised and broken.
     """
     if not path.exists():
         raise UnknownFormat("no such file or directory", where=path)

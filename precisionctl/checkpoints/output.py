@@ -1,4 +1,5 @@
-"""Output: a directory that appears only when it is complete; atomic small files and locks; errors of the disk."""
+"""Output: a directory that appears only when it is complete. Also small files written atomically, locks, and errors of
+the disk."""
 
 import errno
 import fcntl
@@ -23,15 +24,16 @@ class Output:
 
     @property
     def partial(self) -> Path:
+        """Where it is built."""
         return self.path.with_name(self.path.name + ".partial")
 
     @property
     def journal(self) -> Path:
+        """The first rank's journal of finished jobs (conversion/journal.py), beside the partial directory."""
         return self.path.with_name(self.path.name + ".journal")
 
     def check_free(self) -> None:
-        """Raise DestinationExists where something is at `path`, but for an empty directory, in whose place a complete
-        one can be renamed."""
+        """Raise DestinationExists if something is at `path`. An empty directory may be: renaming replaces it."""
         if not os.path.lexists(self.path):
             return
         if self.path.is_symlink() or not self.path.is_dir() or any(self.path.iterdir()):
@@ -39,21 +41,21 @@ class Output:
                 "something is already there", where=self.path, do="Choose another destination or remove it."
             )
         if os.path.ismount(self.path):
-            what = "it is where a disk is mounted, which no complete directory can take the place of"
+            what = "a disk is mounted there, and a mount point cannot be replaced by renaming"
             raise DestinationExists(what, where=self.path, do="Choose a directory in it.")
 
     @property
     def token(self) -> Path:
-        """A file in the partial directory with the identity of the journal that says what is done there."""
+        """A file in the partial directory with the identity of the journal that belongs to it."""
         return self.partial / ".unfinished"
 
     def share_journal(self, rank: int) -> Path:
-        """The journal of a rank that is not the first, in the partial directory."""
+        """The journal of another rank than the first, in the partial directory."""
         return self.partial / f".unfinished.{rank}"
 
     def check_links(self) -> None:
-        """Raise OutputError where the partial directory or the journal is a link, or anything in that directory is
-        neither a file nor a folder: we would write into, and remove, what a link leads to, and wait for a pipe."""
+        """Raise OutputError if the partial directory or the journal is a link, or anything in that directory is neither
+        a file nor a folder: we would write into or remove a link's target, or block on a pipe."""
         for path in (self.partial, self.journal):
             if path.is_symlink():
                 raise _not_ours(path)
@@ -63,7 +65,7 @@ class Output:
                     raise _not_ours(path)
 
     def begin(self) -> None:
-        """Make an empty partial directory."""
+        """Make an empty partial directory. Raises as `check_free` and `check_links`."""
         self.check_free()
         self.check_links()
         if self.partial.exists():
@@ -71,7 +73,7 @@ class Output:
         self.partial.mkdir(parents=True)
 
     def commit(self) -> None:
-        """Sync every file, then rename. Raises DestinationExists where something has come to be there meanwhile."""
+        """Sync every file, then rename. Raises DestinationExists if something has appeared at `path` meanwhile."""
         self.check_free()
         for directory, _, names in os.walk(self.partial):
             for path in [Path(directory, name) for name in names] + [Path(directory)]:
@@ -84,12 +86,12 @@ class Output:
 
 
 def directory_above(path: Path) -> Path:
-    """The nearest directory that is there, above where something is to be."""
+    """The nearest existing directory above a path that may not exist yet."""
     return next(parent for parent in path.absolute().parents if parent.is_dir())
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or directory is on the disk."""
+    """Sync a file or directory to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -98,10 +100,10 @@ def sync(path: Path) -> None:
 
 
 def open_kept(path: Path, encoding: str = "utf-8") -> IO[str]:
-    """A lock, a journal or a log, to read and to append to; made where there is none.
+    """Open a lock, journal or log to read and append; it is created if it does not exist, and never truncated, as the
+    folder may belong to others, too.
 
-    A folder for output may have held things before us, or be others' too: nothing is emptied by opening it. Raises
-    OutputError for a link, which would have us write into what it leads to, and for what is no file.
+    Raises OutputError for a link, whose target we would write into, and for anything that is not a file.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_APPEND | _PLAIN, 0o666)
@@ -116,12 +118,12 @@ def open_kept(path: Path, encoding: str = "utf-8") -> IO[str]:
 
 
 def open_weights(path: Path) -> int:
-    """A handle of a file of weights to write into, made where there is none; never what a link leads to."""
+    """A file descriptor to write weights into; the file is created if it does not exist. Links are not followed."""
     return os.open(path, os.O_RDWR | _PLAIN, 0o666)
 
 
 _PLAIN = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Not through a link, and without waiting for a pipe's other end."""
+"""Create if needed, do not follow a link, do not block on a pipe."""
 
 
 def _not_ours(path: Path) -> OutputError:
@@ -129,9 +131,9 @@ def _not_ours(path: Path) -> OutputError:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a small file atomically: readers see the old one or the new one, after a crash too."""
+    """Write a small file atomically: readers see the old or the new content, also after a crash."""
     new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)  # what a kill left
+    new.unlink(missing_ok=True)  # left by a kill
     with open(new, "xb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -141,7 +143,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def forget(file: Path) -> None:
-    """Sync a file and drop it from the page cache, so that reading it reads the disk (where the system has a way)."""
+    """Sync a file and drop it from the page cache (where the system can), so that reading it reads the disk."""
     sync(file)
     if hasattr(os, "posix_fadvise"):
         handle = os.open(file, os.O_RDONLY)
@@ -153,7 +155,7 @@ def forget(file: Path) -> None:
 
 @contextmanager
 def disk_problems(output: Output) -> Iterator[None]:
-    """Turn what a disk can do to a long write into one error that says how to go on."""
+    """Turn OSErrors of a full, failing or read-only disk into DiskProblem, which says how to go on."""
     try:
         yield
     except OSError as error:
@@ -173,8 +175,8 @@ _MENDS = {
 
 
 def lock(file: IO[str], taken: OutputError, patience: float = 0.0) -> None:
-    """Lock an open file until it is closed. Raises `taken` where another process still has it after `patience` seconds,
-    and OutputError where the file system has no locks."""
+    """Lock an open file until it is closed. Raises `taken` if another process still has it after `patience` seconds,
+    OutputError if the file system has no locks."""
     give_up = time.monotonic() + patience
     while True:
         try:

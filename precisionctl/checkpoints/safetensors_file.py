@@ -1,8 +1,8 @@
-"""The safetensors format, to the byte: where each tensor of a file is, and headers of our own.
+"""Safetensors files: read a header to find where each tensor is, and make headers.
 
 A file is 8 bytes of header length (little endian), a JSON header, and the tensors back to back
-(safetensors/README.md, "Format"). Headers are read here, not by the library, because copies need the
-offsets; what its reader refuses is refused here too: overlaps, holes, lengths that lie.
+(safetensors/README.md, "Format"). The library does not tell tensors' offsets, which copying needs, so headers are
+parsed here. What the library's reader refuses is refused here, too: overlaps, holes, wrong lengths.
 """
 
 import json
@@ -39,26 +39,26 @@ DTYPES: Mapping[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # the library's own limit
 _MOST_VALUES = 8_000_000
-"""Commas and brackets in a header: of half a million tensors. 100 MB of `[],` would be gigabytes once they are read."""
+"""Most commas and brackets in a header, enough for half a million tensors. Parsing 100 MB of `[],` takes gigabytes."""
 _LARGEST_NUMBER = 1 << 63
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its shape and dtype, and the byte where it starts; `packed` as a Chunk is."""
+    """A tensor in a file: its shape and dtype, and the byte where it starts."""
 
     spec: TensorSpec
     offset: int
-    packed: bool = False
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a file. Raises DamagedCheckpoint; no tensor data is read."""
+    """Every tensor of a file, by name. Raises as `read_described`. No tensor data is read."""
     return read_described(path)[0]
 
 
 def read_described(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """As `read_header`, and the file's metadata."""
+    """Every tensor of a file by name, and the file's metadata. Raises DamagedCheckpoint for a file that is not in the
+    format, or truncated, or with overlaps or holes."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -83,8 +83,7 @@ def read_described(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]
 
 
 def _parse(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """The entries of a header, and its metadata. As strict as the library, and stricter about
-    duplicate keys."""
+    """The entries of a header, and its metadata. As strict as the library, and stricter about duplicate keys."""
     if not text.startswith(b"{") or sum(map(text.count, (b",", b"[", b"{"))) > _MOST_VALUES:
         raise ValueError("the header is not a JSON object of tensors")
     header: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=_once, parse_int=_natural)
@@ -92,7 +91,7 @@ def _parse(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
         raise ValueError("`__metadata__` is not made of strings")
     for word in (*header, *metadata, *metadata.values()):
-        word.encode()  # half of a pair of surrogates can be written in JSON, and nowhere else
+        word.encode()  # raises for half a surrogate pair, which JSON can express and UTF-8 cannot
     return header, metadata
 
 
@@ -148,7 +147,7 @@ def make_header(
 
 
 def split_shards(specs: Mapping[str, TensorSpec], largest: int) -> list[dict[str, TensorSpec]]:
-    """Cut into files of at most `largest` bytes, in order; a tensor larger than that is alone in its file."""
+    """Distribute tensors in order to files of at most `largest` bytes; a larger tensor gets a file of its own."""
     shards: list[dict[str, TensorSpec]] = [{}]
     room = largest
     for name, spec in specs.items():

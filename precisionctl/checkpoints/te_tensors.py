@@ -1,14 +1,14 @@
-"""Transformer Engine's FP8 weights in pickles: what stands in for the names that they ask for.
+"""Transformer Engine's FP8 weights in pickles: inert stand-ins for the classes and functions that the pickles name.
 
-A quantised tensor pickles as a call: of a class method of Float8Tensor and its like (a `getattr`, TE 1.3 to 2.15), or
-of a function of its module (since 2.16). Its arguments have grown and have kept their places:
+A quantised tensor is pickled as a call: of a class method of Float8Tensor and so on (by `getattr`, TE 1.3 to 2.15), or
+of a module's function (since 2.16). Arguments have been added over time, always at the end:
 
     Float8Tensor             data, DType, scale_inv, dtype [, shape [, transposed data]]
     Float8BlockwiseQTensor   shape, data, scale_inv, (both columnwise), DType, dtype, quantizer, 2-D? [, format]
     MXFP8Tensor              data, scale_inv, (both columnwise), DType, dtype [, shape [, quantizer [, swizzled?]]]
 
-(transformer_engine/pytorch/tensor/*.py, __reduce_ex__, of v1.3 to v2.20.) From 2.14 to 2.15 tensors that were on the
-CPU pickled as what they decode to, plain. Nothing of Transformer Engine is imported.
+(transformer_engine/pytorch/tensor/*.py, __reduce_ex__, of v1.3 to v2.20.) In 2.14 and 2.15 tensors on the CPU were
+pickled decoded, as plain tensors. Nothing of Transformer Engine is imported.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,8 +18,9 @@ from precisionctl.errors import UnsafePickle, shown
 
 
 class DType:
-    """Stands in for TE's enum of dtypes: of `transformer_engine_extensions` until 1.7, of `transformer_engine_torch`
-    since, a Python enum since 2.17. It pickles as a number (a call, or an object and its state) or by name."""
+    """Stands in for TE's enum of dtypes, which is in `transformer_engine_extensions` up to 1.7, then in
+    `transformer_engine_torch`, and a Python enum since 2.17. It is pickled as a number (a call, or an object with
+    state) or by name."""
 
     def __init__(self, number: object = None) -> None:
         self.number = number
@@ -30,17 +31,18 @@ class DType:
     def check_e4m3(self) -> None:
         """Raise ValueError for codes that are not E4M3.
 
-        The numbers moved in 2.4, where 7, E5M2 before, became E4M3, and 6, E4M3 before, BF16. A weight's codes are E4M3
-        under every recipe (TE refuses to train with E5M2 forward: recipe/__init__.py, `Pure E5M2 training is not
-        supported`), and BF16 are no codes; so both numbers mean E4M3 here.
+        The numbers changed in 2.4: E4M3 was 6 and became 7, which was E5M2 before; 6 became BF16. As a weight's codes
+        are E4M3 under every recipe (recipe/__init__.py: `Pure E5M2 training is not supported`) and never BF16, both
+        numbers mean E4M3 here.
         """
         if type(self.number) is not int or self.number not in (6, 7):
             raise ValueError(f"FP8 codes of TE's dtype number {shown(self.number)}, which is not E4M3")
 
 
 class LocatedFp8Weight(NamedTuple):
-    """An FP8 weight: where codes are, `[rows, columns]` as bytes, and the scale_inv of blocks of a size, on a grid that
-    may be padded; `block` None: one for the tensor. A tuple, since no pickle can change one that it has made."""
+    """An FP8 weight: where its codes are (uint8 `[rows, columns]`), where the scale_inv of its blocks is (a grid that
+    TE may have padded), and the size of a block in rows and columns; None for one scale_inv for the tensor. It is a
+    tuple because a pickle cannot modify a tuple that it has made."""
 
     codes: Any
     scale_inv: Any
@@ -49,34 +51,34 @@ class LocatedFp8Weight(NamedTuple):
 
 def _float8(data: Any, dtype: Any, scale_inv: Any, *rest: Any) -> LocatedFp8Weight:
     if data is None and len(rest) == 3:
-        raise ValueError("an FP8 weight that is stored transposed alone")
-    return _made(data, dtype, scale_inv, None)
+        raise ValueError("an FP8 weight that is stored only transposed")
+    return _weight(data, dtype, scale_inv, None)
 
 
 def _blockwise(_shape: Any, data: Any, scale_inv: Any, *rest: Any) -> LocatedFp8Weight:
     dtype, in_2d = rest[2], rest[5]
     if in_2d is not True:
         raise ValueError("an FP8 weight whose blocks are parts of rows")
-    return _made(data, dtype, scale_inv, (128, 128))
+    return _weight(data, dtype, scale_inv, (128, 128))
 
 
 def _mxfp8(data: Any, scale_inv: Any, *rest: Any) -> LocatedFp8Weight:
     if len(rest) > 6 and rest[6] is not False:
         raise ValueError("an MXFP8 weight whose scales are swizzled for one GPU's GEMM")
-    return _made(data, rest[2], scale_inv, (1, 32))
+    return _weight(data, rest[2], scale_inv, (1, 32))
 
 
-def _made(data: Any, dtype: Any, scale_inv: Any, block: tuple[int, int] | None) -> LocatedFp8Weight:
+def _weight(data: Any, dtype: Any, scale_inv: Any, block: tuple[int, int] | None) -> LocatedFp8Weight:
     if not isinstance(dtype, DType):
         raise ValueError(f"{shown(dtype)} as the dtype of FP8 codes")
     dtype.check_e4m3()
     if data is None:
-        raise ValueError("an FP8 weight that is stored columnwise alone")
+        raise ValueError("an FP8 weight that is stored only columnwise")
     return LocatedFp8Weight(data, scale_inv, block)
 
 
 class _Quantizer:
-    """Stands in for whatever else a quantised tensor carries along; it does nothing."""
+    """Stands in for the other objects that are pickled with a quantised tensor; it does nothing."""
 
     def __init__(self, *args: object) -> None:
         pass
@@ -98,13 +100,14 @@ _NAMES: Mapping[str, Callable[..., Any]] = {
     ),
     "Float8BlockScaleTensorFormat": _Quantizer,
 }
-"""A class stands for the call that its class method is: nothing else is done with it in a pickle."""
+"""A tensor class is replaced by what its class method `_make_in_reduce_ex` does, as pickles use it for nothing else."""
 
 _MODULES = ("transformer_engine", "transformer_engine_torch", "transformer_engine_extensions")
 
 
 def attribute(owner: Any, name: Any) -> Any:
-    """Stands in for `getattr`, by which a class method pickles, and an enum in some Pythons. Nothing is looked up."""
+    """Stands in for `getattr`, which pickles of class methods (and, in some Pythons, of enums) call. It looks nothing
+    up. Raises UnsafePickle for any other attribute."""
     for call in (_float8, _blockwise, _mxfp8):
         if owner is call and type(name) is str and name == "_make_in_reduce_ex":
             return call
@@ -116,7 +119,7 @@ def attribute(owner: Any, name: Any) -> Any:
 
 
 def stand_in(module: str, name: str) -> Any:
-    """For a name that a pickle asks for; None for one that is none of these."""
+    """The stand-in for a global that a pickle names; None if it is not one of TE's."""
     if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
         return attribute
     return _NAMES.get(name) if module.split(".")[0] in _MODULES else None

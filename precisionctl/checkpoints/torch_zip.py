@@ -1,8 +1,9 @@
-"""Archives of `torch.save`, without torch.load: where tensors' bytes are, and objects made of plain values.
+"""Read archives of `torch.save` without torch.load: where tensors' bytes are, and objects made of plain values.
 
-An archive is a ZIP file of stored entries: `data.pkl` pickles the object and names its storages by number;
-each storage is an entry `data/<number>`. What is no tensor is made of plain values and inert stand-ins: the
-allow-list of torch.load lets a few bytes ask for any amount of memory or time. `torch_zip_writer.py` is the inverse.
+An archive is a ZIP file of uncompressed entries: `data.pkl` pickles the object and refers to its storages by number;
+each storage is an entry `data/<number>`. Objects become plain values, tensors and inert stand-ins. torch.load is not
+used because its allow-list still lets a few bytes ask for any amount of memory or time. `torch_zip_writer.py` is the
+inverse.
 """
 
 import argparse
@@ -36,8 +37,8 @@ class Span:
         return f"{self.path} at byte {self.offset}"
 
     def read(self) -> bytes:
-        """All of them. Raises DamagedCheckpoint for more than anything has that is read whole."""
-        if self.length > _LARGEST:
+        """The bytes. Raises DamagedCheckpoint for more than 1 GiB, as nothing larger is read at once."""
+        if self.length > _MAX_OBJECT:
             raise DamagedCheckpoint(f"an object of {self.length} bytes", where=self, do="Is the copy whole?")
         with open(self.path, "rb") as file:
             file.seek(self.offset)
@@ -47,7 +48,8 @@ class Span:
 class LocatedTensor(NamedTuple):
     """A contiguous tensor whose row-major bytes start at byte `offset` of its file.
 
-    `part`: whether it is a view of a larger storage. A tuple, since no pickle can change one that it has made.
+    `part` is True if it is a view of a larger storage. It is a tuple because a pickle cannot modify a tuple that it has
+    made.
     """
 
     dtype: torch.dtype
@@ -59,7 +61,8 @@ class LocatedTensor(NamedTuple):
 def locate(span: Span) -> LocatedTensor:
     """Find the tensor that is saved in `span`, reading its archive's directory and pickle only.
 
-    Raises DamagedCheckpoint for anything but one whole, plain, uncompressed tensor, and UnsafePickle.
+    Raises DamagedCheckpoint for anything but one whole, plain, uncompressed tensor, UnsafePickle for a pickle that asks
+    for other classes.
     """
     tensor = _skeleton(span, _TENSOR)
     if not isinstance(tensor, LocatedTensor) or tensor.part:
@@ -68,9 +71,10 @@ def locate(span: Span) -> LocatedTensor:
 
 
 def skeleton(path: Path) -> Any:
-    """The object that is saved at `path`, with a Located for each tensor; reads no tensor's bytes.
+    """The object that is saved at `path`, with a LocatedTensor in place of each tensor, whose bytes are not read.
 
-    A tensor that is not contiguous is Inert. Raises DamagedCheckpoint, and UnsafePickle as `load`.
+    A tensor that is not contiguous becomes Inert. Raises DamagedCheckpoint for a file that is not such an archive, and
+    UnsafePickle as `load`.
     """
     with open(path, "rb") as file:
         if file.read(4) != b"PK\3\4":
@@ -81,9 +85,9 @@ def skeleton(path: Path) -> Any:
 
 
 def read_located(path: Path, tensor: LocatedTensor) -> torch.Tensor:
-    """A tensor of a skeleton, small enough to be read whole."""
+    """Read a tensor of a skeleton. Raises DamagedCheckpoint if it has more than 64 MiB."""
     length = math.prod(tensor.shape) * tensor.dtype.itemsize
-    if length > _LONGEST:
+    if length > _MAX_READ:
         raise DamagedCheckpoint(f"a tensor of {length} bytes where a small one belongs", where=path)
     data = Span(path, tensor.offset, length).read()
     return elements(data, tensor.dtype).reshape(tensor.shape)
@@ -96,7 +100,7 @@ def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
         @functools.cache
         def start(key: str) -> tuple[int, int]:
             entry = stored(archive, f"{root}/data/{key}")
-            # The lengths in an entry's own header may differ from the directory's: torch.save pads there
+            # An entry's local header has its own lengths: torch.save adds padding there, but not in the directory
             whole: Any = archive.fp
             whole.seek(entry.header_offset)
             signature, name, extra = _LOCAL_HEADER.unpack(whole.read(_LOCAL_HEADER.size))
@@ -116,7 +120,7 @@ def _skeleton(span: Span, allowed: safe_pickle.Allowed) -> Any:
 
 
 class Inert:
-    """Stands in for an object whose class is not here (Megatron's enums and options); it does nothing."""
+    """Stands in for an object of another module's class (Megatron's enums and options); it does nothing."""
 
     def __init__(self, *args: object) -> None:
         self.args = args
@@ -126,7 +130,7 @@ class Inert:
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """Stands in for `_codecs.encode`, as which bytes pickle before protocol 3."""
+    """Stands in for `_codecs.encode`, which bytes are pickled as before protocol 3."""
     if encoding != "latin1":
         raise ValueError("bytes in another encoding than pickle's")
     return text.encode("latin1")
@@ -150,8 +154,8 @@ def _with_attributes(rebuild: Any, _kind: Any, arguments: Any, _state: Any) -> A
 
 
 class _Objects(dict[tuple[str, str], Any]):
-    """What plain values, tensors, FP8 weights and Megatron's options are made of; names of `_INERT` modules are
-    Inert."""
+    """The classes that may be in an archive: those of plain values, tensors, FP8 weights and Megatron's options. All
+    names of the modules in `_INERT` become Inert."""
 
     _INERT = ("megatron", "signal", "pathlib", "types", "numpy")
 
@@ -184,10 +188,9 @@ _OBJECTS = _Objects(
 
 
 def load(data: bytes, where: object) -> Any:
-    """The object that torch.save wrote as `data`: plain values, tensors, Namespace, BytesIO, else Inert.
+    """The object that torch.save wrote as `data`, made of plain values, tensors, Namespace, BytesIO and Inert.
 
-    Raises UnsafePickle for classes of other modules than Megatron and its options are made of, and
-    DamagedCheckpoint for what is no archive.
+    Raises UnsafePickle for a class that is not on the allow-list, DamagedCheckpoint for bytes that are no archive.
     """
     return safe_archive.loads(data, _OBJECTS, where)
 
@@ -201,7 +204,7 @@ class _Storage(NamedTuple):
 
 
 def _located(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> "LocatedTensor | Inert":
-    """Stands in for torch._utils._rebuild_tensor_v2 of a storage that is only referred to."""
+    """Stands in for torch._utils._rebuild_tensor_v2 where storages are only located, not read."""
     shape = sizes(size)
     (start,) = sizes((offset,))
     begin = start * storage.dtype.itemsize
@@ -225,9 +228,10 @@ _SKELETON = _Objects(_OBJECTS | {("torch._utils", "_rebuild_tensor_v2"): _locate
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., length of the name, length of the extra field
 
 
-_LARGEST = 1 << 30
-_LONGEST = 64 << 20
-"""Bytes of an archive's directory, and of its pickle: several times what 10^5 tensors take."""
+_MAX_OBJECT = 1 << 30
+"""Most bytes of an object that is read at once."""
+_MAX_READ = 64 << 20
+"""Most bytes of an archive's directory, of its pickle, and of a small tensor: several times what 10^5 tensors take."""
 
 
 class _Window(io.RawIOBase):
@@ -253,8 +257,8 @@ class _Window(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._length - self._at)
-        if min(left, left if size < 0 else size) > _LONGEST:  # holes of a file cost nothing on a disk
-            raise ValueError(f"a directory or pickle of more than {_LONGEST} bytes")
+        if min(left, left if size < 0 else size) > _MAX_READ:  # a sparse file can be large for free
+            raise ValueError(f"a directory or pickle of more than {_MAX_READ} bytes")
         self._file.seek(self._offset + self._at)
         data = self._file.read(left if size < 0 else min(size, left))
         self._at += len(data)

@@ -1,7 +1,7 @@
-"""Archives of `torch.save`, written: around holes, where the bytes of large tensors come later.
+"""Write archives of `torch.save`, with holes for the bytes of large tensors, which are written later.
 
-The entries are those of torch.save in another order: first the holes, then all that is small. So where a tensor's
-bytes belong follows from the tensors alone, and what only the end knows can still be of any size.
+The entries are those of torch.save in another order: first the holes, then everything small. So the offsets of tensors
+depend on the tensors alone, and what is only known at the end (FP8 state) can have any size.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class Blank:
-    """Stands for a contiguous tensor whose bytes come later. The same Blank twice is the same tensor twice."""
+    """Stands for a contiguous tensor whose bytes are written later. The same Blank in two places is a shared tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -37,20 +37,18 @@ class Blank:
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive of `length` bytes, but for the bytes in its holes.
-
-    `pieces` are the bytes around them, each with where it stands; `holes` is where each Blank's row-major bytes
-    belong.
+    """The layout of an archive of `length` bytes: `pieces` are (offset, bytes) around the holes, and `holes` has the
+    offset at which each Blank's row-major bytes belong.
     """
 
     pieces: tuple[tuple[int, bytes], ...]
     holes: Mapping[Blank, int]
     length: int
 
-    def write_around(self, file: int, at: int = 0) -> None:
-        """Write all but the holes, at byte `at` of an open file."""
+    def write_around(self, file: int) -> None:
+        """Write everything except the holes to an open file."""
         for start, piece in self.pieces:
-            os.pwrite(file, piece, at + start)
+            os.pwrite(file, piece, start)
 
 
 @dataclass(frozen=True)
@@ -67,10 +65,10 @@ class TensorArchive:
 
 
 def lay_out(value: object) -> Archive:
-    """The archive of an object with Blanks in it: of lists, tuples, dicts, Namespaces, tensors and plain values.
+    """The archive of an object made of lists, tuples, dicts, Namespaces, tensors, Blanks and plain values.
 
-    Equal values give equal bytes, and no memory is taken for a Blank. `holes` depend on the Blanks alone. The CRCs
-    of their entries are 0, since the bytes come later: PyTorch does not look at them, `zipfile.testzip` would.
+    Equal values give equal bytes, and a Blank takes no memory. `holes` depend on the Blanks alone. The CRCs of their
+    entries are 0, as the bytes are not known yet: PyTorch does not check them (`zipfile.testzip` would).
     """
     blanks: dict[Blank, str] = {}
     _number(value, blanks)
@@ -91,7 +89,7 @@ def lay_out(value: object) -> Archive:
 
 
 def _number(value: Any, blanks: dict[Blank, str]) -> None:
-    """Name the storage of each Blank in a value."""
+    """Give the storage of each Blank in a value a name, in the order of appearance."""
     if isinstance(value, Blank):
         blanks.setdefault(value, str(len(blanks)))
     elif isinstance(value, list | tuple):
@@ -103,7 +101,7 @@ def _number(value: Any, blanks: dict[Blank, str]) -> None:
 
 
 def _as_opcodes(value: Any, blanks: Mapping[Blank, str], tensors: dict[str, torch.Tensor]) -> object:
-    """The same value as `opcodes.dumps` takes it; `tensors` gets those that it holds, by their storages' names."""
+    """Translate a value into what `opcodes.dumps` takes; its tensors are added to `tensors` by storage name."""
     if isinstance(value, Blank):
         return _tensor(value, blanks[value])
     if isinstance(value, torch.Tensor):
@@ -148,14 +146,14 @@ def record(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorArchive:
 
 
 def dump(value: object) -> bytes:
-    """What torch.save writes for an object. Equal values give equal bytes."""
+    """The bytes that torch.save writes for an object. Equal values give equal bytes."""
     buffer = io.BytesIO()
     torch.save(_interned(value), buffer)
     return buffer.getvalue()
 
 
 def _interned(value: Any) -> Any:
-    """The same value with one object for all equal strings: a pickle tells what is one object from what is equal."""
+    """The same value with equal strings made one object: a pickle's bytes depend on which objects are shared."""
     if type(value) is str:
         return sys.intern(value)
     if type(value) in (list, tuple):
@@ -168,7 +166,8 @@ def _interned(value: Any) -> Any:
 
 
 class _AroundHoles(io.RawIOBase):
-    """Takes an archive as PyTorch writes it, where a relative seek stands for the bytes of a storage."""
+    """A file for PyTorch's archive writer that records what is written, and the holes: a relative seek skips the bytes
+    of a storage."""
 
     def __init__(self) -> None:
         self._pieces: list[tuple[int, bytearray]] = [(0, bytearray())]
@@ -197,7 +196,7 @@ class _AroundHoles(io.RawIOBase):
         return self._end
 
     def archive(self, blanks: list[Blank]) -> Archive:
-        """What was written, with a hole for each Blank: PyTorch leaves none for a tensor without elements."""
+        """The recorded archive, with a hole for each Blank. PyTorch makes no hole for a tensor without elements."""
         holes = iter(self._holes)
         found = [next(holes) if blank.nbytes else (0, 0) for blank in blanks]
         if [length for _, length in found] != [blank.nbytes for blank in blanks] or next(holes, None):

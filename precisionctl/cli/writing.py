@@ -13,8 +13,10 @@ from precisionctl.cli.options import (
     POSITIVE,
     Size,
     Writing,
+    exclude_option,
     fp8_state_option,
     grouped_columns_option,
+    include_option,
     iteration_option,
     megatron_fp8_options,
     parallelism_options,
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
 @grouped_columns_option
 @click.option("--drop-fp8-state", is_flag=True, help="Leave the FP8 state behind.")
 @fp8_state_option
+@include_option
+@exclude_option
 @click.option("--drop-optimizer", is_flag=True, help="Leave a Megatron checkpoint's optimizer and schedule behind.")
 @click.option("--architecture", metavar="MODEL_TYPE", help="model_type of a Megatron checkpoint that does not say it.")
 @click.option(
@@ -102,6 +106,8 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @click.option(
     "--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for config and tokenizer."
 )
+@include_option
+@exclude_option
 @click.option("--base-model", metavar="ORG/NAME", help="The source's name on the Hub, for the model card.")
 @click.option("--recipe", help="Recipe whose keep_bf16 names modules to leave in BF16: a bundled name or a TOML file.")
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
@@ -119,8 +125,8 @@ def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
 
 
 def precision_of(recipe: str | None, overrides: tuple[str, ...] = ()) -> "Precision | None":
-    """How a recipe computes FP8 GEMMs, where one is named or something is said over it; the command says by itself that
-    it wants FP8."""
+    """The FP8 precision of a recipe with overrides (without a name: of `fp8-delayed`), FP8 even in a BF16 recipe since
+    the command asks for it; None if neither is given."""
     from precisionctl.recipe import load_recipe
 
     if not (recipe or overrides):
@@ -129,7 +135,7 @@ def precision_of(recipe: str | None, overrides: tuple[str, ...] = ()) -> "Precis
 
 
 def do(request: "Request", how: Writing) -> None:
-    """Show the plan of a request, or carry it out; of several ranks, each plans it and the first one speaks."""
+    """Show the plan of a request, or carry it out. With several ranks, each plans it and only the first prints."""
     from precisionctl import console
     from precisionctl.commands.plan_command import plan_command
     from precisionctl.conversion.command import check_room
@@ -163,14 +169,15 @@ def do(request: "Request", how: Writing) -> None:
 
 
 def carry_out(request: "Request", how: Writing) -> "tuple[PlannedCommand | None, Findings | None]":
-    """The command, None at other ranks than the first; and what was found out, None where nothing was left to do."""
+    """Plan and execute a request. Returns the command (None on all ranks but the first), and the findings (None if the
+    checkpoint was complete already)."""
     from precisionctl import console
     from precisionctl.commands.plan_command import plan_command
     from precisionctl.conversion import ranks
     from precisionctl.conversion.command import execute
 
     here = ranks.from_environment()
-    with here.together():  # planning too: what stops one rank there is told to the others
+    with here.together():  # planning too: an error on one rank is raised on all
         command = plan_command(request)
         total = (2 if how.verify else 1) * command.plan.nbytes // here.count
         with console.bytes_progress("writing", total, quiet=not here.first) as on_bytes:

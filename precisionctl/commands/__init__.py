@@ -1,1 +1,1 @@
-"""How the commands that write a checkpoint are planned, from what they are asked."""
+"""Plan the commands that write a checkpoint: from a Request to a PlannedCommand."""

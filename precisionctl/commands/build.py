@@ -1,4 +1,4 @@
-"""The one place where a planned result gets its output, its Writer and companions, its model card and its digest."""
+"""Build a planned command: the one place where a result gets output, Writer, companion files, model card and digest."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,17 +23,19 @@ from precisionctl.conversion.command import MakeStates, PlannedCommand
 from precisionctl.errors import OutputError
 from precisionctl.export.model_card import NAME, Card
 from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import UntabledModel
 from precisionctl.planning.plan import Plan
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a result will hold: the tensors of its `plan`, encoded where it is to be; the FP8 state, or what makes it
-    when all weights were seen; what comes along of the run that made the source.
+    """What a result will hold.
 
-    `live`: the state is where whoever computes with the result loads it from, and not in a sidecar. `encodings` is how
-    the weights were codes: kept beside values, and codes are made by it. `lacks` gives the keys that an engine misses
-    in a config.json; they are added. `notes` are for the user.
+    `plan` has its tensors, already with codes if it is encoded. `states` is its FP8 state, or a function that makes it
+    when all weights have been read. With `live` the state is stored where a run loads it from, else in the sidecar.
+    `run` is what is carried over from the run that made the source. `encodings` is how the weights were encoded in FP8,
+    to be kept beside values or to make codes with. `lacks` returns the keys that an engine needs and a config.json does
+    not have; they are added. `notes` are for the user.
     """
 
     plan: Plan
@@ -47,8 +49,8 @@ class Result:
 
 
 def build(request: Request, source: Source, result: Result) -> PlannedCommand:
-    """The command that writes a result. Raises DestinationExists, and OutputError where writing would touch what is
-    read."""
+    """The command that writes a result. Raises DestinationExists, and OutputError if source and destination
+    overlap."""
     output = _open_output(request.destination, request.source, request.reference, request.fp8_state)
     files = [source.encodings.path if source.encodings else None, request.fp8_state]
     stats = [file.stat() for file in files if file and file.is_file()]
@@ -67,8 +69,8 @@ def build(request: Request, source: Source, result: Result) -> PlannedCommand:
 
 
 def _open_output(destination: Path, *sources: Path | None) -> Output:
-    """The place to write to, away from all `sources`. A journal beside what is there may say that it is this very
-    result (`execute`)."""
+    """The output, which must not overlap any of `sources`. The destination may exist if a journal is beside it: then
+    `execute` finds out whether it is this same result."""
     output = Output(destination)
     output.check_links()
     if not output.journal.is_file():
@@ -85,15 +87,15 @@ def _open_output(destination: Path, *sources: Path | None) -> Output:
 
 
 def _writer(request: Request, source: Source, result: Result, output: Output) -> Writer:
-    """The Writer of the container that was asked for: of Megatron's an iteration, where a run goes along, else a
-    release."""
+    """The Writer of the container that was asked for. In Megatron's it writes an iteration if a run is carried over,
+    else a release."""
     plan, card, companions = result.plan, result.card, source.reader.companions
     if request.to == "hf":
         return HuggingFaceWriter(
             output.partial,
             plan.targets,
             companions,
-            to_hf_config(plan.model, config_dtype(plan.targets)),
+            {} if isinstance(plan.model, UntabledModel) else to_hf_config(plan.model, config_dtype(plan.targets)),
             quantization=plan.quantization or None,
             extra_files={**plan.files, **({NAME: card.text(source.reader)} if card else {})},
             max_shard_size=request.max_shard_size,

@@ -24,6 +24,7 @@ from precisionctl.export.model_card import Card, beside
 from precisionctl.export.schemes import best_scheme
 from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.statistics import Scaling
+from precisionctl.model_shape import UntabledModel
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import Scheme, quant_methods
 
@@ -45,7 +46,7 @@ def for_engine(request: Request, source: Source) -> Result:
     not take, RecipeError for state that a scheme has no use for.
     """
     reader, known, model = source.reader, source.known, source.plan.model
-    engine, precision = engine_named(request.target or "vllm"), request.numerics(model.num_layers)
+    engine, precision = engine_named(request.target or "vllm"), request.numerics(model)
     scheme, notes = request.scheme, []
     if request.target is None:
         scheme = _SCHEMES[request.recipe.scaling if request.recipe else "delayed"]
@@ -62,14 +63,14 @@ def for_engine(request: Request, source: Source) -> Result:
         form,
         precision,
         partial(engine.refusal, scheme=scheme, served=served(source.plan, request.ranks)),
-        keep_refused=request.keep_misfits,
+        keep_refused=request.keep_misfits or isinstance(model, UntabledModel),
         why_no_state=known.why_none,
     )
     if found := engine.check_experts([name for job in policy.jobs for name in job.writes], form.method.name, scheme):
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}",
             where=found[0].where,
-            do="Export with --scheme static or block, or name the experts in keep_bf16 of a --recipe.",
+            do="Export with --scheme static or block, or leave the experts in BF16: --exclude '*.experts.*'.",
         )
     plan = encode(source.plan, policy)
     if request.kv_cache:
@@ -116,7 +117,7 @@ def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: We
     if code:
         facts["code of its own"] = f"{', '.join(code)}: the engine needs to be told to trust it"
     command = engine.serve(beside(name), request.ranks, fp8_cache=request.kv_cache is not None)
-    kept = modules_in_bf16(source.plan, plan.codes)
+    kept = modules_in_bf16(source.plan, set(plan.codes))
     return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model)
 
 
@@ -149,7 +150,7 @@ def _card_as_before(name: str, plan: Plan, policy: AsBefore) -> Card:
     method = policy.method
     scheme = method.read(encodings.quantization).scheme
     serving = [engine for engine in engines().values() if (method.name, scheme) in engine.reads]
-    dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in encodings.weights.values()})
+    dtypes = sorted({spec.stored_dtype for spec in encodings.weights.values()})
     fixed = any(scales.input is not None for scales in encodings.scales.values())
     facts = {
         "weights": ", ".join(dtypes),

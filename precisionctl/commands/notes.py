@@ -1,11 +1,12 @@
-"""What a command tells beside its result: what stays behind, what was guessed, what was made anew."""
+"""A command's notes for the user: what is left behind, what was guessed, what was computed anew."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from precisionctl.architectures.families import architecture_of, models_of_megatron_args
+from precisionctl.architectures.families import models_of_megatron_args, table_of
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
-from precisionctl.checkpoints.base import Reader, in_mxfp4
+from precisionctl.checkpoints.base import Reader, in_four_bits
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
@@ -16,7 +17,7 @@ from precisionctl.export.input_scales import OF_ONE_STEP, of_one_step
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import StateChange
 from precisionctl.fp8.extra_state_writer import TeVersion
-from precisionctl.fp8.state import IN_USE, Fp8State, Fp8States
+from precisionctl.fp8.state import IN_USE, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, Parallelism
 from precisionctl.planning.plan import Plan
@@ -24,9 +25,9 @@ from precisionctl.precision import Precision
 
 
 def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
-    """What to know of the source's family, and that it was guessed unless the command named it (`told`)."""
+    """Notes on the source's family, and that it was guessed, unless the command named it (`told`)."""
     model = reader.model
-    table = architecture_of(model.architecture)
+    table = table_of(model)
     if to == "megatron" and table.note:
         yield table.note
     if to == "megatron" or of_megatron(reader):
@@ -41,7 +42,7 @@ def family_notes(reader: Reader, to: Layout, *, told: bool) -> Iterator[str]:
 
 
 def _other_arithmetic(model: ModelShape, to: Layout) -> Iterator[str]:
-    """What Megatron-Core and transformers make of the model that is not the same."""
+    """Notes on what Megatron-Core and transformers compute differently for the model."""
     if other := otherwise_in_megatron(model):
         named = ", ".join(f"{field} {_in_words(mine)} / {_in_words(theirs)}" for field, (mine, theirs) in other.items())
         if to == "megatron":
@@ -59,19 +60,19 @@ def _other_arithmetic(model: ModelShape, to: Layout) -> Iterator[str]:
 
 
 _MLA_EPSILON = 1e-6
-"""transformers, modeling_deepseek_v2.py and modeling_deepseek_v3.py: `q_a_layernorm` and `kv_a_layernorm` are made
-without the config's epsilon."""
+"""In transformers (modeling_deepseek_v2.py, modeling_deepseek_v3.py) `q_a_layernorm` and `kv_a_layernorm` do not use
+the config's epsilon."""
 
 
 def _in_words(setting: object) -> str:
-    """A setting, of rotary scaling its kind alone."""
+    """A setting in words; of rotary scaling only the kind."""
     if isinstance(setting, Mapping):
         return str(setting["rope_type"])
     return "none" if setting is None else str(setting)
 
 
 def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]:
-    """What of the source the result will not have. `carried`: its optimizer goes along."""
+    """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
     if not of_megatron(reader):
         return
     if not carried and (optimizer := reader.optimizer_specs):
@@ -85,7 +86,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
 
 
 def companion_notes(reader: Reader) -> Iterator[str]:
-    """Which files beside the weights do not travel, and which bring code."""
+    """Notes on files beside the weights that are not copied, and on code among those that are."""
     yield from reader.companions.notes
     if code := reader.companions.code:
         yield (
@@ -95,7 +96,7 @@ def companion_notes(reader: Reader) -> Iterator[str]:
 
 
 def missing_notes(reader: Reader) -> Iterator[str]:
-    """Which files of a complete directory the source lacks, and so the result."""
+    """A note on files that a complete directory has and the source, and so the result, does not."""
     files = reader.companions.files
     missing = [] if any(map(is_tokenizer, files)) else ["tokenizer"]
     missing += [] if "generation_config.json" in files else ["generation_config.json"]
@@ -105,7 +106,7 @@ def missing_notes(reader: Reader) -> Iterator[str]:
 
 
 def padding_notes(before: ModelShape, after: ModelShape) -> Iterator[str]:
-    """That the vocabulary of a Megatron source is padded to another size for a Megatron target."""
+    """A note that the vocabulary of a Megatron source is padded to another size for a Megatron target."""
     if before.padded_vocab_size != after.padded_vocab_size:
         yield (
             f"The vocabulary is padded to {after.padded_vocab_size} rows, as Megatron pads it for this --tp; "
@@ -114,7 +115,7 @@ def padding_notes(before: ModelShape, after: ModelShape) -> Iterator[str]:
 
 
 def stage_notes(sizes: Parallelism, layers: int) -> Iterator[str]:
-    """How to start a run whose pipeline ranks do not have equal numbers of layers: Megatron does not take that from a
+    """A note on the flags for pipeline ranks with different numbers of layers, which Megatron does not take from a
     checkpoint's arguments."""
     counts = sizes.layers_of_ranks(layers)
     if len(set(counts)) == 1:
@@ -129,12 +130,13 @@ def stage_notes(sizes: Parallelism, layers: int) -> Iterator[str]:
 
 
 GATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
-"""Without it set to 1, Transformer Engine 2.16.1, 2.17.1 and from 2.18 on refuses delayed-scaling state."""
+"""The environment variable without which Transformer Engine 2.16.1, 2.17.1 and 2.18 or later refuse delayed-scaling
+state; it must be 1."""
 
 
 def payload_notes(te: TeVersion, expert_ranks: int | None) -> Iterator[str]:
-    """What Transformer Engine needs before it loads the FP8 payloads; `resume` needs none of it. `expert_ranks`: for
-    how many expert ranks the payloads of experts are cut."""
+    """Notes on what Transformer Engine needs to load the FP8 payloads (`resume` needs nothing). `expert_ranks` is the
+    number of expert-parallel ranks that experts' payloads are cut for."""
     if te == 1:
         yield (
             "The FP8 payloads are for Transformer Engine 0.6 to 1.14, and hold no recipe: start the run with the FP8 "
@@ -153,14 +155,18 @@ def payload_notes(te: TeVersion, expert_ranks: int | None) -> Iterator[str]:
 
 
 def state_notes(change: StateChange) -> Iterator[str]:
-    """Which scales of weights were not carried but made from the weights, and why."""
+    """Notes on scales of weights that were computed from the weights instead of carried, and why."""
     if change.stale:
         yield (
             f"The recorded weight amax of {len(change.stale)} modules does not fit the weights and is computed from "
             "them. The state of their inputs may be of other weights too: only an explicit --fp8-state uses it."
         )
     modules = change.states.modules
-    waiting = [name for name in change.from_weights if not _recorded_beside_weights(modules[name])]
+    waiting = [  # modules with other roles to record; the weight is left out, as one of zeros never has a history
+        name
+        for name in change.from_weights
+        if not all(modules[name].roles[role].recorded for role in IN_USE if role != "weight")
+    ]
     if waiting:
         yield (
             f"Weight scales of {len(waiting)} modules come from the weights; their activations and "
@@ -168,28 +174,25 @@ def state_notes(change: StateChange) -> Iterator[str]:
         )
 
 
-def _recorded_beside_weights(state: Fp8State) -> bool:
-    """Whether a module has all history that it needs. A weight of zeros never has any."""
-    return all(state.roles[role].recorded for role in IN_USE if role != "weight")
-
-
 def code_notes(encodings: WeightEncodings) -> Iterator[str]:
     """That weights which were codes are values now, and how they become codes again."""
+    formats = Counter(spec.packing.name if spec.packing else "FP8" for spec in encodings.weights.values())
+    counted = " and ".join(f"{count} weights were {name} codes" for name, count in formats.items())
     yield (
-        f"{len(encodings.weights)} weights were FP8 codes; the result has their decoded values. The scales are kept "
-        "beside them: `convert --to hf --precision fp8` writes the same codes again."
+        f"{counted}; the result has their decoded values. The scales are kept beside them: `convert --to hf "
+        "--precision fp8` writes the same codes again."
     )
 
 
 def decoded_notes(reader: Reader) -> Iterator[str]:
     """That weights which were codes are values now, and stay values."""
-    if packed := in_mxfp4(reader):
-        yield f"{len(packed)} weights were MXFP4, and are what they decode to. MXFP4 is not written here."
+    for name, count in Counter(packing.name for packing in in_four_bits(reader).values()).items():
+        yield f"{count} weights were {name} codes, and are what they decode to. The scales stay behind."
 
 
 def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator[str]:
-    """Where the fixed input scales of an export are from: `recorded`, the FP8 state, or, where that is None, the scales
-    that the source's codes came with. `file` is what --fp8-state names."""
+    """Notes on where the fixed input scales of an export are from: the file of --fp8-state, else the FP8 state
+    `recorded`, else, if that is None, the fixed scales of the source's codes."""
     if file:
         yield f"Input scales are those of {file}."
     elif recorded:
@@ -197,11 +200,12 @@ def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator
     else:
         yield "Input scales are the fixed ones of the source's FP8 weights."
     if recorded and of_one_step(recorded):
-        yield f"They rest on little: {OF_ONE_STEP}."
+        yield f"They may be too small: {OF_ONE_STEP}."
 
 
 def known_state_notes(known: KnownState, *, carried: bool) -> Iterator[str]:
-    """What was replaced or passed over of the checkpoint's own FP8 state; whether outdated state is `carried` along."""
+    """Notes on what was replaced of the checkpoint's own FP8 state, and on state that is outdated and therefore only
+    `carried` along or left behind."""
     yield from known.notes
     if known.outdated:
         what = "it is carried in the sidecar and used for nothing" if carried else "it stays behind"
@@ -209,8 +213,8 @@ def known_state_notes(known: KnownState, *, carried: bool) -> Iterator[str]:
 
 
 def in_bf16_notes(plan: Plan, precision: Precision, refused: Mapping[str, str]) -> Iterator[str]:
-    """Which weights of a plan stay in BF16 though `precision` has them in FP8: experts that a family stores as one
-    tensor, and those that an engine has `refused`, with the reason by name."""
+    """Notes on weights that stay in BF16 although `precision` puts them in FP8: experts that a family stores as one
+    tensor, and weights that an engine has `refused` (name -> reason)."""
     if any(is_slice(job.writes[0]) and precision.in_fp8(job.module) for job in plan.jobs if job.row.gemm):
         yield (
             f"Experts stay in BF16: {plan.model.architecture} stores those of a layer as one tensor, "

@@ -1,4 +1,4 @@
-"""How a request becomes a command that is ready to run."""
+"""Plan a request: from a Request to a PlannedCommand."""
 
 from precisionctl.commands.build import build
 from precisionctl.commands.codes import as_before, for_engine
@@ -10,18 +10,24 @@ from precisionctl.conversion.command import PlannedCommand
 
 
 def plan_command(request: Request) -> PlannedCommand:
-    """Plan what is asked for. FP8 weights that no engine is named for are the codes that they were before, where that
-    is known, else those of an export.
+    """Plan a request. If FP8 weights are asked for without a target, they get the codes that they had before, if these
+    are known; else those of an export.
 
-    Raises what opening and planning raise, what the result asks for (`as_values`, `for_engine`, `as_before`,
-    `with_te_state`), and DestinationExists.
+    Raises as `open_source`, as the function for the kind of result (`as_values`, `for_engine`, `as_before`,
+    `with_te_state`), and as `build`.
     """
     source = open_source(request)
     if request.target == TE:
         result = with_te_state(request, source)
     elif not request.for_inference:
         result = as_values(request, source)
-    elif request.target or request.recipe or not (source.encodings and source.encodings.quantization):
+    elif (
+        request.target
+        or request.recipe
+        or request.include
+        or request.exclude
+        or not (source.encodings and source.encodings.quantization)
+    ):
         result = for_engine(request, source)
     else:
         result = as_before(request, source)

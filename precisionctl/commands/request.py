@@ -1,4 +1,4 @@
-"""Request: all that a user asks of `convert` and of `export-inference`."""
+"""Request: everything that a user asks of `convert` or `export-inference`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +12,13 @@ from precisionctl.errors import RecipeError
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import DelayedScaling
+from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.quant_methods.base import Scheme
 
 TE = "te"
-"""The target of an export that is no engine: Transformer Engine, under PyTorch."""
+"""The target of an export that is not an engine: Transformer Engine, in PyTorch."""
 
 TE_TITLE = "PyTorch with Transformer Engine"
 
@@ -31,23 +32,25 @@ _VALUES: Mapping[PrecisionChoice, torch.dtype | None] = {
 }
 
 CONTAINERS: Mapping[Layout, tuple[str, ...]] = {"hf": ("safetensors", "bin"), "megatron": ("torch_dist", "torch")}
-"""What is written of each layout; the first where none is asked for."""
+"""The containers that can be written in each layout; the first is the default."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to convert, and to what. An export is a conversion to Hugging Face's layout in FP8, for a `target`.
+    """What to convert, and to what. An export is a conversion to Hugging Face's layout in FP8 for a `target`. Raises
+    RecipeError for options that contradict each other.
 
-    `recipe` None keeps the recipe of a carried state, or takes TE's defaults; for a target it says which modules stay
-    in BF16. A plain Megatron checkpoint names no family, tokenizer or true vocabulary: `architecture` names the family,
-    and `reference` is a Hugging Face directory of the same model, whose config.json and tokenizer are taken.
-    `te_version` is that of the FP8 payloads written; `grouped_columns` the order of those read of experts that do not
-    tell it.
+    Without a `recipe` FP8 state keeps its own, or gets TE's defaults; for a target the recipe says which modules stay
+    in BF16. A plain Megatron checkpoint does not contain its family, tokenizer or true vocabulary size: `architecture`
+    names the family, or `reference` is a Hugging Face directory of the same model, whose config.json and tokenizer are
+    used. `te_version` is the version of the FP8 payloads to write; `grouped_columns` the order of columns in the
+    payloads of experts that are read, if it cannot be inferred.
 
-    `target` is an engine's name in engines/, or TE; it serves on `ranks` GPUs. `scheme` None takes the best that the
-    checkpoint allows; `static` needs recorded input scales, from the source or from `fp8_state`. `keep_misfits` leaves
-    modules in BF16 whose shapes the engine refuses, and `kv_cache` stores scales for a cache of keys and values in FP8,
-    which must have been recorded too. `base_model` is the source's name on the Hub, for the model card.
+    `target` is an engine's name in engines/, or TE; it runs on `ranks` GPUs. Without a `scheme` the best that the
+    checkpoint allows is chosen; `static` needs recorded input scales, from the source or from `fp8_state`.
+    `keep_misfits` leaves modules in BF16 whose shapes the engine refuses. `kv_cache` stores scales for an FP8 KV cache,
+    which must have been recorded, too. `base_model` is the source's name on the Hub, for the model card. `include` and
+    `exclude` are patterns of names of modules that are to be FP8, and that are not (`planning/choice.py`).
     """
 
     source: Path
@@ -72,16 +75,17 @@ class Request:
     keep_misfits: bool = False
     kv_cache: Literal["fp8"] | None = None
     base_model: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
     @classmethod
     def export(
         cls, source: Path, destination: Path, target: str, scheme: Scheme | None = None, **options: Any
     ) -> "Request":
-        """What `export-inference` is asked."""
+        """The request of `export-inference`; `options` are further fields."""
         return cls(source, destination, "hf", "fp8", target=target, scheme=scheme, **options)
 
     def __post_init__(self) -> None:
-        """Raises RecipeError for options that contradict one another."""
         if self.to == "hf" and self.parallelism != ONE_RANK:
             raise RecipeError("Hugging Face directories are not cut for ranks", do="Leave --tp and its like out.")
         if self.container not in (None, *CONTAINERS[self.to]):
@@ -109,6 +113,8 @@ class Request:
             raise RecipeError(f"what {self.target} reads is no such result", do="Ask for hf in fp8, as Request.export.")
         if self.target is None and (self.scheme or self.kv_cache or self.keep_misfits or self.ranks > 1):
             raise RecipeError("schemes, caches and ranks are those of an engine", do="Name a target.")
+        if (self.include or self.exclude) and not (self.for_inference and self.target != TE):
+            raise RecipeError("--include and --exclude choose what becomes FP8 codes", do="Leave them out.")
         if self.target == TE:
             self._check_te()
 
@@ -130,21 +136,24 @@ class Request:
 
     @property
     def fills_extra_state(self) -> bool:
-        """Whether FP8 state goes where a run loads it from: delayed scaling keeps some, other recipes none."""
+        """Whether FP8 state is written into `_extra_state`, where a run loads it from; only delayed scaling has any."""
         delayed = self.recipe is None or self.recipe.keeps_state
         return self.to == "megatron" and self.precision in ("keep", "fp8") and delayed
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the result's values, before any is encoded; None: as stored, FP8 codes decoded to BF16."""
+        """The dtype of the result's values, before any is encoded; None for the stored dtype, with FP8 codes decoded to
+        BF16."""
         return _VALUES[self.precision]
 
     @property
     def state_recipe(self) -> DelayedScaling | None:
-        """The recipe that FP8 state goes on under; None where it keeps its own, as for an engine, which has none."""
+        """The recipe to change FP8 state to; None to keep its own, as for an engine, which has no recipe."""
         by_engine = self.for_inference and self.target != TE
         return None if by_engine or self.recipe is None else self.recipe.delayed
 
-    def numerics(self, layers: int) -> Precision:
-        """The precision asked for, with patterns of layers resolved for a model of so many."""
-        return (self.recipe or PRESETS["fp8-delayed"]).of_layers(layers)
+    def numerics(self, model: ModelShape) -> Precision:
+        """The precision asked for, with patterns of layers resolved for this model. Raises UnknownArchitecture where a
+        recipe counts the layers of a model that no table describes."""
+        precision = self.recipe or PRESETS["fp8-delayed"]
+        return precision.of_layers(model.num_layers) if precision.counts_layers else precision

@@ -1,4 +1,4 @@
-"""Source: an open checkpoint with all that the command tells of it, and what is known of FP8 in it."""
+"""Source: an open checkpoint with the user's hints, the plan of the result, and what is known of FP8 in it."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,19 +13,20 @@ from precisionctl.commands.request import Request
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.export.input_scales import state_of_input_scales
-from precisionctl.export.weight_encodings import check_model, weight_encodings
+from precisionctl.export.weight_encodings import check_model, method_of, weight_encodings
 from precisionctl.fp8.carry import merged
 from precisionctl.fp8.state import Fp8States
+from precisionctl.planning.choice import choose
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 
 
 @dataclass(frozen=True)
 class Source:
-    """An open checkpoint, and the `plan` of what it becomes, before anything of that is encoded.
+    """An open checkpoint, and the `plan` of the result in high precision.
 
-    `encodings` is how its weights are FP8 codes, or were. `known` is the FP8 state that training or `calibrate` has
-    left. `trained` is the reader, where the optimizer goes along.
+    `encodings` is how its weights are, or once were, encoded in FP8. `known` is its FP8 state, from training or
+    `calibrate`. `trained` is the reader if its optimizer is converted, too.
     """
 
     reader: Reader
@@ -36,34 +37,37 @@ class Source:
 
     @cached_property
     def calibrated(self) -> Fp8States | None:
-        """State made from the fixed input scales that the codes came with."""
+        """State made from the fixed input scales that are stored with the codes."""
         return state_of_input_scales(self.reader, self.encodings, self.plan)
 
     @property
     def states(self) -> Fp8States | None:
-        """The state that may be used, with what was never recorded filled in from the fixed input scales."""
+        """The usable state, with roles that were never recorded filled in from the fixed input scales."""
         current, fixed = self.known.current, self.calibrated
         return merged(current, fixed) if current and fixed else current or fixed
 
     @property
     def codes(self) -> WeightEncodings | None:
-        """How the weights are FP8 codes now, if they are."""
+        """How the weights are encoded, if they are codes now."""
         return self.encodings if self.reader.encodings else None
 
     @cached_property
     def fixed_scales(self) -> WeightEncodings | None:
-        """Where fixed scales of inputs and caches are that still hold."""
+        """The encodings whose fixed scales of inputs and caches are still valid, if they are."""
         return self.encodings if self.encodings and fixed_scales_hold(self.reader, self.encodings) else None
 
 
 def open_source(request: Request) -> Source:
     """Open the source of a request, and plan the result in high precision.
 
-    Raises RecipeError where the command tells what the checkpoint says by itself, MappingError for state or encodings
-    of another model, and what opening, planning and reading raise.
+    Raises RecipeError for hints that contradict the checkpoint or are not needed, MappingError for state or encodings
+    of another model, and as `open_checkpoint` and `make_plan`.
     """
     reader = _open(request)
     encodings = None if request.drop_fp8_state else weight_encodings(reader)
+    method = method_of(encodings)
+    if request.for_inference and (request.target or request.recipe) and method and method.spelling is None:
+        encodings = None  # engines read such codes as they were released, and no others of these weights
     goes_along = request.to == "megatron" and not request.drop_optimizer
     trained = reader if goes_along and of_megatron(reader) and reader.optimizer_specs else None
     plan = make_plan(
@@ -73,7 +77,10 @@ def open_source(request: Request) -> Source:
         parallelism=request.parallelism,
         optimizer=trained is not None,
         respelled=request.for_inference,
+        wanted=encodings.weights if encodings and request.for_inference else (),
     )
+    if request.include or request.exclude:
+        plan = choose(plan, request.include, request.exclude)
     if encodings and request.for_inference:
         check_model(encodings, plan)
     known = known_state(reader, plan.gemms, request.fp8_state, request.state_recipe, drop=request.drop_fp8_state)
@@ -81,7 +88,7 @@ def open_source(request: Request) -> Source:
 
 
 def _open(request: Request) -> Reader:
-    """The Reader, told what the command says of the checkpoint."""
+    """The Reader, opened with the user's hints."""
     reference, order = request.reference, request.grouped_columns
     companions = _companions_of(reference) if reference else None
     reader = open_checkpoint(request.source, request.iteration, Hints(request.architecture, companions, order))

@@ -54,7 +54,7 @@ def _of_gemms(request: Request, source: Source) -> Fp8States:
     """The state of every module that the recipe computes in FP8. An expert that no token has reached gets the largest
     amax of the others."""
     plan, states = source.plan, source.states
-    precision = request.numerics(plan.model.num_layers)
+    precision = request.numerics(plan.model)
     jobs = fp8_jobs(plan, precision)
     check_fp8_gemms(plan, precision)
     try:

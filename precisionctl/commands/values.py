@@ -24,7 +24,7 @@ from precisionctl.conversion.known_state import NOT_KNOWN
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.fp8.carry import amax_by_module, carry_state
 from precisionctl.fp8.state import Fp8States
-from precisionctl.planning.plan import check_fp8_gemms
+from precisionctl.planning.plan import Plan, check_fp8_gemms
 
 
 def as_values(request: Request, source: Source) -> Result:
@@ -34,16 +34,15 @@ def as_values(request: Request, source: Source) -> Result:
     state = known.current or (source.calibrated if request.precision == "fp8" else None)
     sidecar = known.current or source.calibrated or known.outdated  # what no run is to start from
     if request.precision == "fp8":
-        check_fp8_gemms(plan, request.numerics(plan.model.num_layers))
+        check_fp8_gemms(plan, request.numerics(plan.model))
     run = NO_RUN
     if source.trained:  # rank files have no place for the states of generators
         run = carry_run(source.trained, request.parallelism, generators=request.container != "torch")
     live = request.fills_extra_state and (request.precision == "fp8" or state is not None)
-    cut = plan.model.moe is not None and request.container != "torch"  # for each rank of experts
     notes = [
         *_notes(request, source, run),
         *(state.notes if state else ()),
-        *(payload_notes(request.te_version, request.parallelism.expert if cut else None) if live else ()),
+        *(_payload_notes(request, plan) if live else ()),
         *known_state_notes(known, carried=sidecar is known.outdated and not live),
         *(code_notes(encodings) if reader.encodings and encodings else decoded_notes(reader)),
     ]
@@ -58,11 +57,17 @@ def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     yield from companion_notes(reader)
     if of_megatron(reader):
         yield from padding_notes(reader.model, plan.model)
-    yield from stage_notes(plan.parallelism, plan.model.num_layers)
+    if request.to == "megatron":
+        yield from stage_notes(plan.parallelism, plan.model.num_layers)
     if run.left:
         yield f"Stays behind, as it belongs to ranks or to Megatron's own classes: {', '.join(run.left)}."
     if source.trained and request.container == "torch":
         yield "Go on from it with --no-load-rng: the states of random generators are not in this format here."
+
+
+def _payload_notes(request: Request, plan: Plan) -> Iterator[str]:
+    cut = plan.model.moe is not None and request.container != "torch"  # for each rank of experts
+    return payload_notes(request.te_version, request.parallelism.expert if cut else None)
 
 
 def _live_state(
@@ -73,7 +78,7 @@ def _live_state(
     reader, gemms = source.reader, source.plan.gemms
     wanted: Callable[[str], bool] = (state.modules if state else {}).__contains__
     if request.precision == "fp8":
-        wanted = request.numerics(source.plan.model.num_layers).in_fp8
+        wanted = request.numerics(source.plan.model).in_fp8
     amax = amax_by_module(weight_amax, {module: shape for module, shape in gemms.items() if wanted(module)})
     change = carry_state(state, amax, request.state_recipe)
     states = change.states

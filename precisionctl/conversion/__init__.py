@@ -1,1 +1,2 @@
-"""A plan carried out: streamed through workers and ranks, journalled, and renamed when it is whole."""
+"""Carry out a plan: stream tensors through workers and ranks, keep a journal, and rename the result when it is
+complete."""

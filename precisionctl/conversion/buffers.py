@@ -1,4 +1,4 @@
-"""A worker's memory: buffers for one piece of a tensor, so that it does not grow with the model."""
+"""A worker's memory: buffers for one piece of a tensor, so that memory does not grow with the model."""
 
 from collections.abc import Iterator
 from math import prod
@@ -7,47 +7,46 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import in_pieces
-from precisionctl.fp8 import numerics
+from precisionctl.fp8 import nibbles
 from precisionctl.fp8.encoding import grid_shape
 from precisionctl.planning.plan import Job, Plan
 
 BUFFER = 4 << 20
-"""Bytes moved at a time. With 1 MiB an export took a tenth longer, for the Python around each piece; larger ones gain
-nothing more and leave a core's own cache."""
+"""Bytes moved at a time. With 1 MiB an export took a tenth longer, because of the Python code for each piece; larger
+buffers gain nothing and do not fit a core's cache."""
 
 WIDEST = 4
-"""Bytes of FP32, the widest dtype that a value has on its way."""
+"""Bytes of an element in FP32, the widest dtype that values are computed in."""
 
 
 class Buffers:
-    """Bytes as they are read, what they decode to, bytes to be written, and FP32 `scratch` for what is computed in
-    between."""
+    """Reused buffers: for bytes as read, for decoded values, for bytes to write, and FP32 `scratch` for casts."""
 
     def __init__(self) -> None:
         self._read = torch.empty(BUFFER, dtype=torch.uint8)
         self._decoded = torch.empty(BUFFER, dtype=torch.uint8)
         self._write = torch.empty(BUFFER, dtype=torch.uint8)
-        self.scratch = torch.empty(numerics.PIECE)
+        self.scratch = torch.empty(nibbles.SCRATCH)
 
     def pieces(self, row: int, rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-        """Rows `[row, row + rows)` in runs that fit a buffer: as `in_pieces` cuts them."""
+        """Rows `[row, row + rows)` of `row_bytes` each in runs that fit a buffer, as from `in_pieces`."""
         return in_pieces(row, rows, row_bytes, self._read.numel())
 
     def to_read(self, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-        """`[rows, columns]`, uninitialized; the next call gives the same memory again."""
+        """An uninitialized tensor `[rows, columns]` to read into; the next call returns the same memory."""
         return _view(self._read, dtype, rows, columns)
 
     def to_decode(self, rows: int, columns: int) -> Tensor:
-        """The same in FP32, of another buffer."""
+        """The same in FP32, to decode into."""
         return _view(self._decoded, torch.float32, rows, columns)
 
     def to_write(self, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-        """The same of a third buffer."""
+        """The same, for what is written."""
         return _view(self._write, dtype, rows, columns)
 
 
 def _view(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-    """The start of a byte buffer as `[rows, columns]`; fresh memory for a single row that is too long for it."""
+    """The start of a byte buffer as `[rows, columns]`; new memory for a single row that is longer than the buffer."""
     size = rows * columns * dtype.itemsize
     if size > buffer.numel():
         buffer = torch.empty(size, dtype=torch.uint8)
@@ -55,19 +54,18 @@ def _view(buffer: Tensor, dtype: torch.dtype, rows: int, columns: int) -> Tensor
 
 
 _BLOCK = 17
-"""Bytes that BlockScales hold for each block: amax, candidate, misfit and scale in FP32, and whether it fits."""
+"""Bytes that BlockScales takes for each block: amax, candidate, misfit and scale in FP32, and whether it fits."""
 
 
 def worker_memory(plan: Plan) -> int:
-    """The most bytes that one worker holds while it carries out a plan: its buffers, or one row of a tensor whose rows
-    are longer than they; the whole of a tensor that is computed rather than moved, read and made, in FP32 at worst, and
-    from one spelling of Hugging Face to another by way of Megatron's; and where it encodes, what a piece becomes on the
-    way there and back, and the grids of scales."""
+    """The most bytes that one worker allocates while it carries out a plan."""
     rows = [spec.columns * max(WIDEST, spec.dtype.itemsize) for spec in plan.targets.values()]
+    # Tensors that are computed, not moved, are in memory whole, read and made; with Megatron's in between if both sides
+    # are Hugging Face's
     copies = 4 if plan.source == plan.target else 2
     computed = [copies * WIDEST * _elements(job, plan) for job in plan.jobs if plan.computes(job)]
     encoded = [6 * BUFFER + _BLOCK * _blocks(job, plan) for job in plan.jobs if job.encode]
-    return 3 * max(BUFFER, *rows) + WIDEST * numerics.PIECE + max(computed, default=0) + max(encoded, default=0)
+    return 3 * max(BUFFER, *rows) + WIDEST * nibbles.SCRATCH + max(computed, default=0) + max(encoded, default=0)
 
 
 def _elements(job: Job, plan: Plan) -> int:
@@ -76,6 +74,6 @@ def _elements(job: Job, plan: Plan) -> int:
 
 def _blocks(job: Job, plan: Plan) -> int:
     """How many blocks with a scale of their own the tensors have that a job encodes."""
-    blocks = job.encode.blocks if job.encode else {}
-    specs = ((plan.targets[name], block) for name, block in blocks.items())
+    weights = job.encode.weights if job.encode else {}
+    specs = ((plan.targets[name], scales.block) for name, scales in weights.items())
     return sum(prod(grid_shape(spec.rows, spec.columns, block)) for spec, block in specs)

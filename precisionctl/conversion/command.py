@@ -1,5 +1,5 @@
-"""A command that is planned and ready to run, and how it is run: written beside the destination, read back if that is
-asked for, and renamed when it is whole."""
+"""A planned command, and its execution: the result is written beside the destination, read back if asked for, and
+renamed when it is complete."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from precisionctl.conversion.journal import Journal, fingerprints, open_journal,
 from precisionctl.conversion.manifest import write_manifest
 from precisionctl.conversion.ranks import ALONE, Ranks
 from precisionctl.conversion.weights_digest import digest_weights
-from precisionctl.conversion.worker import Source
+from precisionctl.conversion.worker import TensorSource
 from precisionctl.errors import DiskProblem, OutputError
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
@@ -29,18 +29,17 @@ from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
 
 MakeStates = Callable[[Mapping[str, float]], tuple[Fp8States, Sequence[str]]]
-"""Makes the FP8 state that a run will load from the amax of each FP8 GEMM's weight, by name; and says what there is to
-tell of it."""
+"""Makes the FP8 state of the result, and notes on it, from the amax of each FP8 GEMM's weight, by name."""
 
 
 @dataclass(frozen=True)
 class PlannedCommand:
-    """A command of which all is checked that can be, and nothing written yet.
+    """A command that has been checked as far as possible without writing anything.
 
-    `digest` identifies the command: only the same one may go on from a partial result. `notes` are what planning has to
-    tell the user. `states` is the FP8 state of the result, or makes it when all weights were seen. `trained` is the
-    reader, where its optimizer goes along. `encodings` is how the weights are FP8 codes, or were: it is stored beside
-    values, and codes are made by it.
+    `digest` identifies the command: only the same one may continue a partial result. `notes` are planning's notes for
+    the user. `states` is the FP8 state of the result, or a function that makes it when all weights have been read.
+    `trained` is the reader if its optimizer is converted, too. `encodings` is how the weights are, or were, encoded in
+    FP8: it is stored beside values, or used to make codes.
     """
 
     reader: Reader
@@ -54,18 +53,18 @@ class PlannedCommand:
     encodings: WeightEncodings | None = None
 
     @property
-    def source(self) -> Source:
-        """Where tensors are read from: the model, and the optimizer that goes along."""
+    def source(self) -> TensorSource:
+        """The source of tensors: the model, with the optimizer if it is converted, too."""
         return WithOptimizer(self.trained) if self.trained else self.reader
 
     @property
     def coded_before(self) -> Mapping[str, Encoding]:
-        """How values were coded that are to be codes again, by the target's names."""
+        """The encodings that the values had before, by the target's names; empty if they had none."""
         return self.encodings.by_name if self.encodings else {}
 
     @property
     def iteration(self) -> int | None:
-        """The iteration of the result; None for weights alone, which belong to no run."""
+        """The iteration of the result; None for weights without a run."""
         return self.trained.iteration if self.trained else None
 
 
@@ -78,14 +77,17 @@ def execute(
     ranks: Ranks = ALONE,
     on_bytes: OnBytes = lambda count: None,
 ) -> Findings | None:
-    """Run a planned command. The destination appears when it is complete, and not before; after a failure the same
-    command goes on where it stopped.
+    """Run a planned command. The destination appears only when it is complete. After a failure the same command
+    continues where it stopped.
 
-    `verify` reads everything back first. `on_bytes` is told of bytes written, and of bytes read back. Returns what
-    was found out; None where there was nothing left to do: the command was killed right after the destination had
-    appeared.
+    `verify` reads everything back before that. `on_bytes` is called with bytes written, and with bytes read back.
+    Returns what jobs found out, with notes for the user; None if there was nothing left to do, because the command had
+    been killed right after the destination appeared.
+
+    Raises DestinationExists, OutputError (another run, or another partial result, is there; the source changed),
+    DiskProblem, and what reading and encoding raise.
     """
-    if ranks.first:  # the others hear what it finds
+    if ranks.first:  # the first rank looks, and tells the others
         finished = was_finished(command.output, command.digest, command.reader.files, ranks=ranks.count)
         ranks.tell("finished", str(finished))
     else:
@@ -94,9 +96,9 @@ def execute(
         return None
     with disk_problems(command.output), _journal(command, restart, ranks) as journal:
         before = fingerprints(command.reader.files)
-        proof = ""
+        masters_note = ""
         if ranks.first and isinstance(command.trained, TorchDistReader) and command.trained.in_buckets:
-            proof = prove_masters(command.trained)
+            masters_note = prove_masters(command.trained)
         found = run(
             command.plan,
             command.source,
@@ -108,8 +110,8 @@ def execute(
             ranks=ranks,
             on_bytes=on_bytes,
         )
-        for said in ranks.gather("found", {str(ranks.rank): found.as_json()}).values():
-            found |= Findings.from_json(said)
+        for others in ranks.gather("found", {str(ranks.rank): found.as_json()}).values():
+            found |= Findings.from_json(others)
         checksums = _read_back(command, workers, ranks, on_bytes) if verify else {}
         if fingerprints(command.reader.files) != before:
             raise OutputError(
@@ -118,15 +120,16 @@ def execute(
                 do="Wait until nothing writes to it, and run the same command with --restart.",
             )
         if ranks.first:
-            found.notes = [*filter(None, [proof]), *_finish(command, journal, found, checksums)]
+            found.notes = [*filter(None, [masters_note]), *_finish(command, journal, found, checksums)]
     return found
 
 
 def _read_back(command: PlannedCommand, workers: int, ranks: Ranks, on_bytes: OnBytes) -> dict[str, str]:
-    """The checksums of all that was written. Raises DamagedCheckpoint for what differs from the source."""
+    """Read back all that was written. Returns checksums by name; raises DamagedCheckpoint for what differs from the
+    source."""
     if ranks.first:
-        ranks.tell("written")  # it has heard from all
-    ranks.hear("written")  # what a rank reads back is others' work too
+        ranks.tell("written")  # all ranks have written, as their findings are here
+    ranks.hear("written")  # a rank also reads back what others have written
     checksums = check(
         command.plan,
         command.source,
@@ -141,9 +144,9 @@ def _read_back(command: PlannedCommand, workers: int, ranks: Ranks, on_bytes: On
 
 @contextmanager
 def _journal(command: PlannedCommand, restart: bool, ranks: Ranks) -> Iterator[Journal]:
-    """This rank's journal. The first rank begins; the others follow, if they plan the same.
+    """This rank's journal, opened by the first rank before the others.
 
-    Raises OutputError where they do not: they have another command, or another state of the source.
+    Raises OutputError if a rank has planned another command, or sees other source files.
     """
     about = f"{command.digest} {sorted((file.name, file.stat().st_size) for file in command.reader.files)}"
     if not ranks.first:
@@ -164,17 +167,17 @@ def _journal(command: PlannedCommand, restart: bool, ranks: Ranks) -> Iterator[J
 
 
 def _finish(command: PlannedCommand, journal: Journal, found: Findings, checksums: Mapping[str, str]) -> list[str]:
-    """Write what only the end knows, and rename the result. Returns what there is to tell of it."""
+    """Write what is known only after all tensors, and rename the result. Returns notes for the user."""
     plan, writer, encodings, states = command.plan, command.writer, command.encodings, command.states
     notes = [*nan_notes(found.with_nan), *zeroed_notes(found.zeroed)]
     if encodings and plan.quantization:
-        notes += changed_notes(found.changed, encodings, plan.codes)
+        notes += changed_notes(found.changed, encodings, {name: plan.targets[name] for name in plan.codes})
     if callable(states):
-        states, told = states(found.amax)
-        notes += told
+        states, state_notes = states(found.amax)
+        notes += state_notes
     writer.finish(states)
     if states and plan.encodes and states.of_weights == digest_weights(command.reader):
-        made = digest_weights(open_checkpoint(writer.directory))  # of the same weights, rounded to codes
+        made = digest_weights(open_checkpoint(writer.directory))  # encoding has rounded the weights
         sidecar.write(writer.directory / sidecar.RELATIVE, replace(states, of_weights=made))
     if encodings and not plan.encodes:
         encodings_file.write(writer.directory, encodings)
@@ -187,13 +190,14 @@ def _finish(command: PlannedCommand, journal: Journal, found: Findings, checksum
 
 
 def check_room(command: PlannedCommand) -> None:
-    """Raise DiskProblem where the result has no room beside what an unfinished run has left of it."""
+    """Raise DiskProblem if there is not enough free space for the rest of the result."""
     partial = command.output.partial
     free = shutil.disk_usage(directory_above(partial)).free
     there = sum(file.stat().st_blocks * 512 for file in partial.rglob("*") if file.is_file())
     specs, writer = command.writer.specs, command.writer
+    # By chunks, as a tensor may be written for several ranks
     needed = sum(chunk.box.elements * specs[name].dtype.itemsize for name in specs for chunk in writer.chunks(name))
-    if free + there < needed:  # ranks may hold copies of a tensor
+    if free + there < needed:
         raise DiskProblem(
             f"{needed:,} bytes to write, {free:,} bytes free",
             where=command.output.path.parent,

@@ -1,6 +1,6 @@
-"""The only loop over tensors: jobs are dealt out to ranks and processes, and what is done is put on record.
+"""The only loop over tensors: distribute jobs to ranks and worker processes, and record finished jobs in the journal.
 
-A live model, as source or target, is in this process, and so is its one worker.
+If source or target is a live model, this process is the only worker.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,29 +16,31 @@ from precisionctl.conversion.findings import Findings
 from precisionctl.conversion.journal import Journal
 from precisionctl.conversion.processes import deal, in_processes, one_torch_thread
 from precisionctl.conversion.ranks import ALONE, Ranks
-from precisionctl.conversion.worker import Checker, Source, Worker
+from precisionctl.conversion.worker import Checker, TensorSource, Worker
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.planning.plan import Job, Plan
 
 SYNC_EVERY = 64 << 20
-"""Bytes between two records in the journal, at least: what a crash of the machine can cost. It is small so that the
-disk writes while the workers copy."""
+"""Bytes between two records in the journal, at least; a crash can lose that much work. It is small so that the disk
+writes while the workers copy."""
 
 OnBytes = Callable[[int], None]
 T = TypeVar("T")
 JobResult = tuple[Job, Findings]
-"""A job that is done, and what it found out."""
+"""A finished job, and what it found out."""
 
 
 class Target(Chunked, Protocol):
-    """The part of a Writer that a run needs."""
+    """The part of a Writer that a conversion needs."""
 
-    def lay_out(self) -> None: ...
+    def lay_out(self) -> None:
+        """As `Writer.lay_out`."""
+        ...
 
 
 def run(
     plan: Plan,
-    reader: Source,
+    reader: TensorSource,
     writer: Target,
     *,
     journal: Journal | None = None,
@@ -48,19 +50,19 @@ def run(
     ranks: Ranks = ALONE,
     on_bytes: OnBytes = lambda count: None,
 ) -> Findings:
-    """Write this rank's share of a plan's targets, without what its journal says is done. `finish` and commit are the
-    caller's.
+    """Write this rank's share of a plan's targets, except what its journal says is done. The caller finishes the Writer
+    and commits the output.
 
-    `collect_weight_amax` asks for the largest magnitude of each FP8 GEMM's weight. `carried` is how values that become
-    codes were coded before, by the target's names. More than one of `workers` need files on both sides. `on_bytes` is
-    told of bytes written, first of those that were written before.
+    `collect_weight_amax` collects the amax of each FP8 GEMM's weight. `carried` are the encodings that values had
+    before, by the target's names, for those that become codes. More than one worker needs files on both sides.
+    `on_bytes` is called with bytes written, first with those that were written before.
 
-    Returns what jobs found out, those that the journal says are done among them.
+    Returns what jobs found out, including those that were done before.
     """
     done = journal.done if journal and all(file.is_file() for file in _files(plan.targets, writer)) else set()
-    ranks.gather("checked", {})  # before the first rank makes anew what another one has lost
+    ranks.gather("checked", {})  # all have looked, before the first rank creates files that another one found missing
     if ranks.first:
-        writer.lay_out()  # a lost file was not done
+        writer.lay_out()
         ranks.tell("laid out")
     ranks.hear("laid out")
     share = _Share(plan, writer, ranks) if ranks.count > 1 else writer
@@ -82,15 +84,15 @@ def run(
 
 
 def _is_mine(job: Job, share: Chunked, ranks: Ranks) -> bool:
-    """Whether a job writes into this rank's files. Jobs that write nothing (zeros that are left out) are the first
-    rank's."""
+    """Whether a job writes into this rank's files. The first rank does jobs that write nothing (which check that a bias
+    without a place in the target is zero)."""
     names = job.outputs
     return any(share.chunks(name) for name in names) if names else ranks.first
 
 
 def check(
     plan: Plan,
-    reader: Source,
+    reader: TensorSource,
     writer: Chunked,
     *,
     carried: Mapping[str, Encoding] = MappingProxyType({}),
@@ -98,9 +100,9 @@ def check(
     ranks: Ranks = ALONE,
     on_bytes: OnBytes = lambda count: None,
 ) -> dict[str, str]:
-    """Read this rank's share of the targets back from the disk, and compare them with the source, mapped once more.
+    """Read this rank's share of the targets back from the disk, and compare it with the source, converted again.
 
-    Returns the SHA-256 of each tensor, of its row-major bytes. Raises DamagedCheckpoint for the first difference.
+    Returns the SHA-256 of each tensor's row-major bytes, by name. Raises DamagedCheckpoint for the first difference.
     """
     for file in _files(plan.targets, writer):
         forget(file)
@@ -120,7 +122,7 @@ def _files(names: Iterable[str], writer: Chunked) -> set[Path]:
 
 
 class _Share:
-    """A rank's part of a target: a run of whole files, of about as many bytes as every other rank's."""
+    """A rank's part of a target: whole files that follow each other, with about as many bytes as every other rank's."""
 
     def __init__(self, plan: Plan, writer: Target, ranks: Ranks) -> None:
         self.specs, self._writer = writer.specs, writer
@@ -138,7 +140,7 @@ class _Share:
 
 
 class _Recorder:
-    """Syncs what is done and then puts it on record, in a thread, so that the disk is busy while workers copy."""
+    """Syncs finished jobs and records them in the journal, in a thread, so that the disk is busy while workers copy."""
 
     def __init__(self, plan: Plan, writer: Chunked, journal: Journal | None) -> None:
         self._plan, self._writer, self._journal = plan, writer, journal
@@ -149,7 +151,7 @@ class _Recorder:
         self._next()
 
     def add(self, result: JobResult) -> None:
-        """Take a job that is done. Raises what an earlier sync met."""
+        """Add a finished job. Raises the error of an earlier sync, if any."""
         self._batch.append(result)
         self._bytes += self._plan.job_bytes(result[0])
         if self._bytes >= SYNC_EVERY and self._running.done():
@@ -174,7 +176,7 @@ class _Recorder:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Put the rest on record: after an error too, unless it is the disk that fails."""
+        """Record the rest, also after an error, unless syncing itself has failed."""
         with self._thread:
             if self._running.exception() is None:
                 self._next()

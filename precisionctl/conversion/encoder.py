@@ -1,6 +1,6 @@
-"""Weights on their way into FP8 codes: one pass over a job's values finds the scales, a second one makes the codes."""
+"""Encode weights in FP8: a first pass over a job's values finds the scales, a second one makes the codes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,36 +10,38 @@ from precisionctl.conversion.buffers import Buffers
 from precisionctl.conversion.findings import Findings
 from precisionctl.errors import PrecisionError
 from precisionctl.fp8 import numerics
-from precisionctl.fp8.blocks import BlockScales, share
+from precisionctl.fp8.blocks import BlockScales, share, share_global
+from precisionctl.fp8.elements import Element
 from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.group_scales import packed_zero_points
 from precisionctl.fp8.statistics import UNDERFLOW
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
+from precisionctl.quant_methods.base import Scales
 
-Piece = tuple[str, int, Tensor]
-"""The tensor to write, its first row, and values `[rows, columns]` in a buffer that the next piece uses again."""
+ValuePiece = tuple[str, int, Tensor]
+"""Name and first row of the tensor to write, and values `[rows, columns]` in a buffer that the next piece reuses."""
 
 Put = Callable[[str, int, Tensor], None]
-"""Takes rows of a tensor, of its dtype: its name, the first row's number, and the rows."""
+"""Writes rows of a tensor: called with its name, the first row's number, and the rows in the target's dtype."""
 
 Read = Callable[[str, int, int], Iterable[tuple[int, Tensor]]]
-"""Reads rows of a source's tensor, so many from one on, piece by piece; each with the number of rows before it."""
+"""Reads rows of a source's tensor, in pieces: called with its name, the first row and the number of rows; yields each
+piece with the number of rows before it."""
 
 
 @dataclass
 class _Underflows:
-    """How many of a tensor's elements became zero, in every eighth piece of it: to look at all of them would take a
-    twentieth of the time of a cast, and where one scale is lost on an outlier, most pieces are."""
+    """Counts a tensor's elements that became zero, in one row of 16. Counting all would add a tenth to the time of
+    a cast, and if an outlier spoils a scale, most rows show it."""
 
-    pieces: int = 0
     elements: int = 0
     zeroed: int = 0
 
     def see(self, values: Tensor, codes: Tensor) -> None:
-        if self.pieces % 8 == 0:
-            self.elements += codes.numel()
-            self.zeroed += numerics.underflows(values, codes)
-        self.pieces += 1
+        values, codes = values[::16], codes[::16]
+        self.elements += codes.numel()
+        self.zeroed += numerics.underflows(values, codes)
 
     @property
     def share(self) -> float:
@@ -47,10 +49,10 @@ class _Underflows:
 
 
 class Encoder:
-    """Encodes jobs of a plan into tensors of these `specs`, handing what it makes to `put`.
+    """Encodes jobs of a plan into tensors of these `specs`, which are written by `put`.
 
-    `carried` is how values were coded before, by the target's names: a block whose values still are what its codes
-    decode to keeps its scale. `read` reads what other jobs encode and share a scale with.
+    `carried` are the encodings that values had before, by the target's names: blocks whose values have not changed keep
+    their scales. `read` reads weights that other jobs encode but that share a scale with this job's.
     """
 
     def __init__(
@@ -58,38 +60,47 @@ class Encoder:
     ) -> None:
         self._specs, self._carried, self._buffers, self._put, self._read = specs, carried, buffers, put, read
         self.found = Findings()
-        """What it has noticed since somebody has last put empty Findings here."""
+        """What was found out; the Worker puts new Findings here for each job."""
 
-    def encode(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> None:
-        """Write codes and scales of what `pieces` gives at each call. One pass is enough where each row has a scale of
-        its own and none is carried.
+    def encode(self, encode: Encode, pieces: Callable[[], Iterable[ValuePiece]]) -> None:
+        """Write the codes and scales of the values that `pieces` yields, each time it is called. If each row has its
+        own scale and none is carried, one pass is enough.
 
         Raises PrecisionError for an infinite weight.
         """
-        seen = self._seen(encode, pieces)
-        made = {name: self._made(found, encode.weight_scales[name], encode.numbers) for name, found in seen.items()}
+        seen = self._first_pass(encode, pieces)
+        made = {name: self._made(name, found, encode) for name, found in seen.items()}
         changed = dict.fromkeys((name for name, found in seen.items() if found.carried and not found.fits.all()), 0)
-        underflows = {name: _Underflows() for name in encode.blocks}
+        underflows = {name: _Underflows() for name in encode.weights if self._specs[name].packing is None}
         for name, row, values in pieces():
-            if name not in encode.blocks:
+            if name not in encode.weights:
                 self.put_values(name, row, values)
                 continue
             encoding = made.get(name) or self._by_row(name, row, values, encode)
-            codes = self._buffers.to_write(encoding.dtype, *values.shape)
+            codes = self._buffers.to_write(encoding.element.dtype, len(values), self._specs[name].width)
             encoding.encode_rows(values, row if name in made else 0, codes, self._buffers.scratch)
             if name in changed:
                 changed[name] += seen[name].changed(values, codes, row)
-            underflows[name].see(values, codes)
+            if name in underflows:  # of sixteen numbers zero is one that many values become
+                underflows[name].see(values, codes)
             self._put(name, row, codes)
         self.found.zeroed |= {name: seen.share for name, seen in underflows.items() if seen.share > UNDERFLOW}
         self.found.changed |= changed
         self.put_input_scales(encode)
 
-    def _seen(self, encode: Encode, pieces: Callable[[], Iterable[Piece]]) -> dict[str, BlockScales]:
-        """The first pass: what the scales of each tensor must be, but of those whose rows have one each."""
+    def _first_pass(self, encode: Encode, pieces: Callable[[], Iterable[ValuePiece]]) -> dict[str, BlockScales]:
+        """Find the scales of each tensor, except those whose scales are found row by row in the second pass."""
         seen = {
-            name: BlockScales(spec.rows, spec.columns, block, spec.dtype, self._carried.get(name))
-            for name, block in encode.blocks.items()
+            name: BlockScales(
+                spec.rows,
+                spec.columns,
+                scales.block,
+                spec.element,
+                self._carried.get(name),
+                scales.divides if scales.global_scale else None,
+                scales.zero_points is not None,
+            )
+            for name, scales in encode.weights.items()
             if (spec := self._specs[name]) and not self._is_by_row(name, encode)
         }
         for name, row, values in pieces() if seen else ():
@@ -98,44 +109,43 @@ class Encoder:
         for name, found in seen.items():
             _check_finite(name, found.amax)
             if found.has_nan:
+                _check_can_be_nan(name, found.element)
                 self.found.with_nan.add(name)
+        share_global([found for found in seen.values() if found.divides is not None])
         if encode.shared:
-            share([*seen.values(), *self._alongside(encode)])
+            sharing = [*seen.values()]
+            for name, source in encode.alongside.items():  # weights of other jobs with the same scale
+                spec, block = self._specs[name], (self._specs[name].rows, self._specs[name].columns)
+                other = BlockScales(spec.rows, spec.columns, block, spec.element, self._carried.get(name))
+                for row, values in self._read(source, 0, spec.rows):
+                    other.see(values, row, self._buffers.scratch)
+                sharing.append(other)
+            share(sharing)
         return seen
-
-    def _alongside(self, encode: Encode) -> Iterator[BlockScales]:
-        """What the weights that share the scale, and that other jobs encode, say of it."""
-        for name, source in encode.alongside.items():
-            spec = self._specs[name]
-            found = BlockScales(spec.rows, spec.columns, (spec.rows, spec.columns), spec.dtype, self._carried.get(name))
-            for row, values in self._read(source, 0, spec.rows):
-                found.see(values, row, self._buffers.scratch)
-            yield found
 
     def _is_by_row(self, name: str, encode: Encode) -> bool:
         """Whether each row has a scale of its own, FP32 and none that is carried."""
-        of_a_row = encode.blocks[name] == (1, self._specs[name].columns)
-        fp32 = self._specs[encode.weight_scales[name]].dtype == torch.float32
-        return of_a_row and fp32 and name not in self._carried
+        spec, scales = self._specs[name], encode.weights[name]
+        fp32 = self._specs[scales.weight].dtype == torch.float32
+        return scales.block == (1, spec.columns) and fp32 and spec.packing is None and name not in self._carried
 
-    def _made(self, found: BlockScales, scales: str, numbers: numerics.Numbers) -> Encoding:
+    def _made(self, name: str, found: BlockScales, encode: Encode) -> Encoding:
         """How to encode, after one pass; the scales are written."""
-        spec = self._specs[scales]
-        exponents = spec.dtype == torch.uint8
-        encoding = found.encoding(torch.float8_e8m0fnu if exponents else spec.dtype, numbers)
-        self.put_scales(scales, encoding.scale_inv)
+        dtype = self._specs[encode.weights[name].weight].dtype
+        encoding = found.encoding(torch.float8_e8m0fnu if dtype == torch.uint8 else dtype, encode.numbers)
+        self.put_encoding(name, encode.weights[name], encoding)
         return encoding
 
     def _by_row(self, name: str, row: int, values: Tensor, encode: Encode) -> Encoding:
         """How to encode rows that each have the scale of their own amax, which is written."""
-        dtype = self._specs[name].dtype
+        element = self._specs[name].element
         amax, has_nan = numerics.row_amax_and_nan(values, self._buffers.scratch)
         _check_finite(name, amax)
         if has_nan:
             self.found.with_nan.add(name)
-        scale_inv = numerics.rounded_up(numerics.scale_inv(amax, dtype), encode.numbers)
-        self._put(encode.weight_scales[name], row, scale_inv)
-        return Encoding(dtype, scale_inv, (1, values.shape[1]))
+        scale_inv = numerics.rounded_up(numerics.scale_inv(amax, element), encode.numbers)
+        self._put(encode.weights[name].weight, row, scale_inv)
+        return Encoding(element, scale_inv, (1, values.shape[1]))
 
     def put_values(self, name: str, row: int, values: Tensor) -> None:
         """Write rows as values, rounded to the target's dtype."""
@@ -146,22 +156,39 @@ class Encoder:
             values = self._buffers.to_write(dtype, *values.shape).copy_(values)
         self._put(name, row, values)
 
-    def put_scales(self, name: str, grid: Tensor) -> None:
-        """Write a grid of scales, given in FP32 or as it is stored: exponents as bytes."""
-        spec = self._specs[name]
-        stored = grid.to(torch.float8_e8m0fnu if spec.dtype == torch.uint8 else spec.dtype).contiguous()
-        self._put(name, 0, stored.view(spec.dtype).reshape(spec.rows, spec.columns))
+    def put_encoding(self, weight: str, scales: Scales, encoding: Encoding) -> None:
+        """Write all that a weight's encoding consists of: a grid of scales, given in FP32 or as it is stored (exponents
+        as bytes), zero points, a global scale, and the weight's shape."""
+        spec = self._specs[scales.weight]
+        dtype = torch.float8_e8m0fnu if spec.dtype == torch.uint8 else spec.dtype
+        stored = encoding.scale_inv.to(dtype).contiguous()
+        self._put(scales.weight, 0, stored.view(spec.dtype).reshape(spec.rows, spec.columns))
+        if scales.zero_points and encoding.zeros is not None:
+            self._put(scales.zero_points, 0, packed_zero_points(encoding.zeros))
+        if scales.global_scale and encoding.global_scale:
+            self._put(scales.global_scale, 0, encoding.global_scale.value.reshape(1, 1))
+        if scales.shape:
+            self._put(scales.shape, 0, torch.tensor(self._specs[weight].shape, dtype=self._specs[scales.shape].dtype))
 
     def put_input_scales(self, encode: Encode) -> None:
-        """Write the scales that no value decides: those of inputs, and of a KV cache."""
+        """Write the scales that do not depend on weights: of inputs, and of a KV cache."""
         for name, value in encode.input_scales.items():
             self._put(name, 0, torch.tensor([[value]]).to(self._specs[name].dtype))
 
 
+def _check_can_be_nan(name: str, element: Element) -> None:
+    """Raises PrecisionError for NaN where no code stands for it."""
+    if element.bits == 4:
+        raise PrecisionError(
+            f"`{name}` holds a NaN, for which {element.name} has no code",
+            do="Is the checkpoint sound? Convert it to values, or keep the module as it is (keep_bf16 in a --recipe).",
+        )
+
+
 def _check_finite(name: str, amax: Tensor) -> None:
-    """Raises PrecisionError for the amax of an infinite weight, which no scale brings into FP8."""
+    """Raise PrecisionError for an infinite amax, as no scale brings an infinite weight into FP8."""
     if bool(amax.isinf().any()):
         raise PrecisionError(
             f"`{name}` holds an infinite weight, which no FP8 scale can hold",
-            do="Is the checkpoint sound? `keep_bf16` in a --recipe leaves the module as it is.",
+            do="Is the checkpoint intact? `keep_bf16` in a --recipe leaves the module as it is.",
         )

@@ -17,21 +17,21 @@ from precisionctl.fp8 import numerics
 from precisionctl.planning.plan import Plan
 
 PROBE = 256 << 20
-"""Bytes copied to learn how fast this disk is; fewer where the source is smaller."""
+"""Bytes copied to measure the disk; fewer if the source is smaller."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """`memory`: bytes that the workers hold, beside the program itself. `seconds`: how long it will take, None where
-    the source has no file to probe the disk with."""
+    """`memory` is the bytes that the workers allocate, without the program itself; `seconds` the time it will take,
+    None if the source has no file to measure the disk with."""
 
     memory: int
     seconds: float | None
 
 
 def estimate(plan: Plan, reader: Reader, destination: Path, workers: int) -> Estimate:
-    """Estimate memory from the plan, and time from a probe: a little is copied from the source to where the result will
-    be, and a little encoded."""
+    """Estimate memory from the plan, and time from a short measurement of copying from the source to the destination's
+    disk, and of encoding."""
     memory = workers * worker_memory(plan)
     rate = _copy_rate(reader, directory_above(destination))
     if rate is None:
@@ -41,7 +41,7 @@ def estimate(plan: Plan, reader: Reader, destination: Path, workers: int) -> Est
 
 
 def _copy_rate(reader: Reader, directory: Path) -> float | None:
-    """How many bytes a second can be read from the source, written to `directory` and synced."""
+    """Bytes per second that can be read from the source, written to `directory` and synced; None without files."""
     block, copied, start = bytearray(BUFFER), 0, time.perf_counter()
     with tempfile.TemporaryFile(dir=directory) as target:
         for count in islice((count for file in reader.files for count in _read(file, block)), PROBE // BUFFER):
@@ -58,7 +58,7 @@ def _read(file: Path, block: bytearray) -> Iterator[int]:
 
 
 def _encode_rate() -> float:
-    """How many codes a second one core makes from BF16 values, finding their amax included."""
+    """Codes per second that one core makes from BF16 values, including the amax."""
     values = torch.zeros(64, 128 * 1024, dtype=torch.bfloat16)
     codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
     threads = torch.get_num_threads()

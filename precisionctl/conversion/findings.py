@@ -1,21 +1,21 @@
-"""Findings: what is found out about tensors while a plan is carried out."""
+"""Findings: what jobs find out about tensors while a plan is carried out, and the notes on it."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from precisionctl.checkpoints.encodings_file import WeightEncodings
+from precisionctl.param import TensorSpec
 
 
 @dataclass
 class Findings:
     """What jobs found out, and the `notes` for the user that follow from it.
 
-    `amax`: the largest magnitude of each FP8 GEMM's weight, by Megatron's name, where a command asks for it.
-    `changed`: how many codes differ from those that a tensor had, by the name of each that could not keep its scales.
-    `with_nan`: tensors that were seen to hold a NaN. Where values are neither cast nor encoded, nobody looks.
-    `zeroed`: the share of a tensor's elements that are zero as codes and not as values, where that is more than
-    `inspect --fp8` would have in FP8.
+    `amax` is the amax of each FP8 GEMM's weight, by Megatron's name, if the command collects it. `changed` has, for
+    each tensor that could not keep all its scales, the number of codes that differ from before. `with_nan` are tensors
+    with NaN, among those whose values were cast or encoded. `zeroed` has the share of elements that became zero, for
+    tensors where it exceeds the limit beyond which `inspect --fp8` advises against FP8 (fp8.statistics.UNDERFLOW).
     """
 
     amax: dict[str, float] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
     def __ior__(self, other: "Findings") -> "Findings":
-        """Take in what was found out about other tensors."""
+        """Add what was found out about other tensors."""
         self.amax |= other.amax
         self.changed |= other.changed
         self.with_nan |= other.with_nan
@@ -34,13 +34,13 @@ class Findings:
         return self
 
     def as_json(self) -> dict[str, object]:
-        """All but the notes, for a journal or another rank."""
+        """All except the notes, for a journal or another rank."""
         return {"amax": self.amax, "changed": self.changed, "with_nan": sorted(self.with_nan), "zeroed": self.zeroed}
 
     @classmethod
-    def from_json(cls, said: Any) -> "Findings":
+    def from_json(cls, value: Any) -> "Findings":
         """The inverse of `as_json`. Raises ValueError for anything else."""
-        match said:
+        match value:
             case {"amax": dict(amax), "changed": dict(changed), "with_nan": list(with_nan), "zeroed": dict(zeroed)}:
                 numbers = [*amax.values(), *changed.values(), *zeroed.values()]
                 if all(isinstance(n, int | float) for n in numbers) and all(isinstance(n, str) for n in with_nan):
@@ -49,8 +49,7 @@ class Findings:
 
 
 def nan_notes(names: Collection[str]) -> Iterator[str]:
-    """That there are NaN, which the result has as its source has them. They have codes of their own in FP8, so unlike
-    infinite weights they are not refused."""
+    """A note that source and result have NaN. FP8 has codes for it, so it is not refused as infinite weights are."""
     if names:
         first = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
         yield (
@@ -60,7 +59,7 @@ def nan_notes(names: Collection[str]) -> Iterator[str]:
 
 
 def zeroed_notes(shares: Mapping[str, float]) -> Iterator[str]:
-    """That tensors lost many of their elements to zero, the worst first, and what helps."""
+    """A note on tensors in which many elements became zero, the worst first, and on what helps."""
     if shares:
         worst = sorted(shares, key=lambda name: (-shares[name], name))
         first = ", ".join(f"{name} {shares[name]:.1%}" for name in worst[:3]) + (", ..." if len(worst) > 3 else "")
@@ -70,10 +69,21 @@ def zeroed_notes(shares: Mapping[str, float]) -> Iterator[str]:
         )
 
 
-def changed_notes(changed: Mapping[str, int], encodings: WeightEncodings, codes: Collection[str]) -> Iterator[str]:
+def changed_notes(
+    changed: Mapping[str, int], encodings: WeightEncodings, codes: Mapping[str, TensorSpec]
+) -> Iterator[str]:
     """What became of those weights among the result's `codes` that were codes before; `changed` as in Findings."""
-    again = encodings.weights.keys() & set(codes)
-    yield f"{len(again) - len(changed)} of {len(again)} weights have the same codes and scales as before."
+    again = encodings.weights.keys() & codes.keys()
+    others = {name for name in again if encodings.weights[name].element != codes[name].element}
+    if again - others or not others:
+        same = len(again) - len(others) - len(changed.keys() - others)
+        yield f"{same} of {len(again) - len(others)} weights have the same codes and scales as before."
+    if others:
+        exact, before = len(others - changed.keys()), sorted({encodings.weights[name].element.name for name in others})
+        yield (
+            f"{exact} of {len(others)} weights are exactly the numbers that they were as codes of "
+            f"{' and '.join(before)}, under the scales that they had; the rest is rounded to FP8."
+        )
     if changed:
         total = sum(encodings.weights[name].rows * encodings.weights[name].columns for name in changed)
         number = sum(changed.values())

@@ -1,8 +1,8 @@
-"""Journal: what is done and on the disk, so that the same command again goes on where it stopped.
+"""Journal: the jobs whose data is on the disk, so that the same command continues where it stopped.
 
-One JSON line says which conversion this is (plan, and the source's sizes and times); each further line
-lists jobs whose data is synced, with what they found out. A torn last line, from a crash while writing,
-is ignored. The file is locked: two runs of the same conversion never write into one another.
+The first JSON line says which conversion it is (plan, and the source's sizes and times); each further line lists jobs
+whose data is synced, with what they found out. An incomplete last line, from a crash while writing, is ignored. The
+file is locked, so two runs of the same conversion never write at the same time.
 """
 
 import json
@@ -19,32 +19,33 @@ from precisionctl.conversion.findings import Findings
 from precisionctl.errors import OutputError
 
 PATIENCE = 3.0
-"""Seconds to wait for the lock: workers of a run that was killed hold it until they notice, at the end of a job."""
+"""Seconds to wait for the lock: workers of a run that was killed hold it until the end of their job."""
 
-_LARGEST = 256 << 20
-"""Bytes of a journal: of some million jobs."""
+_MAX_BYTES = 256 << 20
+"""Largest journal that is read; enough for some million jobs."""
 
 _ANY = "latin-1"
-"""What is written here is ASCII; after a crash of the machine any bytes may be there, and each is a letter."""
+"""A journal is ASCII, but after a crash of the machine it may contain any bytes, all of which this encoding reads."""
 
 
 @dataclass
 class Journal:
-    """`done` are the names of finished jobs; `found` what these found out."""
+    """An open journal: `done` are the names of finished jobs, `found` what they found out."""
 
     file: IO[str]
     done: set[str] = field(default_factory=set)
     found: Findings = field(default_factory=Findings)
 
     def record(self, names: Iterable[str], found: Findings) -> None:
-        """Append finished jobs, and wait until that is on the disk."""
+        """Append finished jobs, and sync the journal."""
         names = sorted(names)
         self.done.update(names)
         self.found |= found
         self._append({"done": names, "found": found.as_json()})
 
     def record_whole(self) -> None:
-        """Say that all is done and written but for the rename, so that a kill right after it can be told."""
+        """Record that everything is written and only the rename is left, so that a kill right after the rename can be
+        recognised (`was_finished`)."""
         self._append({"done": [], "found": Findings().as_json(), "whole": True})
 
     def _append(self, line: Mapping[str, object]) -> None:
@@ -52,8 +53,8 @@ class Journal:
         self.file.flush()
         os.fsync(self.file.fileno())
 
-    def _take_up(self, lines: Iterable[Mapping[str, Any]], length: int) -> None:
-        """Go on from the lines that were recorded before a stop; `length` is how many bytes of the file they take."""
+    def _continue(self, lines: Iterable[Mapping[str, Any]], length: int) -> None:
+        """Continue after these lines, which take `length` bytes of the file; what follows is cut off."""
         self.file.truncate(length)
         for line in lines:
             self.done.update(line["done"])
@@ -62,11 +63,11 @@ class Journal:
 
 @contextmanager
 def open_share_journal(output: Output, rank: int) -> Iterator[Journal]:
-    """The journal of a rank that is not the first. It is in the partial directory, and is discarded with it."""
+    """The journal of another rank than the first. It is in the partial directory, and discarded with it."""
     with open_kept(output.share_journal(rank), _ANY) as file:
         lock(file, _taken(output), PATIENCE)
         journal = Journal(file)
-        journal._take_up(*_whole_lines(_text(file, output)))
+        journal._continue(*_whole_lines(_text(file, output)))
         yield journal
 
 
@@ -74,11 +75,12 @@ def open_share_journal(output: Output, rank: int) -> Iterator[Journal]:
 def open_journal(
     output: Output, digest: str, files: Iterable[Path], *, ranks: int = 1, restart: bool = False
 ) -> Iterator[Journal]:
-    """The locked journal of an output, and a partial directory that fits it. Both are made anew where there is nothing
-    to go on with, and for a `restart`. `digest` says which conversion it is, `files` and their times which source; with
-    another number of `ranks` files are dealt otherwise, so that counts too.
+    """The locked journal of an output, with a partial directory that belongs to it. Both are created anew for a
+    `restart`, and if there is nothing to continue.
 
-    Raises OutputError where journal or directory belong to something else, or another run is writing.
+    `digest` identifies the conversion, `files` (their sizes and times) the source. The number of `ranks` must also be
+    the same, as it decides who writes which file. Raises OutputError if journal or directory belong to something else,
+    or another run is writing.
     """
     header = _header(digest, ranks, files)
     output.check_free()
@@ -93,17 +95,17 @@ def open_journal(
         journal = Journal(file)
         token = output.token.read_bytes() if output.token.is_file() else None
         if not restart and lines and token == str(lines[0].get("id")).encode():
-            journal._take_up(lines[1:], length)
+            journal._continue(lines[1:], length)
         else:
             _begin(output, journal, header)
         yield journal
 
 
 def was_finished(output: Output, digest: str, files: Iterable[Path], *, ranks: int = 1) -> bool:
-    """Whether what is at the destination is the whole result of this very conversion, which was killed before its
-    journal was removed. Then that is removed now.
+    """Whether the destination is the complete result of this same conversion, killed after the rename and before its
+    journal was removed; if so, the journal is removed now.
 
-    Raises DestinationExists where something else is there.
+    Raises DestinationExists if something else is there.
     """
     if not os.path.lexists(output.path):
         return False
@@ -132,14 +134,14 @@ def _taken(output: Output) -> OutputError:
 
 
 def _check_ours(output: Output, text: str, lines: list[dict[str, Any]], header: Mapping[str, object]) -> None:
-    """Raise OutputError for a partial directory without a journal, or a journal with another header: they are of
+    """Raise OutputError for a partial directory without a journal, or a journal with another header: they belong to
     another conversion."""
     partial = output.partial.is_dir() and any(output.partial.iterdir())
-    torn = "\n" not in text and text.startswith('{"plan": ')  # our own first line, and a crash
+    torn = "\n" not in text and text.startswith('{"plan": ')  # our own first line, incomplete after a crash
     if (not partial and (torn or not text)) or _is_of(lines, header):
         return
     if not text:
-        output.journal.unlink()  # it was made by looking for it
+        output.journal.unlink()  # opening it has created it
     raise OutputError(
         "unfinished output of another conversion is there, or of a source that has changed since",
         where=output.journal if text else output.partial,
@@ -148,8 +150,8 @@ def _check_ours(output: Output, text: str, lines: list[dict[str, Any]], header: 
 
 
 def _begin(output: Output, journal: Journal, header: Mapping[str, object]) -> None:
-    """Begin from nothing. The header names the directory's token, so that a journal is believed only beside the
-    directory that it was begun with."""
+    """Begin anew. The header contains the directory's token, so that a journal is only used with the directory that it
+    was begun with."""
     output.begin()
     journal.file.truncate(0)
     identity = uuid.uuid4().hex
@@ -158,38 +160,39 @@ def _begin(output: Output, journal: Journal, header: Mapping[str, object]) -> No
 
 
 def fingerprints(files: Iterable[Path]) -> list[list[object]]:
-    """Name, size and time of each file: what tells that a source has changed."""
+    """Name, size and modification time of each file, which show whether a source has changed."""
     return [[file.name, (status := file.stat()).st_size, status.st_mtime_ns] for file in files]
 
 
 def _text(file: IO[str], output: Output) -> str:
-    """All of a journal. Raises OutputError for what is too large to be one: holes cost nothing on a disk."""
-    if os.fstat(file.fileno()).st_size > _LARGEST:
-        what = f"larger than {_LARGEST >> 20} MB, as no journal is"
+    """The contents of a journal. Raises OutputError for a file that is too large to be one."""
+    if os.fstat(file.fileno()).st_size > _MAX_BYTES:
+        what = f"larger than {_MAX_BYTES >> 20} MB, as no journal is"
         raise OutputError(what, where=output.journal, do="Remove it, or choose another destination.")
     file.seek(0)
     return file.read()
 
 
 def _whole_lines(text: str) -> tuple[list[dict[str, Any]], int]:
-    """All lines before the first that is torn or not ours, and how many bytes these lines take."""
+    """All lines before the first that is incomplete or not ours, and the number of bytes that these lines take."""
     lines: list[dict[str, Any]] = []
     length = 0
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
             break
         try:
-            said = json.loads(line)
+            parsed = json.loads(line)
         except (ValueError, RecursionError):
             break
-        if not isinstance(said, dict) or (lines and not _is_record(said)):
+        if not isinstance(parsed, dict) or (lines and not _is_record(parsed)):
             break
-        lines.append(said)
+        lines.append(parsed)
         length += len(line)
     return lines, length
 
 
 def _is_record(line: dict[str, Any]) -> bool:
+    """Whether a line lists finished jobs."""
     match line:
         case {"done": list(done), "found": dict(found)}:
             with suppress(ValueError):

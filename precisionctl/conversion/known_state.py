@@ -1,8 +1,8 @@
-"""Which FP8 state the roles of a checkpoint have: the one answer, for every command.
+"""Which FP8 state may be used for a checkpoint: the one answer, for every command.
 
-First, what an explicit file says. Then, what was recorded with exactly the weights that the checkpoint has. Whatever
-else there is was recorded with other weights: it is carried, and used for nothing. All activations and gradients of a
-model depend on all of its weights, so state is of these weights as a whole, or not at all.
+For each role, first the state in a file that the user names, then state that was recorded with exactly the checkpoint's
+weights. Other state was recorded with other weights: it is carried along and not used. As activations and gradients
+depend on all weights, state is valid for a model as a whole or not at all.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,14 +18,18 @@ from precisionctl.fp8.carry import check_modules, merged, read_state, under_reci
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 
 NOT_KNOWN = ""
-"""The digest of state that is of none of the weights that anybody has: with it a state is used no more."""
+"""A digest that no weights have: state with it is never used again."""
 
 
 @dataclass(frozen=True)
 class KnownState:
-    """The FP8 state of a checkpoint. `usable` is what a file that the user names has, and what is of the checkpoint's
-    weights: of each role the first that recorded it. `outdated` is the checkpoint's own, recorded with other weights.
-    `notes` say what was replaced. `of_weights` is the digest of the checkpoint's weights, where there is any state."""
+    """The FP8 state of a checkpoint.
+
+    `usable` are the state of the user's file and the checkpoint's own, if it was recorded with its weights; each role
+    is taken from the first that recorded it. `outdated` is the checkpoint's own state if it was recorded with other
+    weights. `notes` say what was replaced. `of_weights` is the digest of the checkpoint's weights, taken if there is
+    any state.
+    """
 
     usable: tuple[Fp8States, ...] = ()
     outdated: Fp8States | None = None
@@ -34,7 +38,7 @@ class KnownState:
 
     @cached_property
     def current(self) -> Fp8States | None:
-        """What may be used as one state, under the recipe of the first."""
+        """The usable states merged to one, under the recipe of the first; None if there are none."""
         return reduce(merged, self.usable) if self.usable else None
 
     @property
@@ -51,10 +55,10 @@ def known_state(
     *,
     drop: bool = False,
 ) -> KnownState:
-    """What is known of the FP8 `gemms` (`Plan.gemms`) of an open checkpoint, under `recipe` if one is given, else under
-    the checkpoint's own. `file` is what --fp8-state names; `drop` passes over the checkpoint's own.
+    """The known state of the FP8 `gemms` (`Plan.gemms`) of an open checkpoint, under `recipe` if given, else under the
+    checkpoint's own. `file` is that of --fp8-state; `drop` ignores the checkpoint's own state.
 
-    Raises MappingError for state of another model, and what reading raises.
+    Raises MappingError for state of another model, and as `sidecar.read` and `Reader.fp8`.
     """
     own, given = None if drop else reader.fp8, read_state(file, gemms) if file else None
     if own is not None:
@@ -65,7 +69,7 @@ def known_state(
     current = replace(own, of_weights=digest) if own and is_of_weights(own, digest, reader) else None
     notes = tuple(_file_notes(file, given, current, digest)) if file and given else ()
     usable = [states for states in (given, current) if states]
-    if usable:  # the checkpoint's own recipe, where it has state that is usable, and no recorded row cut off
+    if usable:  # the checkpoint's own recipe, if its state is usable, with histories long enough for all rows
         rows = max(each.recipe.amax_history_len for each in usable)
         new = recipe or replace(usable[-1].recipe, amax_history_len=rows)
         usable = [replace(each, recipe=new, modules=under_recipe(new, each)) for each in usable]
@@ -73,9 +77,10 @@ def known_state(
 
 
 def is_of_weights(states: Fp8States, digest: str, reader: Reader) -> bool:
-    """Whether state that a checkpoint holds was recorded with the weights that it holds, which have this digest.
+    """Whether a checkpoint's state was recorded with its weights, which have this digest.
 
-    State without one is another program's, in a Megatron checkpoint: then both are of one iteration.
+    State without a digest was written by another program; in a Megatron checkpoint it belongs to the weights of the
+    same iteration.
     """
     if states.of_weights is not None:
         return states.of_weights == digest
@@ -83,26 +88,26 @@ def is_of_weights(states: Fp8States, digest: str, reader: Reader) -> bool:
 
 
 def fixed_scales_hold(reader: Reader, encodings: WeightEncodings) -> bool:
-    """Whether the fixed scales of inputs and caches that a checkpoint's codes came with are of the weights that it has:
-    it still has the codes, or what they decode to."""
+    """Whether the fixed scales of inputs and caches in `encodings` are valid for a checkpoint: it still has the codes
+    that they came with, or the values that these decode to."""
     return bool(reader.encodings) or encodings.of_weights == digest_weights(reader)
 
 
 def origin(states: Fp8States) -> str:
-    """Who recorded it and when, in a few words."""
+    """Who recorded a state, and at which iteration, in a few words."""
     when = "" if states.iteration is None else f"iteration {states.iteration}"
     return ", ".join(filter(None, [states.producer, when])) or "of unknown origin"
 
 
 def outdated_words(states: Fp8States) -> str:
-    """Why a checkpoint's own state is of no use, as a clause."""
+    """A clause that says why a checkpoint's own state is not used."""
     unknown = "does not say with which weights it was recorded"
     why = unknown if states.of_weights is None else "was recorded with other weights"
     return f"the checkpoint's FP8 state ({origin(states)}) {why}"
 
 
 def outdated_note(states: Fp8States, what: str) -> str:
-    """The same as a note: `what` becomes of it, and what helps."""
+    """The same as a note, with `what` happens to the state, and what helps."""
     words = outdated_words(states)
     return f"{words[0].upper()}{words[1:]}: {what}. `precisionctl calibrate` records it anew."
 

@@ -1,4 +1,4 @@
-"""What a result says of itself: from what it was made, by which plan, and the checksums that were read back."""
+"""The manifest of a result: the source and the plan that it was made from, and the checksums that were read back."""
 
 import hashlib
 import json

@@ -1,6 +1,6 @@
-"""A task for each of many items, dealt out to processes.
+"""Do a task for each of many items in several processes.
 
-They are forked when everything is planned and open. Threads would not do: casting small pieces is half Python, and two
+They are forked when everything is planned and open. Threads do not help: casting small pieces is half Python, and two
 threads encoded no faster than one.
 """
 
@@ -26,10 +26,11 @@ T = TypeVar("T")
 def in_processes(
     task: Callable[[Item], T], items: Sequence[Item], costs: Sequence[int], workers: int
 ) -> Generator[tuple[Item, T]]:
-    """Do a task for each item in so many processes. Yields each item with what the task returned, as they come.
+    """Do a task for each item in `workers` processes; with one worker, in this process. Yields each item with the
+    task's result, in the order in which they finish.
 
-    `costs` says what items weigh against one another. One worker is this process. A worker's error is raised here,
-    after the others have been stopped; OutputError where one was killed.
+    `costs` are relative costs of the items, to balance the load. An error in a worker is raised here, after the others
+    have been stopped; OutputError if a worker was killed.
     """
     if workers == 1:
         yield from ((item, task(item)) for item in items)
@@ -57,8 +58,8 @@ def in_processes(
 
 
 def deal(costs: Sequence[int], shares: int) -> list[range]:
-    """Cut items into `shares` runs of neighbours of about equal cost, so that each keeps to files of its own where it
-    can."""
+    """Cut items into at most `shares` ranges of about equal cost. Neighbours stay together, so that as few files as
+    possible are written by two workers."""
     total, spent, starts = sum(costs), 0, [0]
     for number, cost in enumerate(costs):
         if len(starts) < shares and spent + cost / 2 >= total * len(starts) / shares:
@@ -74,22 +75,22 @@ def _fork(
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(task, items, share, sender, [receiver, *others]), daemon=True)
     with warnings.catch_warnings():
-        # Python 3.12 warns of locks that other threads may hold: the child touches none, and leaves by os._exit
+        # Python 3.12 warns that other threads may hold locks: the child uses none of them, and ends by os._exit
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
-    sender.close()  # the child's is the only one now, so its end is an end of file
+    sender.close()  # now only the child has it, so when the child ends, receiving gives EOFError
     return receiver, process
 
 
 def _child(
     task: Callable[[Item], T], items: Sequence[Item], share: range, results: Connection, parents: list[Connection]
 ) -> None:
-    """The life of a worker. It ends when its share is done, or when its parent is gone: then sending fails."""
-    for receiver in parents:  # inherited; with a reader left, here or in a sibling, sending would not fail
+    """The main function of a worker. It ends when its share is done, or when sending fails as its parent is gone."""
+    for receiver in parents:  # inherited by fork; as long as any process has them open, sending does not fail
         receiver.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the parent
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    code = 1  # whatever happens; only all items done is 0
+    code = 1  # unless all items are done
     try:
         for number in share:
             results.send((number, task(items[number])))
@@ -112,7 +113,7 @@ def _check_exit(process: BaseProcess) -> None:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Give torch one thread: workers are the parallelism, and its own threads would fight them over small pieces."""
+    """Limit torch to one thread: workers run in parallel, and torch's own threads would compete with them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,8 +1,8 @@
-"""Several machines on one conversion, over a file system that they share: who this process is, and what they tell
-one another.
+"""Several machines on one conversion, over a shared file system: which rank this process is, and the messages between
+ranks.
 
-Every rank makes the same plan; the target's files are dealt out, each to one rank, and rank 0 begins and commits. The
-few words in between go through PyTorch's key-value store, as torchrun or Slurm set it up.
+Every rank makes the same plan; each file of the target is written by one rank, and rank 0 begins and commits. Messages
+go through PyTorch's key-value store, as torchrun or Slurm set it up.
 """
 
 import itertools
@@ -28,15 +28,15 @@ _FAILED = "failed"
 _AGAIN = "Mend that, and run the same command again on all of them: it goes on where they stopped."
 _RENDEZVOUS = timedelta(minutes=10)
 _BEAT = 5.0
-"""Seconds between two signs of life of a rank."""
+"""Seconds between two heartbeats of a rank."""
 _SILENCE = 120.0
-"""Seconds without one after which a rank is given up: it was killed, or its machine is gone."""
+"""Seconds without a heartbeat after which a rank is given up: it was killed, or its machine is gone."""
 
 
 @contextmanager
 def _reached() -> Iterator[None]:
-    """A context for calls to the key-value store, which ends with the first rank or its launcher. Raises OutputError
-    where it has ended."""
+    """A context for calls to the key-value store, which ends with the first rank or its launcher. Raises OutputError if
+    it has ended."""
     from torch.distributed import DistError
 
     try:
@@ -47,7 +47,7 @@ def _reached() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank `rank` of `count`, and how the ranks speak. One rank alone says nothing and waits for nothing."""
+    """This process as rank `rank` of `count`, and the messages between ranks. A single rank neither sends nor waits."""
 
     rank: int = 0
     count: int = 1
@@ -55,17 +55,17 @@ class Ranks:
 
     @property
     def first(self) -> bool:
+        """Whether this is rank 0, which begins, commits and reports."""
         return self.rank == 0
 
     def tell(self, what: str, value: str = "") -> None:
-        """Tell the other ranks something under a name, once."""
+        """Publish a message for the other ranks under a name, which is used once."""
         if self.store is not None:
             with _reached():
-                self.store.set(what, f"={value}")  # a store takes an empty value for none
+                self.store.set(what, f"={value}")  # as an empty value would count as none
 
     def hear(self, what: str) -> str:
-        """Wait until a rank tells something under this name. Raises OutputError where a rank fails instead, or gives no
-        sign of life."""
+        """Wait for the message under a name. Raises OutputError if a rank fails instead, or gives no sign of life."""
         if self.store is None:
             return ""
         heard: dict[int, tuple[str, float]] = {}
@@ -80,7 +80,8 @@ class Ranks:
         return self._get(what)
 
     def _listen(self, heard: dict[int, tuple[str, float]]) -> None:
-        """Note in `heard` the last sign of life of each other rank, and when it came by this machine's clock."""
+        """Update `heard`: the last heartbeat of each other rank, and when it came by this machine's clock. Raises
+        OutputError for a rank that has been silent too long."""
         now = time.monotonic()
         for rank in set(range(self.count)) - {self.rank}:
             alive = f"alive.{rank}"
@@ -93,11 +94,11 @@ class Ranks:
 
     @contextmanager
     def _beating(self) -> Iterator[None]:
-        """Give signs of life in a thread, whatever else this process does."""
+        """A context in which a thread sends this rank's heartbeats."""
         ended = Event()
 
         def beat() -> None:
-            with suppress(Exception):  # the store may be gone, which whoever waits for something notices
+            with suppress(Exception):  # if the store is gone, the main thread notices when it waits for a message
                 for number in itertools.count():
                     self.tell(f"alive.{self.rank}", str(number))
                     if ended.wait(_BEAT):
@@ -121,11 +122,12 @@ class Ranks:
             return bytes(self.store.get(what)).decode()[1:]
 
     def hear_all(self, what: str) -> list[str]:
-        """Wait for what each of the other ranks tells under `<what>.<rank>`."""
+        """Wait for the messages of all other ranks, under `<what>.<rank>`."""
         return [self.hear(f"{what}.{rank}") for rank in range(1, self.count)]
 
     def gather(self, what: str, values: Mapping[str, T]) -> dict[str, T]:
-        """Bring what all ranks found to the first: there it returns what the others found, elsewhere nothing."""
+        """Send values (as JSON) from all ranks to the first. There it returns the values of the others, elsewhere
+        nothing."""
         if not self.first:
             self.tell(f"{what}.{self.rank}", json.dumps(values))
             return {}
@@ -133,19 +135,19 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for what all ranks do together: an error of one is told to the others, and none leaves before all
-        are done."""
+        """A context for what all ranks do together: if one fails the others are told, and none leaves before all are
+        done."""
         try:
             with self._beating():
                 yield
                 if self.first:
                     self.tell("end")
-                    self.hear_all("bye")  # the store is this rank's, and ends with it
+                    self.hear_all("bye")  # the store ends with this process
                 else:
                     self.hear("end")
                     self.tell(f"bye.{self.rank}")
         except BaseException as error:
-            with suppress(Exception):  # the store may be gone, which is not what went wrong
+            with suppress(Exception):  # if the store is gone, too, the original error is still the one to raise
                 if self.store is not None and not self._said(_FAILED):
                     self.tell(_FAILED, f"rank {self.rank}: {error}")
             raise
@@ -155,10 +157,10 @@ ALONE = Ranks()
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """The ranks that torchrun (RANK, WORLD_SIZE) or a Slurm step (SLURM_PROCID, SLURM_STEP_NUM_TASKS) describe; ALONE
-    without.
+    """The ranks that torchrun (RANK, WORLD_SIZE) or a Slurm step (SLURM_PROCID, SLURM_STEP_NUM_TASKS) describe, else
+    ALONE.
 
-    Raises EnvironmentProblem where the ranks do not find one another.
+    Raises EnvironmentProblem if the ranks cannot connect.
     """
     for rank, count in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
         if int(environment.get(count, "1")) > 1 and rank in environment:
@@ -191,6 +193,6 @@ def _first_host(environment: Mapping[str, str]) -> str:
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    """A port made from the numbers of the job and its step: Slurm gives none, and all ranks must have the same."""
+    """MASTER_PORT, or a port computed from the numbers of the Slurm job and step, which is the same on all ranks."""
     step = int(environment.get("SLURM_JOB_ID", "0")) * 16 + int(environment.get("SLURM_STEP_ID", "0"))
     return int(environment.get("MASTER_PORT") or 20000 + step % 20000)

@@ -1,63 +1,67 @@
-"""Codes that are what is wanted already: they are copied, and no number of them is looked at.
+"""Copy codes without decoding them, where source and target have the same codes and scales.
 
-An FP8 code decoded to FP32 and encoded under the same scale is the same code, so nothing is lost by not doing it.
+A code decoded to FP32 and encoded under the same scale is the same code, so nothing is lost by not doing it.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from precisionctl.fp8.encoding import Encoding
-from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode
 from precisionctl.planning.segments import Segment
 
 _SMALLEST = torch.finfo(torch.float32).tiny * 2.0**16
-"""The smallest scale to copy; under a smaller one codes could decode to numbers that FP32 flushes to zero."""
+"""The smallest scale_inv for which codes are copied; with a smaller one FP32 could flush decoded values to zero."""
 
 
-def scales_if_unchanged(
+def encodings_if_unchanged(
     encode: Encode,
     segments: Sequence[Segment],
     stored: Mapping[str, Encoding],
     carried: Mapping[str, Encoding],
     targets: Mapping[str, TensorSpec],
-) -> dict[str, Tensor] | None:
-    """The grids of scales to write, FP32 by the weight's name, where a job can copy its codes; else None.
+) -> dict[str, Encoding] | None:
+    """The encodings to write, by the weight's name, where a job can copy its codes; else None.
 
-    It can where it does no more than encode weights, in their old rows and under their old names, that are `stored`
-    under just the scales that are `carried`, and these may stay in the blocks and dtypes of the `targets`; and where
-    the same holds of the weights of other jobs that share their scale.
+    It can if all its tensors are encoded and keep their names and rows, the source's encodings (`stored`) are the ones
+    to use again (`carried`), and the `targets` have blocks and dtypes that can hold these scales exactly. If weights
+    share a scale, the same must be true of those of other jobs.
     """
     moves = any((each.read, each.read_row) != (each.write, each.write_row) for each in segments)
-    if moves or {segment.write for segment in segments} != encode.blocks.keys():
+    if moves or {segment.write for segment in segments} != encode.weights.keys():
         return None
-    grids: dict[str, Tensor] = {}
+    found: dict[str, Encoding] = {}
     whole = {name: (targets[name].rows, targets[name].columns) for name in encode.alongside}
-    for name, block in (*encode.blocks.items(), *whole.items()):
+    blocks = {name: scales.block for name, scales in encode.weights.items()} | whole
+    for name, block in blocks.items():
         before, spec = carried.get(name), targets[name]
-        if before is None or name not in stored or not _same(stored[name], before) or before.dtype != spec.dtype:
+        if before is None or name not in stored or not stored[name].same(before) or before.element != spec.element:
             return None
-        grid = before.in_blocks(spec.rows, spec.columns, block)
-        dtype = targets[encode.weight_scales[name]].dtype if name in encode.blocks else torch.float32
-        if not _can_be_stored(grid, spec.dtype, dtype):
+        scales = encode.weights.get(name)
+        levels = before.global_scale is not None, before.zeros is not None
+        if levels != (
+            scales is not None and bool(scales.global_scale),
+            scales is not None and bool(scales.zero_points),
+        ):
             return None
-        grids[name] = grid
-    one = [grid.reshape(-1) for grid in grids.values()] if encode.shared else []
-    return {name: grids[name] for name in encode.blocks} if all(torch.equal(grid, one[0]) for grid in one) else None
+        if before.block != block:
+            if any(levels):
+                return None
+            before = replace(before, scale_inv=before.in_blocks(spec.rows, spec.columns, block), block=block)
+        if not _can_be_stored(before, targets[scales.weight].dtype if scales else torch.float32):
+            return None
+        found[name] = before
+    one = [encoding.scale_inv.float().reshape(-1) for encoding in found.values()] if encode.shared else []
+    return {name: found[name] for name in encode.weights} if all(torch.equal(grid, one[0]) for grid in one) else None
 
 
-def _can_be_stored(grid: Tensor, codes: torch.dtype, dtype: torch.dtype) -> bool:
+def _can_be_stored(encoding: Encoding, dtype: torch.dtype) -> bool:
     """Whether a dtype holds all these scales as they are, and every code decodes to a number of FP32 with them; bytes
     hold exponents."""
+    grid, multipliers = encoding.scale_inv.float(), encoding.multipliers
     held = grid.to(torch.float8_e8m0fnu if dtype == torch.uint8 else dtype).float()
-    sound = (grid >= _SMALLEST) & (grid * FP8_MAX[codes]).isfinite() & (held == grid)
+    sound = (multipliers >= _SMALLEST) & (multipliers * encoding.element.largest).isfinite() & (held == grid)
     return bool(sound.all())
-
-
-def _same(a: Encoding, b: Encoding) -> bool:
-    """Whether two encodings are one."""
-    scales = [each.scale_inv.float() for each in (a, b)]
-    return (a.dtype, a.block) == (b.dtype, b.block) and torch.equal(*scales)

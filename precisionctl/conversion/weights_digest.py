@@ -1,11 +1,11 @@
-"""The digest of a model's weights, by which FP8 state, or a fixed scale, is known to have been recorded with them.
+"""The digest of a model's weights, which shows whether FP8 state or a fixed scale was recorded with these weights.
 
-It is taken in Megatron's layout and of values rounded to BF16, so that it is the same for the same weights in every
-container and layout, cut and padded for any ranks, in FP32, FP16 or BF16, or as codes that decode to them.
+It is computed in Megatron's layout from values rounded to BF16, so it is the same for the same weights in every
+container and layout, sharded and padded for any ranks, in FP32, FP16 or BF16, or as codes that decode to them.
 
-Of each matrix it reads a few whole rows, of each vector everything: a digest of all bytes would cost as much as the
-conversion. A step of training, a merge, a rescaling of channels or another rounding changes some of what is read. An
-edit of single rows of a matrix may not; weight scales do not rest on it, since they are made from the weights.
+A digest of all bytes would cost as much as the conversion, so it samples a few rows of each matrix, and reads vectors
+completely. A training step, a merge, rescaled channels or another rounding change what is sampled. An edit of single
+rows may not; but scales of weights do not depend on the digest, as they are checked against the weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,52 +16,53 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Chunked, Reader
-from precisionctl.conversion.worker import Nowhere, Source, Worker
+from precisionctl.conversion.worker import Nowhere, TensorSource, Worker
 from precisionctl.fp8.encoding import Encoding
+from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 from precisionctl.planning.segments import Segment, lower
 
 _ROWS = 4
-"""Of each matrix: the first, the last, and some between."""
+"""Rows sampled from each matrix: the first, the last, and some between."""
 
 
 def digest_weights(reader: Reader) -> str:
-    """SHA-256, in hexadecimal, of the weights of an open checkpoint. Raises as make_plan and reading do."""
-    return _digest(make_plan(reader, "megatron"), reader)
+    """The digest of an open checkpoint's weights: SHA-256 in hexadecimal. Raises as `make_plan` and `read_rows`."""
+    return _digest(make_plan(reader, "hf" if isinstance(reader.model, UntabledModel) else "megatron"), reader)
 
 
 def digest_written(plan: Plan, written: Chunked) -> str:
-    """The same of the values that a plan in Megatron's layout has written, while they are no checkpoint yet."""
+    """The same for values that a plan in Megatron's layout has written, before they are a complete checkpoint."""
     return _digest(plan, _Values(written.specs, written.chunks))
 
 
 @dataclass(frozen=True)
 class _Values:
-    """A source of tensors none of which are codes."""
+    """A source of tensors without codes."""
 
     specs: Mapping[str, TensorSpec]
     chunks: Callable[[str], Sequence[Chunk]]
     encodings: Mapping[str, Encoding] = field(default_factory=dict)
 
 
-def _digest(plan: Plan, source: Source) -> str:
+def _digest(plan: Plan, source: TensorSource) -> str:
     sampler, total = _Sampler(plan, source, Nowhere(plan.targets)), sha256()
     for job in sorted(plan.jobs, key=lambda job: job.name):
         for name, values in sampler.samples(job):
-            if bool(values.any()):  # biases of zeros are in one layout and not in the other
+            if bool(values.any()):  # biases of zeros exist only in one of the layouts
                 total.update(f"{name}\n".encode())
                 total.update(values.to(torch.bfloat16).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
 class _Sampler(Worker):
-    """Reads a few rows of what jobs would write."""
+    """Computes a few rows of what jobs would write."""
 
     def samples(self, job: Job) -> Iterator[tuple[str, Tensor]]:
-        """By the name of each tensor that a job writes, its sampled rows `[rows, columns]`: of a matrix the first, the
-        last and some between, of a vector all, and never the padding of a vocabulary."""
+        """The sampled rows `[rows, columns]` of each tensor that a job writes, with its name. The padding of a
+        vocabulary is not sampled."""
         plan = self._plan
         rows = {name: self._sampled(job, name) for name in job.writes}
         if job.writes and plan.computes(job):
@@ -80,7 +81,7 @@ class _Sampler(Worker):
         yield from found.items()
 
     def _within(self, segment: Segment, rows: range | list[int]) -> Iterator[Segment]:
-        """The parts of a segment that hold these rows: a run of them, or each by itself."""
+        """The parts of a segment that write these rows."""
         first, last = segment.write_row, segment.write_row + segment.rows
         if isinstance(rows, range):
             runs = [(max(first, rows.start), min(last, rows.stop))]
@@ -91,7 +92,7 @@ class _Sampler(Worker):
                 yield replace(segment, read_row=segment.read_row + start - first, write_row=start, rows=stop - start)
 
     def _sampled(self, job: Job, name: str) -> range | list[int]:
-        """The numbers of the rows to read."""
+        """The numbers of the rows to sample from a tensor."""
         spec, model = self._plan.targets[name], self._plan.model
         rows = spec.rows
         if self._plan.target == "megatron" and spec.shape:

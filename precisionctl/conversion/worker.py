@@ -1,7 +1,7 @@
-"""One job at a time: read, map, cast, write, piece by piece.
+"""Do one job at a time: read, map, cast, write, piece by piece.
 
-A job is lowered to segments (planning/segments.py), so memory does not grow with the model. Where source and target
-hold the same dtype, bytes are copied and no number is looked at; otherwise each piece is decoded, rounded or encoded.
+A job is lowered to segments (planning/segments.py), so memory does not grow with the model. If source and target have
+the same dtype, bytes are copied; otherwise each piece is decoded, rounded or encoded.
 """
 
 import os
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from precisionctl.checkpoints.base import Chunk, Chunked, check_rows, read_rows, rows_held, whole, write_rows
 from precisionctl.conversion.buffers import WIDEST, Buffers
-from precisionctl.conversion.encoder import Encoder, Piece
+from precisionctl.conversion.encoder import Encoder, ValuePiece
 from precisionctl.conversion.findings import Findings
-from precisionctl.conversion.unchanged_codes import scales_if_unchanged
+from precisionctl.conversion.unchanged_codes import encodings_if_unchanged
 from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.fp8 import numerics
 from precisionctl.fp8.encoding import Encoding
@@ -28,16 +28,18 @@ from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.planning.segments import Segment, lower
 
 
-class Source(Chunked, Protocol):
-    """The part of a Reader that a run needs."""
+class TensorSource(Chunked, Protocol):
+    """The part of a Reader that a conversion needs."""
 
     @property
-    def encodings(self) -> Mapping[str, Encoding]: ...
+    def encodings(self) -> Mapping[str, Encoding]:
+        """How the FP8 codes among `specs` decode, by tensor name."""
+        ...
 
 
 @dataclass(frozen=True)
 class Nowhere:
-    """A target whose tensors are looked at and not kept: all rows are wanted, and none is put anywhere."""
+    """A target for workers that compute tensors without writing them: it takes all rows, and has no place for them."""
 
     specs: Mapping[str, TensorSpec]
 
@@ -46,16 +48,17 @@ class Nowhere:
 
 
 class Worker:
-    """Carries out jobs of a plan, one after the other, holding no more than a piece of a tensor at a time.
+    """Does jobs of a plan one after the other, with no more than a piece of a tensor in memory (except in jobs that
+    compute).
 
-    `collect_weight_amax` asks for the amax of each FP8 GEMM's weight. `carried` is how values that are to be encoded
-    were coded before, by the target's names.
+    `collect_weight_amax` collects the amax of each FP8 GEMM's weight. `carried` are the encodings that values had
+    before, by the target's names, for those that are to be encoded.
     """
 
     def __init__(
         self,
         plan: Plan,
-        reader: Source,
+        reader: TensorSource,
         writer: Chunked,
         collect_weight_amax: bool = False,
         carried: Mapping[str, Encoding] = MappingProxyType({}),
@@ -66,32 +69,32 @@ class Worker:
         self._encoder = Encoder(writer.specs, carried, self._buffers, self._put, self._pieces)
 
     def do(self, job: Job) -> Findings:
-        """Write what a job writes. Returns what was found out on the way."""
-        self._encoder.found = Findings()
-        self._do(job)
-        return self._encoder.found
+        """Do a job. Returns what was found out.
 
-    def _do(self, job: Job) -> None:
+        Raises DamagedCheckpoint for copies of a tensor that differ, ShapeMismatch for a bias that the target has no
+        place for and that is not zero, PrecisionError for an infinite weight to encode, and as `read_rows`.
+        """
+        self._encoder.found = Findings()
         for copy in job.copies:
             self._check_equal(job.reads[0], copy)
         if not job.writes:
             self._check_zero(job)
-            return
-        if self._plan.computes(job):
+        elif self._plan.computes(job):
             self._compute(job)
-            return
-        reads = {name: self._reader.specs[name].rows for name in job.reads}
-        segments = lower(job.row, self._plan.model, self._plan.source, self._plan.target, reads, job.writes)
-        if job.encode is None:
-            self._move(job, segments)
-        elif not self._copy_codes(job.encode, segments):
-            self._encoder.encode(job.encode, lambda: (piece for each in segments for piece in self._moved(each)))
+        else:
+            reads = {name: self._reader.specs[name].rows for name in job.reads}
+            segments = lower(job.row, self._plan.model, self._plan.source, self._plan.target, reads, job.writes)
+            if job.encode is None:
+                self._move(job, segments)
+            elif not self._copy_codes(job.encode, segments):
+                self._encoder.encode(job.encode, lambda: (piece for each in segments for piece in self._moved(each)))
+        return self._encoder.found
 
     def _put(self, name: str, row: int, values: Tensor) -> None:
         write_rows(self._writer, name, row, values)
 
     def _compute(self, job: Job) -> None:
-        """A row that does more than move: its tensors whole, in the wider dtype of the two sides."""
+        """Do a job whose row computes and does not only move: on whole tensors, in the wider dtype of the two sides."""
         wanted = self._writer.specs[job.writes[0]].dtype
         made = self._plan.compute(
             job, [self._whole(name, torch.float32 if job.encode else wanted) for name in job.reads]
@@ -109,13 +112,13 @@ class Worker:
             self._encoder.found.amax[job.name] = max(float(numerics.amax(part)) for part in made)
 
     def _move(self, job: Job, segments: Sequence[Segment]) -> None:
-        """Values that are copied, or rounded to the target's dtype."""
+        """Copy values, or round them to the target's dtype."""
         amaxes: list[Tensor] = []
-        if not self._collects_amax(job):  # which is of all rows, whether or not the target takes them here
+        if not self._collects_amax(job):  # the amax needs all rows, also those that this target does not take
             segments = [part for segment in segments for part in self._here(segment)]
         for segment in segments:
             for name, row, values in self._moved(segment):
-                if self._collects_amax(job):  # while it is at hand
+                if self._collects_amax(job):
                     amax, has_nan = numerics.amax_and_nan(values)
                     amaxes.append(amax)
                     if has_nan:
@@ -128,7 +131,7 @@ class Worker:
         return self._collect_weight_amax and job.row.gemm
 
     def _here(self, segment: Segment) -> Iterator[Segment]:
-        """The parts of a segment that the target takes: of a tensor that is cut for several ranks, not all rows."""
+        """The parts of a segment that this target takes; if the tensor is distributed over ranks, not all rows."""
         for here in rows_held(self._writer, segment.write):
             first = max(segment.write_row, here.start)
             rows = min(segment.write_row + segment.rows, here.stop) - first
@@ -138,21 +141,21 @@ class Worker:
 
     def _copy_codes(self, encode: Encode, segments: Sequence[Segment]) -> bool:
         """Copy codes that are what is wanted already, with their scales. False where some are not: nothing is done."""
-        grids = scales_if_unchanged(encode, segments, self._reader.encodings, self._carried, self._writer.specs)
-        if grids is None:
+        encodings = encodings_if_unchanged(encode, segments, self._reader.encodings, self._carried, self._writer.specs)
+        if encodings is None:
             return False
-        for name, grid in grids.items():
-            self._encoder.put_scales(encode.weight_scales[name], grid)
+        for name, encoding in encodings.items():
+            self._encoder.put_encoding(name, encode.weights[name], encoding)
         for segment in segments:
             spec = self._reader.specs[segment.write]
-            for row, rows in self._buffers.pieces(segment.write_row, segment.rows, spec.columns):
-                into = self._buffers.to_read(spec.dtype, rows, spec.columns)
+            for row, rows in self._buffers.pieces(segment.write_row, segment.rows, spec.width):
+                into = self._buffers.to_read(spec.dtype, rows, spec.width)
                 self._put(segment.write, row, read_rows(self._reader, segment.write, row, rows, into))
         self._encoder.put_input_scales(encode)
         return True
 
-    def _moved(self, segment: Segment) -> Iterator[Piece]:
-        """What a segment writes, piece by piece."""
+    def _moved(self, segment: Segment) -> Iterator[ValuePiece]:
+        """The values that a segment writes, piece by piece."""
         if segment.read is not None:
             for start, values in self._pieces(segment.read, segment.read_row, segment.rows):
                 yield segment.write, segment.write_row + start, values
@@ -162,14 +165,14 @@ class Worker:
             yield segment.write, row, self._buffers.to_read(torch.float32, rows, columns).zero_()
 
     def _pieces(self, name: str, row: int, rows: int) -> Iterator[tuple[int, Tensor]]:
-        """The values of a run of rows, piece by piece, each with the number of rows before it."""
+        """The values of rows `[row, row + rows)`, piece by piece, each with the number of rows before it."""
         for first, count in self._buffers.pieces(row, rows, WIDEST * self._reader.specs[name].columns):
             yield first - row, self._values(name, first, count)
 
     def _values(self, name: str, row: int, rows: int) -> Tensor:
-        """Rows as `[rows, columns]`, FP8 codes decoded to FP32; in a buffer that the next call uses again."""
+        """Rows as `[rows, columns]`, codes decoded to FP32; in a buffer that the next call uses again."""
         spec = self._reader.specs[name]
-        stored = read_rows(self._reader, name, row, rows, self._buffers.to_read(spec.dtype, rows, spec.columns))
+        stored = read_rows(self._reader, name, row, rows, self._buffers.to_read(spec.dtype, rows, spec.width))
         encoding = self._reader.encodings.get(name)
         if encoding is None:
             return stored
@@ -177,7 +180,7 @@ class Worker:
         return encoding.decode_rows(stored, row, into, self._buffers.scratch)
 
     def _whole(self, name: str, wanted: torch.dtype) -> Tensor:
-        """All values of a tensor, in its shape and at least as wide a dtype as is `wanted`; of codes in just that."""
+        """A whole tensor in its shape, in a dtype that holds both its own and `wanted`; codes decoded to `wanted`."""
         spec = self._reader.specs[name]
         dtype = wanted if name in self._reader.encodings else torch.promote_types(spec.dtype, wanted)
         values = torch.empty(spec.rows, spec.columns, dtype=dtype)
@@ -186,6 +189,7 @@ class Worker:
         return values.reshape(spec.shape)
 
     def _check_equal(self, name: str, copy: str) -> None:
+        """Raise DamagedCheckpoint if a copy of a tensor (a tied embedding) differs from it."""
         for start, values in self._pieces(name, 0, self._reader.specs[name].rows):
             kept = values.clone()
             other = self._values(copy, start, len(kept))
@@ -196,6 +200,7 @@ class Worker:
                 )
 
     def _check_zero(self, job: Job) -> None:
+        """Raise ShapeMismatch if tensors that the target has no place for are not zero."""
         for name in job.reads:
             if any(bool(values.any()) for _, values in self._pieces(name, 0, self._reader.specs[name].rows)):
                 raise ShapeMismatch(
@@ -205,19 +210,20 @@ class Worker:
 
 
 class Checker(Worker):
-    """Does jobs again, and compares with what the target holds instead of writing."""
+    """Does jobs again and, instead of writing, compares the results with what the target holds."""
 
     def _put(self, name: str, row: int, values: Tensor) -> None:
         check_rows(self._writer, name, row, values)
 
     def check(self, job: Job) -> dict[str, str]:
-        """The SHA-256 of each tensor's row-major bytes, by name. Raises DamagedCheckpoint."""
+        """Check a job. Returns the SHA-256 of each tensor's row-major bytes, by name. Raises DamagedCheckpoint for a
+        difference."""
         self.do(job)
         return {name: self._checksum(name) for name in job.outputs}
 
     def _checksum(self, name: str) -> str:
         spec, total = self._writer.specs[name], sha256()
-        for row, rows in self._buffers.pieces(0, spec.rows, spec.columns * spec.dtype.itemsize):
-            into = self._buffers.to_read(spec.dtype, rows, spec.columns)
+        for row, rows in self._buffers.pieces(0, spec.rows, spec.width * spec.dtype.itemsize):
+            into = self._buffers.to_read(spec.dtype, rows, spec.width)
             total.update(read_rows(self._writer, name, row, rows, into).view(torch.uint8).numpy().data)
         return total.hexdigest()

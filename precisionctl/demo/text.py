@@ -16,7 +16,7 @@ _NOT_THE_LIBRARY = {"test", "tests", "idlelib", "site-packages", "dist-packages"
 
 
 @dataclass(frozen=True)
-class Text:
+class DemoText:
     """Directories of source files to train on and to hold out (no file is in both), and chats as JSONL."""
 
     train: Path
@@ -24,11 +24,11 @@ class Text:
     chats: Path
 
 
-def write_text(folder: Path) -> Text:
+def write_text(folder: Path) -> DemoText:
     """Copy the text into `folder`. The same Python gives the same files, in the same order."""
     files = list(_sources())
     random.Random(0).shuffle(files)
-    text = Text(folder / "train", folder / "held-out", folder / "chats.jsonl")
+    text = DemoText(folder / "train", folder / "held-out", folder / "chats.jsonl")
     used = _copy(files, text.held_out, HELD_OUT_BYTES)
     rest = files[used:]
     _copy(rest, text.train, TRAINING_BYTES)

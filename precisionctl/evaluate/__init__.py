@@ -1,7 +1,8 @@
-"""evaluate: how good a checkpoint is, in the precision that it is stored in.
+"""evaluate: the quality of a checkpoint, in the precision that it is stored in.
 
-stored.py  a model that computes as an engine would     quantizers.py  how its GEMMs' tensors are cast
-measure.py  perplexity, and how far from another one    harness.py  lm-eval's tasks
+stored.py  a model that computes as an engine would         quantizers.py  how the tensors of its GEMMs are cast
+measure.py  perplexity, and the distance from a reference   harness.py  lm-eval's tasks
+cache.py  keys and values rounded as in an FP8 KV cache
 """
 
 from precisionctl.evaluate.measure import Evaluation, evaluate

@@ -1,4 +1,4 @@
-"""Keys and values as a cache in FP8 gives them back."""
+"""Keys and values as an FP8 KV cache returns them."""
 
 from functools import partial
 from typing import Any
@@ -12,19 +12,20 @@ from precisionctl.quant_methods.base import CODES
 
 
 def round_cached(attention: nn.Module, scale: CacheScale) -> None:
-    """Let an attention see keys and values `[B, S, G, D]` that have been in a cache: divided by their scale in FP32,
-    saturated, rounded to E4M3, and multiplied again (vLLM's csrc/cache_kernels.cu, fp8::scaled_convert)."""
-    attention.register_forward_pre_hook(partial(_through, scale))
+    """Register a hook that rounds the keys and values `[B, S, G, D]` of an attention as an FP8 cache does: divided by
+    their scale in FP32, saturated, rounded to E4M3, and multiplied again (vLLM's csrc/cache_kernels.cu,
+    fp8::scaled_convert)."""
+    attention.register_forward_pre_hook(partial(_round_arguments, scale))
 
 
-def _through(scale: CacheScale, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _round_arguments(scale: CacheScale, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     query, key, value, *rest = arguments
     return query, _rounded(key, scale.k), _rounded(value, scale.v), *rest
 
 
 def _rounded(values: Tensor, scale_inv: float) -> Tensor:
-    by = torch.tensor(scale_inv, device=values.device)
+    divisor = torch.tensor(scale_inv, device=values.device)
     rows = values.reshape(-1, values.shape[-1])
     codes = torch.empty(rows.shape, dtype=CODES, device=values.device)
-    numerics.encode_by_scale_inv(rows, by, codes, numerics.scratch_for(rows))
-    return numerics.decode(codes, by, values.dtype).view(values.shape)
+    numerics.encode_by_scale_inv(rows, divisor, codes, numerics.scratch_for(rows))
+    return numerics.decode(codes, divisor, values.dtype).view(values.shape)

@@ -1,6 +1,7 @@
-"""lm-eval's tasks over a checkpoint in the precision that it is stored in: an adapter to its LM (extra `lm-eval`).
+"""lm-eval's tasks on a checkpoint, in the precision that it is stored in (extra `lm-eval`).
 
-Made for its `TemplateLM` of lm-eval 0.4: it asks for the likelihood of token sequences, of whole texts, and for texts.
+`StoredModel` implements `TemplateLM` of lm-eval 0.4: log-likelihoods of continuations and of whole texts, and greedy
+generation.
 """
 
 import re
@@ -31,14 +32,14 @@ except ImportError as error:
     ) from None
 
 NEW_TOKENS = 256
-"""Tokens of a generated text, where the task names no number."""
+"""Tokens to generate if the task does not give `max_gen_toks`."""
 
 Scored = tuple[float, bool]
-"""The log-likelihood of a continuation, and whether it is what greedy decoding gives."""
+"""The log-likelihood of a continuation, and whether greedy decoding gives it."""
 
 
-class StoredModel(TemplateLM):  # type: ignore[misc]  # it has no types
-    """A model and its tokenizer, as lm-eval wants them. `longest` is how many tokens the model has places for."""
+class StoredModel(TemplateLM):  # type: ignore[misc]  # lm-eval is untyped
+    """A model and its tokenizer behind lm-eval's interface. `longest` is the model's maximum sequence length."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, longest: int) -> None:
         super().__init__()
@@ -77,7 +78,8 @@ class StoredModel(TemplateLM):  # type: ignore[misc]  # it has no types
         return [self._generated(*request.args) for request in requests]
 
     def _scored(self, context: list[int], continuation: list[int]) -> Scored:
-        """Where the model has no places for all tokens of the two, the last ones count."""
+        """The log-likelihood of `continuation` after `context`, both token ids. Only the last tokens are used if both
+        together are longer than the model allows."""
         tokens = (context + continuation)[-(self.longest + 1) :]
         count = min(len(continuation), len(tokens) - 1)
         logs = F.log_softmax(self._logits(tokens[:-1], count), -1)
@@ -86,41 +88,41 @@ class StoredModel(TemplateLM):  # type: ignore[misc]  # it has no types
         return float(total), bool((logs.argmax(1) == labels).all())
 
     def _generated(self, context: str, settings: dict[str, Any]) -> str:
-        """Greedily, without a cache of keys and values: each token is a pass over all before it."""
+        """A text generated greedily, without a KV cache: each token is a forward pass over all tokens before it. Raises
+        DataError for settings that ask for sampling."""
         if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
-            raise DataError("a task samples its texts", do="Choose tasks that decode greedily.")
+            raise DataError("a task generates text by sampling", do="Choose tasks that decode greedily.")
         until = settings.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
-        wanted = min(int(settings.get("max_gen_toks", NEW_TOKENS)), self.longest - 1)
-        tokens, made = self.tok_encode(context)[-(self.longest - wanted) :], ""
+        count = min(int(settings.get("max_gen_toks", NEW_TOKENS)), self.longest - 1)
+        tokens, text = self.tok_encode(context)[-(self.longest - count) :], ""
         start = len(tokens)
-        for _ in range(wanted):
+        for _ in range(count):
             following = int(self._logits(tokens, 1).argmax())
             if following == self.eot_token_id:
                 break
             tokens.append(following)
-            made = self.tokenizer.decode(tokens[start:])
-            if any(stop in made for stop in stops):
+            text = self.tokenizer.decode(tokens[start:])
+            if any(stop in text for stop in stops):
                 break
-        ends = [made.index(stop) for stop in stops if stop in made]
-        return made[: min(ends)] if ends else made
+        ends = [text.index(stop) for stop in stops if stop in text]
+        return text[: min(ends)] if ends else text
 
     @torch.no_grad()
     def _logits(self, tokens: list[int], count: int) -> Tensor:
-        """Behind each of the last `count` tokens, FP32 `[count, vocab_size]`."""
-        padding = -len(tokens) % GEMM_ALIGNMENT  # at the right, where no token before it looks
+        """The logits at the last `count` tokens, FP32 `[count, vocab_size]`."""
+        padding = -len(tokens) % GEMM_ALIGNMENT  # at the right: causal attention does not see it
         row = torch.tensor([tokens + [0] * padding], device=self.model.output_weight.device)
         hidden = self.model.hidden(row)[0, len(tokens) - count : len(tokens)]
         return self.model.logits(hidden)[:, : self.model.model.vocab_size].float()
 
 
-def run_tasks(
-    reader: Reader, tasks: Sequence[str], *, limit: int | None = None, device: torch.device | str | None = None
-) -> dict[str, Any]:
-    """What lm-eval's tasks, by their names or files of YAML, find of a checkpoint: `results` and how many examples.
+def run_tasks(reader: Reader, tasks: Sequence[str], *, limit: int | None = None) -> dict[str, Any]:
+    """Run lm-eval's tasks, given by name or YAML file, on a checkpoint, with at most `limit` examples of each. Returns
+    the `precision` in words, lm-eval's `results` by task, and `samples`, the number of examples by task.
 
     Raises DataError for a task that does not load or run."""
-    model, precision = load(reader, device or best_device())
+    model, precision = load(reader, best_device())
     files = {task: _name_in(Path(task)) for task in tasks if task.endswith((".yaml", ".yml"))}
     with open_tokenizer(reader.companions) as tokenizer:
         adapter = StoredModel(model, tokenizer, reader.model.max_position_embeddings)
@@ -138,7 +140,8 @@ def _evaluated(adapter: StoredModel, tasks: Sequence[str], files: Mapping[str, s
 
 
 def _name_in(file: Path) -> str:
-    """The name that a task's file gives it; the rest of the file is lm-eval's to read."""
+    """The name of the task that a YAML file defines; lm-eval itself parses the file. Raises DataError for a file that
+    cannot be read or has no `task:`."""
     try:
         named = re.search(r"^task:\s*['\"]?([\w.-]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, UnicodeError) as error:

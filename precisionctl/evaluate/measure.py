@@ -1,7 +1,7 @@
-"""Perplexity on text, and how far a stored precision is from the values that it stands for.
+"""Perplexity on text, and the distance of a checkpoint from a reference (KL divergence, top-1 agreement).
 
-Rows come one batch after another from memory-mapped tokens, and logits are made for so many positions at a time that
-they fit: memory grows neither with the text nor with what the vocabulary has to do with its length.
+Memory does not grow with the text: tokens are memory-mapped and read in batches of rows, and logits are computed for
+only as many positions at a time as fit into LOGITS_AT_A_TIME.
 """
 
 import math
@@ -25,17 +25,17 @@ from precisionctl.trainer.model.gpt import GPT
 ROWS_AT_A_TIME = 4
 
 LOGITS_AT_A_TIME = 1 << 24
-"""64 MB in FP32; a handful of tensors of that size are alive at once."""
+"""Logits computed at once, positions times vocabulary: 64 MB in FP32. A few tensors of that size exist at a time."""
 
 OnRows = Callable[[int, int], None]
-"""Hears of rows evaluated, and of all rows."""
+"""Called with the number of rows evaluated so far, and the number of all rows."""
 
 
 @dataclass(frozen=True)
-class Against:
-    """What a reference makes of the same text: its `perplexity` and `loss`, computed in `precision`; `kl`, the mean
-    over all targets of KL(reference || stored) of the next token's distribution, in nats; and `top1`, the share of
-    targets at which both find the same token the likeliest."""
+class ReferenceComparison:
+    """A reference on the same text: its `perplexity` and `loss`, computed in `precision`; `kl`, the mean over all
+    targets of KL(reference || stored) of the next token's distribution, in nats; and `top1`, the share of targets (0
+    to 1) at which both give the same token the highest probability."""
 
     perplexity: float
     loss: float
@@ -46,22 +46,22 @@ class Against:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`loss` is the mean cross entropy in nats over `tokens` targets, in rows of `sequence_length`; perplexity is its
-    exponential."""
+    """`loss` is the mean cross entropy in nats over `tokens` targets, in rows of `sequence_length`; `perplexity` is its
+    exponential; `precision` says in words how the model computed; `against` compares it with a reference."""
 
     perplexity: float
     loss: float
     tokens: int
     sequence_length: int
     precision: str
-    against: Against | None = None
+    against: ReferenceComparison | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def best_device() -> str:
-    """The GPU, where there is one."""
+    """`cuda` if PyTorch finds a GPU, else `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -74,13 +74,13 @@ def evaluate(
     device: torch.device | str | None = None,
     on_rows: OnRows = lambda done, total: None,
 ) -> Evaluation:
-    """Perplexity of a checkpoint on a text file (or JSONL, as `resume` takes it), with the checkpoint's tokenizer; and
-    `against` another one, whose values are computed with in the dtype they have, or decode to, never in FP8. Without a
-    `device` on the GPU, where there is one.
+    """Perplexity of a checkpoint on text (any data that `resume` takes), with the checkpoint's tokenizer. `against` is
+    a reference to compare with, which computes in the dtype that its values have, or decode to, never in FP8. Without
+    `device`, on the GPU if there is one.
 
-    The text is cut into rows of `sequence_length` targets (at most what the models have places for), each without the
-    context of the one before; a shorter rest is left out. Raises DataError for text or a tokenizer that cannot be used,
-    and for a reference with another vocabulary.
+    The text is cut into rows of `sequence_length` targets (or the models' maximum, if that is shorter), each without
+    the context of the previous one; a shorter remainder is dropped. Raises DataError for text or a tokenizer that
+    cannot be used, and for a reference with another vocabulary.
     """
     device = device or best_device()
     readers = [reader] if against is None else [reader, against]
@@ -90,10 +90,10 @@ def evaluate(
     rows.require_vocabulary(reader.model.vocab_size)
     model, precision = load(reader, device)
     if against is None:
-        reference, of_reference = None, ""
+        reference, reference_precision = None, ""
     else:
         _require_one_vocabulary(reader, against)
-        reference, of_reference = load(against, device, plain=True)
+        reference, reference_precision = load(against, device, plain=True)
     total, tokens = torch.zeros(4, dtype=torch.float64), 0
     for start in range(0, len(rows), ROWS_AT_A_TIME):
         end = min(start + ROWS_AT_A_TIME, len(rows))
@@ -102,7 +102,7 @@ def evaluate(
         tokens += batch.targets
         on_rows(end, len(rows))
     loss, other, kl, agreed = (total / tokens).tolist()
-    compared = Against(_perplexity(other), other, of_reference, kl, agreed) if reference else None
+    compared = ReferenceComparison(_perplexity(other), other, reference_precision, kl, agreed) if reference else None
     return Evaluation(_perplexity(loss), loss, tokens, length, precision, compared)
 
 
@@ -111,7 +111,7 @@ def _perplexity(loss: float) -> float:
 
 
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
-"""Python's `exp` raises beyond it, where the loss of a broken model may be."""
+"""`math.exp` raises OverflowError above it; the loss of a broken model can be larger."""
 
 
 def _require_one_vocabulary(reader: Reader, against: Reader) -> None:
@@ -126,7 +126,8 @@ def _require_one_vocabulary(reader: Reader, against: Reader) -> None:
 
 @torch.no_grad()
 def _sums(model: GPT, reference: GPT | None, batch: Batch) -> Tensor:
-    """Over a batch's targets, FP64 `[4]`: cross entropy, that of the reference, KL divergence, and how many agree."""
+    """Sums over a batch's targets, FP64 `[4]`: cross entropy, that of the reference, KL divergence, and the number of
+    targets with the same top-1 token."""
     wanted = batch.labels != IGNORED
     labels = batch.labels[wanted]
     models = [model, reference] if reference else [model]
@@ -141,7 +142,7 @@ def _sums(model: GPT, reference: GPT | None, batch: Batch) -> Tensor:
 
 
 def _log_probabilities(model: GPT, hidden: Tensor) -> Tensor:
-    """`[positions, E]` to FP32 `[positions, vocab_size]`; the vocabulary's padding takes no part."""
+    """Hidden states `[positions, E]` to FP32 `[positions, vocab_size]`, without the vocabulary's padding."""
     return F.log_softmax(model.logits(hidden)[:, : model.model.vocab_size].float(), -1)
 
 

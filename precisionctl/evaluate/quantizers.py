@@ -1,6 +1,7 @@
-"""How an inference engine's GEMM gets its tensors: the stored weights as they are, inputs cast as its kernels do it.
+"""The operands of an inference engine's GEMM: the stored weights unchanged, inputs cast as the engine's kernels do it.
 
-Quantizers, in the trainer's words: each gives codes, or what they decode to, and the multiplier that decodes them.
+These are Quantizers, as trainer/backends/fp8_gemm.py defines them: each returns codes, or the values that they decode
+to, and the multiplier that decodes them.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from precisionctl.trainer.backends.fp8_gemm import NativeBlocks, NativeOperand, 
 
 @dataclass(frozen=True)
 class StoredBlocks:
-    """A weight whose blocks have scales, decoded. Engines' kernels apply those within the sum, in FP32, so products of
-    decoded numbers in FP32 are theirs but for the order of FP32's own roundings."""
+    """A weight with block scales, decoded: FP32 `[out, in]`. Engines' kernels apply block scales within the sum, in
+    FP32, so a GEMM of decoded values in FP32 equals theirs up to the order of FP32 roundings."""
 
     values: Tensor
 
@@ -27,8 +28,8 @@ class StoredBlocks:
 
 @dataclass(frozen=True)
 class NativeStoredBlocks:
-    """A weight in squares of 128 for a GPU's own GEMM: codes `[out, in]`, and `scale_inv` as `NativeBlocks` has it. Its
-    inputs are to be `native` groups."""
+    """A weight in blocks of 128 x 128 for the GPU's block-scaled GEMM: codes `[out, in]`, and `scale_inv` as in
+    `NativeBlocks`. Its inputs must be `GroupInputs` with `native`."""
 
     codes: Tensor
     scale_inv: Tensor
@@ -38,8 +39,8 @@ class NativeStoredBlocks:
 
 
 def has_block_gemms(device: torch.device) -> bool:
-    """Whether PyTorch multiplies by blocks there: on Hopper, by cuBLASLt of CUDA 12.9 (ScaledBlas.cpp,
-    _check_deepseek_support)."""
+    """Whether PyTorch has block-scaled FP8 GEMMs on this device: on Hopper, with cuBLASLt of CUDA 12.9 or newer
+    (ScaledBlas.cpp, _check_deepseek_support)."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     cuda = tuple(int(part) for part in torch.version.cuda.split("."))
@@ -48,7 +49,8 @@ def has_block_gemms(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight that is codes already: `scale_inv` is FP32 `[out, 1]`. On a GPU that has FP8 GEMMs, those are used."""
+    """A weight that is stored as codes `[out, in]`; `scale_inv` is FP32 `[out, 1]`. Uses the GPU's FP8 GEMM where it
+    has one."""
 
     codes: Tensor
     scale_inv: Tensor
@@ -99,9 +101,10 @@ SMALLEST_GROUP_AMAX = 1e-10
 
 @dataclass(frozen=True)
 class GroupInputs:
-    """Inputs `[tokens, in]` with a scale_inv for so many values of each token, their amax / 448, divided by it as
-    vLLM's and SGLang's kernels do (per_token_group_quant_fp8), or by the next power of two where weights have such
-    scales. A last group may be shorter. `native` ones stay codes, for a weight that is multiplied as such."""
+    """Inputs `[tokens, in]` with a scale_inv for every `size` values of a token, their amax / 448, divided by it as
+    vLLM's and SGLang's kernels do (per_token_group_quant_fp8); with `power_of_2`, by the next power of two, as for
+    weights with such scales. The last group may be shorter. With `native`, codes are returned, for a
+    `NativeStoredBlocks` weight; otherwise decoded values."""
 
     size: int
     power_of_2: bool = False
@@ -109,7 +112,7 @@ class GroupInputs:
 
     @classmethod
     def like(cls, weight: Encoding) -> "GroupInputs":
-        """The groups that an engine quantizes inputs in, for a weight of this encoding."""
+        """The groups in which an engine quantizes the inputs of a weight with this encoding."""
         return cls(weight.block[1], weight.scale_inv.dtype.itemsize == 1)
 
     @property

@@ -1,10 +1,10 @@
 """A checkpoint as a model that computes in the precision it is stored in.
 
-FP8 codes are computed with as an engine does: the stored codes as weights, inputs cast with their static scale, or
-with one for each token, or for each group of a token where weights have blocks. A Megatron checkpoint with
-delayed-scaling state in its `_extra_state` computes in FP8 with the scales it would go on with, and so does an export
-for Transformer Engine; one of a run of ours under a recipe that keeps no state, as that recipe does. Everything else is
-plain BF16, FP16 or FP32.
+FP8 codes compute as in an engine: the stored codes are the weights, and inputs are cast with their static scale, or
+with one scale per token, or per group of a token where weights have blocks. A Megatron checkpoint with delayed-scaling
+state in its `_extra_state` computes in FP8 with the scales that its next training step would use, and so does an export
+for Transformer Engine. A checkpoint of `resume` under an FP8 recipe without state computes by that recipe. Everything
+else is plain BF16, FP16 or FP32.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader, in_mxfp4, read_tensor
+from precisionctl.checkpoints.base import Reader, in_four_bits, read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.conversion import convert
@@ -32,6 +32,7 @@ from precisionctl.evaluate.quantizers import (
 )
 from precisionctl.export.kv_cache import stored_scales
 from precisionctl.fp8 import sidecar
+from precisionctl.fp8.elements import E4M3
 from precisionctl.fp8.encoding import Encoding, by_rows
 from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import Fp8States
@@ -47,16 +48,16 @@ from precisionctl.trainer.model.gpt import GPT
 from precisionctl.trainer.saved.run_folder import recipe_of_run
 
 EMBEDDING = "embedding.word_embeddings.weight"
-"""Never FP8 codes: its dtype is that of all values beside them."""
+"""Never FP8 codes, so its dtype is that of all values that are not codes."""
 
 
 def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = False) -> tuple[GPT, str]:
-    """The model of a checkpoint, ready to compute in the precision it is stored in, and that precision in words.
+    """The model of a checkpoint, which computes in the precision it is stored in, and that precision in words.
 
-    A `plain` one computes with its values, or what its codes decode to, in the dtype of those that are no codes."""
+    A `plain` model computes with the values, codes decoded, in the dtype of the values that are not codes."""
     dtype = make_plan(reader, "megatron").targets[EMBEDDING].dtype
     plan = make_plan(reader, "megatron", dtype=dtype)
-    states = None if plain else _live_state(reader)
+    states = None if plain else _state_of_next_step(reader)
     precision = Precision(fp8=False) if plain else _precision(reader, states, plan)
     model = GPT(plan.model, precision, "emulated", dtype, device)
     convert.run(plan, reader, LiveModel(plan.model, dict(model.named_parameters())))
@@ -64,7 +65,8 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
     if plain:
         return model, stored
     if not precision.fp8:
-        return model, (_quantise(model, reader, plan) or _decoded(reader, stored)) + _cache(model, reader, plan)
+        words = _use_stored_codes(model, reader, plan) or _decoded(reader, stored)
+        return model, words + _round_cache(model, reader, plan)
     if states:
         for name, linear in fp8_linears(model).items():
             linear.set_fp8_state(states.modules[name])
@@ -73,12 +75,15 @@ def load(reader: Reader, device: torch.device | str = "cpu", *, plain: bool = Fa
 
 def _decoded(reader: Reader, stored: str) -> str:
     """The precision of a model that has no FP8 codes."""
-    return f"{stored}, with weights from MXFP4" if in_mxfp4(reader) else stored
+    if packed := in_four_bits(reader):
+        names = " and ".join(sorted({packing.name for packing in packed.values()}))
+        return f"{stored}, with weights from {names}"
+    return stored
 
 
-def _cache(model: GPT, reader: Reader, plan: Plan) -> str:
-    """Let attention see keys and values as they come out of the FP8 cache that a directory has scales for. Returns
-    words to add."""
+def _round_cache(model: GPT, reader: Reader, plan: Plan) -> str:
+    """If a directory has scales of an FP8 KV cache, round keys and values as that cache does. Returns the words to add
+    to the precision, or nothing."""
     if not isinstance(reader, HuggingFaceReader) or not _cache_is_fp8(reader):
         return ""
     scales = stored_scales(reader.weight_encodings, plan)
@@ -92,11 +97,11 @@ def _cache_is_fp8(reader: HuggingFaceReader) -> bool:
     return bool(quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo"))
 
 
-def _live_state(reader: Reader) -> Fp8States | None:
-    """The state that the checkpoint's next step would compute with; None where that step is not in FP8.
+def _state_of_next_step(reader: Reader) -> Fp8States | None:
+    """The state that the checkpoint's next training step would compute with; None if that step is not in FP8.
 
-    State in a sidecar is carried, not used: its modules are in BF16. State that lacks an input's scale is none yet (one
-    of a weight is 1 where all of it is zero), and what was recorded with other weights is none any more.
+    State in a sidecar is only carried: its modules compute in BF16. State is not used either if an input has no
+    recorded scale (a weight may have none: it is 1 for a weight of zeros), or if it was recorded with other weights.
     """
     states = reader.live_fp8 if isinstance(reader, HuggingFaceReader) else reader.fp8
     if states is None or not is_of_weights(states, digest_weights(reader), reader):
@@ -110,7 +115,7 @@ def _live_state(reader: Reader) -> Fp8States | None:
 
 
 def _precision(reader: Reader, states: Fp8States | None, plan: Plan) -> Precision:
-    """What the checkpoint's next step would compute in."""
+    """The precision of the checkpoint's next training step."""
     if states is None:
         recipe = recipe_of_run(reader)
         stateless = recipe is not None and recipe.precision.fp8 and not recipe.precision.keeps_state
@@ -121,19 +126,19 @@ def _precision(reader: Reader, states: Fp8States | None, plan: Plan) -> Precisio
 
 @runtime_checkable
 class _HasInputScales(Protocol):
-    """A Hugging Face directory: it knows the static input scale_inv of its weights, by the weight's name."""
+    """A reader that has static input scales: scale_inv by the weight's name."""
 
     @property
     def input_scales(self) -> Mapping[str, float]: ...
 
 
-def _quantise(model: GPT, reader: Reader, plan: Plan) -> str | None:
-    """Let linears whose weights are stored as codes compute with those, under one input scale for a module, all of its
-    experts, as engines do. Returns how, in words.
+def _use_stored_codes(model: GPT, reader: Reader, plan: Plan) -> str | None:
+    """Let linears whose weights are stored as codes compute with these codes. A module has one static input scale, the
+    largest of its weights and experts, as in engines. Returns the precision in words; None without codes.
     """
     scales = reader.input_scales if isinstance(reader, _HasInputScales) else {}
     device = model.output_weight.device
-    codes = set(reader.encodings).difference(in_mxfp4(reader))  # which meets inputs in BF16, in engines too
+    codes = set(reader.encodings).difference(in_four_bits(reader))  # which meets inputs in BF16, in engines too
     stored = [job for job in plan.jobs if codes.intersection(job.reads)]
     fixed: dict[str, float] = {}
     for job in stored:
@@ -150,7 +155,7 @@ def _quantise(model: GPT, reader: Reader, plan: Plan) -> str | None:
             weight = squares or _stored_blocks(reader, job, plan, device)
             groups = replace(GroupInputs.like(reader.encodings[job.reads[0]]), native=squares is not None)
         inputs = _inputs(fixed[job.module], groups, device)
-        # A linear asks for its gradient's quantizer too; no gradient is taken here.
+        # A linear requires a quantizer of its gradient too; no gradient is computed here.
         _set_quantizers(model, job, {"input": inputs, "weight": weight, "grad_output": inputs})
         kinds[inputs.words] = None
     return f"FP8 codes with {' and '.join(kinds)} input scales" if stored else None
@@ -161,7 +166,7 @@ def _inputs(fixed: float, groups: GroupInputs | None, device: torch.device) -> S
 
 
 def _by_row(reader: Reader, job: Job) -> bool:
-    """Whether codes have scales that can be applied to a GEMM's result: one for each output channel, or for all."""
+    """Whether the scales can be applied to a GEMM's result: one per output channel, or one for the whole weight."""
     return all(reader.encodings[name].scale_inv.shape[1] == 1 for name in job.reads)
 
 
@@ -176,7 +181,7 @@ def _set_quantizers(model: GPT, job: Job, quantizers: Quantizers) -> None:
 
 
 def _stored_weight(reader: Reader, job: Job, plan: Plan, device: torch.device) -> StoredWeight:
-    """A fused weight's codes `[out, in]`, and a scale_inv for each of its rows."""
+    """A fused weight's codes `[out, in]`, and a scale_inv for each row, FP32 `[out, 1]`."""
     named = [(name, reader.specs[name].shape) for name in job.reads]
     by_row = [reader.encodings[name].scales(0, *shape).expand(shape[0], 1) for name, shape in named]
     return StoredWeight(_merged_codes(reader, job, plan).to(device), job.row.merge(by_row, plan.model).to(device))
@@ -188,21 +193,21 @@ def _merged_codes(reader: Reader, job: Job, plan: Plan) -> Tensor:
 
 
 def _stored_squares(reader: Reader, job: Job, plan: Plan, device: torch.device) -> NativeStoredBlocks | None:
-    """A fused weight in squares of 128, where the device multiplies such; None where rows that have come together do
-    not make squares, or its sizes are none of an FP8 GEMM's."""
+    """A fused weight in blocks of 128 x 128, if the device has block-scaled GEMMs; None if it has not, if the blocks of
+    the fused parts do not line up, or if its sizes do not suit an FP8 GEMM."""
     encodings = [reader.encodings[name] for name in job.reads]
     if not has_block_gemms(device) or any(encoding.block[1] != BLOCK for encoding in encodings):
         return None
     grids = [by_rows(each, reader.specs[name].rows) for each, name in zip(encodings, job.reads, strict=True)]
     codes, grid = _merged_codes(reader, job, plan), job.row.merge(grids, plan.model)
     rows, columns = codes.shape
-    squares = Encoding(CODES, grid, (1, BLOCK)).in_blocks(rows, columns, (BLOCK, BLOCK))
+    squares = Encoding(E4M3, grid, (1, BLOCK)).in_blocks(rows, columns, (BLOCK, BLOCK))
     if rows % 16 or columns % BLOCK or bool(squares.isnan().any()):
         return None
     return NativeStoredBlocks(codes.to(device), squares.contiguous().to(device))
 
 
 def _stored_blocks(reader: Reader, job: Job, plan: Plan, device: torch.device) -> StoredBlocks:
-    """What a fused weight's codes decode to, FP32 `[out, in]`."""
+    """A fused weight decoded, FP32 `[out, in]`."""
     parts = [reader.encodings[name].decode_rows(read_tensor(reader, name), 0) for name in job.reads]
     return StoredBlocks(job.row.merge(parts, plan.model).to(device))

@@ -1,1 +1,1 @@
-"""What makes a directory for inference: codes, scales of inputs and caches, the model card."""
+"""Export for inference: encode weights, scales of inputs and of KV caches, the model card."""

@@ -1,4 +1,4 @@
-"""The policy of a way back to FP8: weights that were codes once become the codes that they were."""
+"""The encoding policy for going back to FP8: weights that once were codes get the codes that they had."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,25 +9,24 @@ from typing import Any
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.errors import MissingFp8State, PrecisionError
-from precisionctl.export.input_scales import amax_of
 from precisionctl.export.weight_encodings import method_of
 from precisionctl.fp8.encoding import grid_shape
-from precisionctl.fp8.numerics import FP8_MAX, recorded_amax
+from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import Fp8States
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
-from precisionctl.quant_methods.base import CODES, POWERS_OF_2, QuantMethod, sized
+from precisionctl.quant_methods.base import POWERS_OF_2, QuantMethod, sized
 
 _TWO_ROUNDINGS = 2.0**-22
-"""How far an amax may be off, relatively, after it has been a scale and has become an amax again. A history of one row,
-Megatron's default, keeps an amax in its scale alone."""
+"""Relative error of an amax that was stored as a scale and computed back from it, as with a history of one row,
+Megatron's default."""
 
 
 @dataclass(frozen=True)
 class AsBefore:
-    """Weights that have not changed since they were codes get the codes that they had. Blocks that have changed get new
-    scales, in blocks of the old size. Input scales are those of amaxes that `states` has recorded, else the old ones,
-    while they are of the weights still (`fixed_hold`). What was no code is a value."""
+    """Encodes weights that once were codes. Those that have not changed get the codes that they had; blocks that have
+    changed get new scales, in blocks of the old size. Input scales come from the amaxes recorded in `states`, else the
+    old ones are used if they are still valid (`fixed_hold`). Other tensors stay values."""
 
     encodings: WeightEncodings
     states: Fp8States | None
@@ -40,29 +39,28 @@ class AsBefore:
         return method
 
     def encodes(self, plan: Plan) -> Mapping[str, Encode]:
-        """Raises MissingFp8State for scales of inputs, and PrecisionError for those of a KV cache, that belong to
-        weights which have changed."""
+        """How each job encodes, by name. Raises MissingFp8State for input scales, PrecisionError for scales of a KV
+        cache, that are needed and belong to weights that have changed since."""
         encodings, encodes = self.encodings, {}
         for job in plan.jobs:
             if names := [name for name in job.writes if name in encodings.weights]:
                 encodes[job.name] = Encode(
-                    blocks={name: self._block(name) for name in names},
-                    weight_scales={name: encodings.scales[name].weight for name in names},
+                    {name: replace(encodings.scales[name], block=self._block(name)) for name in names},
                     input_scales=self._input_scales(names, job),
                     numbers="powers of 2" if in_powers_of_2(encodings) else "FP32",
                 )
-        rest = self._of_no_weight()
-        if encodes and rest:  # the first job that encodes writes them
+        rest = self._cache_scales()
+        if encodes and rest:  # written by the first job that encodes
             first, encode = next(iter(encodes.items()))
             encodes[first] = replace(encode, input_scales={**encode.input_scales, **rest})
         return encodes
 
     def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
         codes, scales = self.encodings.weights[weight], self.encodings.scales[weight]
-        stored, block = self.encodings.stored.specs[scales.weight], self._block(weight)
+        stored, block = {name: self.encodings.stored.specs[name] for name in scales.of_weight}, self._block(weight)
         if block != scales.block:
-            stored = replace(stored, shape=grid_shape(codes.rows, codes.columns, block))
-        return {weight: replace(spec, dtype=codes.dtype), scales.weight: stored}
+            stored[scales.weight] = replace(stored[scales.weight], shape=grid_shape(codes.rows, codes.columns, block))
+        return {weight: replace(spec, dtype=codes.dtype, packing=codes.packing), **stored}
 
     def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
         stored = self.encodings.stored.specs
@@ -76,27 +74,29 @@ class AsBefore:
 
     def _block(self, name: str) -> tuple[int, int]:
         """The size that a weight's blocks had, if the method can say that size, else the first that it can."""
-        said = self.method.read(self.encodings.quantization)
-        blocks = [sized(block, self.encodings.weights[name]) for block in said.blocks]
+        said, spec = self.method.read(self.encodings.quantization), self.encodings.weights[name]
+        blocks = [sized(form.block, spec) for form in said.formats if (form.packing is None) == (spec.packing is None)]
         had = self.encodings.scales[name].block
         return had if had in blocks else blocks[0]
 
     def _input_scales(self, names: Sequence[str], job: Job) -> dict[str, float]:
         """The fixed scales that the inputs had; where the module (or the expert) has recorded another amax since, the
         scale of that one."""
+        amaxes = {name: amax for name in names if (amax := self.encodings.input_amax(name)) is not None}
         carried = {
-            given: value
-            for name in names
-            if (given := self.encodings.scales[name].input) and (value := self.encodings.input_scale(name)) is not None
+            given: float(read_tensor(self.encodings.stored, given).float().reshape(()))
+            for name in amaxes
+            if (given := self.encodings.scales[name].input)
         }
         state = self.states.modules.get(job.module) if self.states else None
         if state and job.expert is not None:
             state = state.of_expert(job.expert)
         if self.states and state and carried and state.roles["input"].recorded:
-            recorded = float(recorded_amax(state.roles["input"], "input", self.states.recipe))
-            before = float(amax_of(max(carried.values())))
-            same = self.fixed_hold and math.isclose(recorded, before, rel_tol=_TWO_ROUNDINGS)
-            return carried if same else dict.fromkeys(carried, recorded / FP8_MAX[CODES])
+            recorded = recorded_amax(state.roles["input"], "input", self.states.recipe)
+            before = max(map(float, amaxes.values()))
+            same = self.fixed_hold and math.isclose(float(recorded), before, rel_tol=_TWO_ROUNDINGS)
+            made = (float(self.encodings.scales[name].of_input_amax(recorded)) for name in amaxes)
+            return carried if same else dict(zip(carried, made, strict=True))
         if carried and not self.fixed_hold:
             raise MissingFp8State(
                 f"the weights have changed since the fixed input scales of their codes were made, e.g. of `{names[0]}`",
@@ -105,8 +105,8 @@ class AsBefore:
             )
         return carried
 
-    def _of_no_weight(self) -> dict[str, float]:
-        """The scales that belong to no weight: those of a KV cache."""
+    def _cache_scales(self) -> dict[str, float]:
+        """The scales that belong to no weight, which are those of a KV cache."""
         stored = self.encodings.stored
         known = {name for scales in self.encodings.scales.values() for name in scales.names}
         rest = {name: spec for name, spec in stored.specs.items() if name not in known}
@@ -124,5 +124,5 @@ class AsBefore:
 
 
 def in_powers_of_2(encodings: WeightEncodings) -> bool:
-    """Whether all scales of blocks are said to be powers of two."""
+    """Whether the quantization config says that scales of blocks are powers of two."""
     return POWERS_OF_2.items() <= encodings.quantization.items()

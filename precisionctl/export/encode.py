@@ -3,19 +3,20 @@
 A plan without such a pass writes values.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from precisionctl.architectures.families import architecture_of
-from precisionctl.engines.serving import ServingLayout, in_step
+from precisionctl.architectures.families import table_of
+from precisionctl.engines.serving import ServingLayout, fused, in_step
 from precisionctl.errors import PrecisionError
 from precisionctl.export.input_scales import NO_STATE, input_scales
 from precisionctl.fp8.numerics import Numbers, rounded_up
 from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.precision import Precision
@@ -54,25 +55,40 @@ def encode(plan: Plan, policy: Policy) -> Plan:
     Raises MissingFp8State for scales of inputs, and PrecisionError for weights, that the policy cannot give.
     """
     encodes = policy.encodes(plan)
-    codes = {name for encode in encodes.values() for name in encode.weight_scales}
+    codes = {name for encode in encodes.values() for name in encode.weights}
     targets: dict[str, TensorSpec] = {}
     for name, spec in plan.targets.items():
         targets |= policy.tensors(name, spec) if name in codes else {name: spec}
     targets |= policy.further(encodes)
-    quantization = policy.quantization(modules_in_bf16(plan, codes))
+    quantization = policy.quantization(with_names_in_memory(modules_in_bf16(plan, codes)))
     jobs = tuple(replace(job, encode=encodes.get(job.name)) for job in plan.jobs)
     return replace(plan, jobs=jobs, targets=targets, quantization=quantization, files=policy.files(quantization))
 
 
-def modules_in_bf16(plan: Plan, codes: Collection[str]) -> list[str]:
+def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
     """Modules of a plan of values with a matrix that is not among the `codes`, among them those whose matrix is stored
     under another name (a tied `lm_head`): they are modules all the same to a loader."""
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]
-    aliases = architecture_of(plan.model.architecture).aliases
+    aliases = table_of(plan.model).aliases
     tied = [alias.hf for alias in aliases if getattr(plan.model, alias.switch) and not alias.written]
     modules = [name.rpartition(".")[0] if is_slice(name) else name.removesuffix(".weight") for name in matrices + tied]
     # transformers calls every head `lm_head`, whatever its tensor is called
     return list(dict.fromkeys([*modules, _HEAD]))
+
+
+def with_names_in_memory(modules: Sequence[str]) -> list[str]:
+    """Names of modules as a directory has them, and, of a model of images or sound, as transformers has them in memory,
+    where a text model is `model.language_model` (transformers 5.23, conversion_mapping.py). Lists of names are matched
+    with those (transformers#48349). vLLM renames the list as it does the tensors."""
+    found = dict.fromkeys(modules)
+    if any(part in _WRAPPED for name in modules for part in name.split(".")):
+        for name in modules:
+            inner = name.removeprefix("language_model.").removeprefix("model.")
+            found |= dict.fromkeys((f"model.language_model.{inner}", f"model.{name.removeprefix('model.')}", inner))
+    return list(found)
+
+
+_WRAPPED = ("language_model", "visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector")
 
 
 def is_slice(name: str) -> bool:
@@ -82,9 +98,10 @@ def is_slice(name: str) -> bool:
 
 def fp8_jobs(plan: Plan, precision: Precision) -> list[Job]:
     """The jobs whose weights become codes. Not those of experts that a family stores as one tensor: no engine reads
-    codes of that."""
-    wanted = (job for job in plan.jobs if job.row.gemm and precision.in_fp8(job.module))
-    return [job for job in wanted if not is_slice(job.writes[0])]
+    codes of that; nor what engines want in one form with a weight that is to stay in BF16."""
+    gemms = [job for job in plan.jobs if job.row.gemm and not is_slice(job.writes[0])]
+    kept = {in_step(name) for job in gemms if not precision.in_fp8(job.module) for name in job.writes}
+    return [job for job in gemms if kept.isdisjoint(map(in_step, job.writes))]
 
 
 @dataclass(frozen=True)
@@ -104,6 +121,11 @@ class WeightFormat:
     def scales(self, weight: str, spec: TensorSpec) -> Scales:
         """The scale tensors of a weight."""
         return self.method.scales(weight, spec, self.scheme)
+
+
+_MATCHED_BY_PART = ("modelopt",)
+"""Methods in which a module is left out whose name has an ignored one in it (`engines/ignoring.py`, by_part_or_glob): a
+router `mlp.gate` would take `mlp.gate_proj` along (verl#7519), a head `output` any `output.dense`."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +161,7 @@ class InScheme:
 
     def _encode(self, job: Job, plan: Plan) -> Encode:
         scales = {name: self.format.scales(name, plan.targets[name]) for name in job.writes}
-        return Encode(
-            blocks={name: tensors.block for name, tensors in scales.items()},
-            weight_scales={name: tensors.weight for name, tensors in scales.items()},
-            input_scales={},
-            numbers=self.format.numbers,
-        )
+        return Encode(scales, input_scales={}, numbers=self.format.numbers)
 
     def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
         scales = self.format.spelling.specs(self.format.scales(weight, spec), spec, self.format.scheme)
@@ -155,6 +172,9 @@ class InScheme:
 
     def quantization(self, kept: Sequence[str]) -> Mapping[str, Any]:
         powers = POWERS_OF_2 if self.format.numbers == "powers of 2" else {}
+        if self.format.method.name in _MATCHED_BY_PART:
+            codes = "\n".join(name for job in self.jobs for name in job.writes)
+            kept = [f"{name[:-1]}[{name[-1]}]" if name in codes else name for name in kept]  # a glob: no part of a name
         return {**self.format.spelling.config(self.format.scheme, kept), **powers}
 
     def files(self, quantization: Mapping[str, Any]) -> Mapping[str, bytes]:
@@ -167,6 +187,8 @@ Refusal = Callable[[str, TensorSpec], str | None]
 
 def served(plan: Plan, ranks: int = 1) -> ServingLayout:
     """A plan's model on so many GPUs."""
+    if isinstance(plan.model, UntabledModel) and ranks == 1:  # how it would be cut for several, no table says
+        return ServingLayout.of(plan.model.config)
     return ServingLayout(plan.model.num_attention_heads, plan.model.num_query_groups, ranks)
 
 
@@ -198,10 +220,16 @@ def in_scheme(
         raise PrecisionError(
             f"{len(refused)} weights have shapes that the engine refuses, the first is `{name}`: {why}",
             do=f"Choose {others}--keep-misfits, which leaves them in BF16 with what is computed with them; or name "
-            "modules in keep_bf16 of a --recipe.",
+            "modules in --exclude, or keep_bf16 of a --recipe.",
         )
     groups = {in_step(name) for name in refused}
     jobs = [job for job in jobs if not any(in_step(name) in groups for name in job.writes)]
+    if not jobs:
+        raise PrecisionError(
+            "no weight is left that could be FP8"
+            + (f"; {len(refused)} have shapes that are refused" if refused else ""),
+            do="`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
+        )
     if form.scheme == "static":
         return InScheme(form, jobs, refused, input_scales(states, jobs, why_no_state))
     for job in jobs:
@@ -215,9 +243,9 @@ def in_scheme(
 
 
 def with_one_input(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs whose weights engines compute as one, together: they have one input. A job is such a group, but for
-    DeepSeek's latents, which are two."""
+    """Jobs whose weights engines compute as one, together: they have one input. A job of a family's table is such a
+    group, but for DeepSeek's latents, which are two; of a table that is read off, a job is one of its weights."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
-        groups.setdefault(job.name if job.row.of_experts else in_step(job.writes[0]), []).append(job)
+        groups.setdefault(fused(job.writes[0]), []).append(job)
     return list(groups.values())

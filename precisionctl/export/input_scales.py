@@ -1,4 +1,4 @@
-"""Scales of inputs: from the FP8 state that training left, and back into such a state."""
+"""Fixed input scales from recorded FP8 state, and FP8 state from fixed input scales."""
 
 from collections.abc import Sequence
 
@@ -25,8 +25,9 @@ NO_STATE = "the checkpoint holds no FP8 state"
 
 
 def input_scales(states: Fp8States | None, jobs: Sequence[Job], why_no_state: str = NO_STATE) -> dict[str, float]:
-    """scale_inv of the input of each of the jobs' modules: the largest amax that was recorded, of all its experts if it
-    has some, over E4M3's largest. Raises MissingFp8State where none was; `why_no_state` says why there is no state."""
+    """scale_inv of the input of each of the jobs' modules: the largest recorded amax (over all experts) divided by
+    E4M3's largest number. Raises MissingFp8State for an input that was never recorded; `why_no_state` says why there is
+    no state."""
     if states is None:
         modules = dict.fromkeys(job.module for job in jobs)
         what = f"no scales are known for the inputs of {len(modules)} modules, e.g. of `{next(iter(modules), '')}`"
@@ -42,11 +43,11 @@ def input_scales(states: Fp8States | None, jobs: Sequence[Job], why_no_state: st
 
 
 OF_ONE_STEP = "the FP8 state keeps the amaxes of one step alone, which later inputs may well exceed"
-"""Measured: scales from such a state of Megatron-LM, whose default it is, were 0.52 to 0.81 of calibrated ones."""
+"""Measured: scales from such a state, Megatron-LM's default, were 0.52 to 0.81 of calibrated ones."""
 
 
 def of_one_step(states: Fp8States) -> bool:
-    """Whether a state's histories have one row, so that no amax in it is of more than one step."""
+    """Whether a state's histories have one row, so that each amax is from a single step."""
     return states.recipe.amax_history_len == 1
 
 
@@ -56,19 +57,21 @@ def amax_of(scale_inv: float) -> Tensor:
 
 
 def state_of_input_scales(reader: Reader, encodings: WeightEncodings | None, plan: Plan) -> Fp8States | None:
-    """FP8 state made from the fixed input scales of an FP8 directory: somebody has calibrated them, and each stands for
-    an amax. The largest of a fused group is taken; experts have one each. None where there are no such scales."""
+    """FP8 state made from the calibrated input scales of an FP8 directory, each of which stands for an amax. Of a fused
+    group the largest is used; experts have one each. None if there are no such scales."""
     if encodings is None or reader.layout != "hf" or not reader.encodings:
         return None
     given: dict[str, list[float]] = {}
     for job in plan.jobs:
-        scales = [encodings.input_scale(name) or 0.0 for name in job.reads if name in encodings.scales]
+        found = [encodings.input_amax(name) for name in job.reads if name in encodings.scales]
         if job.row.gemm:
-            given.setdefault(job.module, []).append(max(scales, default=0.0))
+            given.setdefault(job.module, []).append(
+                max((float(amax) for amax in found if amax is not None), default=0.0)
+            )
     recipe, modules = DelayedScaling(), {}
     for module, shape in plan.gemms.items():
         if any(given[module]):
-            amaxes = torch.tensor(given[module]).reshape(shape) * FP8_MAX[CODES]
+            amaxes = torch.tensor(given[module]).reshape(shape)
             fresh = Fp8State.fresh(recipe.amax_history_len, shape)
             modules[module] = Fp8State({**fresh.roles, "input": after_one_update(amaxes, "input", recipe)})
     method = encodings.quantization.get("quant_method")

@@ -1,7 +1,8 @@
-"""The scales of an FP8 KV cache: what keys (after rotary) and values were, over E4M3's largest.
+"""The scales of an FP8 KV cache: the amax of keys (after rotary embedding) and of values, divided by E4M3's largest
+number.
 
-An engine divides what it caches by them and multiplies what it reads, so like every stored scale they are scale_inv,
-one for all keys of a layer and one for all its values; under tensor parallelism each GPU has both.
+An engine divides what it caches by them and multiplies what it reads, so like every stored scale they are scale_inv.
+There is one for all keys of a layer and one for all its values; under tensor parallelism each GPU has both.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,15 +28,15 @@ _RECORD = "Record them with `precisionctl calibrate`, and give its file with --f
 
 @dataclass(frozen=True)
 class CacheScale:
-    """The scale_inv that one attention caches its keys with, and its values."""
+    """The scale_inv of keys and of values in one attention layer."""
 
     k: float
     v: float
 
 
 def check_engine(plan: Plan, engine: Engine, method: QuantMethod) -> None:
-    """Raise PrecisionError where the engine would make no use of a cache's scales: for a model of this kind, or in this
-    spelling."""
+    """Raise PrecisionError if the engine does not use scales of a KV cache, for this kind of model or with this quant
+    method."""
     if plan.model.mla is not None:
         raise PrecisionError(
             f"{engine.title} has no use for scales of latents: {engine.latents.text} [{engine.latents.source}]",
@@ -58,8 +59,8 @@ def check_engine(plan: Plan, engine: Engine, method: QuantMethod) -> None:
 
 
 def recorded_scales(states: Fp8States | None, encodings: WeightEncodings | None, plan: Plan) -> dict[str, CacheScale]:
-    """The scales of each attention, by its Hugging Face name: of what was recorded, else those that the source's FP8
-    directory came with. Raises MissingFp8State where there are neither."""
+    """The scales of each attention layer, by Hugging Face name: from recorded state, else those stored in the source's
+    FP8 directory. Raises MissingFp8State if there are neither."""
     found, places = {}, _places(encodings)
     for stem, job in _attentions(plan).items():
         scale = (_recorded(states, job) if states else None) or _stored(encodings, places.get(stem, []))
@@ -70,13 +71,13 @@ def recorded_scales(states: Fp8States | None, encodings: WeightEncodings | None,
 
 
 def scales_of_state(states: Fp8States, plan: Plan) -> dict[str, CacheScale]:
-    """The scales of each attention whose keys and values were recorded, by its Hugging Face name."""
+    """The scales of each attention layer whose keys and values were recorded, by Hugging Face name."""
     found = {stem: _recorded(states, job) for stem, job in _attentions(plan).items()}
     return {stem: scale for stem, scale in found.items() if scale is not None}
 
 
 def with_cache(plan: Plan, form: WeightFormat, scales: Mapping[str, CacheScale]) -> Plan:
-    """The plan of codes with these scales added; the job that writes an attention's output projection writes them."""
+    """Add these scales to an encoded plan; they are written by the job of the attention's output projection."""
     spelling = form.spelling.cache
     numbers: Numbers = "BF16" if spelling.as_bf16 or form.numbers == "BF16" else "FP32"
     targets = dict(plan.targets)
@@ -88,7 +89,7 @@ def with_cache(plan: Plan, form: WeightFormat, scales: Mapping[str, CacheScale])
             found = rounded_up(torch.tensor([scale.k, scale.v]), numbers).tolist()
             values = {f"{stem}.{name}": value for name, value in zip(spelling.names, found, strict=True)}
             targets |= {name: TensorSpec(spelling.shape, torch.float32) for name in values}
-            encode = job.encode or Encode({}, {}, {})
+            encode = job.encode or Encode({}, {})
             job = replace(job, encode=replace(encode, input_scales={**encode.input_scales, **values}))
         jobs.append(job)
     quantization = {**plan.quantization, **spelling.config}

@@ -29,11 +29,11 @@ _UNMEASURED = (
 
 @dataclass(frozen=True)
 class Card:
-    """What the card of an export called `name` says.
+    """The contents of the model card of an export called `name`.
 
-    `title` names the engine in a sentence, `tag` on the Hub; `command` serves the model with it. `facts` are rows of a
-    table. `quantised` are the weights that are FP8, and `kept` the modules that are not, by full name. `base_model` is
-    the source's name on the Hub.
+    `title` is the engine's name in a sentence, `tag` its tag on the Hub, and `command` the command that serves the
+    model. `facts` are rows of a table. `quantised` are the names of weights in FP8, and `kept` of modules that are not.
+    `base_model` is the source's name on the Hub. Raises RecipeError for a `base_model` that the Hub would not accept.
     """
 
     name: str
@@ -46,12 +46,11 @@ class Card:
     base_model: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises RecipeError for a name that the Hub would not take."""
         if self.base_model is not None and not _HUB_NAME.fullmatch(self.base_model):
             raise RecipeError(f"{self.base_model!r:.80} is not a name on the Hub", do="Give one such as org/model.")
 
     def text(self, reader: Reader) -> bytes:
-        """The file, for an export of `reader`."""
+        """The bytes of the file, for an export of `reader`."""
         lines = [*self._front(), "", f"# {_plain(self.name)}", "", *self._about(reader), *self._weights()]
         lines += ["## Quality", "", _START + _UNMEASURED + "\n" + _END]
         return "\n".join(lines).encode()
@@ -86,15 +85,14 @@ class Card:
         yield ""
 
 
-_LARGEST = 4 << 20
-"""Bytes of a card."""
+_MAX_BYTES = 4 << 20
+"""Largest card that is read."""
 
 
 def write_quality(directory: Path, lines: Iterable[str]) -> None:
-    """Write what was measured into the card of an exported directory. Raises OutputError where it has no card of
-    ours."""
+    """Write measurements into the card of an exported directory. Raises OutputError if it has no card of ours."""
     path = directory / NAME
-    text = read_file(path, directory, _LARGEST).decode(errors="replace") if has_file(path, directory) else ""
+    text = read_file(path, directory, _MAX_BYTES).decode(errors="replace") if has_file(path, directory) else ""
     before, start, rest = text.partition(_START)
     _, end, after = rest.partition(_END)
     if not start or not end:
@@ -104,13 +102,13 @@ def write_quality(directory: Path, lines: Iterable[str]) -> None:
 
 
 def beside(name: str) -> str:
-    """The path of a directory `name` for a command that is run in the directory above it; `.`, for a command that is
-    run inside it, where the name would need quotes."""
+    """How a command should name the exported directory: `./name`, to be run in the directory above it, or `.`, to be
+    run inside it, if the name would need quotes."""
     return f"./{name}" if re.fullmatch(r"[\w.+-]+", name) else "."
 
 
 def _plain(text: str) -> str:
-    """Text on one line, without characters that Markdown or HTML gives a meaning."""
+    """Text on one line, without characters that have a meaning in Markdown or HTML."""
     return re.sub(r"[`<>|\x00-\x1f\x7f]", " ", text)
 
 

@@ -1,4 +1,4 @@
-"""Which scheme an export gets where none is asked for: the best that the checkpoint's state and the engine allow."""
+"""Choose the scheme of an export if none is given: the best that the checkpoint's state and the engine allow."""
 
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.base import Engine
@@ -19,13 +19,13 @@ def best_scheme(
     encodings: WeightEncodings | None,
     why_no_state: str = NO_STATE,
 ) -> tuple[Scheme, str]:
-    """The scheme for a plan in BF16, and the reason in words for the user. `encodings` is how the source's weights are
-    codes, if they are; `why_no_state` says why there are no `states`, if there are none.
+    """The scheme for a plan in BF16, and the reason in words. `encodings` is how the source's weights are encoded, if
+    they are codes; `why_no_state` says why there are no `states`.
 
-    First comes a scheme under which these codes can stay as they are. Then `static`, where the inputs were recorded
-    over several steps: it spares the engine a pass over each input. Then the first of the others that the engine takes:
-    a scale for each channel, for which any FP8 GPU has kernels, before a scale for each block. Raises PrecisionError
-    where the engine takes none of them.
+    The order of preference: a scheme with which existing codes can stay as they are; `static`, if inputs were recorded
+    over several steps, as it saves the engine a pass over each input; then the first of the engine's other schemes, a
+    scale for each channel, for which any FP8 GPU has kernels, before a scale for each block. Raises PrecisionError if
+    the engine takes none of them.
     """
     jobs = fp8_jobs(plan, precision)
     names = [name for job in jobs for name in job.writes]
@@ -56,7 +56,7 @@ def best_scheme(
 
 
 def _is_coded(encodings: WeightEncodings, scheme: Scheme) -> bool:
-    """Whether all weights are codes of the kind that a scheme makes."""
+    """Whether all weights are encoded as a scheme would encode them."""
     return all(
         weight.dtype == CODES
         and encodings.scales[name].block == sized(BLOCKS[scheme], weight)

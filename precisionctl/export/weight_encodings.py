@@ -1,8 +1,7 @@
-"""How the weights of a checkpoint are FP8 codes, or were, by the names that a Hugging Face directory has for them.
+"""How the weights of a checkpoint are codes, or were, by the names that a Hugging Face directory has for them.
 
-That travels beside the values, so what a conversion does to rows in between need not be done to scales. Only where the
-codes that are read have other names (Megatron's, or those of experts stored as one tensor) are scales moved as their
-rows are.
+Encodings are kept beside values as they were, so a conversion that moves rows need not move scales. Only for codes that
+are stored under other names (Megatron's, or experts stored as one tensor) are scales moved as their rows are.
 """
 
 from collections.abc import Sequence
@@ -25,12 +24,12 @@ from precisionctl.quant_methods.base import QuantMethod, Scales, recognise, sibl
 
 
 def weight_encodings(reader: Reader) -> WeightEncodings | None:
-    """How a checkpoint's weights are FP8 codes, or were, by the names that a Hugging Face directory has for them when
-    it is written. None where they never were, or nothing is known of it, or that is not written here (MXFP4)."""
+    """How a checkpoint's weights are codes, or were, by the names that a Hugging Face directory has for them when
+    it is written. None where they never were, or nothing is known of it."""
     encodings = stored_weight_encodings(reader)
     method = method_of(encodings)
-    if method and method.spelling is None:
-        return None
+    if method and method.spelling is None:  # gpt-oss: codes have names of their own, and are `[out, in]` under them
+        return encodings
     renamed = reader.layout == "megatron" or any(name.endswith("]") for name in reader.encodings)
     if reader.encodings and renamed:
         encodings = _moved(reader, encodings)
@@ -40,21 +39,21 @@ def weight_encodings(reader: Reader) -> WeightEncodings | None:
 
 
 def method_of(encodings: WeightEncodings | None) -> QuantMethod | None:
-    """How the directory that codes come from spells them, if they come from one."""
+    """The quant method of the directory that encodings come from; None if they do not come from one."""
     return recognise({"quantization_config": encodings.quantization}) if encodings else None
 
 
 def stored_weight_encodings(reader: Reader) -> WeightEncodings | None:
-    """The same as far as the checkpoint's own files say it, by their own names and with no scale moved."""
+    """The encodings in a checkpoint's own files, by the names there; no scales are moved."""
     if isinstance(reader, HuggingFaceReader):
         return reader.weight_encodings
     return encodings_file.find(reader.path) if reader.path and not reader.encodings else None
 
 
 def _moved(reader: Reader, encodings: WeightEncodings | None) -> WeightEncodings:
-    """The scales of codes that are stored under other names, moved as a conversion moves their rows.
+    """The encodings of codes that are stored under other names, with scales moved as a conversion moves their rows.
 
-    `encodings` is what else is known of them, such as the scales of their inputs.
+    `encodings` has what else is known of them, such as input scales.
     """
     method = method_of(encodings)
     kinds = (method.weight_scales[0], method.input_scales[0]) if method else ("weight_scale", "input_scale")
@@ -67,33 +66,34 @@ def _moved(reader: Reader, encodings: WeightEncodings | None) -> WeightEncodings
             continue
         if not all(name in reader.encodings for name in job.reads) or not job.row.is_row_permutation(plan.model):
             continue  # there is no row of the result of which it could be said how it was coded
-        given = [encodings.input_scale(name) for name in job.reads] if encodings else [None]
+        given = [encodings.input_amax(name) for name in job.reads] if encodings else [None]
         for name, encoding in zip(job.writes, _encodings(reader, job, plan), strict=False):
-            shape = plan.targets[name].shape
-            weights[name] = TensorSpec(shape, encoding.dtype)
+            packing = reader.specs[job.reads[0]].packing
+            weights[name] = TensorSpec(plan.targets[name].shape, encoding.element.dtype, packing=packing)
             scales[name] = Scales(
                 sibling(name, kinds[0]), sibling(name, kinds[1]) if given[0] is not None else None, encoding.block
             )
             stored.add(scales[name].weight, encoding.scale_inv, job, name)
             if (fixed := scales[name].input) is not None:
-                stored.add_fixed(fixed, max(value for value in given if value is not None))
+                amax = torch.stack([amax for amax in given if amax is not None]).amax()
+                stored.add_fixed(fixed, scales[name].of_input_amax(amax))
     quantization, files = (encodings.quantization, encodings.files) if encodings else ({}, {})
     return WeightEncodings(weights, scales, stored, quantization, files)
 
 
 def _encodings(reader: Reader, job: Job, plan: Plan) -> list[Encoding]:
-    """How each tensor that a job writes is coded."""
+    """The encoding of each tensor that a job writes."""
     read = [reader.encodings[name] for name in job.reads]
     parts = [by_rows(encoding, reader.specs[name].rows) for name, encoding in zip(job.reads, read, strict=True)]
     whole_grid = parts[0] if plan.source == "megatron" else job.row.source.merge(parts, plan.model)
     grids = job.row.split(whole_grid, plan.model)
     columns = [plan.targets[name].columns for name in job.writes]
-    return [of_rows(read[0].dtype, grid, read[0], wide) for grid, wide in zip(grids, columns, strict=False)]
+    return [of_rows(grid, read[0], wide) for grid, wide in zip(grids, columns, strict=False)]
 
 
 class _Moved:
-    """Scales that are moved whenever one asks for them, since the grids of a large model are gigabytes. Those of the
-    last job are kept."""
+    """Scales that are moved on access, as all grids of a large model would take gigabytes. Those of the last job are
+    cached."""
 
     def __init__(self, reader: Reader, plan: Plan) -> None:
         self.specs: dict[str, TensorSpec] = {}
@@ -103,13 +103,13 @@ class _Moved:
         self._last: tuple[Job, dict[str, Tensor]] | None = None
 
     def add(self, name: str, scale_inv: Tensor, job: Job, weight: str) -> None:
-        """Take note of a weight's scales, which a job writes; of `scale_inv` only shape and dtype are kept."""
+        """Add the scales of a weight that a job writes; only the shape and dtype of `scale_inv` are kept."""
         self.specs[name] = TensorSpec(tuple(scale_inv.shape), scale_inv.dtype)
         self._jobs[name] = job, weight
 
-    def add_fixed(self, name: str, value: float) -> None:
+    def add_fixed(self, name: str, value: Tensor) -> None:
         """Take the one fixed scale of a weight's input."""
-        self._fixed[name] = torch.tensor(value)
+        self._fixed[name] = value
         self.specs[name] = TensorSpec((), torch.float32)
 
     def chunks(self, name: str) -> Sequence[Chunk]:
@@ -124,11 +124,11 @@ class _Moved:
 
 
 def check_model(encodings: WeightEncodings, plan: Plan) -> None:
-    """Raise MappingError where encodings are not of the model whose Hugging Face tensors a plan writes."""
+    """Raise MappingError if encodings are not of the model that a plan writes."""
     for name, spec in encodings.weights.items():
         if name not in plan.targets or plan.targets[name].shape != spec.shape:
             raise MappingError(
                 f"the encodings are of a `{name}` of {list(spec.shape)}, which this model does not have",
                 where=encodings.path,
-                do="Are they of another model? Then remove the file; it is no part of the model.",
+                do="Are they of another model? Then remove the file, which the model does not need.",
             )

@@ -1,7 +1,7 @@
-"""BlockScales: one pass over a tensor finds the scales of its blocks, so that a second one can encode it.
+"""BlockScales: a first pass over a tensor finds the scales of its blocks, so that a second one can encode it.
 
-A carried scale is kept where it gives back every value of its block: then the values are codes of old, and are the
-same codes again. Elsewhere they have changed since, and the block gets the scale that its amax asks for.
+A block keeps its carried scale if encoding and decoding with it gives back every value: the values were decoded from
+such codes and have not changed, so the same codes come out again. Otherwise the block gets a new scale from its amax.
 """
 
 from collections.abc import Sequence
@@ -9,35 +9,54 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from precisionctl.fp8 import numerics
-from precisionctl.fp8.encoding import Encoding, grid_shape
+from precisionctl.fp8 import group_scales, numerics
+from precisionctl.fp8.elements import E2M1, E4M3, INT4, Element
+from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
 
 
 class BlockScales:
-    """The scales of a tensor `[rows, columns]` in blocks of a size, for codes of a dtype: show it all rows (`see`),
+    """The scales of a tensor `[rows, columns]` in blocks of a size, for codes of an element: show it all rows (`see`),
     then take its `encoding`.
 
-    `carried` is how its values were coded before, in blocks of any size; None where that is not known. By block, all
+    `carried` is how its values were coded before, in blocks of any size; None where that is not known. `divides` says
+    that scales of blocks have a global one too, and whether that is stored as a divisor; None for none. By block, all
     FP32 but the last: `amax`, the largest magnitude seen; `candidate`, the carried scale_inv, NaN or 0 where there is
-    none; and `fits`, whether every value seen is a code's under it.
+    none; and `fits`, whether every value seen is a code's under it. `new_global` is set where blocks cannot keep the
+    carried global scale.
     """
 
     def __init__(
-        self, rows: int, columns: int, block: tuple[int, int], dtype: torch.dtype, carried: Encoding | None
+        self,
+        rows: int,
+        columns: int,
+        block: tuple[int, int],
+        element: Element,
+        carried: Encoding | None,
+        divides: bool | None = None,
+        zero_points: bool = False,
     ) -> None:
-        self.block, self.dtype, self.carried = block, dtype, carried
-        self.amax = torch.zeros(grid_shape(rows, columns, block))
-        self.candidate = carried.in_blocks(rows, columns, block) if carried else torch.zeros_like(self.amax)
+        self.block, self.element, self.carried, self.divides = block, element, carried, divides
+        shape = grid_shape(rows, columns, block)
+        self.amax = torch.zeros(shape)
+        self.lowest = torch.zeros(shape) if zero_points else None
+        self.highest = torch.zeros(shape) if zero_points else None
+        self.candidate, self.zeros = torch.zeros(shape), torch.zeros(shape) if zero_points else None
+        self.global_scale: GlobalScale | None = None
+        if carried and (carried.block, carried.element) == (block, element):
+            self.candidate, self.zeros = carried.scale_inv.float(), carried.zeros
+            self.global_scale = carried.global_scale
+        elif carried and carried.zeros is None and divides is None and not zero_points:
+            self.candidate = carried.in_blocks(rows, columns, block)
         self.fits = torch.isfinite(self.candidate) & (self.candidate > 0)
         self.has_nan = False
-        """Whether there is one among the values so far."""
+        """Whether any value so far is NaN."""
 
     def see(self, values: Tensor, row: int, scratch: Tensor | None = None) -> None:
-        """`values` `[n, columns]` are rows `[row, row + n)`, in the dtype that they are stored in; `scratch` as
-        `numerics.row_amax` takes it."""
+        """Take rows `[row, row + n)` into account: `values` `[n, columns]`, in the dtype that they are stored in.
+        `scratch` is as for `numerics.row_amax`."""
         work = numerics.scratch_for(values) if scratch is None else scratch
         high = self.block[0]
-        here = slice(row // high, -(-(row + len(values)) // high))  # of the grid, which may be large
+        here = slice(row // high, -(-(row + len(values)) // high))  # only these rows of the grid, which may be large
         row -= here.start * high
         if self.amax.numel() == 1:
             amax, has_nan = numerics.amax_and_nan(values)
@@ -45,13 +64,18 @@ class BlockScales:
             self.has_nan |= has_nan
         else:
             self._reduce(self.amax[here], values, row, work)
+        if self.lowest is not None and self.highest is not None:
+            self._reduce(self.highest[here], values.clamp(min=0), row, work)
+            self._reduce(self.lowest[here], values.clamp(max=0), row, work)
         if self.carried is None:
             return
-        misfit = torch.zeros_like(self.amax[here])
-        # 1 where a value is no code's under an encoding, FP32. A value that has been BF16 once is one that is a
-        # code's in BF16, whatever it is stored in now. Infinity tells nothing of its code
+        # A value fits if its code decodes to it, in its own dtype or rounded to BF16: values that passed through BF16
+        # fit in BF16, whatever dtype they are stored in now. Infinity never fits, as its code is that of fp8_max.
+        misfit = torch.zeros_like(self.amax[here])  # 1 in blocks where some value does not fit
         grid = self.candidate[here]
-        encoding = Encoding(self.dtype, torch.where(grid.isfinite() & (grid > 0), grid, 1.0), self.block)
+        usable = torch.where(grid.isfinite() & (grid > 0), grid, 1.0)
+        zeros = None if self.zeros is None else self.zeros[here]
+        encoding = Encoding(self.element, usable, self.block, self.global_scale, zeros)
         codes = encoding.encode_rows(values, row, scratch=work)
         back = encoding.decode_rows(codes, row, scratch=work)
         same = (back.to(values.dtype) == values) | (back.bfloat16() == values) | (back.isnan() & values.isnan())
@@ -60,12 +84,14 @@ class BlockScales:
 
     def changed(self, values: Tensor, codes: Tensor, row: int) -> int:
         """How many of the codes that were made are other than under the scales that were carried."""
-        assert self.carried is not None
-        before = self.carried.encode_rows(values, row)
-        return int((before.view(torch.uint8) != codes.view(torch.uint8)).sum())
+        before = self.carried
+        assert before is not None
+        if before.element.bits == 4 and before.element != self.element:  # its numbers are FP8's too
+            before = Encoding(self.element, before.multipliers, before.block)
+        return self.element.differing(before.encode_rows(values, row), codes)
 
     def _reduce(self, into: Tensor, values: Tensor, row: int, scratch: Tensor) -> None:
-        """Largest magnitude by block; NaN is passed over."""
+        """Update `into` with the largest magnitude of each block; NaN is ignored."""
         high, wide = self.block
         ragged = -values.shape[1] % wide
         blocks = torch.nn.functional.pad(values, (0, ragged)) if ragged else values
@@ -80,19 +106,69 @@ class BlockScales:
             into[block] = torch.maximum(into[block], by_row[first:last].amax(0))
 
     def encoding(self, dtype: torch.dtype, numbers: numerics.Numbers = "FP32") -> Encoding:
-        """The scales to encode with, stored in `dtype`: those that fit, and new ones, rounded up to these `numbers`.
-        What `dtype` cannot hold does not fit either."""
+        """The scales to encode with, stored in `dtype`: those that fit, and new ones. New ones of FP8 are rounded up to
+        such `numbers`, those of four bits are made as in `fp8/group_scales.py`. What `dtype` cannot hold does not fit
+        either."""
         self.fits &= self.candidate.to(dtype).float() == self.candidate
-        asked = "powers of 2" if dtype.itemsize == 1 else numbers
-        new = numerics.rounded_up(numerics.scale_inv(self.amax, self.dtype), asked)
+        if self.lowest is not None and self.highest is not None and self.zeros is not None:
+            return self._with_zero_points(dtype, self.lowest, self.highest, self.zeros)
+        if self.divides is not None:
+            if self.needs_new_global:
+                self.take_global(self.amax.amax())
+            assert self.global_scale is not None, "it has just been made"
+            new = group_scales.nvfp4_scales(self.amax, self.global_scale.value, divisor=self.divides)
+        elif self.element == E2M1:
+            new = group_scales.mxfp4_scales(self.amax)
+        elif self.element == INT4:
+            new = group_scales.int4_scales(self.amax)
+        else:
+            asked = "powers of 2" if dtype.itemsize == 1 else numbers
+            new = numerics.rounded_up(numerics.scale_inv(self.amax, self.element), asked)
         grid = torch.where(self.fits, self.candidate, new.to(dtype).float())
-        return Encoding(self.dtype, grid.to(dtype), self.block)
+        return Encoding(self.element, grid.to(dtype), self.block, self.global_scale)
+
+    @property
+    def needs_new_global(self) -> bool:
+        """Whether blocks that have changed need scales that E4M3 does not hold under the carried global scale, or there
+        is none. Values that have all become smaller keep it: that costs some of E4M3's range, and no block that has
+        stayed what it was gets another code."""
+        if self.global_scale is None:
+            return True
+        wanted = self.amax / (E2M1.largest * E4M3.largest)
+        return bool((~self.fits & (wanted > self.global_scale.times(torch.ones(())))).any())
+
+    def take_global(self, amax: Tensor) -> None:
+        """Make a new global scale of an amax, of this tensor or of all that share it: then no carried scale fits."""
+        assert self.divides is not None
+        value = group_scales.nvfp4_global(amax, divisor=self.divides)
+        self.global_scale = GlobalScale(value, self.divides)
+        self.fits.fill_(False)
+
+    def _with_zero_points(self, dtype: torch.dtype, lowest: Tensor, highest: Tensor, zeros: Tensor) -> Encoding:
+        """compressed-tensors' rule (`calculate_qparams`): fifteen steps from the lowest value, or 0, to the highest."""
+        wanted = ((lowest + highest) / 15).to(dtype).float()
+        new = torch.where(wanted > 0, wanted, 1.0)
+        grid = torch.where(self.fits, self.candidate, new)
+        new_zeros = (lowest / new - 8).round().clamp(-8, 7)
+        return Encoding(self.element, grid.to(dtype), self.block, zeros=torch.where(self.fits, zeros, new_zeros))
 
 
 def share(tensors: Sequence[BlockScales]) -> None:
-    """Make one scale of those of several tensors, each a block of its own: the carried one where it fits all."""
+    """Give several tensors, each a single block, a common scale: the carried one if it is the same and fits all."""
     amax = torch.stack([tensor.amax for tensor in tensors]).amax(0)
     same = all(torch.equal(tensor.candidate, tensors[0].candidate) for tensor in tensors)
     fits = torch.stack([tensor.fits for tensor in tensors]).all(0) & same
     for tensor in tensors:
         tensor.amax, tensor.fits = amax, fits
+
+
+def share_global(tensors: Sequence[BlockScales]) -> None:
+    """Give several tensors that engines compute as one a new global scale in common, where one of them needs another:
+    but not where they had different ones, which somebody has chosen so."""
+    if len(tensors) < 2 or not any(tensor.needs_new_global for tensor in tensors):
+        return
+    first = tensors[0].global_scale
+    if all(first is other.global_scale or (first and first.same(other.global_scale)) for other in tensors):
+        largest = torch.stack([tensor.amax.amax() for tensor in tensors]).amax()
+        for tensor in tensors:
+            tensor.take_global(largest)

@@ -1,4 +1,4 @@
-"""What becomes of FP8 state on its way into another checkpoint: carried, filled in from a file, made anew."""
+"""What happens to FP8 state on the way to another checkpoint: carried over, filled in from a file, or computed anew."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +13,16 @@ from precisionctl.fp8.numerics import after_one_update, change_recipe, recorded_
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, Role, RoleState
 
 FIXED_SCALES = "input scales of "
-"""How the `producer` of a state begins that was made from the fixed input scales of FP8 codes."""
+"""Prefix of the `producer` of state that was made from the fixed input scales of an FP8 checkpoint."""
 
 STALE = 2.0
-"""A carried weight amax further than this factor from the weights' own is not of these weights."""
+"""A carried weight amax is stale where it is more than this factor above or below the amax of the weights."""
 
 
 @dataclass(frozen=True)
 class StateChange:
-    """The FP8 state of a result, and the modules whose weight role was made from the weights: because it had never been
-    recorded (`from_weights`), or because it was `stale`. Bool of the scale's shape, so of each expert."""
+    """The FP8 state of a result, and the modules whose weight role was computed from the weights, because it had never
+    been recorded (`from_weights`) or because it was `stale`: bool of the scale's shape, `[]` or `[experts]`."""
 
     states: Fp8States
     from_weights: Mapping[str, Tensor]
@@ -30,7 +30,7 @@ class StateChange:
 
 
 def amax_by_module(weight_amax: Mapping[str, float], gemms: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Gather the amaxes of weights, which are by their names, by module: FP32 of the shape in `gemms`, `[]` or
+    """The amaxes of weights, keyed by weight name, gathered by module: FP32 of the shape in `gemms`, `[]` or
     `[experts]`."""
     found = {}
     for module, shape in gemms.items():
@@ -40,8 +40,11 @@ def amax_by_module(weight_amax: Mapping[str, float], gemms: Mapping[str, tuple[i
 
 
 def check_modules(states: Fp8States, gemms: Mapping[str, tuple[int, ...]], file: Path | None = None) -> None:
-    """Raise MappingError for state of a module, or of a number of experts, that the model does not have; `file` is
-    where it is from, if not from the model's own checkpoint."""
+    """Raise MappingError for state of a module, or of a number of experts, that the model does not have.
+
+    `gemms` has the shape of each GEMM's scales, `[]` or `[experts]`, by module. `file` is where the state was read, if
+    not from the model's own checkpoint.
+    """
     attention: dict[str, tuple[int, ...]] = {
         f"{name.removesuffix('.linear_proj')}.core_attention": () for name in gemms if name.endswith(".linear_proj")
     }
@@ -57,34 +60,35 @@ def check_modules(states: Fp8States, gemms: Mapping[str, tuple[int, ...]], file:
         raise MappingError(
             f"FP8 state of `{name}`, {what}",
             where=file or "",
-            do="Give the state of this model."
+            do="Give a file with the state of this model."
             if file
             else "Does the state belong to another model? --drop-fp8-state leaves it behind.",
         )
 
 
 def read_state(file: Path, gemms: Mapping[str, tuple[int, ...]]) -> Fp8States:
-    """The state in a file, which must be of a model with these GEMMs. Raises what `check_modules` and reading raise."""
+    """The state in a sidecar file, which must fit a model with these GEMMs. Raises as `check_modules` and
+    `sidecar.read` do."""
     states = sidecar.read(file)
     check_modules(states, gemms, file)
     return states
 
 
 def from_other_experts(part: RoleState, role: Role, recipe: DelayedScaling) -> RoleState:
-    """Fill in experts that recorded nothing: each gets what one step with the largest amax of the others would have
-    left. Unchanged where there are no experts, or none of them recorded anything."""
+    """Fill in the experts that recorded nothing: each gets the state that one step with the largest amax of the other
+    experts would have left. Unchanged where there are no experts, or none of them recorded anything."""
     largest = recorded_amax(part, role, recipe).amax().expand(part.scale.shape)
     return part.replaced(~part.recorded_each, after_one_update(largest.clone(), role, recipe))
 
 
 def under_recipe(recipe: DelayedScaling, states: Fp8States) -> dict[str, Fp8State]:
-    """The modules' states, changed for going on under another recipe."""
+    """The modules' states, changed to continue under another recipe (`change_recipe`)."""
     return {name: change_recipe(state, states.recipe, recipe) for name, state in states.modules.items()}
 
 
 def first_recorded(states: Sequence[Fp8State]) -> Fp8State:
-    """Several states of one module, under one recipe, as one: each role of each expert is that of the first state that
-    recorded it."""
+    """Combine several states of one module, under one recipe: each role of each expert is taken from the first state
+    that recorded it."""
     roles: dict[Role, RoleState] = {}
     for state in states:
         roles |= {
@@ -95,7 +99,7 @@ def first_recorded(states: Sequence[Fp8State]) -> Fp8State:
 
 
 def merged(first: Fp8States, second: Fp8States) -> Fp8States:
-    """Both as one, under the recipe of the first: what that never recorded is taken from the second."""
+    """Combine both, under the recipe of the first: what the first never recorded is taken from the second."""
     states = [first.modules, under_recipe(first.recipe, second)]
     modules = {
         name: first_recorded([each[name] for each in states if name in each])
@@ -108,11 +112,11 @@ def merged(first: Fp8States, second: Fp8States) -> Fp8States:
 def carry_state(
     checkpoint_state: Fp8States | None, weight_amax: Mapping[str, Tensor], recipe: DelayedScaling | None
 ) -> StateChange:
-    """The state that a run under delayed scaling takes up: `checkpoint_state`, and the weight role made from the
-    weights where none was recorded, or where what was recorded cannot be of these weights.
+    """The state that a run under delayed scaling starts with: `checkpoint_state`, with the weight role computed from
+    the weights where it was not recorded, or where it is stale (STALE).
 
-    `weight_amax` is the largest magnitude of each FP8 GEMM's weight, by module: FP32 `[]` or `[experts]`. `recipe` None
-    keeps its own. Roles of which nothing is known start as TE starts them, and wait for calibration. Raises
+    `weight_amax` is the largest magnitude of each FP8 GEMM's weight, by module: FP32 `[]` or `[experts]`. Without
+    `recipe` the state keeps its own. Roles that nothing is known of start as TE starts them, until calibration. Raises
     MappingError for state of modules that the model does not have.
     """
     shapes = {name: tuple(amax.shape) for name, amax in weight_amax.items()}

@@ -1,11 +1,13 @@
-"""Encoding: how stored FP8 codes were made, so that they can be read and made again."""
+"""Encoding: how stored codes were made, so that they can be read and made again."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from precisionctl.fp8 import numerics
+from precisionctl.fp8 import nibbles, numerics
+from precisionctl.fp8.elements import E2M1, Element
 
 CODES: tuple[torch.dtype, ...] = (
     torch.float8_e4m3fn,
@@ -17,18 +19,58 @@ CODES: tuple[torch.dtype, ...] = (
 
 
 @dataclass(frozen=True)
+class GlobalScale:
+    """A second scale, of a whole tensor, FP32 `[]`: scales of blocks are multiplied by it, or, where it `divides`,
+    divided, in FP32."""
+
+    value: Tensor
+    divides: bool
+
+    def times(self, grid: Tensor) -> Tensor:
+        """What codes are multiplied by, of an FP32 grid of blocks' scales."""
+        return grid / self.value if self.divides else grid * self.value
+
+    def same(self, other: "GlobalScale | None") -> bool:
+        """Whether another one is this."""
+        return other is not None and self.divides == other.divides and torch.equal(self.value, other.value)
+
+
+@dataclass(frozen=True)
 class Encoding:
-    """Code dtype and a grid of dequantize multipliers: element (i, j) of a tensor seen as `[rows, columns]` is
+    """An element and a grid of dequantize multipliers: element (i, j) of a tensor seen as `[rows, columns]` is
     `code * scale_inv[i // block[0], j // block[1]]`, multiplied in FP32.
 
     `scale_inv` is `[ceil(rows / block[0]), ceil(columns / block[1])]`, in the dtype that it is stored in. One scale
     for a tensor is a block of all of it, one for each output channel a block of one row. Ragged edges are blocks
-    that are cut off: DeepSeek's 576 rows have 5 rows of scales, the last for 64 of them.
+    that are cut off: DeepSeek's 576 rows have 5 rows of scales, the last for 64 of them. `global_scale` is applied to
+    the scales first, where there is one; `zeros`, FP32 of `scale_inv`'s shape, are taken from codes first.
     """
 
-    dtype: torch.dtype
+    element: Element
     scale_inv: Tensor
     block: tuple[int, int]
+    global_scale: GlobalScale | None = None
+    zeros: Tensor | None = None
+
+    @property
+    def multipliers(self) -> Tensor:
+        """The FP32 grid of what codes are multiplied by, the global scale included."""
+        grid = self.scale_inv.float()
+        return self.global_scale.times(grid) if self.global_scale else grid
+
+    def same(self, other: "Encoding") -> bool:
+        """Whether another encoding is this one, its scales' dtype aside."""
+        mine, others = self.global_scale, other.global_scale
+        same_global = mine is others or (mine is not None and mine.same(others))
+        zeros = [each.zeros for each in (self, other) if each.zeros is not None]
+        same_zeros = not zeros or (len(zeros) == 2 and torch.equal(*zeros))
+        same_kind = (self.element, self.block) == (other.element, other.block) and same_global and same_zeros
+        return same_kind and torch.equal(self.scale_inv.float(), other.scale_inv.float())
+
+    def of_rows(self, row: int, rows: int) -> "Encoding":
+        """The encoding of rows `[row, row + rows)` alone, with scales of their own and no global one."""
+        zeros = None if self.zeros is None else self._rows_of(self.zeros, row, rows).expand(rows, -1)
+        return Encoding(self.element, self._grid(row, rows).expand(rows, -1), (1, self.block[1]), zeros=zeros)
 
     def scales(self, row: int, rows: int, columns: int) -> Tensor:
         """FP32 scale_inv of each element of rows `[row, row + rows)`: `[rows, columns]`, or `[rows, 1]` or `[1, 1]`
@@ -37,10 +79,13 @@ class Encoding:
         return grid if grid.shape[1] == 1 else grid.repeat_interleave(self.block[1], 1)[:, :columns]
 
     def decode_rows(self, codes: Tensor, row: int, into: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-        """FP32 values of `codes` `[n, columns]`, which are rows `[row, row + n)` of the tensor; `into` is contiguous,
-        `scratch` as `numerics.decode_by_scale_inv` takes it."""
-        values = torch.empty(codes.shape) if into is None else into
+        """FP32 values `[n, columns]` of `codes`, which are rows `[row, row + n)` of the tensor: `[n, columns]`, of four
+        bits `[n, columns / 2]`. `into` is contiguous, `scratch` as `numerics.decode_by_scale_inv` takes it."""
+        values = torch.empty(len(codes), codes.shape[1] * 8 // self.element.bits) if into is None else into
         work = numerics.scratch_for(codes) if scratch is None else scratch
+        if self.element.bits == 4:
+            nibbles.decode_asymmetric(codes, self._form, *self._groups(row, *values.shape), values, work)
+            return values
         shape, scales = self._scaled(row, *codes.shape)
         numerics.decode_by_scale_inv(codes.reshape(shape), scales, values.view(shape), work)
         return values
@@ -48,21 +93,37 @@ class Encoding:
     def encode_rows(
         self, values: Tensor, row: int, into: Tensor | None = None, scratch: Tensor | None = None
     ) -> Tensor:
-        """Codes of `values` `[n, columns]`, which are rows `[row, row + n)` of the tensor; `into` is contiguous,
-        `scratch` as `numerics.encode_by_scale_inv` takes it."""
-        codes = torch.empty(values.shape, dtype=self.dtype) if into is None else into
+        """Codes of `values` `[n, columns]`, which are rows `[row, row + n)` of the tensor, as `decode_rows` takes them;
+        `into` is contiguous, `scratch` as `numerics.encode_by_scale_inv` takes it."""
+        rows, columns = values.shape
+        codes = torch.empty(rows, columns * self.element.bits // 8, dtype=self.element.dtype) if into is None else into
         work = numerics.scratch_for(values) if scratch is None else scratch
+        if self.element.bits == 4:
+            nibbles.encode_asymmetric(values, self._form, *self._groups(row, rows, columns), codes, work)
+            return codes
         shape, scales = self._scaled(row, *values.shape)
         numerics.encode_by_scale_inv(values.reshape(shape), scales, codes.view(shape), work)
         return codes
 
+    @property
+    def _form(self) -> nibbles.NibbleFormat:
+        return "E2M1" if self.element is E2M1 else "INT4"
+
+    def _groups(self, row: int, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
+        """Scales and zero points of rows of four-bit codes, FP32 `[rows, groups]`."""
+        zeros = None if self.zeros is None else self._rows_of(self.zeros, row, rows).expand(rows, -1)
+        return self._grid(row, rows).expand(rows, -1), zeros
+
     def _grid(self, row: int, rows: int) -> Tensor:
         """FP32 scale_inv of the blocks in each row, `[rows, blocks]`, or `[1, blocks]` where all rows are alike."""
-        grid = self.scale_inv
-        if len(grid) > 1:
-            stored = grid.view(torch.uint8) if grid.dtype.itemsize == 1 else grid  # torch cannot index E8M0
-            grid = stored[torch.arange(row, row + rows) // self.block[0]].view(grid.dtype)
-        return grid.float()
+        grid = self._rows_of(self.scale_inv, row, rows).float()
+        return self.global_scale.times(grid) if self.global_scale else grid
+
+    def _rows_of(self, grid: Tensor, row: int, rows: int) -> Tensor:
+        if len(grid) == 1:
+            return grid
+        stored = grid.view(torch.uint8) if grid.dtype.itemsize == 1 else grid  # torch cannot index E8M0
+        return stored[torch.arange(row, row + rows) // self.block[0]].view(grid.dtype)
 
     def _scaled(self, row: int, rows: int, columns: int) -> tuple[tuple[int, int], Tensor]:
         """A shape for rows `[row, row + rows)` in which each row has one scale, and those scales, `[n, 1]`; where the
@@ -73,10 +134,10 @@ class Encoding:
         return (rows * grid.shape[1], wide), grid.expand(rows, -1).reshape(-1, 1)
 
     def in_blocks(self, rows: int, columns: int, block: tuple[int, int]) -> Tensor:
-        """The FP32 scale_inv of each block of another size, of a tensor `[rows, columns]`; NaN where one block would
+        """The FP32 multiplier of each block of another size, of a tensor `[rows, columns]`; NaN where one block would
         have several."""
         high, wide = grid_shape(rows, columns, block)
-        by_block = _regrouped(self.scale_inv.float(), self.block[0], block[0], high)
+        by_block = _regrouped(self.multipliers, self.block[0], block[0], high)
         return _regrouped(by_block.t(), self.block[1], block[1], wide).t()
 
 
@@ -96,20 +157,34 @@ def _regrouped(grid: Tensor, here: int, there: int, count: int) -> Tensor:
     return torch.where(parts.amin(1) == parts.amax(1), parts.amax(1), torch.nan)
 
 
+def joined(parts: Sequence[Encoding], columns: int) -> Encoding:
+    """Of rows that stand one below the other, whose encodings `Encoding.of_rows` has given."""
+    if len(parts) == 1:
+        return parts[0]
+    if len({part.block for part in parts}) == 1:
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        grid = torch.cat([part.scale_inv for part in parts])
+        return replace(parts[0], scale_inv=grid, zeros=torch.cat(zeros) if zeros else None)
+    grids = [part.scales(0, len(part.scale_inv), columns).expand(-1, columns) for part in parts]
+    return Encoding(parts[0].element, torch.cat(grids), (1, 1))
+
+
 def by_rows(encoding: Encoding, rows: int) -> Tensor:
     """FP32 scale_inv of each row of a tensor, `[rows, columns / block[1]]`: to be moved as its rows are."""
-    grid = encoding.scale_inv.float()
+    grid = encoding.multipliers
     return grid[torch.arange(rows) // encoding.block[0]] if len(grid) > 1 else grid.expand(rows, -1)
 
 
-def of_rows(dtype: torch.dtype, grid: Tensor, like: Encoding, columns: int) -> Encoding:
-    """The inverse of `by_rows`, after rows have moved: one scale for a tensor, else blocks of `like`'s size, else
-    of one row each, where rows of several blocks have come into one."""
+def of_rows(grid: Tensor, like: Encoding, columns: int) -> Encoding:
+    """The inverse of `by_rows`, after rows of codes of `like` have moved: one scale for a tensor, else blocks of its
+    size, else of one row each, where rows of several blocks have come into one."""
+    assert like.zeros is None, "zero points are not moved"
     rows, wide = len(grid), columns if grid.shape[1] == 1 else like.block[1]
+    dtype = like.scale_inv.dtype if like.global_scale is None else torch.float32
     for high in (rows, like.block[0], 1):
         made = _regrouped(grid, 1, high, -(-rows // high))
         if not bool(made.isnan().any()):
-            return Encoding(dtype, made.to(like.scale_inv.dtype), (high, wide))
+            return Encoding(like.element, made.to(dtype), (high, wide))
     raise AssertionError("a row of its own has one scale")
 
 

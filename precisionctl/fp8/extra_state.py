@@ -1,8 +1,8 @@
-"""Transformer Engine's `_extra_state` of every version from 0.1 on, read without running what the pickle says.
+"""Read Transformer Engine's `_extra_state` of every version from 0.1 on, without executing the pickle.
 
 TE keeps the FP8 state of a module as `scale_*` `[columns]` and `amax_history_*` `[history, columns]`, forward and
-backward, with what else it needs, pickled in ways that changed (docs/scales.md has the table). What is there is read
-into a Payload, and only then taken for a GEMM, a group of them or attention. `extra_state_writer.py` is the inverse.
+backward, pickled in ways that changed over time (docs/scales.md has the table). Reading has two steps: any form becomes
+a Payload, and a Payload the state of a GEMM, a group of GEMMs or attention. `extra_state_writer.py` is the inverse.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from precisionctl.fp8.state import (
 from precisionctl.fp8.te_pickle import Delayed, PickledTensor, load, storage, tensor
 
 FORMATS = {"HYBRID": (448, 57344), "E4M3": (448, 448)}
-"""Largest numbers forward and backward."""
+"""By `fp8_format`, the largest code value forward and backward; TE stores the format as these."""
 
 ATTENTION: tuple[tuple[Role | None, ...], tuple[Role | None, ...]] = (
     (None, None, "qkv", "o", None, None, None, None, "s"),
@@ -36,17 +36,19 @@ ATTENTION: tuple[tuple[Role | None, ...], tuple[Role | None, ...]] = (
 """Attention's columns, forward and backward (cpp_extensions/fused_attn.py, META_*); the others are never used."""
 
 SOFTMAX: tuple[tuple[Role | None, ...], tuple[Role | None, ...]] = ((None, None, "s"), (None, "d_p"))
-"""The last third of them: all that is delayed where the rest is in current scaling (dot_product_attention.py,
-set_meta_tensor)."""
+"""Attention's columns where only the softmax has delayed scaling and the rest current scaling: the last third of
+ATTENTION's (dot_product_attention.py, set_meta_tensor)."""
 
 _MOST_GEMMS = 1 << 12
 _TENSORS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 _MODES = {"fwd": ("input", "param", "forward"), "bwd": ("grad_output", "backward")}
-"""Where fused operations have their tensors: of each kind by itself in 1.13 and 1.14, then of each direction."""
+"""Keys under which fused operations (te.ops) keep their tensors: by kind of tensor in TE 1.13 and 1.14, later by
+direction."""
 
 
 class ExpertSlice(NamedTuple):
-    """Which of a grouped linear's experts a payload is of, and the linear it was cut from."""
+    """A payload that Megatron cut out of a grouped linear's: the number of its expert, the number of experts, and the
+    columns of all experts."""
 
     expert: int
     experts: int
@@ -55,11 +57,13 @@ class ExpertSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class Payload:
-    """What a payload says. `gemms` have three columns forward and two backward each, whatever TE kept.
+    """What an `_extra_state` holds, in one form for all versions of TE.
 
-    `assumed`: it has no recipe, and margin, algorithm and the like are TE's defaults. `order` is that of a grouped
-    linear's columns where the payload tells which versions of TE can have written it. `cut` is set where Megatron cut
-    it out of a grouped linear: such a tensor is a view, and pickles with all that it is a view of.
+    `directions` has three columns forward and two backward for each of `gemms` GEMMs; columns that TE did not store are
+    fresh. `assumed` is True for a payload without a recipe, whose margin, algorithm and so on are TE's defaults.
+    `order` is that of a grouped linear's columns, if the payload tells which versions of TE can have written it. `cut`
+    is set where Megatron cut this payload out of a grouped linear's: its tensors are views, and a view is pickled with
+    its whole storage.
     """
 
     recipe: DelayedScaling
@@ -70,7 +74,10 @@ class Payload:
     cut: ExpertSlice | None
 
     def state(self, where: object) -> Fp8State:
-        """The state of one GEMM, or of attention. Raises NotUnderstood for anything else."""
+        """The state of one GEMM, or of attention, with scales `[]`. `where` names the payload in errors.
+
+        Raises NotUnderstood for anything else, DamagedCheckpoint for a wrong number of columns or impossible numbers.
+        """
         if self.gemms not in (1, 3):
             raise NotUnderstood(f"FP8 state of {self.gemms} GEMMs", where=where)
         if self.gemms == 3:
@@ -83,7 +90,8 @@ class Payload:
         return state
 
     def group(self, order: ColumnOrder, where: object) -> Fp8State:
-        """The state of a grouped linear, `[gemms]`, whose columns stand in this order."""
+        """The state of a grouped linear, with scales `[gemms]`, from columns in this order. Raises DamagedCheckpoint
+        for a wrong number of columns or impossible numbers."""
         _check_columns(self.directions, 3 * self.gemms, 2 * self.gemms, where)
         state = grouped.by_gemm(self.directions, self.gemms, order)
         state.check(self.recipe, where)
@@ -91,11 +99,11 @@ class Payload:
 
 
 def decode_payload(data: bytes, where: object, *, of_group: bool = False) -> tuple[DelayedScaling, Fp8State] | None:
-    """Recipe and state in the bytes of an `_extra_state`; None where there is none. `of_group`: it is a grouped
-    linear's, and the state is of `[gemms]`. `where` names the payload in errors.
+    """The recipe and state in the bytes of an `_extra_state`; None if it holds none. With `of_group` it is a grouped
+    linear's, and scales are `[gemms]`. `where` names the payload in errors.
 
-    Raises NotUnderstood for a sound payload of something else than a GEMM, a group of them or attention, or whose
-    columns are in an unknown order; and what `read_payload` raises.
+    Raises NotUnderstood for a valid payload of anything but a GEMM, a group of GEMMs or attention, or whose columns are
+    in an unknown order; otherwise as `read_payload`.
     """
     payload = read_payload(data, where)
     if payload is None:
@@ -109,11 +117,11 @@ def decode_payload(data: bytes, where: object, *, of_group: bool = False) -> tup
 
 
 def read_payload(data: bytes, where: object) -> Payload | None:
-    """What the bytes of an `_extra_state` say; None where they hold no state: nothing at all, a pickled None, or a
-    recipe that keeps none.
+    """Decode the bytes of an `_extra_state`; None if they hold no state: no bytes, a pickled None, or a recipe without
+    state. `where` names the payload in errors.
 
-    Raises NotUnderstood for what is sound and not known, UnsafePickle for what asks for more than TE's classes,
-    DamagedCheckpoint for what contradicts itself.
+    Raises NotUnderstood for a valid payload of an unknown form, UnsafePickle for a pickle that asks for anything but
+    TE's classes, DamagedCheckpoint for one that contradicts itself.
     """
     found = load(data, where) if data else None
     if isinstance(found, list) and len(found) == 10:  # TE 0.1 and 0.2
@@ -123,7 +131,7 @@ def read_payload(data: bytes, where: object) -> Payload | None:
     if not isinstance(found, dict):
         raise NotUnderstood(f"FP8 state that is a {type(found).__name__}", where=where)
     modes = [found.get(mode) for names in _MODES.values() for mode in names]
-    parts = [part for part in (found, *modes) if isinstance(part, dict)]  # of fused operations one for each mode
+    parts = [part for part in (found, *modes) if isinstance(part, dict)]  # fused operations have one for each mode
     if not any(key in part for part in parts for key in _TENSORS):
         return None
     recipe = next((part["recipe"] for part in parts if "recipe" in part), None)
@@ -156,7 +164,7 @@ def _extra(found: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _columns(found: Mapping[str, Any], direction: str, where: object) -> Columns:
-    """All columns of one direction. Fused operations keep them by mode; they are put side by side."""
+    """All columns of one direction. Those of fused operations, which are stored by mode, are put side by side."""
     modes = [found.get(mode) for mode in _MODES[direction]]
     keys = (f"scale_{direction}", f"amax_history_{direction}")
     parts = [found, *modes] if any(key in found for key in keys) else modes
@@ -176,7 +184,7 @@ def _columns(found: Mapping[str, Any], direction: str, where: object) -> Columns
 
 
 def _gemms(found: Mapping[str, Any], directions: Directions, where: object) -> int:
-    """How many GEMMs there are: as the payload says, else half of its forward columns, of which each has two."""
+    """The number of GEMMs: `num_gemms` if the payload has it, else half the number of forward columns."""
     extra = _extra(found)
     gemms = extra.get("num_gemms", len(directions[0].scale) // 2 if not extra else None)
     if type(gemms) is not int or not 1 <= gemms <= _MOST_GEMMS:
@@ -185,7 +193,7 @@ def _gemms(found: Mapping[str, Any], directions: Directions, where: object) -> i
 
 
 def _padded(columns: Columns, gemms: int) -> Columns:
-    """Add a column for each GEMM, as TE starts it."""
+    """Add a fresh column (scale 1, history 0) to each GEMM's columns."""
     scale = columns.scale.view(gemms, -1)
     history = columns.history.view(len(columns.history), gemms, -1)
     scale = torch.cat([scale, scale.new_ones(gemms, 1)], 1)
@@ -194,7 +202,7 @@ def _padded(columns: Columns, gemms: int) -> Columns:
 
 
 def _recipe_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of DelayedScaling, of a recipe that is there."""
+    """The arguments of our DelayedScaling from the fields of a pickled TE recipe."""
     known = {name: fields[name] for name in DelayedScaling.__dataclass_fields__ if name in fields}
     if "fp8_format" in known:
         limits = getattr(known["fp8_format"], "value", None)
@@ -203,7 +211,8 @@ def _recipe_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _assumed_fields(extra: Mapping[str, Any], forward: Columns) -> dict[str, Any]:
-    """What can be known of a recipe that is not there: the format by its largest numbers, the history's length."""
+    """What is known of the recipe of a payload without one: the format, from its largest code values, and the history's
+    length."""
     largest = (extra.get("fp8_max_fwd"), extra.get("fp8_max_bwd"))
     format = next((name for name, pair in FORMATS.items() if pair == largest), "HYBRID")
     return {"fp8_format": format, "amax_history_len": len(forward.history)}
@@ -218,7 +227,11 @@ def _order(fields: Mapping[str, Any]) -> ColumnOrder | None:
 
 
 def _cut(found: Mapping[str, Any], directions: Directions, where: object) -> ExpertSlice | None:
-    """A strided scale is column `offset` of every `stride`, and the storage has them all."""
+    """The grouped linear that this payload of one GEMM was cut from, or None.
+
+    Megatron takes column `expert` of every `experts` columns, so the pickled scale is a view with that offset and
+    stride, and its storage still has the columns of all experts.
+    """
     match found.get("scale_fwd"):
         case PickledTensor(offset=int(expert), stride=(int(experts),)) if 1 < experts <= _MOST_GEMMS:
             pass
@@ -238,7 +251,7 @@ def _cut(found: Mapping[str, Any], directions: Directions, where: object) -> Exp
 
 
 def _attention(directions: Directions, where: object) -> dict[Role, RoleState]:
-    """Raises NotUnderstood where a column has numbers that attention does not use."""
+    """The roles of attention, by column. Raises NotUnderstood where a column that attention does not use has state."""
     layout = SOFTMAX if len(directions[0].scale) == len(SOFTMAX[0]) else ATTENTION
     _check_columns(directions, len(layout[0]), len(layout[1]), where)
     roles: dict[Role, RoleState] = {}

@@ -1,8 +1,8 @@
-"""Transformer Engine's `_extra_state`, written: opcode by opcode, because `pickle.dumps` would need TE's classes and
-would put memory addresses into the bytes. Equal state gives equal bytes.
+"""Write Transformer Engine's `_extra_state`, opcode by opcode: `pickle.dumps` would need TE's classes and would put
+memory addresses into the bytes. Equal state gives equal bytes.
 
-Version 2 is what TE 2.x writes. Version 1 is what 1.14 wrote, a pickle as bytes, with the two tables that 1.0 to 1.5
-ask for: every TE from 0.6 to 1.14 reads it, and no other form of 1.x is read by so many.
+Version 2 is what TE 2.x writes. Version 1 is the pickle that TE 1.14 wrote, with the two extra tables that 1.0 to 1.5
+require. Every TE from 0.6 to 1.14 reads it, more than any other form of 1.x.
 """
 
 import struct
@@ -22,19 +22,19 @@ from precisionctl.fp8.te_pickle import LEGACY_MAGIC, LEGACY_VERSION, RECIPES
 TeVersion = Literal[1, 2]
 
 ORDER: dict[TeVersion, ColumnOrder] = {1: "role", 2: "gemm"}
-"""In which a grouped linear's columns are written: that of 1.9 to 2.2, and that of 2.3 and after."""
+"""The order in which a grouped linear's columns are written: that of TE 1.9 to 2.2, and that of 2.3 and later."""
 
 
 def has_payload(state: Fp8State) -> bool:
-    """Whether TE keeps any of it: of a cache's keys and values it keeps nothing."""
+    """Whether TE has a payload for this state. It has none for the roles of a KV cache."""
     return state.of_gemm or not state.roles.keys().isdisjoint(ATTENTION_FORWARD + ATTENTION_BACKWARD)
 
 
 def encode_payload(state: Fp8State, recipe: DelayedScaling, te: TeVersion = 2) -> bytes:
-    """The bytes of an `_extra_state` of a GEMM, of attention, or of a grouped linear for a state of `[experts]`: what
-    `pickle.loads` turns into TE's own objects where TE is installed.
+    """The bytes of the `_extra_state` of a GEMM, of attention, or, for a state of `[experts]`, of a grouped linear.
+    `pickle.loads` makes TE's own objects of them where TE is installed.
 
-    Raises PrecisionError for a state that does not have the recipe's history length.
+    Raises PrecisionError for a state whose histories do not have the recipe's length.
     """
     for role, part in state.roles.items():
         if part.amax_history.shape != (*part.scale.shape, recipe.amax_history_len):
@@ -47,7 +47,7 @@ def encode_payload(state: Fp8State, recipe: DelayedScaling, te: TeVersion = 2) -
 
 
 def columns_of(state: Fp8State, recipe: DelayedScaling, te: TeVersion) -> Directions:
-    """A state's columns as TE has them; what is not kept of attention is as TE starts it."""
+    """A state as TE's columns, forward and backward. Columns that attention's state does not have are fresh."""
     if state.of_gemm:
         return grouped.in_columns(state, ORDER[te])
     kept = state.roles.keys() & {*ATTENTION_FORWARD, *ATTENTION_BACKWARD}
@@ -60,7 +60,7 @@ def columns_of(state: Fp8State, recipe: DelayedScaling, te: TeVersion) -> Direct
 
 
 def encode_columns(directions: Directions, gemms: int, recipe: DelayedScaling, te: TeVersion = 2) -> bytes:
-    """The bytes of an `_extra_state` with these columns."""
+    """The bytes of an `_extra_state` with these columns, of `gemms` GEMMs."""
     payload: dict[str, object] = {"recipe": _recipe_object(recipe)} if te == 2 else {}
     for direction, columns in zip(("fwd", "bwd"), directions, strict=True):
         payload[f"scale_{direction}"] = _tensor_object(columns.scale)

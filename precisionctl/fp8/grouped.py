@@ -1,10 +1,10 @@
-"""The columns of a grouped linear, whose GEMMs are its experts: in which order they stand, and how Megatron cuts them.
+"""The columns of a grouped linear's state: the order they are in, and how Megatron cuts them into experts.
 
-Transformer Engine has had two orders (pytorch/module/grouped_linear.py, `_offsets`). Up to 2.2 all GEMMs' columns of a
-role stood together, `[input 0, input 1, ..., weight 0, ...]`: here `role`. Since 2.3 it is a GEMM after the other,
+Transformer Engine has had two orders (pytorch/module/grouped_linear.py, `_offsets`). Up to 2.2 columns were ordered by
+role, `[input 0, input 1, ..., weight 0, ...]`: here `role`. Since 2.3 they are ordered by GEMM (one for each expert),
 `[input 0, weight 0, output 0, input 1, ...]`: here `gemm`. Megatron's `torch_dist` checkpoints hold a payload for each
-expert, cut and joined as if the order still were `role` (TEGroupedLinear, `_split_extra_state`): column r of expert i
-of N is column r * N + i of the linear, whatever that is.
+expert, cut as if the order were always `role` (TEGroupedLinear, `_split_extra_state`): column r of expert i of N is
+column r * N + i of the linear, even where that column belongs to another expert.
 """
 
 from typing import Literal, NamedTuple
@@ -29,13 +29,14 @@ Directions = tuple[Columns, Columns]
 
 
 def by_gemm(directions: Directions, gemms: int, order: ColumnOrder) -> Fp8State:
-    """The state of a grouped linear, `[gemms]`, from TE's columns of both directions in this order."""
+    """The state of a grouped linear, with scales `[gemms]`, from TE's columns in this order."""
     forward, backward = directions
     return Fp8State({**_by_role(forward, FORWARD, gemms, order), **_by_role(backward, BACKWARD, gemms, order)})
 
 
 def _by_role(columns: Columns, roles: tuple[Role, ...], gemms: int, order: ColumnOrder) -> dict[Role, RoleState]:
-    numbers = torch.arange(len(roles) * gemms)  # of the columns: in which is each role of each GEMM, [roles, gemms]
+    numbers = torch.arange(len(roles) * gemms)
+    # [roles, gemms]: the number of the column of each role of each GEMM
     places = numbers.view(-1, gemms) if order == "role" else numbers.view(gemms, -1).t()
     return {
         role: RoleState(columns.scale[at].clone(), columns.history[:, at].t().contiguous())
@@ -44,7 +45,7 @@ def _by_role(columns: Columns, roles: tuple[Role, ...], gemms: int, order: Colum
 
 
 def in_columns(state: Fp8State, order: ColumnOrder) -> Directions:
-    """The inverse of `by_gemm`; a state of one GEMM has the same columns in either order."""
+    """The inverse of `by_gemm`. A state of one GEMM has the same columns in either order."""
     found = []
     for roles in (FORWARD, BACKWARD):
         scale = torch.stack([state.roles[role].scale.reshape(-1) for role in roles])
@@ -57,25 +58,24 @@ def in_columns(state: Fp8State, order: ColumnOrder) -> Directions:
 
 
 def order_of(directions: Directions, gemms: int) -> ColumnOrder | None:
-    """The order that the numbers tell: a grouped linear records no output and no grad_input, in no version.
-
-    None where both orders fit, or neither does.
+    """The order of the columns, inferred from which of them were recorded: no version of TE records `output` or
+    `grad_input` of a grouped linear. None if both orders are possible, or neither.
     """
     if gemms == 1:
-        return "gemm"  # the same in either
+        return "gemm"  # both orders are the same
+    fitting: list[ColumnOrder] = []
     orders: tuple[ColumnOrder, ...] = ("role", "gemm")
-    fitting = [order for order in orders if _unused_are_fresh(by_gemm(directions, gemms, order))]
+    for order in orders:
+        roles = by_gemm(directions, gemms, order).roles
+        if not roles["output"].recorded and not roles["grad_input"].recorded:
+            fitting.append(order)
     if len(fitting) == 2 and not any(part.recorded for part in by_gemm(directions, gemms, "gemm").roles.values()):
-        return "gemm"  # nothing is recorded, so that it is the same
+        return "gemm"  # nothing was recorded, so the order does not matter
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _unused_are_fresh(state: Fp8State) -> bool:
-    return not state.roles["output"].recorded and not state.roles["grad_input"].recorded
-
-
 def cut(directions: Directions, experts: int) -> list[Directions]:
-    """The columns of each expert's payload, as Megatron cuts them out of a grouped linear's."""
+    """The columns of each expert's payload, cut out of a grouped linear's as Megatron does."""
     return [tuple(Columns(c.scale[i::experts], c.history[:, i::experts]) for c in directions) for i in range(experts)]  # type: ignore[misc]
 
 

@@ -1,16 +1,16 @@
-"""What FP8 would do to a tensor: how much of it underflows, saturates and is rounded away, under each scaling.
+"""What FP8 would do to a tensor: how many elements underflow and saturate, and the rounding error, for each scaling.
 
-The words are those of Transformer Engine's debug statistics (debug/features/log_fp8_tensor_stats.py): an
+The terms are those of Transformer Engine's debug statistics (debug/features/log_fp8_tensor_stats.py): an
 *underflow* is a nonzero element that becomes zero, an *overflow*, here `saturated`, one whose magnitude is beyond
 `fp8_max * scale_inv`. The scalings are those of TE's recipes with their defaults:
 
-- `delayed`: one scale, which earlier steps gave
+- `delayed`: one scale, from earlier steps
 - `current`: one scale, from the tensor's own amax
 - `block`: a power of two for 1 x 128 elements of a row, 128 x 128 of a weight, in E4M3 (Float8BlockScaling)
 - `mxfp8`: a power of two, rounded so that nothing saturates, for 1 x 32 elements of a row, in E4M3
   (MXFP8BlockScaling)
 
-TE also makes a copy with blocks along the columns, for the other GEMMs; that one is not measured.
+TE's second copy, with blocks along the columns for the other GEMMs, is not measured.
 """
 
 import math
@@ -63,7 +63,8 @@ def measure(
 
 
 def _tiles(rows: Tensor) -> Iterator[Tensor]:
-    """Pieces in FP32 as `[n, 128, m, 4, 32]`: n x m tiles of 128 x 128 with their MX blocks, zeros at the edges."""
+    """`rows` in pieces of FP32 `[n, 128, m, 4, 32]`: n x m tiles of 128 x 128, each row of a tile in 4 MX blocks of 32,
+    padded with zeros at the edges."""
     across = min(math.ceil(rows.shape[1] / BLOCK), numerics.PIECE // BLOCK**2)
     down = max(1, numerics.PIECE // (across * BLOCK**2))
     height, width = down * BLOCK, across * BLOCK
@@ -75,8 +76,8 @@ def _tiles(rows: Tensor) -> Iterator[Tensor]:
 
 
 def _measure_tiles(tiles: Tensor, dtype: torch.dtype, fixed: Mapping[Scaling, Tensor], square: bool) -> Tensor:
-    """FP64 `[n]`: the count of nonzero elements, that of NaN and infinities, the sums of x^2 and x^4; then the three
-    numbers of `_lost` under each `fixed` scale, and under those of blocks."""
+    """FP64 `[4 + 3 * scalings]`: the count of nonzero elements, that of NaN and infinities, the sums of x^2 and x^4;
+    then the three numbers of `_lost` for each `fixed` scale and for the two block scalings."""
     magnitudes = tiles.abs()
     mx_amax = magnitudes.amax(4, keepdim=True)
     nonfinite = torch.zeros((), device=tiles.device)
@@ -101,6 +102,6 @@ def _lost(tiles: Tensor, magnitudes: Tensor, nonzero: Tensor, scale: Tensor, dty
     largest, scale_inv = numerics.FP8_MAX[dtype], scale.reciprocal()
     decoded = (tiles * scale).clamp_(-largest, largest).to(dtype).float()
     left = torch.count_nonzero(decoded)
-    limit = (largest * scale_inv).clamp(max=torch.finfo(torch.float32).max)  # which an infinity is beyond
+    limit = (largest * scale_inv).clamp(max=torch.finfo(torch.float32).max)  # so that an infinity is beyond it
     saturated = torch.count_nonzero(magnitudes * _ROUNDING > limit)
     return [nonzero - left, saturated, decoded.mul_(scale_inv).sub_(tiles).double().square_().sum()]

@@ -16,21 +16,17 @@ import torch
 from torch import Tensor
 
 from precisionctl.errors import PrecisionError
+from precisionctl.fp8.elements import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Element
 from precisionctl.fp8.state import DelayedScaling, Fp8State, Role, RoleState
 
-FP8_MAX: Mapping[torch.dtype, float] = {
-    torch.float8_e4m3fn: 448.0,
-    torch.float8_e5m2: 57344.0,
-    torch.float8_e4m3fnuz: 240.0,
-    torch.float8_e5m2fnuz: 57344.0,
-}
+FP8_MAX: Mapping[torch.dtype, float] = {each.dtype: each.largest for each in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
 """Largest finite value of each code dtype."""
 
 BLOCK, MX_BLOCK = 128, 32
 """Elements that share a scale in Float8BlockScaling, along a row or on each side of a weight's square, and in MXFP8."""
 
 PIECE = 128 * 1024
-"""Elements to cast at a time: FP32 scratch of this size (512 KiB) stays in a core's cache."""
+"""Elements to cast at a time: FP32 scratch of this size (512 KiB) stays in a CPU core's cache."""
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _FP32_EXPONENT = 0x7F800000
@@ -42,12 +38,12 @@ def amax(values: Tensor) -> Tensor:
     values = values.detach()
     if values.is_cpu:
         return amax_and_nan(values)[0]
-    # to ask whether there is a NaN would wait for the GPU, at each tensor of a pass
+    # Testing for NaN first would synchronise with the GPU once per tensor.
     return _largest_magnitude(_without_nan(values)) if values.numel() else torch.zeros((), device=values.device)
 
 
 def amax_and_nan(values: Tensor) -> tuple[Tensor, bool]:
-    """`amax` of values on a CPU, and whether there is a NaN among them, which the same look tells."""
+    """`amax` of values on a CPU, FP32 `[]`, and whether any of them is NaN. Both come from one pass over the values."""
     if values.numel() == 0:
         return torch.zeros(()), False
     largest = _largest_magnitude(values)
@@ -56,19 +52,24 @@ def amax_and_nan(values: Tensor) -> tuple[Tensor, bool]:
 
 
 def has_nan(values: Tensor) -> bool:
-    """Whether there is a NaN among values on a CPU. A sum is NaN then, and made twice as fast as they are copied."""
-    return bool(values.sum().isnan()) and bool(values.isnan().any())  # infinities of both signs make one, too
+    """Whether any of the values, on a CPU, is NaN."""
+    # A NaN makes the sum NaN, and a sum takes half the time of a copy. So do infinities of both signs: `isnan` decides.
+    return bool(values.sum().isnan()) and bool(values.isnan().any())
 
 
 def underflows(values: Tensor, codes: Tensor) -> int:
-    """How many of the values, on a CPU, are not zero and have codes that are. One in a thousand may count as none:
-    then values are not looked at."""
+    """How many nonzero values, on a CPU, have the code zero; `codes` are of `values`' shape.
+
+    An approximation for reports: where at most one code in a thousand is zero it returns 0 without counting the zeros
+    among the values.
+    """
     zeros = _zeros(codes.view(torch.int8))
     return zeros - _zeros(values.view(_INTEGERS[values.dtype.itemsize])) if zeros > codes.numel() // 1000 else 0
 
 
 def _zeros(bits: Tensor) -> int:
-    """How many numbers are zero, of either sign, given as integers. NumPy counts ten times as fast as PyTorch."""
+    """How many floating-point numbers are +0 or -0, given their bits as integers. NumPy counts ten times as fast as
+    PyTorch."""
     return bits.numel() - int(np.count_nonzero(bits.numpy() & torch.iinfo(bits.dtype).max))
 
 
@@ -87,8 +88,9 @@ def row_amax(values: Tensor, scratch: Tensor) -> Tensor:
 
 
 def row_amax_and_nan(values: Tensor, scratch: Tensor) -> tuple[Tensor, bool]:
-    """`row_amax`, and whether there is a NaN among the values, which the same look tells."""
-    # Magnitudes have the order of their bits, and integers the faster maximum: four times that of amin and amax.
+    """`row_amax`, and whether any value is NaN. Both come from one pass over the values."""
+    # Without the sign bit, floats compare as their bits do as integers, and an integer maximum is four times as fast as
+    # a floating-point amin and amax.
     bits = values.view(_INTEGERS[values.dtype.itemsize])
     columns = bits.shape[1]
     room = scratch.view(bits.dtype) if 4 * scratch.numel() >= values[:1].nbytes else torch.empty_like(bits[0])
@@ -105,7 +107,7 @@ def row_amax_and_nan(values: Tensor, scratch: Tensor) -> tuple[Tensor, bool]:
 
 
 def scaled_max(dtype: torch.dtype, margin: int) -> float:
-    """`fp8_max * 2**-margin`, an FP32 value: what TE's kernel divides by amax."""
+    """`fp8_max * 2**-margin`: what TE's kernel divides by the amax to get a scale. Exact in FP32."""
     return FP8_MAX[dtype] * 2.0**-margin
 
 
@@ -137,9 +139,12 @@ def block_scale(amax: Tensor, dtype: torch.dtype, *, power_of_2: bool = True, la
 
 
 def mx_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scale of an MX block for its amax, FP32: the reciprocal of `amax / fp8_max` rounded up to a power of two, which
-    an E8M0 byte holds (ptx_arch_spec.cuh, float_to_e8m0; ptx.cuh, exp2f_rcp, since TE 2.13: before, that of the byte
-    0 was 1). Amax is not NaN."""
+    """Scale of an MX block for its amax, FP32 of the same shape: 1 / (`amax / fp8_max` rounded up to a power of two,
+    which an E8M0 byte holds). `amax` must not be NaN.
+
+    As TE computes it since 2.13 (ptx_arch_spec.cuh, float_to_e8m0; ptx.cuh, exp2f_rcp). Before 2.13 the E8M0 byte 0
+    gave the scale 1.
+    """
     bits = (amax.float() * (1.0 / FP8_MAX[dtype])).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
@@ -148,7 +153,7 @@ def mx_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _divide(numerator: float, amax: Tensor) -> Tensor:
-    # `number / tensor` is a reciprocal and a product in PyTorch: two roundings where the kernel makes one.
+    # PyTorch computes `number / tensor` as a reciprocal and a product: two roundings, where TE's kernel has one.
     return torch.full_like(amax, numerator) / amax
 
 
@@ -169,14 +174,16 @@ def update_delayed(state: RoleState, dtype: torch.dtype, recipe: DelayedScaling)
     return RoleState(scale, torch.where(used.unsqueeze(-1), rolled, history))
 
 
-def without_infinite(history: Tensor, there: Tensor) -> Tensor:
-    """The same history, in which, if `there`, bool `[]`, is True, infinite and NaN rows are as if nothing had been
-    recorded in them."""
-    return history.masked_fill(~history.isfinite() & there, 0.0)
+def without_infinite(history: Tensor, only_if: Tensor) -> Tensor:
+    """The history, of any shape, with infinite and NaN entries set to 0 (not recorded) if `only_if` (bool `[]`) is set.
+
+    The condition is a tensor so that the caller need not synchronise with the GPU.
+    """
+    return history.masked_fill(~history.isfinite() & only_if, 0.0)
 
 
 def after_one_update(amax: Tensor, role: Role, recipe: DelayedScaling) -> RoleState:
-    """What TE holds for a new tensor after one step that recorded `amax` (FP32 `[]` or `[N]`)."""
+    """The state TE has for a new tensor after one step in which its amax was `amax` (FP32 `[]` or `[N]`)."""
     history = amax.new_zeros(*amax.shape, recipe.amax_history_len)
     history[..., 0] = amax
     return update_delayed(RoleState(torch.ones_like(amax), history), recipe.dtype(role), recipe)
@@ -192,13 +199,16 @@ def recorded_amax(state: RoleState, role: Role, recipe: DelayedScaling) -> Tenso
 
 
 def change_recipe(state: Fp8State, old: DelayedScaling, new: DelayedScaling) -> Fp8State:
-    """State for going on under another recipe: the newest rows of the history (of a history of one row, the amax that
-    gave the scale), and where margin, format or algorithm differ, the scales that TE would have computed from the
-    amaxes recorded under `old`."""
+    """The state to continue with under another recipe.
+
+    Histories keep their newest rows. A history of one row holds nothing at rest; when it grows, the amax that gave its
+    scale becomes the newest row. Where margin, format or algorithm differ, scales are those that TE would have computed
+    under `new` from the amaxes recorded under `old`.
+    """
     roles: dict[Role, RoleState] = {}
     for role, part in state.roles.items():
         roles[role] = part.resized(new.amax_history_len)
-        if new.amax_history_len > old.amax_history_len == 1:  # it rests at zero; the amax is in the scale
+        if new.amax_history_len > old.amax_history_len == 1:  # its one row is zero at rest; the amax is in the scale
             roles[role].amax_history[..., -1] = recorded_amax(part, role, old)
         if (old.margin, old.dtype(role), old.amax_compute_algo) == (new.margin, new.dtype(role), new.amax_compute_algo):
             continue
@@ -219,30 +229,31 @@ def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scratch_for(values: Tensor) -> Tensor:
-    """FP32 scratch to encode or decode with: a PIECE, or room for all values on a GPU, which waits for each call."""
+    """FP32 scratch to encode or decode with: PIECE elements on a CPU; on a GPU, where each launch costs time, room for
+    all values at once."""
     return torch.empty(PIECE if values.device.type == "cpu" else max(PIECE, values.numel()), device=values.device)
 
 
-def scale_inv(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """What inference formats store: `amax / fp8_max`, FP32; 1 where that is zero, infinite or NaN."""
-    quotient = amax / torch.full_like(amax, FP8_MAX[dtype])
+def scale_inv(amax: Tensor, element: Element) -> Tensor:
+    """What inference formats store: `amax / element.of_amax`, FP32; 1 where that is zero, infinite or NaN."""
+    quotient = amax / torch.full_like(amax, element.of_amax)
     return torch.where(quotient.isfinite() & (quotient > 0), quotient, 1.0)
 
 
 Numbers = Literal["FP32", "BF16", "powers of 2"]
-"""What scales are: any numbers of FP32, or such of them as BF16 holds, or powers of two."""
+"""The values a scale may have: any FP32 number, any BF16 number, or powers of two."""
 
 
 def rounded_up(scales: Tensor, numbers: Numbers) -> Tensor:
-    """The smallest of these numbers that are not less, FP32, so that nothing saturates. Scales are positive."""
+    """Positive scales (as `scale_inv`, FP32) rounded up to `numbers`, FP32: up, so that no value saturates."""
     if numbers == "BF16":
         return ((scales.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
     return power_of_2_above(scales) if numbers == "powers of 2" else scales
 
 
 def power_of_2_above(scales: Tensor) -> Tensor:
-    """The smallest power of two that is not less, within E8M0's range."""
-    mantissa, exponent = torch.frexp(scales)  # mantissas from 1/2 on
+    """Positive FP32 numbers rounded up to powers of two, within E8M0's range of 2**-127 to 2**127."""
+    mantissa, exponent = torch.frexp(scales)  # mantissas are in [1/2, 1)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     return torch.ldexp(torch.ones_like(scales), exponent.clamp(-127, 127))
 
@@ -250,9 +261,9 @@ def power_of_2_above(scales: Tensor) -> Tensor:
 def encode_by_scale_inv(values: Tensor, scale_inv: Tensor, codes: Tensor, scratch: Tensor) -> None:
     """The cast of inference formats: `saturate(values / scale_inv)` into `codes`, both `[rows, columns]`.
 
-    Divided by the number that is stored, so that whoever has only the file can make every code again; its
-    reciprocal would round twice. `scale_inv` is FP32 `[]`, `[1]`, `[rows, 1]` or `[rows, columns]`; `scratch` is FP32
-    of any size, best PIECE.
+    It divides by the number that is stored, so that every code can be computed again from the file alone; multiplying
+    by its reciprocal would round twice. `scale_inv` is FP32 `[]`, `[1]`, `[rows, 1]` or `[rows, columns]`; `scratch` is
+    FP32 of any size, best PIECE.
     """
     _encode_pieces(values, Tensor.div_, scale_inv, codes, scratch)
 
@@ -270,13 +281,14 @@ def _encode_pieces(
 
 @functools.cache
 def _cast_saturates(dtype: torch.dtype) -> bool:
-    """Whether PyTorch's cast on a CPU does: that to E4M3 since some version after 2.11, that to E5M2 not yet."""
-    beyond = torch.tensor([math.inf, _FP32_MAX, 1.1 * FP8_MAX[dtype]]).repeat(64)  # enough for the vector code too
+    """Whether PyTorch's cast to `dtype` on a CPU saturates, so that no clamp is needed: to E4M3 it does since some
+    version after 2.11, to E5M2 not yet."""
+    beyond = torch.tensor([math.inf, _FP32_MAX, 1.1 * FP8_MAX[dtype]]).repeat(64)  # enough for the vectorised path too
     return bool((beyond.to(dtype).float() == FP8_MAX[dtype]).all())
 
 
 def _tiles(room: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Tensors of one shape `[rows, columns]`, cut alike into tiles of `room` elements at most."""
+    """Cut tensors of one shape `[rows, columns]` in the same way into tiles of at most `room` elements."""
     columns = tensors[0].shape[1]
     bands = zip(*(torch.split(tensor, max(1, room // max(1, columns))) for tensor in tensors), strict=True)
     if columns <= room:
@@ -303,8 +315,10 @@ def decode_by_scale_inv(codes: Tensor, scale_inv: Tensor, values: Tensor, scratc
 
 
 def code_values(codes: Tensor) -> Tensor:
-    """What codes are by themselves, FP32, laid out as they are; on a CPU from a table, piece by piece: five times as
-    fast as PyTorch's own cast from E4M3."""
+    """The numbers that codes stand for before scaling, FP32, of the same shape and strides.
+
+    On a CPU E4M3 codes are looked up in a table of 256 values, five times as fast as PyTorch's own cast.
+    """
     if not codes.is_cpu or codes.dtype == torch.float8_e5m2:
         return codes.float()
     if codes.dim() == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
@@ -317,12 +331,12 @@ def code_values(codes: Tensor) -> Tensor:
 
 
 def _look_up(codes: Tensor, values: Tensor, scratch: Tensor) -> None:
-    """What a tile of codes is, into FP32 values; both contiguous."""
+    """Write the numbers of a tile of codes into FP32 `values`; both are contiguous."""
     index = scratch.view(torch.int32)[: codes.numel()].copy_(codes.view(-1).view(torch.uint8))
     torch.index_select(_table(codes.dtype, codes.device), 0, index, out=values.view(-1))
 
 
 @functools.cache
 def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # or it would be of no use outside
+    with torch.inference_mode(False):  # the cached tensor must also work outside inference mode
         return torch.arange(256, dtype=torch.uint8, device=device).view(dtype).float()

@@ -1,7 +1,7 @@
-"""Pickles assembled opcode by opcode: of classes that are not installed here, and always the same bytes.
+"""Write pickles opcode by opcode: for classes that are not installed here, and with reproducible bytes.
 
-`pickle.dumps` looks classes up before it names them and writes a memo that depends on which objects are
-shared. Here a pickle is a function of its value alone: no memo, no frames.
+`pickle.dumps` imports a class before it writes its name, and writes a memo that depends on which objects are shared.
+Here the bytes depend on the value alone: no memo, no frames.
 """
 
 import functools
@@ -36,7 +36,7 @@ class PersistentId(NamedTuple):
 
 
 class LazyList:
-    """A list of items that are made while they are written, as they are too many to be there at once."""
+    """A list whose items are generated while they are written, as all of them at once would take too much memory."""
 
     def __init__(self, items: Iterable[object]) -> None:
         self._items = items
@@ -46,7 +46,7 @@ class LazyList:
 
 
 class LazyDict:
-    """A dict whose items are made while they are written."""
+    """A dict whose items are generated while they are written."""
 
     def __init__(self, items: Iterable[tuple[object, object]]) -> None:
         self._items = items
@@ -56,14 +56,15 @@ class LazyDict:
 
 
 def dumps(value: object, protocol: int = 4) -> bytes:
-    """A pickle of None, bool, int, float, str, bytes, tuples, lists, dicts and the objects above."""
+    """A pickle of None, bool, int, float, str, bytes, tuples, lists, dicts and the objects above. Raises TypeError for
+    a value of any other type."""
     file = io.BytesIO()
     dump(value, file, protocol)
     return file.getvalue()
 
 
 def dump(value: object, file: IO[bytes], protocol: int = 4) -> None:
-    """Write what `dumps` gives, a little at a time."""
+    """Write the bytes of `dumps` to a file, a megabyte at a time."""
     pickled = _Pickled(file)
     pickled += pickle.PROTO + bytes([protocol])
     _add(value, pickled)
@@ -72,23 +73,21 @@ def dump(value: object, file: IO[bytes], protocol: int = 4) -> None:
 
 
 class _Pickled(bytearray):
-    """Opcodes on their way into a file."""
+    """A buffer of opcodes that are written to a file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
-    def pass_on(self) -> None:
-        """Write what is here if it has become much."""
-        if len(self) >= _AT_ONCE:
+    def flush_if_full(self) -> None:
+        """Write and empty the buffer when it holds a megabyte."""
+        if len(self) >= 1 << 20:
             self._file.write(self)
             self.clear()
 
 
-_AT_ONCE = 1 << 20
-
-
 def _add(value: Any, to: _Pickled) -> None:
-    """Append the opcodes of a value. The index of a large checkpoint has millions: they are found by their type."""
+    """Append the opcodes of a value."""
+    # By type, as fast as a dict: the index of a large checkpoint has millions of values
     add = _ADD.get(type(value)) or next((_ADD[kind] for kind in type(value).__mro__ if kind in _ADD), None)
     if add is None:
         raise TypeError(f"{type(value).__name__} has no opcodes here")
@@ -134,7 +133,7 @@ def _named(value: Global) -> bytes:
     return pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
 
 
-def _made(value: PickledObject, to: _Pickled) -> None:
+def _object(value: PickledObject, to: _Pickled) -> None:
     _global(value.make, to)
     _tuple(value.arguments, to)
     to += pickle.NEWOBJ if value.new else pickle.REDUCE
@@ -159,7 +158,7 @@ def _list(value: list[object] | LazyList, to: _Pickled) -> None:
     to += pickle.EMPTY_LIST + pickle.MARK
     for item in value:
         _add(item, to)
-        to.pass_on()
+        to.flush_if_full()
     to += pickle.APPENDS
 
 
@@ -168,7 +167,7 @@ def _dict(value: Mapping[object, object] | LazyDict, to: _Pickled) -> None:
     for key, item in value.items():
         _add(key, to)
         _add(item, to)
-        to.pass_on()
+        to.flush_if_full()
     to += pickle.SETITEMS
 
 
@@ -180,7 +179,7 @@ _ADD: Mapping[type, Callable[[Any, _Pickled], None]] = {
     str: _str,
     bytes: _bytes,
     Global: _global,
-    PickledObject: _made,
+    PickledObject: _object,
     PersistentId: _persistent,
     tuple: _tuple,
     list: _list,

@@ -1,9 +1,9 @@
 """The sidecar: a checkpoint's FP8 state as a safetensors file, without pickles.
 
-Tensors: `<module>/<role>.scale` and `<module>/<role>.amax_history`, FP32 as in `RoleState`; `<module>/raw`
-(uint8) for a payload that was not understood; `<module>/<role>.statistics`, FP64 `[26]`, where they were
-measured (`Statistics.numbers`). The rest is JSON under the one metadata key `precisionctl`:
-safetensors keeps several keys in random order, and equal states must give equal bytes.
+Tensors: `<module>/<role>.scale` and `<module>/<role>.amax_history`, FP32 as in `RoleState`; `<module>/raw` (uint8) for
+a TE payload that could not be decoded; `<module>/<role>.statistics`, FP64 `[26]`, where they were measured
+(`Statistics.numbers`). The rest is JSON under a single metadata key, `precisionctl`: safetensors stores several keys
+in random order, and equal states must give equal bytes.
 """
 
 import json
@@ -23,19 +23,20 @@ from precisionctl.fp8.statistics import NUMBERS, Statistics
 from precisionctl.untrusted.safe_files import has_file
 
 RELATIVE = Path("precisionctl/fp8_state.safetensors")
-"""Place inside a checkpoint; never at its top, where inference engines read every safetensors file."""
+"""Its path in a checkpoint. Not at the top, where inference engines load every safetensors file."""
 
 LIVE = Path("precisionctl/te_state.safetensors")
-"""Place inside a Hugging Face directory of state that its model computes with; the other's is only carried."""
+"""Path in a Hugging Face directory of the state that the model there computes with, in Transformer Engine. State in
+RELATIVE is only carried along."""
 
 FORMAT_VERSION = 2
-"""1 had no roles of attention and no statistics, and is read as it is."""
+"""Version 1, which had no roles of attention and no statistics, is read as well."""
 
-_LARGEST = 2 << 30
-"""Bytes of a sidecar, which is read whole: DeepSeek-V3's has 0.6 GB, at 1024 rows of history."""
+_MAX_BYTES = 2 << 30
+"""Largest sidecar that is accepted, as it is read whole. DeepSeek-V3's has 0.6 GB with 1024 rows of history."""
 
-_LONGEST = 1 << 16
-"""Letters of the metadata: ours have some five hundred."""
+_MAX_METADATA = 1 << 16
+"""Most characters of metadata that are accepted. Ours has some five hundred."""
 
 _KEY = "precisionctl"
 _STATISTICS = ".statistics"
@@ -43,7 +44,7 @@ _LEAVES = tuple(f"{role}.{part}" for role in ROLES + ATTENTION for part in ("sca
 
 
 def write(path: Path, states: Fp8States) -> None:
-    """Write and sync the sidecar; its directory is made. Equal states give equal bytes."""
+    """Write and sync the sidecar, creating its directory. Equal states give equal bytes. Raises OSError."""
     tensors = {f"{module}/raw": _own(data) for module, data in states.raw.items()}
     for module, state in states.modules.items():
         for role, part in state.roles.items():
@@ -62,14 +63,14 @@ def write(path: Path, states: Fp8States) -> None:
         metadata["of_weights"] = states.of_weights
     content = save(tensors, {_KEY: json.dumps(metadata, sort_keys=True)})
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:  # by ourselves: for the library a full disk is no OSError
+    with open(path, "wb") as file:  # not by the library, which does not raise OSError for a full disk
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A tensor with memory of its own: fresh states share tensors, which safetensors refuses to store."""
+    """A copy with its own memory on the CPU: fresh states share tensors, which safetensors refuses to store."""
     return tensor.detach().cpu().contiguous().clone()
 
 
@@ -87,8 +88,9 @@ def read(path: Path) -> Fp8States:
     """
     if path.exists() and not path.is_file():
         raise DamagedCheckpoint("an FP8 sidecar that is not a file", where=path)
-    if path.exists() and path.stat().st_size > _LARGEST:  # holes cost nothing on a disk
-        raise DamagedCheckpoint(f"an FP8 sidecar of more than {_LARGEST >> 30} GB", where=path, do="Is the copy whole?")
+    if path.exists() and path.stat().st_size > _MAX_BYTES:  # a sparse file can be large for free
+        what = f"an FP8 sidecar of more than {_MAX_BYTES >> 30} GB"
+        raise DamagedCheckpoint(what, where=path, do="Is the copy whole?")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -96,10 +98,10 @@ def read(path: Path) -> Fp8States:
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise DamagedCheckpoint(f"the FP8 sidecar cannot be read: {error}", where=path) from error
     try:
-        said = metadata.get(_KEY, "")
-        if len(said) > _LONGEST:  # a few bytes of it become hundreds
+        text = metadata.get(_KEY, "")
+        if len(text) > _MAX_METADATA:  # a few bytes of JSON can become hundreds in memory
             raise ValueError("too long")
-        fields: object = json.loads(said)
+        fields: object = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint("the FP8 sidecar's metadata is not JSON", where=path) from error
     if not isinstance(fields, dict):
@@ -113,9 +115,9 @@ def read(path: Path) -> Fp8States:
             do="Read it with the release that wrote it.",
         )
     iteration = fields.get("iteration", "missing")
-    dated = iteration is None or (type(iteration) is int and iteration >= 0)
-    told = isinstance(fields.get("producer"), str) and isinstance(fields.get("of_weights", ""), str)
-    if not dated or not told:
+    has_iteration = iteration is None or (type(iteration) is int and iteration >= 0)
+    has_origin = isinstance(fields.get("producer"), str) and isinstance(fields.get("of_weights", ""), str)
+    if not has_iteration or not has_origin:
         raise DamagedCheckpoint("the FP8 sidecar does not say who made it and when", where=path)
     raw = {name.removesuffix("/raw"): tensors.pop(name) for name in list(tensors) if name.endswith("/raw")}
     for module, data in raw.items():
@@ -152,15 +154,15 @@ def _modules(tensors: Mapping[str, Tensor], path: Path) -> list[str]:
 
 
 def _read_module(module: str, tensors: Mapping[str, Tensor], recipe: DelayedScaling, path: Path) -> Fp8State:
-    """All roles of a GEMM, or those of an attention that are there."""
+    """The state of one module: all roles of a GEMM, or those of attention that are stored."""
     parts = ("scale", "amax_history")
     roles = tuple(role for role in ROLES + ATTENTION if any(f"{module}/{role}.{part}" in tensors for part in parts))
     wanted = ROLES if set(roles) & set(ROLES) else roles
     leaves = [f"{role}.{part}" for role in wanted for part in parts]
     if missing := [leaf for leaf in leaves if f"{module}/{leaf}" not in tensors]:
         raise DamagedCheckpoint(f"the FP8 sidecar lacks {module}/{missing[0]}", where=path)
-    if alien := set(roles) - set(wanted):
-        raise DamagedCheckpoint(f"{module} has roles of a GEMM, and {min(alien)}", where=path)
+    if others := set(roles) - set(wanted):
+        raise DamagedCheckpoint(f"{module} has roles of a GEMM, and {min(others)}", where=path)
     state = Fp8State(
         {
             role: RoleState(tensors[f"{module}/{role}.scale"], tensors[f"{module}/{role}.amax_history"])

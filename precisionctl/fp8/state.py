@@ -17,20 +17,20 @@ from precisionctl.fp8.statistics import Statistics
 Role = Literal[
     "input", "weight", "output", "grad_output", "grad_input", "qkv", "s", "o", "d_o", "d_qkv", "d_p", "k", "v"
 ]
-"""What a cast tensor is to its module."""
+"""What a tensor that is cast to FP8 is to its module: roles of a GEMM, of attention, and of a KV cache."""
 
 FORWARD: tuple[Role, ...] = ("input", "weight", "output")
 BACKWARD: tuple[Role, ...] = ("grad_output", "grad_input")
 ROLES: tuple[Role, ...] = FORWARD + BACKWARD
 """The roles of a GEMM, in the order of TE's columns."""
 IN_USE: tuple[Role, ...] = ("input", "weight", "grad_output")
-"""Those of a GEMM that are cast to FP8 where its results are BF16, as all are here."""
+"""The roles of a GEMM that are cast to FP8. Its results are BF16 here, so `output` and `grad_input` never are."""
 
 ATTENTION_FORWARD: tuple[Role, ...] = ("qkv", "s", "o")
 """The roles of attention (cpp_extensions/fused_attn.py, META_*): queries, keys and values; the softmax; its output."""
 ATTENTION_BACKWARD: tuple[Role, ...] = ("d_o", "d_qkv", "d_p")
 CACHE: tuple[Role, ...] = ("k", "v")
-"""Keys after rotary, and values, as a cache holds them. TE keeps nothing of them; the sidecar does."""
+"""Keys (after rotary embedding) and values, as a KV cache stores them. TE has no state for these; the sidecar does."""
 ATTENTION: tuple[Role, ...] = ATTENTION_FORWARD + ATTENTION_BACKWARD + CACHE
 
 Fp8Format = Literal["HYBRID", "E4M3"]
@@ -38,7 +38,10 @@ Fp8Format = Literal["HYBRID", "E4M3"]
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """TE's DelayedScaling recipe, field for field (transformer_engine/common/recipe/__init__.py)."""
+    """TE's DelayedScaling recipe, field for field (transformer_engine/common/recipe/__init__.py).
+
+    Raises RecipeError for a field that TE would not accept or that makes no sense.
+    """
 
     margin: int = 0
     fp8_format: Fp8Format = "HYBRID"
@@ -49,7 +52,6 @@ class DelayedScaling:
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
-        """Raise RecipeError for a field that TE would not accept or that makes no sense."""
         for name, accepted in _ACCEPTED.items():
             if not accepted(value := getattr(self, name)):
                 shown = repr(value)[:40] if isinstance(value, str | float | int) else f"a {type(value).__name__}"
@@ -76,7 +78,8 @@ def _is_bool(value: object) -> bool:
 
 
 MARGIN_LIMIT = 64
-"""StoredTensors it `fp8_max * 2**-margin` is a normal FP32 number, and so are the scales of any likely amax."""
+"""Largest absolute margin. Up to it `fp8_max * 2**-margin` is a normal FP32 number, and so is the scale of any likely
+amax."""
 
 _ACCEPTED: Mapping[str, Callable[[object], bool]] = {
     "margin": lambda value: _is_integer(value, -MARGIN_LIMIT, MARGIN_LIMIT),
@@ -112,12 +115,13 @@ class RoleState:
         return (self.scale != 1) | (self.amax_history != 0).any(-1)
 
     def replaced(self, where: Tensor, other: "RoleState") -> "RoleState":
-        """The state with that of `other` where `where` is True: a bool for each expert, of the scale's shape."""
+        """This state, but `other`'s where `where` is True: bool of the scale's shape, `[]` or `[experts]`."""
         history = torch.where(where.unsqueeze(-1), other.amax_history, self.amax_history)
         return RoleState(torch.where(where, other.scale, self.scale), history)
 
     def check(self, where: object) -> None:
-        """Raise DamagedCheckpoint for what no run of TE can have left behind. An infinite amax can be real."""
+        """Raise DamagedCheckpoint for state that no run of TE can have produced. An infinite amax is possible. `where`
+        names the place in the message."""
         scale, history = self.scale, self.amax_history
         if scale.dtype != torch.float32 or history.dtype != torch.float32:
             raise DamagedCheckpoint(f"FP8 state in {scale.dtype} and {history.dtype}, not FP32", where=where)
@@ -147,16 +151,22 @@ class Fp8State:
 
     @property
     def of_gemm(self) -> bool:
+        """Whether this is the state of a GEMM, or of several; not of attention."""
         return "weight" in self.roles
 
     @staticmethod
     def fresh(history: int, shape: tuple[int, ...] = ()) -> "Fp8State":
+        """The state that TE starts a GEMM with; arguments as of `RoleState.fresh`."""
         return Fp8State({role: RoleState.fresh(history, shape) for role in ROLES})
 
     @staticmethod
     def of_experts(states: "Sequence[Fp8State]") -> "Fp8State":
-        """The states of a module's experts as one state of `[experts]`."""
-        return Fp8State({role: _stacked([state.roles[role] for state in states]) for role in states[0].roles})
+        """The states of a module's experts, `[]` each, stacked to one state of `[experts]`."""
+        roles: dict[Role, RoleState] = {}
+        for role in states[0].roles:
+            parts = [state.roles[role] for state in states]
+            roles[role] = RoleState(torch.stack([p.scale for p in parts]), torch.stack([p.amax_history for p in parts]))
+        return Fp8State(roles)
 
     def of_expert(self, index: int) -> "Fp8State":
         """The inverse of `of_experts`."""
@@ -196,20 +206,17 @@ class Fp8State:
                 )
 
 
-def _stacked(parts: "list[RoleState]") -> RoleState:
-    return RoleState(torch.stack([p.scale for p in parts]), torch.stack([p.amax_history for p in parts]))
-
-
 @dataclass(frozen=True)
 class Fp8States:
     """The delayed-scaling state of a whole checkpoint.
 
-    `modules` is keyed by Megatron module name (`decoder.layers.0.mlp.linear_fc1`). `raw` keeps, byte for
-    byte, payloads that were not understood. `iteration` is the step at which the state was recorded, and `of_weights`
-    the digest of the weights that the model had then (conversion/weights_digest.py), None where nobody took it: scales
-    are of use for these weights and no others. `statistics`, by module and role, is what was measured besides, if
-    anything; TE's payloads have no place for it. `notes` say what was assumed, merged or decided when it was read; they
-    are not stored.
+    `modules` is keyed by Megatron module name (`decoder.layers.0.mlp.linear_fc1`). `raw` keeps TE payloads that could
+    not be decoded, byte for byte (uint8 `[bytes]`), by module. `producer` names the program that wrote the state, and
+    `iteration` is the step at which it was recorded.
+
+    `of_weights` is the digest of the weights that the state was recorded with (conversion/weights_digest.py), None if
+    no digest was taken; scales are valid for exactly these weights. `statistics`, by module and role, are measurements
+    that only the sidecar can store. `notes` say what was assumed, merged or decided while reading; they are not stored.
     """
 
     recipe: DelayedScaling

@@ -1,6 +1,6 @@
-"""Statistics: counts and sums over one tensor in one role, and what each FP8 scaling would lose of it.
+"""Statistics: counts and sums over the elements of a tensor, and what each FP8 scaling would lose of it.
 
-`fp8/health.py` measures them and says what the words mean; the sidecar keeps them.
+`fp8/health.py` measures them and defines the terms; the sidecar stores them.
 """
 
 import math
@@ -13,9 +13,8 @@ SCALINGS: tuple[Scaling, ...] = ("delayed", "current", "block", "mxfp8")
 NAMES: Mapping[Scaling, str] = {"delayed": "delayed", "current": "current", "block": "128-block", "mxfp8": "MXFP8"}
 
 UNDERFLOW = 0.01
-"""Share of elements that become zero, beyond which a tensor is better left out of FP8. Per tensor in E4M3, a Gaussian
-that reaches 5 sigma loses 0.001 %; it loses 1 % when its largest element is at 5,700 sigma, where the outlier has all
-of the range to itself."""
+"""Share of elements that become zero beyond which a tensor is better kept out of FP8. With one scale for the tensor, in
+E4M3, a Gaussian with amax at 5 sigma loses 0.001 %; to lose 1 % it needs an outlier at 5,700 sigma."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,10 @@ class Loss:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Everything that was seen of one tensor in one role, over any number of passes.
+    """Statistics of one tensor in one role, over any number of passes.
 
-    `amax` passes over NaN, as TE's does; the sums of x^2 and x^4 pass over infinities as well. A scaling that was not
-    measured has a `Loss` of 0 elements.
+    `amax` ignores NaN, as TE's does. `sum_2` and `sum_4`, the sums of x^2 and x^4, ignore NaN and infinities. A scaling
+    that was not measured has a `Loss` of 0 elements.
     """
 
     elements: int = 0
@@ -65,7 +64,8 @@ class Statistics:
     losses: Mapping[Scaling, Loss] = field(default_factory=lambda: dict.fromkeys(SCALINGS, Loss()))
 
     def merge(self, other: "Statistics") -> "Statistics":
-        """The statistics of both together. Counts and amax do not depend on the order; sums do in the last bits."""
+        """The statistics of both together. Counts and amax do not depend on the order of merging; sums do in their last
+        bits."""
         return Statistics(
             self.elements + other.elements,
             self.zeros + other.zeros,
@@ -83,13 +83,13 @@ class Statistics:
         return finite * self.sum_4 / self.sum_2**2 if self.sum_2 else math.nan
 
     def numbers(self) -> list[float]:
-        """All of it as NUMBERS numbers, which FP64 holds: `_FIELDS` in order, and for each scaling those of `Loss`."""
+        """All of it as NUMBERS FP64 numbers: `_FIELDS` in order, then the fields of `Loss` for each scaling."""
         own = [float(getattr(self, name)) for name in _FIELDS]
         return own + [float(number) for scaling in SCALINGS for number in astuple(self.losses[scaling])]
 
     @staticmethod
     def from_numbers(numbers: Sequence[float]) -> "Statistics":
-        """The inverse of `numbers`. Raises ValueError for what no tensor can have given."""
+        """The inverse of `numbers`. Raises ValueError for numbers that no tensor can have produced."""
         own, rest = numbers[: len(_FIELDS)], numbers[len(_FIELDS) :]
         size = len(rest) // len(SCALINGS)
         losses = {
@@ -108,7 +108,7 @@ class Statistics:
 
 _FIELDS = ("elements", "zeros", "nonfinite", "amax", "sum_2", "sum_4")
 AMAX = _FIELDS.index("amax")
-"""The place of the one number that is no sum."""
+"""Index of amax in `numbers`: the only one that is merged by maximum instead of by sum."""
 NUMBERS = len(_FIELDS) + 5 * len(SCALINGS)
 
 

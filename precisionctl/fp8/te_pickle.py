@@ -1,4 +1,4 @@
-"""What Transformer Engine's extra state is made of, unpickled into inert records: nothing of it runs, nothing is TE's.
+"""Unpickle Transformer Engine's extra state into inert records: no code of the pickle or of TE is executed.
 
 Tensors stay records, too, until `tensor` has checked that they lie within their storage.
 """
@@ -78,9 +78,9 @@ _IN_ARCHIVE: safe_pickle.Allowed = {**_ALLOWED, **safe_pickle.STORAGES}
 
 
 def load(data: bytes, where: object) -> Any:
-    """What a payload holds: of a pickle, or of an archive of torch.save, as TE wrote from 0.12 to 1.13.
+    """Unpickle a payload: a bare pickle, or an archive of torch.save, which TE wrote from 0.12 to 1.13.
 
-    Raises UnsafePickle for one that asks for more than TE's classes, and DamagedCheckpoint.
+    Raises UnsafePickle for one that asks for anything but TE's classes, DamagedCheckpoint for one that cannot be read.
     """
     if data.startswith(safe_archive.MAGIC):
         return safe_archive.loads(data, _IN_ARCHIVE, where)
@@ -88,7 +88,8 @@ def load(data: bytes, where: object) -> Any:
 
 
 def tensor(stored: object, where: object) -> Tensor:
-    """The tensor that a record describes. Raises DamagedCheckpoint for what is none, or not within its storage."""
+    """The tensor that a record describes. Raises DamagedCheckpoint if `stored` is not the record of a tensor, or the
+    tensor reaches beyond its storage."""
     if not isinstance(stored, PickledTensor):
         raise DamagedCheckpoint("FP8 state lacks a tensor", where=where)
     values = storage(stored, where)
@@ -99,10 +100,10 @@ def tensor(stored: object, where: object) -> Tensor:
 
 
 def storage(stored: PickledTensor, where: object) -> Tensor:
-    """All of a tensor's storage, as `[elements]`.
+    """All of a tensor's storage, as `[elements]`. Raises DamagedCheckpoint if it is not one that PyTorch wrote.
 
-    Pickled by itself it is a file of torch.save's legacy format. It is taken apart here, because torch.load makes
-    whatever such a file asks it for.
+    In a bare pickle a storage is a file in torch.save's legacy format. It is parsed here, because torch.load would
+    execute what such a file asks for.
     """
     if isinstance(stored.storage, Tensor):
         return stored.storage

@@ -22,24 +22,25 @@ from precisionctl.recipe import Recipe
 from precisionctl.trainer.saved.run_folder import RUN_FILE, recipe_of_run
 
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+"""Transformer Engine's environment variable for block scales that are not powers of two; no framework has a flag."""
 
 
-_OF_BRIDGE = {
+_BRIDGE_FEATURES = {
     *("attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier", "post_layernorms"),
     *("rotary_base_local", "query_pre_attn_scalar", "pre_layernorms", "qk_layernorm_over_heads"),
 }
-"""What Megatron-Bridge's own modules add to Megatron-Core's (models/gemma: gemma2_provider.py, gemma3_provider.py;
-exaone4, olmoe, minimax_m2)."""
+"""Fields of ModelShape that Megatron-Core ignores and Megatron-Bridge's own modules compute (models/gemma:
+gemma2_provider.py, gemma3_provider.py; exaone4, olmoe, minimax_m2)."""
 
 _BRIDGED = ("gemma", "gemma2", "gemma3_text", "exaone4", "olmoe", "minimax_m2")
-"""Families for which it has such modules."""
+"""Families for which Megatron-Bridge has such modules."""
 
 
 def left_to_provider(model: ModelShape) -> list[str]:
-    """What of a model only a provider of Megatron-Bridge computes. Raises UnknownArchitecture for one that neither such
-    a provider nor Megatron-Core does."""
+    """The fields of a model that only a model provider of Megatron-Bridge computes. Raises UnknownArchitecture for a
+    model with fields that neither such a provider nor Megatron-Core computes."""
     other = otherwise_in_megatron(model)
-    bridged = _OF_BRIDGE if model.architecture in _BRIDGED else ()
+    bridged = _BRIDGE_FEATURES if model.architecture in _BRIDGED else ()
     if missing := [field for field in other if field not in bridged]:
         raise UnknownArchitecture(
             f"Megatron-Core computes `{model.architecture}` otherwise: {', '.join(missing)}",
@@ -50,8 +51,8 @@ def left_to_provider(model: ModelShape) -> list[str]:
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start a framework with: a command and its options, each with its values; or `config`, text for a file of
-    its own. `yours` names what the user has to add, `notes` what he should know."""
+    """How to start a framework: a command and its options, each a tuple of flag and values; or `config`, the text of a
+    config file. `yours` lists what the user has to add, `notes` what the user should know."""
 
     framework: str
     command: tuple[str, ...] = ()
@@ -62,7 +63,7 @@ class Launch:
     notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """The lines of a shell script, or of a config file; what belongs in neither is a comment."""
+        """The lines of a shell script or of a config file; `yours` and `notes` are comments at its end."""
         comment = "# " if self.config else ""
         lines = [f"{comment}export {name}={value}" for name, value in self.environment.items()]
         words = [shlex.join(self.command), *map(shlex.join, self.options)]
@@ -81,8 +82,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class LaunchSource:
-    """A checkpoint that training shall continue from. `path` is what the user named, which may be a directory of
-    several iterations."""
+    """The checkpoint from which training is to continue. `path` is the path that the user gave, which may be a
+    directory of several iterations."""
 
     reader: Reader
     path: Path
@@ -92,7 +93,7 @@ class LaunchSource:
         return self.reader.model
 
     def require_megatron(self, framework: str, do: str) -> None:
-        """Raise CheckpointError where it is not Megatron's."""
+        """Raise CheckpointError, with the advice `do`, if this is not a Megatron checkpoint."""
         if not of_megatron(self.reader):
             raise CheckpointError(
                 f"{framework} takes Megatron checkpoints, and this is not one", where=self.path, do=do
@@ -105,13 +106,13 @@ class LaunchSource:
 
     @property
     def root(self) -> Path:
-        """What `--load` names: where iterations are."""
+        """The argument of `--load`: the directory that contains the directories of iterations."""
         here = self.directory
         return here.parent if here.name == "release" or here.name.startswith("iter_") else here
 
     @property
     def tokenizer(self) -> Path | None:
-        """A directory that transformers can load a tokenizer from."""
+        """A directory from which transformers can load a tokenizer; None if the checkpoint has none."""
         for place in (self.directory, self.directory / OURS / "hf"):
             if any(place.glob("tokenizer*")):
                 return place
@@ -119,8 +120,9 @@ class LaunchSource:
 
     @cached_property
     def state(self) -> DelayedScaling | None:
-        """The recipe of the FP8 state that Transformer Engine would take up: in a Megatron checkpoint that of payloads,
-        in a Hugging Face directory that of the sidecar."""
+        """The recipe of the FP8 state from which Transformer Engine can continue: in a Megatron checkpoint that of its
+        `_extra_state` payloads, in a Hugging Face directory that of the sidecar. None if there is no such state, or if
+        Transformer Engine refuses to load its pickles."""
         states = self.reader.fp8
         if states is None or not any(one.of_gemm for one in states.modules.values()):
             return None
@@ -130,12 +132,13 @@ class LaunchSource:
 
     @cached_property
     def recipe(self) -> Recipe | None:
-        """The recipe of the run of `resume` that wrote the checkpoint; None where none did."""
+        """The recipe of the run of `resume` that wrote the checkpoint; None for other checkpoints."""
         return recipe_of_run(self.reader)
 
     @property
     def stateless(self) -> Precision | None:
-        """What such a run computes in, where that is FP8 that keeps no state."""
+        """The precision of the run of `resume` that wrote the checkpoint, if that is FP8 under a recipe without state
+        (current, block or MXFP8 scaling); None otherwise."""
         precision = self.recipe.precision if self.recipe else None
         return precision if precision and precision.fp8 and not precision.keeps_state else None
 
@@ -145,15 +148,15 @@ class LaunchSource:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What Transformer Engine wants to be told: before it loads pickles, from 2.16.1 on; and of scales that are no
-        powers of two, for which there is no flag."""
-        told = {GATE: "1"} if of_megatron(self.reader) and self._refused else {}
+        """Environment variables for Transformer Engine: one that allows it to load pickles (needed from 2.16.1 on), and
+        one for block scales that are not powers of two, for which no framework has a flag."""
+        gate = {GATE: "1"} if of_megatron(self.reader) and self._refused else {}
         precision = self.stateless
-        return told | ({FP32_SCALES: "1"} if precision and precision.block.use_f32_scales else {})
+        return gate | ({FP32_SCALES: "1"} if precision and precision.block.use_f32_scales else {})
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        """The values of these arguments, which say how a Megatron checkpoint is cut; without those that it does not
-        have. Raises DamagedCheckpoint for what is no size."""
+        """The values of these arguments of a Megatron checkpoint, its parallel sizes; without those that it lacks.
+        Raises DamagedCheckpoint for a value that is not a size."""
         args = self.reader.args if of_megatron(self.reader) else {}
         found = {name: args[name] for name in names if args.get(name) is not None}
         for name, size in found.items():
@@ -169,7 +172,7 @@ class LaunchSource:
 
     @property
     def has_generators(self) -> bool:
-        """Whether there are states of random generators."""
+        """Whether the checkpoint has states of random number generators."""
         return of_megatron(self.reader) and any("rng_state" in key for key in self.reader.objects)
 
     @property
@@ -179,5 +182,5 @@ class LaunchSource:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether there is one that Megatron itself wrote, or that was converted from such a one."""
+        """Whether the checkpoint has an optimizer that Megatron wrote, or one converted from such an optimizer."""
         return of_megatron(self.reader) and bool(self.reader.optimizer_specs) and not self.ours

@@ -8,49 +8,49 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_
 _MIXED = "megatron.bridge.training.mixed_precision"
 
 
-def launch(subject: LaunchSource) -> Launch:
-    """Raises CheckpointError for a checkpoint that is not Megatron's, and UnknownArchitecture for a model that neither
-    Megatron-Core nor a provider of Bridge computes."""
-    subject.require_megatron(
+def launch(source: LaunchSource) -> Launch:
+    """The lines of a recipe. Raises CheckpointError for a checkpoint that is not Megatron's, and UnknownArchitecture
+    for a model that neither Megatron-Core nor a provider of Bridge computes."""
+    source.require_megatron(
         "Megatron-Bridge", "Write one with `convert --to megatron`, or let Bridge import the Hugging Face directory."
     )
-    of_its_provider = left_to_provider(subject.model)
-    recipe = "bf16_with_fp8_delayed_scaling_mixed" if subject.state else "bf16_mixed"
+    of_its_provider = left_to_provider(source.model)
+    recipe = "bf16_with_fp8_delayed_scaling_mixed" if source.state else "bf16_mixed"
     lines = [
         f"from {_MIXED} import {recipe}",
-        f"cfg.checkpoint.pretrained_checkpoint = {str(subject.directory)!r}",
+        f"cfg.checkpoint.pretrained_checkpoint = {str(source.directory)!r}",
         "cfg.checkpoint.finetune = True",
         "cfg.checkpoint.load_optim = False",
         "cfg.checkpoint.load_rng = False",
-        *(["cfg.checkpoint.dist_ckpt_strictness = 'log_all'"] if subject.lacks_extra_state else []),
+        *(["cfg.checkpoint.dist_ckpt_strictness = 'log_all'"] if source.lacks_extra_state else []),
     ]
-    lines += [f"cfg.model.{name} = {size}" for name, size in subject.sizes(_SIZES).items()]
-    lines += [f"cfg.model.seq_length = {subject.model.max_position_embeddings}"]
-    if subject.tokenizer:
+    lines += [f"cfg.model.{name} = {size}" for name, size in source.sizes(_SIZES).items()]
+    lines += [f"cfg.model.seq_length = {source.model.max_position_embeddings}"]
+    if source.tokenizer:
         lines += [
             "cfg.tokenizer.tokenizer_type = 'HuggingFaceTokenizer'",
-            f"cfg.tokenizer.tokenizer_model = {str(subject.tokenizer)!r}",
+            f"cfg.tokenizer.tokenizer_model = {str(source.tokenizer)!r}",
         ]
     lines.append(f"cfg.mixed_precision = {recipe}()")
-    words = recipe_words(subject.state) if subject.state else {}
-    if not words and subject.stateless:
-        words = stateless_words(subject.stateless)
+    words = recipe_words(source.state) if source.state else {}
+    if not words and source.stateless:
+        words = stateless_words(source.stateless)
     if words:
         lines += [f"cfg.mixed_precision.{name} = {value!r}" for name, value in words.items()]
         lines.append("cfg.mixed_precision.fp8_param_gather = False")
     notes = ["weights alone are taken: Bridge's optimizer has files of its own"]
-    if subject.state:
+    if source.state:
         notes.append("whether FP8 state is taken up depends on Bridge's version; its import and export drop it")
     if of_its_provider:
         notes.append(
             f"run_config.yaml describes a model without {', '.join(of_its_provider)}: take the provider of its family, "
             "from AutoBridge"
         )
-    elif not (subject.directory / "run_config.yaml").is_file():
+    elif not (source.directory / "run_config.yaml").is_file():
         notes.append("no run_config.yaml describes the model: take the provider of its family, from AutoBridge")
     return Launch(
         "megatron-bridge",
-        environment=subject.environment,
+        environment=source.environment,
         config="\n".join(lines),
         yours=("the recipe of the model's family", "data", "batch sizes", "learning rate"),
         notes=tuple(notes),

@@ -32,7 +32,7 @@ _SWITCHES = (
     "moe_shared_expert_gate",
 )
 _OFF = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
-"""Switches that are on where nothing is said."""
+"""Arguments that are on by default, each with the flag that turns it off."""
 
 _SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
@@ -41,43 +41,43 @@ _SIZES = (
 )
 
 
-def launch(subject: LaunchSource) -> Launch:
-    """Raises CheckpointError for a checkpoint that is not Megatron's, and UnknownArchitecture for a model that flags
-    cannot describe."""
-    subject.require_megatron("Megatron-LM", "Write one: `precisionctl convert CKPT NEW --to megatron`.")
-    sizes = subject.sizes(_SIZES)
+def launch(source: LaunchSource) -> Launch:
+    """The flags of `pretrain_gpt.py`. Raises CheckpointError for a checkpoint that is not Megatron's, and
+    UnknownArchitecture for a model that flags cannot describe."""
+    source.require_megatron("Megatron-LM", "Write one: `precisionctl convert CKPT NEW --to megatron`.")
+    sizes = source.sizes(_SIZES)
     ranks = math.prod(sizes.get(f"{group}_model_parallel_size", 1) for group in ("tensor", "pipeline", "expert"))
-    options = [*_model_options(subject.model), *_loading(subject)]
-    if subject.tokenizer:
-        options += [("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", str(subject.tokenizer))]
-    options += _precision(subject)
-    if subject.recipe and subject.recipe.optimizer.preset == "fp8-lm":  # kept as nearly as Megatron's own optimizer can
+    options = [*_model_options(source.model), *_loading_options(source)]
+    if source.tokenizer:
+        options += [("--tokenizer-type", "HuggingFaceTokenizer"), ("--tokenizer-model", str(source.tokenizer))]
+    options += _precision_options(source)
+    if source.recipe and source.recipe.optimizer.preset == "fp8-lm":  # kept as nearly as Megatron's own optimizer can
         dtypes = {"main_grads": "bf16", "main_params": "fp16", "exp_avg": "fp8", "exp_avg_sq": "fp16"}
         options += [("--use-distributed-optimizer",), ("--use-precision-aware-optimizer",)]
         options += [(_flag(f"{name}_dtype"), dtype) for name, dtype in dtypes.items()]
     options += [(_flag(name), str(size)) for name, size in sizes.items()]
-    if subject.model.moe and sizes.get("tensor_model_parallel_size", 1) > 1:
-        options.append(("--sequence-parallel",))  # which experts ask for
+    if source.model.moe and sizes.get("tensor_model_parallel_size", 1) > 1:
+        options.append(("--sequence-parallel",))  # Megatron requires it for experts under tensor parallelism
     notes = ["--seq-length is the model's longest; a shorter one is fine"]
-    if subject.tokenizer is None:
+    if source.tokenizer is None:
         notes.append("no tokenizer lies beside the weights: --tokenizer-type and --tokenizer-model are yours, too")
-    if subject.ours:
+    if source.ours:
         notes.append("the optimizer of `precisionctl resume` stays behind: Megatron does not read it")
-    if subject.recipe:
-        notes += _unsaid(subject.recipe)
-    if subject.state:
+    if source.recipe:
+        notes += _not_in_megatron(source.recipe)
+    if source.state:
         notes.append(
             "to go on in BF16, leave the --fp8 flags out, and convert with --precision bf16 so that no pickle is met"
         )
-    elif subject.reader.fp8:
+    elif source.reader.fp8:
         notes.append("FP8 state is in the sidecar alone: for an FP8 run, convert with --precision fp8")
-    if subject.lacks_extra_state:
+    if source.lacks_extra_state:
         notes.append("no _extra_state is in it; --dist-ckpt-strictness lets Megatron load it and name what is missing")
     return Launch(
         "megatron-lm",
         ("torchrun", "--nproc-per-node", str(ranks), "pretrain_gpt.py"),
         tuple(options),
-        subject.environment,
+        source.environment,
         yours=("--micro-batch-size", "--global-batch-size", "--train-iters", "--lr", "--data-path", "--save"),
         notes=tuple(notes),
     )
@@ -88,59 +88,60 @@ def _flag(name: str) -> str:
 
 
 def _model_options(model: ModelShape) -> list[Option]:
-    """What is said is read back, and must be the model: flags that make another one would be worse than none."""
-    wanted = to_megatron_args(model)
-    said = {name: wanted[name] for name in _VALUES if wanted.get(name) is not None}
-    said |= {name: True for name in _SWITCHES if wanted.get(name)}
-    said |= {name: False for name in _OFF if wanted.get(name) is False}
+    """The flags that describe a model. They are read back and must give the same model, since flags that silently
+    describe another one would be worse than none; raises UnknownArchitecture if they do not."""
+    arguments = to_megatron_args(model)
+    given = {name: arguments[name] for name in _VALUES if arguments.get(name) is not None}
+    given |= {name: True for name in _SWITCHES if arguments.get(name)}
+    given |= {name: False for name in _OFF if arguments.get(name) is False}
     if model.num_query_groups == model.num_attention_heads:
-        said.pop("num_query_groups")
-    if not said.get("use_rope_scaling"):
-        said.pop("rope_scaling_factor", None)
+        given.pop("num_query_groups")
+    if not given.get("use_rope_scaling"):
+        given.pop("rope_scaling_factor", None)
     try:
-        understood = read_megatron_args({"q_lora_rank": None, **said}, model.padded_vocab_size, "")
+        understood = read_megatron_args({"q_lora_rank": None, **given}, model.padded_vocab_size, "")
     except DamagedCheckpoint as error:
         raise UnknownArchitecture(
             f"Megatron-LM's flags do not describe `{model.architecture}`: {error.what}"
         ) from error
-    if unsaid := model.differences(understood):
+    if missing := model.differences(understood):
         left_to_provider(model)
         raise UnknownArchitecture(
-            f"Megatron-LM has no flags for all of `{model.architecture}`: {', '.join(unsaid)}",
+            f"Megatron-LM has no flags for all of `{model.architecture}`: {', '.join(missing)}",
             do="Megatron-Bridge goes by what is described beside the weights: --framework megatron-bridge.",
         )
     # The flags' own readers take tuples and lists without spaces
-    options: list[Option] = [(_flag(name), str(said[name]).replace(" ", "")) for name in _VALUES if name in said]
-    options += [(_flag(name),) for name in _SWITCHES if name in said]
-    return options + [(flag,) for name, flag in _OFF.items() if name in said]
+    options: list[Option] = [(_flag(name), str(given[name]).replace(" ", "")) for name in _VALUES if name in given]
+    options += [(_flag(name),) for name in _SWITCHES if name in given]
+    return options + [(flag,) for name, flag in _OFF.items() if name in given]
 
 
-def _loading(subject: LaunchSource) -> list[Option]:
-    options: list[Option] = [("--load", str(subject.root)), ("--ckpt-format", subject.reader.container)]
-    if not subject.has_optimizer:
+def _loading_options(source: LaunchSource) -> list[Option]:
+    options: list[Option] = [("--load", str(source.root)), ("--ckpt-format", source.reader.container)]
+    if not source.has_optimizer:
         options += [("--no-load-optim",), ("--no-load-rng",)]
-    elif not subject.has_generators:
+    elif not source.has_generators:
         options.append(("--no-load-rng",))
-    if subject.lacks_extra_state:
+    if source.lacks_extra_state:
         options.append(("--dist-ckpt-strictness", "log_all"))
     return options
 
 
-def _precision(subject: LaunchSource) -> list[Option]:
-    words: Mapping[str, object] = {}
-    if subject.state:
-        words = recipe_words(subject.state)
-    elif subject.stateless:
-        words = stateless_words(subject.stateless)
+def _precision_options(source: LaunchSource) -> list[Option]:
+    arguments: Mapping[str, object] = {}
+    if source.state:
+        arguments = recipe_words(source.state)
+    elif source.stateless:
+        arguments = stateless_words(source.stateless)
     options: list[Option] = [("--bf16",)]
-    for name, value in words.items():
+    for name, value in arguments.items():
         flag = _flag("fp8_format" if name == "fp8" else name)
         options.append((flag,) if value is True else (flag, str(value)))
     return options
 
 
-def _unsaid(recipe: Recipe) -> list[str]:
-    """What of the run Megatron does otherwise."""
+def _not_in_megatron(recipe: Recipe) -> list[str]:
+    """Notes on the settings of a recipe that Megatron-LM cannot follow."""
     precision, notes = recipe.precision, []
     if precision.fp8 and precision.keep_bf16:
         notes.append(f"there is no flag for precision.keep_bf16: {', '.join(precision.keep_bf16)} go on in FP8")

@@ -1,4 +1,4 @@
-"""Checks that need no tensor data: names, dtypes, shapes, and whether tensors can be cut for so many ranks."""
+"""Checks without tensor data: names, dtypes, shapes, and whether tensors can be divided over ranks."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,25 +9,25 @@ import torch
 from precisionctl.architectures.param_map import Row
 from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
 from precisionctl.fp8.encoding import CODES
-from precisionctl.model_shape import ModelShape
+from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.param import Parallelism, TensorSpec
 
 _VALUES = (torch.bfloat16, torch.float16, torch.float32, *CODES)
-"""What a tensor can hold; the readers have made sure that FP8 codes have scales."""
+"""The dtypes that a tensor may have. The readers have checked that FP8 codes have scales."""
 
 _LINES = 8
-"""The most lines of names that are missing, or unexpected: a model has thousands."""
+"""Most lines to show of missing, and of unexpected, names."""
 
 _LONGEST = 90
-"""The most letters of a name to show: a stranger's may be megabytes."""
+"""Most characters of a name to show, as a stranger's name may have megabytes."""
 
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 """The numbers of layers and experts in a name."""
 
 
 def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "", where: object = "") -> None:
-    """Raise MissingTensor, or UnmappedTensor where none is missing, with a table of both. Names that differ in numbers
-    alone share a line, with `*` for the numbers."""
+    """Raise MissingTensor, or UnmappedTensor if none is missing, with a table of both. Names that differ only in
+    numbers share a line, with `*` for the numbers."""
     found = {"missing": missing, "unexpected": unexpected}
     if not missing and not unexpected:
         return
@@ -48,9 +48,11 @@ def check_names(missing: Sequence[str], unexpected: Sequence[str], do: str = "",
 def check_dtypes(stored: Mapping[str, TensorSpec]) -> None:
     """Raise PrecisionError for a dtype that no weight has."""
     for name, spec in stored.items():
-        if spec.dtype not in _VALUES:
+        if spec.dtype not in _VALUES and spec.packing is None:
             dtype = str(spec.dtype).removeprefix("torch.")
-            raise PrecisionError(f"`{name}` is {dtype}", do="Known are values in BF16, FP16 and FP32, and FP8 codes.")
+            raise PrecisionError(
+                f"`{name}` is {dtype}", do="Known are values in BF16, FP16 and FP32, and codes with scales."
+            )
 
 
 def check_shapes(stored: Mapping[str, TensorSpec], shapes: Iterable[tuple[int, ...]]) -> None:
@@ -64,7 +66,7 @@ def check_shapes(stored: Mapping[str, TensorSpec], shapes: Iterable[tuple[int, .
 
 
 def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> None:
-    """Raise ShapeMismatch where the tensors of a row cannot be cut for so many ranks."""
+    """Raise ShapeMismatch if the tensors of a row cannot be divided over the tensor-parallel ranks."""
     shape, parallel = row.shape(model), row.parallel
     ranks = (row.of_experts and parallelism.expert_tensor) or parallelism.tensor
     if parallel.kind == "replicated":
@@ -78,9 +80,11 @@ def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> Non
 
 
 def check_megatron_has(model: ModelShape) -> None:
-    """Raise MappingError for a model that Megatron-Core cannot build."""
+    """Raise MappingError for a model that Megatron-Core cannot build, or that no table leads there."""
+    if isinstance(model, UntabledModel):
+        raise model.why
     do = "It can be read, exported and verified as a Hugging Face directory."
-    if model.moe and model.add_bias_linear and not model.moe.router_bias:  # one switch there is for all biases
+    if model.moe and model.add_bias_linear and not model.moe.router_bias:  # it has one switch for all biases
         raise MappingError(
             f"{model.architecture} with attention_bias has no place in Megatron-Core: routers and experts would have "
             "biases, too",
@@ -89,10 +93,10 @@ def check_megatron_has(model: ModelShape) -> None:
 
 
 def with_stages(sizes: Parallelism, layers: int) -> Parallelism:
-    """The sizes, completed for a model of so many layers: where pipeline ranks cannot all have as many and nothing else
-    is asked for, the last one, which has the output layer too, gets fewer.
+    """The sizes, completed for a model with this number of layers: if these do not divide evenly over the pipeline
+    ranks and no distribution is given, the last rank, which also has the output layer, gets fewer.
 
-    Raises ShapeMismatch where Megatron knows no such stages (TransformerConfig.__post_init__).
+    Raises ShapeMismatch for stages that Megatron does not support (TransformerConfig.__post_init__).
     """
     if sizes.pipeline == 1 and (sizes.virtual > 1 or sizes.first_layers or sizes.last_layers):
         raise ShapeMismatch("pipeline stages without a pipeline", do="Give --pp too, or leave the others out.")
@@ -110,8 +114,8 @@ def with_stages(sizes: Parallelism, layers: int) -> Parallelism:
 
 
 def check_ranks(model: ModelShape, parallelism: Parallelism) -> None:
-    """Raise ShapeMismatch where ranks would not have equal shares of experts, or of heads as Megatron deals them out
-    (TransformerConfig.__post_init__)."""
+    """Raise ShapeMismatch if experts, or attention heads as Megatron distributes them, do not divide evenly over the
+    ranks (TransformerConfig.__post_init__)."""
     ranks, heads, groups = parallelism.tensor, model.num_attention_heads, model.num_query_groups
     if heads % ranks or (groups % ranks and ranks % groups):
         raise ShapeMismatch(

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,8 +11,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from precisionctl.architectures.families import architecture_of
+from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Alias, Row, filled, names
+from precisionctl.architectures.read_off import TensorRow
 from precisionctl.errors import MappingError, MissingTensor, at
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
@@ -49,23 +50,26 @@ def make_plan(
     parallelism: Parallelism = ONE_RANK,
     optimizer: bool = False,
     respelled: bool = False,
+    wanted: Collection[str] = (),
 ) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
     `dtype` is that of every target tensor but those that keep theirs; None keeps each as stored, FP8 codes decoded to
     BF16. `optimizer` takes the state of a Megatron source's optimizer along, in the dtype that it is stored in.
-    `respelled` gives experts that a Hugging Face source has fused the names that the model's own class saves.
+    `respelled` gives experts that a Hugging Face source has fused the names that the model's own class saves; `wanted`
+    are names that the target is to have where that is a choice.
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
     with at(source.path or ""):
-        architecture = architecture_of(source.model.architecture)
+        architecture = table_of(source.model)
         if target == "megatron":
             checks.check_megatron_has(source.model)
-        rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled)
+        rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled, wanted)
         stored = _with_mtp(source, rows)
         model = stored.padded(parallelism.tensor) if target == "megatron" else stored
-        parallelism = checks.with_stages(parallelism, model.num_layers)
-        checks.check_ranks(model, parallelism)
+        if target == "megatron":
+            parallelism = checks.with_stages(parallelism, model.num_layers)
+            checks.check_ranks(model, parallelism)
         patterns = [pattern.replace("{layer}", "*") for pattern in architecture.derived if source.layout == "hf"]
         derived = tuple(name for name in source.specs if any(fnmatchcase(name, pattern) for pattern in patterns))
         by_row = {row: _row_jobs(row, architecture.aliases, model, source, target) for row in rows}
@@ -78,7 +82,7 @@ def make_plan(
             read_shapes, shapes = row.source.shapes(stored, source.layout), row.shapes(model, target)
             for job in row_jobs:
                 read = {name: source.specs[name] for name in (*job.reads, *job.copies)}
-                checks.check_dtypes(read)
+                checks.check_dtypes(read if not isinstance(row, TensorRow) else {})
                 checks.check_shapes(read, (*read_shapes[: len(job.reads)], *read_shapes[:1] * len(job.copies)))
             checks.check_division(row, model, parallelism)
             for job in row_jobs:
@@ -96,6 +100,8 @@ def _with_mtp(source: Source, rows: Iterable[Row]) -> ModelShape:
     """The source's model, without the multi-token prediction layers that it claims if it has none of their tensors:
     transformers reads and writes such checkpoints without them."""
     of_mtp = [row for row in rows if "{mtp}" in row.megatron and not row.of_experts]
+    if not of_mtp:
+        return source.model
     first = {"mtp": 0, "mtp_layer": source.model.num_layers}
     if any(name in source.specs for row in of_mtp for name in names(row, source.layout, first)):
         return source.model
@@ -154,7 +160,7 @@ def _targets(
     specs: Mapping[str, TensorSpec],
     dtype: torch.dtype | None,
 ) -> dict[str, TensorSpec]:
-    kept = [torch.bfloat16 if specs[name].dtype.itemsize == 1 else specs[name].dtype for name in job.reads]
+    kept = [torch.bfloat16 if specs[name].is_codes else specs[name].dtype for name in job.reads]
     made = None if job.row.keeps_dtype else dtype
     if made is None:
         made = torch.bfloat16 if not kept else kept[0]

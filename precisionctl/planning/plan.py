@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import string
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,14 +21,15 @@ from precisionctl.fp8.numerics import Numbers
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, Layout, Parallelism, TensorSpec
 from precisionctl.precision import Precision
+from precisionctl.quant_methods.base import Scales
 
 
 @dataclass(frozen=True)
 class Encode:
-    """The weights of a job that become FP8 codes, each of its target's dtype, and the scales written beside them.
+    """The weights of a job that become codes, each of its target's dtype, and the scales written beside them.
 
-    `blocks`: by weight, how many rows and columns share a scale; tensors of the job that are not in it stay values.
-    `weight_scales`: by weight, the tensor that receives its grid of `scale_inv`.
+    `weights`: by weight, how many rows and columns share a scale, and the tensors that receive its grid of `scale_inv`
+    and what else its encoding has; tensors of the job that are not in it stay values.
     `input_scales`: tensors whose one number is known already, and that number: scales of inputs, or of a KV cache.
     `shared`: all weights have the one scale that their joint amax gives, because engines compute q/k/v, and gate/up, as
     one and would requantize where scales differ.
@@ -35,12 +37,16 @@ class Encode:
     `numbers`: what new scales of weights are rounded up to.
     """
 
-    blocks: Mapping[str, tuple[int, int]]
-    weight_scales: Mapping[str, str]
+    weights: Mapping[str, Scales]
     input_scales: Mapping[str, float]
     shared: bool = False
     numbers: Numbers = "FP32"
     alongside: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def scale_tensors(self) -> tuple[str, ...]:
+        """What is written beside codes."""
+        return (*(name for scales in self.weights.values() for name in scales.of_weight), *self.input_scales)
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,7 @@ class Job:
     @property
     def outputs(self) -> Sequence[str]:
         """The tensors that it writes, scales included."""
-        encode = self.encode
-        return (*self.writes, *encode.weight_scales.values(), *encode.input_scales) if encode else self.writes
+        return (*self.writes, *self.encode.scale_tensors) if self.encode else self.writes
 
     @property
     def expert(self) -> int | None:
@@ -107,8 +112,8 @@ class Plan:
 
     @property
     def codes(self) -> list[str]:
-        """The weights that become FP8 codes."""
-        return [name for job in self.jobs if job.encode for name in job.encode.weight_scales]
+        """The weights that become codes."""
+        return [name for job in self.jobs if job.encode for name in job.encode.weights]
 
     def job_bytes(self, job: Job) -> int:
         """Bytes that a job writes, its scales included."""
@@ -121,8 +126,9 @@ class Plan:
     @property
     def gemms(self) -> Mapping[str, tuple[int, ...]]:
         """Modules whose GEMM an FP8 recipe computes in FP8, and the shape of their scales: `[]`, or `[experts]`."""
-        experts = (self.model.moe.num_experts,) if self.model.moe else ()
-        return {job.module: experts if job.row.of_experts else () for job in self.jobs if job.row.gemm}
+        gemms = [job for job in self.jobs if job.row.gemm]
+        experts = Counter(job.module for job in gemms if job.row.of_experts)
+        return {job.module: (experts[job.module],) if job.row.of_experts else () for job in gemms}
 
     def computes(self, job: Job) -> bool:
         """Whether a job's tensors must be whole in memory, because its row does more than move their rows."""
@@ -139,7 +145,7 @@ class Plan:
     def describe(self) -> dict[str, object]:
         """The plan as JSON: what `--dry-run --json` prints, and what `digest` covers."""
         return {
-            "model": dataclasses.asdict(self.model),
+            "model": self.model.described(),
             "source": self.source,
             "target": self.target,
             "parallelism": dataclasses.asdict(self.parallelism),
@@ -148,10 +154,7 @@ class Plan:
                 | ({"encode": dataclasses.asdict(job.encode)} if job.encode else {})
                 for job in self.jobs
             ],
-            "targets": {
-                name: {"shape": spec.shape, "dtype": str(spec.dtype).removeprefix("torch.")}
-                for name, spec in self.targets.items()
-            },
+            "targets": {name: {"shape": spec.shape, "dtype": spec.stored_dtype} for name, spec in self.targets.items()},
             "derived": self.derived,
             "quantization": self.quantization,
         }

@@ -1,7 +1,7 @@
-"""Lowering: a table row that only moves rows of tensors becomes a list of copies, with no second mapping.
+"""Lowering: turn a table row that only moves rows of tensors into a list of copies, without a second mapping.
 
-The row's own `merge` or `split` is run on row numbers instead of values. Runs of neighbouring numbers in what comes out
-are segments: so many rows, from here in one tensor to there in another.
+The row's own `merge` or `split` is applied to row numbers instead of values. Each run of consecutive numbers in the
+result is a segment: a number of rows to copy from one place to another.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ from precisionctl.param import Layout
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows `[write_row, write_row + rows)` of the tensor `write` are copied from `read`, from its row `read_row` on;
-    they are zeros where `read` is None."""
+    """Rows `[write_row, write_row + rows)` of the tensor `write` are copied from row `read_row` on of `read`, or are
+    zeros if `read` is None."""
 
     read: str | None
     read_row: int
@@ -30,13 +30,13 @@ class Segment:
 def lower(
     row: Row, model: ModelShape, source: Layout, target: Layout, reads: Mapping[str, int], writes: Sequence[str]
 ) -> list[Segment]:
-    """The segments of a job: for a row that only moves, or a job that stays in its layout and spelling.
+    """The segments of a job whose row only moves, or whose layout and spelling do not change.
 
-    `reads` has the number of rows of each tensor that is read; where it is empty, all of `writes` is zeros. Names in
-    `writes` beyond the row's own are copies of its first. `model` is the target's: from Megatron to Megatron its
-    vocabulary may be padded to more or fewer rows.
+    `reads` has the number of rows of each tensor that is read; if it is empty, all of `writes` is zeros. Names in
+    `writes` beyond the row's own are copies of its first tensor. `model` is the target's; between Megatron checkpoints
+    its vocabulary may be padded to another number of rows.
     """
-    written = [shape[0] for shape in row.shapes(model, target)]
+    written = [shape[0] if shape else 1 for shape in row.shapes(model, target)]
     copies = writes[len(written) :]
     if source == target and row.source.rearrangement == row.rearrangement:
         pairs = [
@@ -44,7 +44,7 @@ def lower(
             *((next(iter(reads)), copy, written[0]) for copy in copies),
         ]
         segments = []
-        for read, write, rows in pairs:  # cut off, or filled up with zeros, where a padded vocabulary differs
+        for read, write, rows in pairs:  # cut off, or padded with zeros, if the padding of the vocabulary differs
             kept = min(reads[read], rows)
             segments.append(Segment(read, 0, write, 0, kept))
             if kept < rows:
@@ -64,8 +64,8 @@ def lower(
 
 
 def _number(sizes: Iterable[int]) -> tuple[list[Tensor], list[int]]:
-    """Number the rows of each part, `[rows, 1]`, and say where each part starts. 0 stands for rows of zeros; a number
-    is left out between parts, so that no run goes from one into the next."""
+    """Number the rows of all parts consecutively, `[rows, 1]` each, with the first number of each part. 0 is for rows
+    of zeros; one number is left out between parts, so that no run of numbers spans two parts."""
     numbers, starts, start = [], [], 1
     for rows in sizes:
         numbers.append(torch.arange(start, start + rows).unsqueeze(1))
@@ -75,6 +75,7 @@ def _number(sizes: Iterable[int]) -> tuple[list[Tensor], list[int]]:
 
 
 def _coalesce(numbers: Tensor, write: str, reads: Sequence[str], starts: Sequence[int]) -> list[Segment]:
+    """The segments of one written tensor: runs of consecutive row numbers, and runs of zeros."""
     step = numbers.diff()
     zeros = (numbers[1:] == 0) & (numbers[:-1] == 0)
     breaks = torch.nonzero((step != 1) & ~zeros).flatten() + 1

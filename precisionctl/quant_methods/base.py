@@ -1,7 +1,8 @@
-"""QuantMethod: one way of spelling FP8 in a Hugging Face directory, to write it and to read it.
+"""QuantMethod: one way of spelling codes of weights in a Hugging Face directory, to write it and to read it.
 
-A new one is a file in this folder with a `QUANT_METHOD` in it. Every scale tensor of every method here holds
-scale_inv, whatever its name: the dequantize multiplier `x = code * scale_inv`, which is amax / 448.
+A new one is a file in this folder with a `QUANT_METHOD` in it; a new format of codes is a CodeFormat that its `read`
+gives. Every scale tensor of a weight holds scale_inv, whatever its name: the dequantize multiplier
+`x = code * scale_inv`; only global scales of four-bit formats may be divisors (`CodeFormat.divides`).
 
 Which weights are codes is read from the dtypes of the stored tensors, and not from a config's lists of modules:
 tools match those by whole names, by parts of names, by globs and by regular expressions, each in its own way.
@@ -9,7 +10,7 @@ tools match those by whole names, by parts of names, by globs and by regular exp
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,9 @@ import precisionctl.quant_methods
 from precisionctl.discover import discover
 from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import encoding as fp8
-from precisionctl.fp8.encoding import Encoding, grid_shape
+from precisionctl.fp8.elements import E2M1, E4M3, Packing, element_of
+from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
+from precisionctl.fp8.group_scales import zero_points
 from precisionctl.param import TensorSpec
 
 Scheme = Literal["static", "dynamic", "block", "mxfp8"]
@@ -47,16 +50,50 @@ BLOCKS: Mapping[Scheme, Block] = {"static": TENSOR, "dynamic": CHANNEL, "block":
 """How many rows and columns of a weight share a scale, by scheme."""
 
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+"""Dtypes that a tensor of scales may have; bytes are exponents."""
+
+
+@dataclass(frozen=True)
+class CodeFormat:
+    """What the codes of a weight are, and where the rest of its encoding is: a row of a method's table.
+
+    `block` says how many rows and columns share a scale, of one of the dtypes `scales`, or of any. Without a `packing`
+    codes are FP8, of the element that their dtype says. The others are names of tensors beside the weight's own scales:
+    a global scale, FP32, which `divides` or multiplies those of blocks; zero points, INT4, packed along rows; the
+    `shape` of the weight; and the fixed global scale of its `input`.
+    """
+
+    block: Block
+    packing: Packing | None = None
+    scales: tuple[torch.dtype, ...] = ()
+    global_scale: str | None = None
+    divides: bool = False
+    zero_points: str | None = None
+    shape: str | None = None
+    input: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.packing.name if self.packing else "FP8"
+
+
 @dataclass(frozen=True)
 class Quantization:
     """What a `quantization_config` says of its tensors.
 
-    `blocks` are those that weights may have; where there are several, the shape of a weight's scales decides. `static`:
-    whether inputs have fixed scales; None where some have and some have not.
+    `formats` are those that weights may have; where there are several, a weight's tensors decide. `static`: whether
+    inputs have fixed scales; None where some have and some have not.
     """
 
-    blocks: tuple[Block, ...]
+    formats: tuple[CodeFormat, ...]
     static: bool | None
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Those that codes of FP8 may have."""
+        return tuple(form.block for form in self.formats if form.packing is None)
 
     @property
     def scheme(self) -> str:
@@ -64,6 +101,8 @@ class Quantization:
         for scheme, block in BLOCKS.items():
             if (self.blocks, self.static) == ((block,), scheme == "static"):
                 return scheme
+        if not self.blocks:
+            return " or ".join(dict.fromkeys(form.name for form in self.formats))
         weights = " or ".join(_KINDS.get(block, "block") for block in self.blocks)
         return f"{weights} weights and {'static' if self.static else 'dynamic'}"
 
@@ -71,30 +110,59 @@ class Quantization:
         """The same with the one of several `blocks` that all weights have; unchanged where they have not one."""
         for block in self.blocks:
             if all(found.block == sized(block, specs[name]) for name, found in scales.items()):
-                return Quantization((block,), self.static)
+                return in_fp8((block,), self.static)
         return self
+
+
+def in_fp8(blocks: Iterable[Block], static: bool | None) -> Quantization:
+    """FP8 codes with scales for such blocks."""
+    return Quantization(tuple(CodeFormat(block) for block in blocks), static)
 
 
 def together(parts: Iterable[Quantization]) -> Quantization:
     """What a config says as a whole whose groups of modules, or layers, say `parts`."""
     listed = list(parts)
     static = {part.static for part in listed}
-    blocks = dict.fromkeys(block for part in listed for block in part.blocks)
-    return Quantization(tuple(blocks), static.pop() if len(static) == 1 else None)
+    formats = dict.fromkeys(form for part in listed for form in part.formats)
+    return Quantization(tuple(formats), static.pop() if len(static) == 1 else None)
 
 
 @dataclass(frozen=True)
 class Scales:
     """The tensors that hold a quantised weight's scale_inv and its input's (`input` is None where that is dynamic),
-    and how many rows and columns of the weight share a scale."""
+    and how many rows and columns of the weight share a scale. The others, and what they mean, are those of its
+    CodeFormat."""
 
     weight: str
     input: str | None
     block: tuple[int, int]
+    global_scale: str | None = None
+    divides: bool = False
+    zero_points: str | None = None
+    shape: str | None = None
+
+    @property
+    def of_weight(self) -> tuple[str, ...]:
+        """The names of all but the input's."""
+        names = (self.weight, self.global_scale, self.zero_points, self.shape)
+        return tuple(name for name in names if name is not None)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.weight,) if self.input is None else (self.weight, self.input)
+        return self.of_weight if self.input is None else (*self.of_weight, self.input)
+
+    def input_amax(self, stored: Tensor) -> Tensor:
+        """The amax, FP32, that a fixed scale of the input stands for: `scale_inv * 448`; of a global one, which is that
+        of the largest block's scale, 448 * 6 times it."""
+        if self.global_scale is None:
+            return stored * E4M3.largest
+        return E4M3.largest * E2M1.largest / stored if self.divides else stored * (E4M3.largest * E2M1.largest)
+
+    def of_input_amax(self, amax: Tensor) -> Tensor:
+        """The inverse."""
+        if self.global_scale is None:
+            return amax / E4M3.largest
+        return E4M3.largest * E2M1.largest / amax if self.divides else amax / (E4M3.largest * E2M1.largest)
 
 
 @dataclass(frozen=True)
@@ -170,6 +238,14 @@ def quant_methods() -> dict[str, QuantMethod]:
     return {method.name: method for method in methods}
 
 
+_OTHERWISE = {
+    "gptq": "4-bit integers packed along inputs, which groups may take in another order",
+    "awq": "4-bit integers in an order of their own, under scales that norms before them have taken up",
+    "bitsandbytes": "4-bit numbers of a table in the file (NF4), under scales that are codes too",
+}
+"""What methods that others know store, in words."""
+
+
 def recognise(config: Mapping[str, Any], where: object = "config.json") -> QuantMethod | None:
     """The method that a config.json names; None where it names none.
 
@@ -183,47 +259,145 @@ def recognise(config: Mapping[str, Any], where: object = "config.json") -> Quant
     methods, name = quant_methods(), quantization.get("quant_method")
     if not isinstance(name, str) or name not in methods:
         known = ", ".join(methods)
-        raise PrecisionError(f"quant_method {name!r} is not one that can be read", where=where, do=f"Known: {known}.")
+        why = _OTHERWISE.get(name, "") if isinstance(name, str) else ""
+        raise PrecisionError(
+            f"quant_method {name!r} is not one that can be read{why and f': {why}'}",
+            where=where,
+            do=f"Known: {known}." + (" Start from the model before quantization." if why else ""),
+        )
     return methods[name]
 
 
-def stored_scales(
+@dataclass(frozen=True)
+class CodedWeight:
+    """A weight that is stored as codes: the tensor that has them, `codes`, what that is as a logical tensor, and where
+    the rest of the encoding is."""
+
+    codes: str
+    spec: TensorSpec
+    scales: Scales
+
+
+def coded_weights(
     config: Mapping[str, Any], specs: Mapping[str, TensorSpec], where: object = "config.json"
-) -> dict[str, Scales]:
-    """Where the scales of every weight that is FP8 codes are, by the weight's name.
+) -> dict[str, CodedWeight]:
+    """Every weight that is codes, by its name.
 
     `config` is all of config.json, `specs` every stored tensor, scales among them. Raises PrecisionError for a
     method or scheme that cannot be read, DamagedCheckpoint for codes whose scales are missing or misshapen.
     """
     method = recognise(config, where)
-    codes = [name for name, spec in specs.items() if spec.dtype in fp8.CODES]
-    if method is None:
-        if codes:
-            raise DamagedCheckpoint(f"{codes[0]} is FP8 codes but there is no `quantization_config`", where=where)
-        return {}
-    said = method.read(config["quantization_config"])
-    return {name: _found(name, method, said, specs, where) for name in codes}
+    said = method.read(config["quantization_config"]) if method else None
+    packed = _packed(said, specs, where) if said else {}
+    beside = {sibling(name, kind) for name in packed for kind in (method.weight_scales if method else ())}
+    others = {name: name for name, spec in specs.items() if spec.packing or spec.dtype in fp8.CODES}
+    codes = packed | {name: stored for name, stored in others.items() if name not in {*beside, *packed}}
+    if codes and (method is None or said is None):
+        raise DamagedCheckpoint(f"{next(iter(codes))} is FP8 codes but there is no `quantization_config`", where=where)
+    return {name: _coded(name, stored, method, said, specs, where) for name, stored in codes.items() if method and said}
 
 
-def _found(
-    weight: str, method: QuantMethod, said: Quantization, specs: Mapping[str, TensorSpec], where: object
-) -> Scales:
-    scale = _present(weight, method.weight_scales, specs, where)
-    wanted = said.static if said.static is not None else any(sibling(weight, k) in specs for k in method.input_scales)
-    given = _present(weight, method.input_scales, specs, where) if wanted else None
-    if given is not None and specs[given].rows * specs[given].columns != 1:
-        raise DamagedCheckpoint(f"{given} has shape {list(specs[given].shape)}, not one scale", where=where)
-    for block in said.blocks:
-        size = sized(block, specs[weight])
-        grid = grid_shape(specs[weight].rows, specs[weight].columns, size)
-        if _without_ones(specs[scale].shape) == _without_ones(grid):
-            return Scales(scale, given, size)
-    kinds = " or ".join(_KINDS.get(block, f"one per block of {shown(block)}") for block in said.blocks)
+def stored_scales(
+    config: Mapping[str, Any], specs: Mapping[str, TensorSpec], where: object = "config.json"
+) -> dict[str, Scales]:
+    """Where the scales of every weight that is codes are, by the weight's name; as `coded_weights`."""
+    return {name: coded.scales for name, coded in coded_weights(config, specs, where).items()}
+
+
+def _packed(said: Quantization, specs: Mapping[str, TensorSpec], where: object) -> dict[str, str]:
+    """The stored tensors that are words of four-bit codes, by the names of the weights. Raises DamagedCheckpoint for
+    one that has their name and cannot be, PrecisionError for one whose groups of inputs are in another order."""
+    found: dict[str, str] = {}
+    packings = [form.packing for form in said.formats if form.packing and form.packing.block is None]
+    for suffix in dict.fromkeys(packing.suffix for packing in packings):
+        words = {packing.word for packing in packings if packing.suffix == suffix}
+        for name, spec in specs.items():
+            if not name.endswith(f".weight{suffix}") or len(spec.shape) != 2:
+                continue
+            weight = name.removesuffix(suffix)
+            if spec.dtype in words:
+                found[weight] = name
+            elif suffix:
+                kinds = " or ".join(dict.fromkeys(map(_in_words, said.formats)))
+                raise DamagedCheckpoint(f"{name} is {spec.stored_dtype}; the config says: {kinds}", where=where)
+            if (order := sibling(weight, "weight_g_idx")) in specs:
+                what = f"{order} puts inputs into groups in another order than theirs (actorder)"
+                raise PrecisionError(what, where=where, do="Start from the model before quantization.")
+    return found
+
+
+def _coded(
+    weight: str, codes: str, method: QuantMethod, said: Quantization, specs: Mapping[str, TensorSpec], where: object
+) -> CodedWeight:
+    """The first of the formats that a weight's tensors are of. Raises DamagedCheckpoint where there is none."""
+    scale, spec = _present(weight, method.weight_scales, specs, where), specs[codes]
+    fitting = {form: found for form in said.formats if (found := _as_weight(spec, codes.removeprefix(weight), form))}
+    for form, spec in fitting.items():
+        size = sized(form.block, spec)
+        grid = grid_shape(spec.rows, spec.columns, size)
+        if (form.scales and specs[scale].dtype not in form.scales) or _without_ones(
+            specs[scale].shape
+        ) != _without_ones(grid):
+            continue
+        further = [
+            _of_shape(sibling(weight, kind), shapes, specs, where) if kind else None
+            for kind, shapes in (
+                (form.global_scale, ((), (1,))),
+                (form.zero_points, ((-(-grid[0] // 8), grid[1]),)),
+                (form.shape, ((2,),)),
+            )
+        ]
+        given = _input(weight, method, form, said, specs, where)
+        return CodedWeight(codes, spec, Scales(scale, given, size, further[0], form.divides, further[1], further[2]))
+    kinds = " or ".join(dict.fromkeys(map(_in_words, fitting or said.formats)))
     raise DamagedCheckpoint(
-        f"{scale} has shape {list(specs[scale].shape)} for a weight of {list(specs[weight].shape)}; "
-        f"the config says: {kinds}",
+        f"{scale} has shape {list(specs[scale].shape)} ({specs[scale].stored_dtype}) for a weight of "
+        f"{list(spec.shape)}; the config says: {kinds}",
         where=where,
     )
+
+
+def _as_weight(stored: TensorSpec, suffix: str, form: CodeFormat) -> TensorSpec | None:
+    """The weight whose codes a stored tensor of a name with this suffix are in a format; None where they cannot be."""
+    packing = form.packing
+    if packing is None or stored.packing is not None:
+        fits = stored.packing == packing and (packing is not None or stored.dtype in fp8.CODES)
+        return stored if fits else None
+    if (stored.dtype, suffix) != (packing.word, packing.suffix):
+        return None
+    return TensorSpec((stored.rows, stored.columns * packing.codes_in_word), packing.element.dtype, packing=packing)
+
+
+def _of_shape(name: str, shapes: Sequence[tuple[int, ...]], specs: Mapping[str, TensorSpec], where: object) -> str:
+    """The name of a tensor beside codes. Raises DamagedCheckpoint where it is not there, or of no such shape."""
+    if name not in specs:
+        raise DamagedCheckpoint(f"no {name} for its codes", where=where, do="Is every shard there?")
+    if specs[name].shape not in shapes:
+        what = f"{name} has shape {list(specs[name].shape)}, not {' or '.join(str(list(each)) for each in shapes)}"
+        raise DamagedCheckpoint(what, where=where)
+    return name
+
+
+def _in_words(form: CodeFormat) -> str:
+    block = _KINDS.get(form.block, f"one per block of {shown(form.block)}")
+    return block if form.packing is None else f"{form.name}, {block}"
+
+
+def _input(
+    weight: str,
+    method: QuantMethod,
+    form: CodeFormat,
+    said: Quantization,
+    specs: Mapping[str, TensorSpec],
+    where: object,
+) -> str | None:
+    """The fixed scale of a weight's input."""
+    kinds = method.input_scales if form.packing is None else (form.input,) if form.input else ()
+    wanted = said.static if said.static is not None else any(sibling(weight, kind) in specs for kind in kinds)
+    given = _present(weight, kinds, specs, where) if wanted and kinds else None
+    if given is not None and specs[given].rows * specs[given].columns != 1:
+        raise DamagedCheckpoint(f"{given} has shape {list(specs[given].shape)}, not one scale", where=where)
+    return given
 
 
 def _present(weight: str, kinds: Sequence[str], specs: Mapping[str, TensorSpec], where: object) -> str:
@@ -231,7 +405,7 @@ def _present(weight: str, kinds: Sequence[str], specs: Mapping[str, TensorSpec],
     for name in names:
         if name in specs:
             return name
-    raise DamagedCheckpoint(f"no {' or '.join(names)} for its FP8 codes", where=where, do="Is every shard there?")
+    raise DamagedCheckpoint(f"no {' or '.join(names)} for its codes", where=where, do="Is every shard there?")
 
 
 def sized(block: Block, spec: TensorSpec) -> tuple[int, int]:
@@ -255,7 +429,8 @@ def _without_ones(shape: tuple[int, ...]) -> list[int]:
 
 
 def encoding(scale: Tensor, scales: Scales, weight: TensorSpec, where: object = "") -> Encoding:
-    """How the codes of `weight` decode with this stored scale tensor, of any dtype and method.
+    """How the codes of `weight` decode with this stored scale tensor, of any dtype and method; without a global scale
+    and zero points, which `complete_encoding` reads too.
 
     Raises DamagedCheckpoint for a scale that is negative, infinite or NaN.
     """
@@ -265,7 +440,31 @@ def encoding(scale: Tensor, scales: Scales, weight: TensorSpec, where: object = 
     values = grid.float()
     if not bool((values.isfinite() & (values >= 0)).all()):
         raise DamagedCheckpoint(f"{scales.weight} holds a scale that is negative, infinite or NaN", where=where)
-    return Encoding(weight.dtype, grid, scales.block)
+    element = weight.packing.element if weight.packing else element_of(weight.dtype)
+    return Encoding(element, grid, scales.block)
+
+
+def complete_encoding(
+    read: Callable[[str], Tensor], scales: Scales, weight: TensorSpec, where: object = ""
+) -> Encoding:
+    """How the codes of `weight` decode with the tensors beside it, which `read` reads by name.
+
+    Raises DamagedCheckpoint as `encoding` does, and for a weight's stored shape that is another one.
+    """
+    found = encoding(read(scales.weight), scales, weight, where)
+    if scales.shape is not None and (shape := read(scales.shape).reshape(-1).tolist()) != list(weight.shape):
+        what = f"{scales.shape} holds {shown(shape)} for codes of {list(weight.shape)}"
+        raise DamagedCheckpoint(what, where=where)
+    if scales.zero_points is not None:
+        found = replace(found, zeros=zero_points(read(scales.zero_points), len(found.scale_inv)))
+    if scales.global_scale is None:
+        return found
+    value = read(scales.global_scale).float().reshape(())
+    made = replace(found, global_scale=GlobalScale(value, scales.divides))
+    if not (bool(value.isfinite()) and value > 0 and bool(made.multipliers.isfinite().all())):
+        what = f"{scales.global_scale} holds {float(value):.6g}, which is no global scale of these scales"
+        raise DamagedCheckpoint(what, where=where)
+    return made
 
 
 def block_of(value: object) -> tuple[int, int]:

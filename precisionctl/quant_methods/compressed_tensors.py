@@ -1,25 +1,45 @@
-"""compressed-tensors (`weight_scale`, `input_scale`): scale_inv; `[1]`, `[rows, 1]`, or a grid for blocks.
+"""compressed-tensors (`weight_scale`, `input_scale`): scale_inv; `[1]`, `[rows, 1]`, or a grid for blocks. Codes of
+four bits are `weight_packed`; global scales of NVFP4 are divisors, 2688 / amax.
 
 The format of llm-compressor; vLLM, SGLang and transformers read it. Written without every key that has a default:
 older readers refuse keys that they do not know.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from precisionctl.errors import PrecisionError, shown
+from precisionctl.fp8.elements import E2M1, INT4, Packing
 from precisionctl.quant_methods.base import (
     CHANNEL,
+    EXPONENTS,
+    FLOATS,
     TENSOR,
     Block,
     CacheSpelling,
+    CodeFormat,
     Quantization,
     QuantMethod,
     Scheme,
     Spelling,
     block_of,
+    in_fp8,
     together,
 )
+
+_NVFP4 = CodeFormat(
+    (1, 16),
+    Packing("NVFP4", E2M1, torch.uint8, "_packed"),
+    (torch.float8_e4m3fn,),
+    global_scale="weight_global_scale",
+    divides=True,
+    input="input_global_scale",
+)
+_MXFP4 = CodeFormat((1, 32), Packing("MXFP4", E2M1, torch.uint8, "_packed"), EXPONENTS)
+_INT4 = CodeFormat(CHANNEL, Packing("INT4", INT4, torch.int32, "_packed"), FLOATS, shape="weight_shape")
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _MX = _FP8 | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
@@ -61,6 +81,8 @@ def read(config: Mapping[str, Any]) -> Quantization:
 
 def _group(group: object) -> Quantization:
     weights, inputs = (_arguments(group, part) for part in ("weights", "input_activations"))
+    if weights is not None and weights.get("num_bits") == 4:
+        return Quantization((_four_bits(weights),), None)
     if weights is None or weights.get("num_bits") != 8 or weights.get("type") != "float":
         raise _unread("weights are no 8-bit floating point")
     if weights.get("symmetric") is False or weights.get("dynamic"):
@@ -74,9 +96,25 @@ def _group(group: object) -> Quantization:
         block = TENSOR if strategy == "tensor" else CHANNEL
     else:
         raise _unread(f"strategy {shown(strategy)}")
-    return Quantization(
-        (block,), inputs is not None and not inputs.get("dynamic") and inputs.get("strategy") == "tensor"
-    )
+    return in_fp8([block], inputs is not None and not inputs.get("dynamic") and inputs.get("strategy") == "tensor")
+
+
+def _four_bits(weights: Mapping[str, Any]) -> CodeFormat:
+    kind, strategy, size = (weights.get(key) for key in ("type", "strategy", "group_size"))
+    symmetric = weights.get("symmetric", True)
+    if weights.get("dynamic") or type(symmetric) is not bool:
+        raise _unread("4-bit weights have no scales")
+    if kind == "float" and symmetric and (strategy, size) == ("tensor_group", 16):
+        return _NVFP4
+    if kind == "float" and symmetric and (strategy, size) == ("group", 32):
+        return _MXFP4
+    if weights.get("actorder") in ("group", "dynamic"):
+        raise _unread("groups are of inputs in another order (actorder)")
+    groups = strategy == "group" and type(size) is int and 0 < size < 1 << 31
+    if kind != "int" or not (groups or strategy == "channel"):
+        raise _unread(f"4-bit {shown(kind)} weights of strategy {shown(strategy)}, groups of {shown(size)}")
+    form = replace(_INT4, block=(1, size if groups else None))
+    return form if symmetric else replace(form, zero_points="weight_zero_point")
 
 
 def _arguments(group: object, part: str) -> Mapping[str, Any] | None:
@@ -91,9 +129,10 @@ def _is_there(part: object) -> bool:
 
 def _unread(why: str) -> PrecisionError:
     return PrecisionError(
-        f"these compressed-tensors config groups are not FP8 of a kind that can be read: {why}",
+        f"these compressed-tensors config groups are not of a kind that can be read: {why}",
         where="config.json",
-        do="Known: 8-bit floating point with one scale for a tensor, a channel, a block or a group.",
+        do="Known: 8-bit floating point with one scale for a tensor, a channel, a block or a group; NVFP4; MXFP4; "
+        "4-bit integers with one for a channel or a group of inputs in their order.",
     )
 
 

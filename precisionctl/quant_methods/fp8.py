@@ -2,23 +2,33 @@
 
 DeepSeek's format, one scale for 128 x 128 values, and that of whoever writes one for a tensor: transformers with a
 `weight_scale_inv` of no dimension, vLLM's with `weight_scale`. Edges are ragged: 576 rows have 5 rows of scales. Under
-`scale_fmt: ue8m0` scales are powers of two, stored in FP32 or as E8M0.
+`scale_fmt: ue8m0` scales are powers of two, stored in FP32 or as E8M0. DeepSeek-V4's experts are MXFP4 beside them, in
+bytes with a sign.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from precisionctl.errors import PrecisionError, shown
+from precisionctl.fp8.elements import E2M1, Packing
 from precisionctl.quant_methods.base import (
+    EXPONENTS,
     SQUARE,
     TENSOR,
     CacheSpelling,
+    CodeFormat,
     Quantization,
     QuantMethod,
     Scheme,
     Spelling,
     block_of,
+    in_fp8,
 )
+
+_FP4 = CodeFormat((1, 32), Packing("MXFP4", E2M1, torch.int8), EXPONENTS)
 
 
 def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
@@ -41,13 +51,14 @@ def read(config: Mapping[str, Any]) -> Quantization:
         raise PrecisionError(f"activation_scheme {shown(scheme)} cannot be read", where="config.json")
     size = config.get("weight_block_size", [128, 128])
     blocks = (TENSOR,) if size is None else (block_of(size),)
-    return Quantization((TENSOR, *blocks) if "weight_block_size" not in config else blocks, scheme == "static")
+    found = in_fp8((TENSOR, *blocks) if "weight_block_size" not in config else blocks, scheme == "static")
+    return replace(found, formats=(*found.formats, _FP4))
 
 
 QUANT_METHOD = QuantMethod(
     name="fp8",
     read=read,
-    weight_scales=("weight_scale_inv", "weight_scale"),
+    weight_scales=("weight_scale_inv", "weight_scale", "scale"),
     input_scales=("activation_scale", "input_scale"),
     spelling=Spelling(
         shapes={

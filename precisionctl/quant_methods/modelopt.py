@@ -9,15 +9,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from precisionctl.errors import PrecisionError, shown
+from precisionctl.fp8.elements import E2M1, Packing
 from precisionctl.quant_methods.base import (
     CHANNEL,
+    EXPONENTS,
     TENSOR,
     CacheSpelling,
+    CodeFormat,
     Quantization,
     QuantMethod,
     Scheme,
     Spelling,
+    in_fp8,
     together,
 )
 
@@ -54,13 +60,33 @@ def files(config: Mapping[str, Any]) -> dict[str, bytes]:
     return {"hf_quant_config.json": text.encode()}
 
 
+_NVFP4 = CodeFormat(
+    (1, 16),
+    Packing("NVFP4", E2M1, torch.uint8),
+    (torch.float8_e4m3fn,),
+    global_scale="weight_scale_2",
+    input="input_scale",
+)
+_MXFP4 = CodeFormat((1, 32), Packing("MXFP4", E2M1, torch.uint8), EXPONENTS)
+
 _READ: Mapping[str, Quantization] = {
-    "FP8": Quantization((TENSOR,), True),
-    "FP8_PER_CHANNEL_PER_TOKEN": Quantization((CHANNEL,), False),
-    "FP8_PB_WO": Quantization(((128, 128),), False),
-    "MXFP8": Quantization(((1, 32),), False),
+    "FP8": in_fp8([TENSOR], True),
+    "FP8_PER_CHANNEL_PER_TOKEN": in_fp8([CHANNEL], False),
+    "FP8_PB_WO": in_fp8([(128, 128)], False),
+    "MXFP8": in_fp8([(1, 32)], False),
+    "NVFP4": Quantization((_NVFP4,), None),
+    "W4A16_NVFP4": Quantization((_NVFP4,), None),
+    "MXFP4": Quantization((_MXFP4,), None),
+    "W4A8_MXFP4_FP8": Quantization((_MXFP4,), None),
 }
-"""`quant_algo`; the third is spelled `fp8_pb_wo` (modelopt/torch/export/quant_utils.py)."""
+"""`quant_algo`; some are spelled in lower case, `fp8_pb_wo` and `mxfp4` (modelopt/torch/export/quant_utils.py)."""
+
+_OTHERWISE = {
+    "AWQ": "inputs are scaled too (pre_quant_scale)",
+    "SVD": "a part of low rank is to be added",
+    "FOUR_OVER_SIX": "scales are normalised otherwise",
+}
+"""Why codes and scales of an algorithm with such a word in its name are not the weights."""
 
 
 def read(config: Mapping[str, Any]) -> Quantization:
@@ -73,8 +99,11 @@ def read(config: Mapping[str, Any]) -> Quantization:
     parts = [_READ.get(name.upper()) if isinstance(name, str) else None for name in algorithms]
     if not parts or None in parts:
         unread = next((name for name, part in zip(algorithms, parts, strict=True) if part is None), None)
+        why = next((f": {why}" for word, why in _OTHERWISE.items() if word in str(unread).upper()), "")
         raise PrecisionError(
-            f"quant_algo {shown(unread)} cannot be read", where="config.json", do=f"Known: {', '.join(_READ)}."
+            f"quant_algo {shown(unread)} cannot be read{why}",
+            where="config.json",
+            do=f"Known: {', '.join(_READ)}. Start from the model before quantization.",
         )
     return together(part for part in parts if part is not None)
 

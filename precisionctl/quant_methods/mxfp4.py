@@ -7,12 +7,18 @@ not written.
 from collections.abc import Mapping
 from typing import Any
 
-from precisionctl.quant_methods.base import Quantization, QuantMethod
+import torch
+
+from precisionctl.fp8.elements import E2M1, Packing
+from precisionctl.quant_methods.base import CodeFormat, Quantization, QuantMethod
+
+BLOCKS_OF_16 = Packing("MXFP4", E2M1, torch.uint8, block=16)
+_MXFP4 = CodeFormat((1, 32), BLOCKS_OF_16, (torch.uint8,))
 
 
 def read(config: Mapping[str, Any]) -> Quantization:
     """Nothing: there is one way. `modules_to_not_convert` names what has no blocks anyway."""
-    return Quantization(((1, 32),), False)
+    return Quantization((_MXFP4,), None)
 
 
 QUANT_METHOD = QuantMethod(name="mxfp4", read=read, weight_scales=("scales",))

@@ -15,6 +15,7 @@ from precisionctl.quant_methods.base import (
     QuantMethod,
     Scheme,
     Spelling,
+    in_fp8,
 )
 
 
@@ -33,7 +34,7 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
 
 def read(config: Mapping[str, Any]) -> Quantization:
     """Groups of 32, whatever `weight_block_size` is: readers go by the standard, and so do the shapes of scales."""
-    return Quantization((BLOCKS["mxfp8"],), False)
+    return in_fp8([BLOCKS["mxfp8"]], False)
 
 
 QUANT_METHOD = QuantMethod(

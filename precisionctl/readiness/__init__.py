@@ -1,1 +1,1 @@
-"""Readiness: whether FP8 is safe from here, by layer and role, and what to keep in BF16."""
+"""Readiness: whether FP8 is safe for a checkpoint, by layer and role, and what to keep in BF16."""

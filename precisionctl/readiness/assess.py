@@ -1,4 +1,4 @@
-"""A checkpoint, assessed: its weights measured, and what its FP8 state, or another file's, recorded of the rest."""
+"""Assess a checkpoint: measure its weights, and judge them and what FP8 state has recorded of other roles."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,12 +11,12 @@ from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 
 BytesProgress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Opens a progress bar for so many bytes, and yields a function that is called with the bytes done since."""
+"""Opens a progress bar for a number of bytes, and yields a function to call with the number of further bytes done."""
 
 
 def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, workers: int = 1) -> Readiness:
-    """Measure every weight of an FP8 GEMM and judge. `state_file` is what --fp8-state names. Raises as make_plan and
-    known_state do."""
+    """Measure the weights of all FP8 GEMMs, and judge them with the FP8 state, which is taken from `state_file` first.
+    Raises as `make_plan` and `known_state`."""
     plan, jobs = plan_gemms(reader)
     known = known_state(reader, plan.gemms, state_file)
     with progress(stored_bytes(reader, jobs)) as on_bytes:

@@ -1,4 +1,4 @@
-"""What an amax history says by itself: how far amaxes go, whether they grow, and whether the scale covers them."""
+"""What an amax history shows: the range of amaxes, whether they grow, and whether the scale covers them."""
 
 import math
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from precisionctl.fp8.state import DelayedScaling, Role, RoleState
 from precisionctl.readiness.thresholds import TREND_ROWS
 
 _ROUNDING = 1 + 2.0**-22
-"""`scale * amax` of a scale that was made of that amax may exceed fp8_max by as much."""
+"""`scale * amax`, with the scale computed from that amax, may exceed fp8_max by this factor through rounding."""
 
 
 @dataclass(frozen=True)
 class History:
-    """The recorded rows of a role; of experts, the extremes over all of them.
+    """Figures of the recorded rows of a role; with experts, the extremes over all of them.
 
-    `smallest`, `largest` and `newest` are amaxes, finite and above 0. `growth` is the median of the newest quarter of
-    the rows over that of the oldest, None where there are too few. `used` is `newest * scale / fp8_max`: above 1 such
-    a tensor saturates, below it has `-log2(used)` binades of headroom. `infinite`: an amax is, which freezes the scale.
-    `silent` counts experts that recorded nothing while others did.
+    `smallest`, `largest` and `newest` are finite amaxes above 0. `growth` is the median of the newest quarter of the
+    rows divided by that of the oldest; None if there are too few rows. `used` is `newest * scale / fp8_max`: above 1
+    the tensor saturates, below 1 it has `-log2(used)` binades of headroom. `infinite` is True if an amax is infinite,
+    which keeps the scale from changing. `silent` is the number of experts that recorded nothing while others did.
     """
 
     rows: int
@@ -34,16 +34,17 @@ class History:
 
     @property
     def saturates(self) -> bool:
+        """Whether the newest amax is beyond the scale's range."""
         return self.used > _ROUNDING
 
 
 def read_history(state: RoleState, role: Role, recipe: DelayedScaling) -> History | None:
-    """None for a role that was never recorded."""
+    """The figures of a role's state; None if it was never recorded."""
     if not state.recorded:
         return None
     scales = state.scale.reshape(-1)
     rows = state.amax_history.reshape(len(scales), -1)
-    # a history of one row rests at zero: its amax went into the scale
+    # A history of one row is zero at rest: its amax is only in the scale
     kept = rows[:, 1:] if rows.shape[1] > 1 else recorded_amax(state, role, recipe).reshape(-1, 1)
     recorded = [amaxes[amaxes > 0] for amaxes in kept]
     each = [_of_one(amaxes, scale) for amaxes, scale in zip(recorded, scales, strict=True)]
@@ -86,7 +87,7 @@ def _of_one(amaxes: Tensor, scale: Tensor) -> History | None:
 
 
 def _from_scales(state: RoleState, role: Role, recipe: DelayedScaling) -> History:
-    """Where no row is left, the amaxes that gave the scales."""
+    """The figures if no row has a finite amax: from the amaxes that gave the scales."""
     amaxes = recorded_amax(state, role, recipe).reshape(-1)
     amaxes = amaxes[amaxes > 0]
     infinite = bool(state.amax_history.isinf().any())

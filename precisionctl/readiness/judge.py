@@ -1,4 +1,4 @@
-"""The verdict: what was measured and recorded of every role, held against the thresholds."""
+"""Judge what was measured and recorded of every role by the thresholds, and give a verdict for each scaling."""
 
 import math
 import re
@@ -22,8 +22,8 @@ Remedy = Literal["bf16", "recalibrate", "margin", "watch"]
 
 @dataclass(frozen=True)
 class RoleFinding:
-    """Something that is wrong with a role under `scalings`, in words, and what helps. Findings of one `kind` differ in
-    their numbers."""
+    """A problem of a role under `scalings`, in words, and its remedy. Findings of one `kind` differ only in their
+    numbers."""
 
     remedy: Remedy
     kind: str
@@ -33,8 +33,8 @@ class RoleFinding:
 
 @dataclass(frozen=True)
 class RoleHealth:
-    """One role of one module. `measured` is empty where nothing was, and has one of each expert where those were
-    told apart; shares and kurtosis are then those of the worst."""
+    """One role of one module. `measured` has statistics, one for each expert if they were measured separately; empty if
+    nothing was measured. The properties are those of the worst expert, None without statistics."""
 
     module: str
     role: Role
@@ -44,7 +44,7 @@ class RoleHealth:
 
     @property
     def amax(self) -> float | None:
-        """The largest that was seen."""
+        """The largest amax, measured or recorded."""
         seen = [one.amax for one in self.measured] + ([self.history.largest] if self.history else [])
         return max(seen, default=None)
 
@@ -67,9 +67,9 @@ class RoleHealth:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one scaling is judged. `keep_bf16` are patterns for a recipe, standing for `kept` modules; `recalibrate`
-    counts modules whose state is not to be started from, `margin` those that saturate, `unjudged` modules by role of
-    which nothing is known.
+    """The verdict on one scaling. `keep_bf16` are patterns for a recipe, which match `kept` modules. `recalibrate` is
+    the number of modules whose state should not be used, `margin` that of modules that saturate, and `unjudged` has, by
+    role, the number of modules of which nothing is known.
     """
 
     scaling: Scaling
@@ -82,7 +82,7 @@ class Verdict:
 
     @property
     def ready(self) -> bool:
-        """Whether everything is known, and nothing has to be made anew first."""
+        """Whether everything is known and no state has to be calibrated first."""
         return not self.recalibrate and not self.unjudged
 
     @property
@@ -99,7 +99,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Readiness:
-    """Every role of every module, a verdict for each scaling, and what to know of the state as a whole."""
+    """The health of every role of every module, a verdict for each scaling, and notes on the state as a whole."""
 
     roles: tuple[RoleHealth, ...]
     verdicts: Mapping[Scaling, Verdict]
@@ -107,7 +107,7 @@ class Readiness:
 
     @property
     def measured(self) -> Mapping[Role, int]:
-        """Modules by role of which there are statistics."""
+        """The number of modules with statistics, by role."""
         return _count(health.role for health in self.roles if health.measured)
 
 
@@ -118,8 +118,8 @@ def judge(
     *,
     outdated: bool = False,
 ) -> Readiness:
-    """Judge the modules whose GEMMs would be FP8, by their weights and by what `states` recorded and measured;
-    `outdated` is what was recorded with other weights than these."""
+    """Judge the modules `gemms`, which would be in FP8, by statistics of their weights and by what `states` recorded
+    and measured. `outdated` says that `states` were recorded with other weights than these."""
     attention = sorted((states.modules.keys() | states.statistics.keys()) - set(gemms)) if states else []
     roles = [
         _judge_role(module, role, weights.get(module, ()), states, outdated)
@@ -147,7 +147,7 @@ def _judge_role(
     measured = [one for one in measured if one.elements]
     findings = [*_by_statistics(measured, role)]
     history = None
-    never = [] if _is_dead(measured) else [_NEVER]  # no pass records an amax of zeros
+    never = [] if _is_all_zero(measured) else [_NEVER]  # the amax of a tensor of zeros is never recorded
     if states and not part and role in IN_USE:
         findings += never
     if states and part:
@@ -165,15 +165,15 @@ _NEVER = RoleFinding("recalibrate", "never recorded", ("delayed",), "never recor
 _OUTDATED = RoleFinding("recalibrate", "other weights", ("delayed",), "recorded with other weights than these")
 
 
-def _is_dead(measured: Sequence[Statistics]) -> bool:
-    """Whether nothing but zeros was measured."""
+def _is_all_zero(measured: Sequence[Statistics]) -> bool:
+    """Whether something was measured, and every element of it is 0."""
     return bool(measured) and all(one.amax == 0 for one in measured)
 
 
 def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[RoleFinding]:
     if not measured:
         return
-    if _is_dead(measured):
+    if _is_all_zero(measured):
         yield RoleFinding("watch", "dead", SCALINGS, "dead: every element is 0")
     if any(one.nonfinite for one in measured):
         yield RoleFinding(
@@ -207,7 +207,7 @@ def _by_history(history: History) -> Iterator[RoleFinding]:
 
 
 def _is_stale(weights: Sequence[Statistics], recorded: Tensor) -> bool:
-    """Whether what was recorded of a weight, of any expert, is far from its own amax."""
+    """Whether the recorded amax of a weight, or of any expert, differs from its own by more than STALE."""
     own = torch.tensor([one.amax for one in weights], dtype=torch.float64)
     if len(own) != recorded.numel():
         return False
@@ -223,7 +223,7 @@ def _verdict(scaling: Scaling, gemms: Sequence[str], roles: Sequence[RoleHealth]
     margin = _modules_with("margin", scaling, concerned) - kept
     if scaling == "delayed":
         again |= set(gemms) if not states else set()
-    # A history says whether delayed scaling saturates; what underflows, only elements do
+    # A history alone shows whether delayed scaling saturates, so it suffices; underflow is only seen in elements
     unjudged = [
         health.role
         for health in concerned
@@ -245,22 +245,23 @@ def _count(roles: Iterable[Role]) -> dict[Role, int]:
     return dict(Counter(roles))
 
 
-_PLACE = re.compile(r"(?P<group>.*?layers)\.(?P<layer>\d+)\.(?P<kind>.+)")
+_IN_LAYER = re.compile(r"(?P<group>.*?layers)\.(?P<layer>\d+)\.(?P<kind>.+)")
 
 
-def place(module: str) -> tuple[str, int | None, str]:
+def split_name(module: str) -> tuple[str, int | None, str]:
     """`decoder.layers.7.mlp.linear_fc1` as group, layer and kind: `decoder.layers`, 7, `mlp.linear_fc1`. A module
     outside any layer is a kind of its own."""
-    match = _PLACE.fullmatch(module)
+    match = _IN_LAYER.fullmatch(module)
     return (match["group"], int(match["layer"]), match["kind"]) if match else ("", None, module)
 
 
 def shortened(modules: set[str], all_modules: Sequence[str]) -> tuple[str, ...]:
-    """Patterns that match these of all modules and no others: one for a kind in every layer, one for all of a layer."""
+    """Patterns, as of fnmatch, that match `modules` and no others of `all_modules`: where possible one for a kind of
+    module in every layer, or for all modules of a layer; else the module's name."""
     kinds: dict[str, None] = {}
     layers: dict[str, None] = {}
     for module in all_modules:
-        group, layer, kind = place(module)
+        group, layer, kind = split_name(module)
         if layer is not None:
             kinds[f"{group}.*.{kind}"] = layers[f"{group}.{layer}.*"] = None
     patterns, left = [], dict.fromkeys(module for module in all_modules if module in modules)

@@ -1,5 +1,5 @@
-"""Recipe: [precision] [train] [data] [optimizer] [schedule] [parallel] [guard] [tracking], what a run does, from one
-strict TOML file. Every key has a default, so a file says only what it changes.
+"""Recipe: what a run does, from one TOML file with the sections [precision], [train], [data], [optimizer], [schedule],
+[parallel], [guard] and [tracking]. Unknown keys are errors. Every key has a default, so a file has only what differs.
 """
 
 from precisionctl.recipe.load import bundled_recipes, find_recipe, load_recipe, recipe_of

@@ -1,5 +1,5 @@
-"""A recipe from one TOML file, strictly: unknown keys are refused with the nearest known one, and
-`--set train.steps=200` overrides one key.
+"""Load a recipe from a TOML file. Unknown keys are refused, with the nearest known one; `--set train.steps=200`
+overrides a key.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ Section = TypeVar("Section")
 
 
 def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """The recipe of a TOML file, else the bundled one of that name, with `key=value` overrides applied. What its `base`
-    names, a file beside it or a bundled recipe, says what it does not.
+    """Load a TOML file, or else the bundled recipe of that name, and apply `key=value` overrides. A file may name a
+    `base`, a file beside it or a bundled recipe, for all keys that it does not have.
 
-    Raises RecipeError for a file that is not there, bad TOML, an unknown key or a value of the wrong type.
+    Raises RecipeError for a file that is not there, invalid TOML, an unknown key or a value of the wrong type.
     """
     file = find_recipe(name)
     table = _read(file)
@@ -41,7 +41,8 @@ def load_recipe(name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def recipe_of(keys: Mapping[str, Any], where: Path) -> Recipe:
-    """The recipe that says these, by their whole names (`precision.scaling`). Raises RecipeError as `load_recipe`."""
+    """The recipe with these values, by full key (`precision.scaling`). `where` is for errors. Raises RecipeError as
+    `load_recipe`."""
     table: TomlTable = {}
     for key, value in keys.items():
         _set(table, key, value, str(where))
@@ -49,7 +50,7 @@ def recipe_of(keys: Mapping[str, Any], where: Path) -> Recipe:
 
 
 def _read(file: Path, above: tuple[Path, ...] = ()) -> TomlTable:
-    """A file's table, over that of its base."""
+    """A file's table merged over that of its base. `above` are the files that have led here."""
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -63,12 +64,12 @@ def _read(file: Path, above: tuple[Path, ...] = ()) -> TomlTable:
     if below.resolve() in (lower.resolve() for lower in (file, *above)):
         raise RecipeError(f"base = {base!r} leads back here", where=file)
     table_below = _read(below, (file, *above))
-    _make(Recipe, table_below, prefix="", where=below)  # what is wrong with it is said of it
+    _make(Recipe, table_below, prefix="", where=below)  # so that its errors name it
     return _over(table, table_below)
 
 
 def _over(table: TomlTable, below: TomlTable) -> TomlTable:
-    """Both tables as one, section by section; where both have a key, `table` wins. Lists are not joined."""
+    """Merge two tables, section by section; where both have a key, `table` wins. Lists are not merged."""
     both = {**below, **table}
     for key, value in table.items():
         if isinstance(value, dict) and isinstance(below.get(key), dict):
@@ -77,7 +78,8 @@ def _over(table: TomlTable, below: TomlTable) -> TomlTable:
 
 
 def find_recipe(name: str | Path, beside: Path = Path()) -> Path:
-    """A path first, from a folder, then a bundled name. Raises RecipeError that lists the bundled names."""
+    """The file of a recipe: a path relative to `beside`, else a bundled recipe. Raises RecipeError, with the bundled
+    names, if there is neither."""
     if (beside / name).is_file():
         return beside / name
     bundled = bundled_recipes()
@@ -88,7 +90,7 @@ def find_recipe(name: str | Path, beside: Path = Path()) -> Path:
 
 
 def bundled_recipes() -> Mapping[str, Path]:
-    """The recipes that come with the program, by name."""
+    """The files of the recipes that come with the program, by name."""
     package = Path(__file__).parent.parent
     folder = package / "recipes"  # in a wheel; a checkout has them beside the package
     files = (folder if folder.is_dir() else package.parent / "recipes").glob("*.toml")
@@ -107,7 +109,7 @@ def _set(table: TomlTable, key: str, value: Any, where: str) -> None:
 
 
 def _toml_value(text: str) -> Any:
-    """The TOML value `text` spells; a word that spells none is a string, as on any command line."""
+    """The value of a TOML expression; text that is not TOML is a string, as usual on a command line."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -116,7 +118,7 @@ def _toml_value(text: str) -> Any:
 
 
 def _make(kind: type[Section], table: TomlTable, prefix: str, where: object) -> Section:
-    """A frozen dataclass from a TOML table, strictly."""
+    """A frozen dataclass from a TOML table; unknown keys and wrong types raise RecipeError."""
     hints = get_type_hints(kind)
     for key in table:
         if key not in hints:
@@ -129,6 +131,7 @@ def _make(kind: type[Section], table: TomlTable, prefix: str, where: object) -> 
 
 
 def _value(hint: Any, value: Any, key: str, where: object) -> Any:
+    """A TOML value as the type `hint` of its key. Raises RecipeError for another type."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
         return _make(hint, value, f"{key}.", where)
     if hint == tuple[str, ...] and isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -146,12 +149,13 @@ def _value(hint: Any, value: Any, key: str, where: object) -> Any:
 
 
 def _item(hint: Any) -> type | None:
-    """What a tuple of dataclasses holds; None for another type."""
+    """The dataclass in a `tuple[Dataclass, ...]`; None for any other type."""
     item = get_args(hint)[0] if get_origin(hint) is tuple else None
     return item if isinstance(item, type) and dataclasses.is_dataclass(item) else None
 
 
 def _words(hint: Any) -> str:
+    """A type in words, for an error."""
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
     if isinstance(hint, GenericAlias):

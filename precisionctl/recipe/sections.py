@@ -1,4 +1,7 @@
-"""What a recipe says, section by section: every key, its default, and what it may be."""
+"""The sections of a recipe: every key, its default and its bounds (docs/recipes.md has them as a table).
+
+Steps are optimizer steps (updates). A value out of its bounds, or keys that contradict each other, raise RecipeError.
+"""
 
 import math
 from collections.abc import Callable
@@ -9,7 +12,7 @@ from precisionctl.errors import RecipeError
 from precisionctl.precision import Precision
 
 Bounds = tuple[str, Callable[[float], bool]]
-"""What a number must be, in words and as a rule that no NaN passes."""
+"""The bounds of a number, in words and as a predicate, which is False for NaN."""
 
 ABOVE_0: Bounds = ("above 0 and finite", lambda value: 0 < value < math.inf)
 FROM_0: Bounds = ("0 or above, and finite", lambda value: 0 <= value < math.inf)
@@ -27,26 +30,36 @@ def _require(section: str, table: object, **bounds: Bounds) -> None:
 
 @dataclass(frozen=True)
 class Train:
-    """How long, in what batches, and what is kept. Steps are optimizer steps; sizes are sequences. `recompute` of a
-    layer keeps its input alone for the backward, and makes the rest once more then. `weight_casts` says how often a
-    weight is cast to FP8: in every pass, or once for all passes of an update. `graphs` launches layers as CUDA graphs.
-    With `async_save` training goes on while a copy is written. A step whose loss or gradients are no numbers is
-    skipped, `max_skipped` running at most. `memory_check` is what becomes of a run that will not fit."""
+    """The length of training, batches, checkpoints, and how passes are computed."""
 
     steps: int = 1000
+    """The last step of the run. Steps continue from the checkpoint's, unless its schedule is skipped."""
     batch_size: int = 32
+    """Rows of an update, over all ranks."""
     micro_batch_size: int = 1
+    """Rows of a pass on a rank; `batch_size` must be a multiple."""
     seed: int = 0
+    """Seed of the order of the data, and of PyTorch's generators."""
     save_every: int = 500
+    """Steps between two checkpoints."""
     keep: int = 2
+    """Number of newest checkpoints to keep."""
     eval_every: int = 100
+    """Steps between two evaluations of the held-out loss."""
     warmup_passes: int = 8
+    """Passes that record the FP8 state a run starts with, if the checkpoint has none."""
     recompute: Literal["none", "layer"] = "none"
+    """`layer`: save only each layer's input for the backward, which computes the layer again."""
     weight_casts: Literal["auto", "per-pass", "per-update"] = "auto"
+    """How often a weight is cast to FP8: in every pass, or once for all passes of an update (`Recipe.casts_once`)."""
     graphs: bool = False
+    """Launch layers as CUDA graphs."""
     async_save: bool = False
+    """Continue training while a copy of the run is written."""
     max_skipped: int = 5
+    """Most steps in a row that may be skipped because their loss or gradient norm is NaN or infinite."""
     memory_check: Literal["refuse", "warn"] = "refuse"
+    """What to do with a run that is estimated not to fit into memory."""
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "micro_batch_size", "save_every", "keep", "eval_every")
@@ -60,10 +73,11 @@ class Train:
 
 @dataclass(frozen=True)
 class Share:
-    """One data set of a blend, and how many rows of it come for how many of the others."""
+    """One data set of a blend."""
 
     path: str
     weight: float = 1.0
+    """Relative number of its rows."""
 
     def __post_init__(self) -> None:
         _require("data.blend", self, weight=ABOVE_0)
@@ -71,15 +85,20 @@ class Share:
 
 @dataclass(frozen=True)
 class Data:
-    """Training and held-out files (see docs/data.md): one `path`, or several in a `blend`; tokens per sequence, whether
-    conversations share one (`packing`), and where tokens are kept (`cache`, else the run's own folder)."""
+    """Training and held-out data (docs/data.md)."""
 
     path: str = ""
+    """A file, a directory of files, or a Megatron data set."""
     blend: tuple[Share, ...] = ()
+    """Several data sets in place of `path`."""
     held_out: str = ""
+    """Data to evaluate the loss on; none if empty."""
     sequence_length: int = 1024
+    """Targets (tokens) of a row."""
     packing: bool = False
+    """Pack several conversations into a row."""
     cache: str = ""
+    """Folder in which tokens are kept; the run's own folder if empty."""
 
     def __post_init__(self) -> None:
         _require("data", self, sequence_length=ABOVE_0)
@@ -89,11 +108,12 @@ class Data:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019). `clip_norm` bounds the global norm of the gradients; 0 is no bound. `preset`
-    says how its state is kept: in FP32, or in FP8 and FP16 as FP8-LM has it (Peng et al., 2023)."""
+    """AdamW (Loshchilov and Hutter, 2019). `clip_norm` limits the global norm of the gradients; 0 means no limit."""
 
     preset: Literal["adamw", "fp8-lm"] = "adamw"
+    """How its state is stored: in FP32, or in FP8 and FP16 as by FP8-LM (Peng et al., 2023)."""
     lr: float = 1e-5
+    """The highest learning rate; [schedule] varies it."""
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
@@ -109,8 +129,8 @@ class Optimizer:
 class Schedule:
     """The learning rate over a run, as a share of `optimizer.lr`.
 
-    Linear warm-up over `warmup_steps`; then `cosine` falls to `min_ratio` at the last step, `wsd` stays and
-    falls linearly to it over the last `decay_steps`, `constant` stays.
+    It rises linearly over `warmup_steps`. Then `cosine` falls to `min_ratio` at the last step; `wsd` (warm-up, stable,
+    decay) stays and falls linearly to `min_ratio` over the last `decay_steps`; `constant` stays.
     """
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -124,45 +144,56 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """How the ranks of torchrun share a model: `replicate` copies of it, each cut for the ranks that have it (1 is
-    FSDP, more is HSDP, as many as ranks is DDP). Of those, `tensor` ranks share each layer's GEMMs, and with `sequence`
-    the tokens between them; `expert` deals the experts out to so many of the others."""
+    """How a model is distributed over the ranks of torchrun."""
 
     replicate: int = 1
+    """Copies of the model. Each is sharded over the ranks that have it: 1 is FSDP, more is HSDP, as many as there are
+    ranks is DDP."""
     tensor: int = 1
+    """Tensor-parallel ranks, which divide each layer's GEMMs."""
     sequence: bool = False
+    """Sequence parallelism: tensor-parallel ranks also divide the tokens between GEMMs."""
     expert: int = 1
+    """Expert-parallel ranks, which divide each layer's experts."""
 
     def __post_init__(self) -> None:
         _require("parallel", self, replicate=ABOVE_0, tensor=ABOVE_0, expert=ABOVE_0)
         if self.sequence and self.tensor == 1:
             raise RecipeError(
-                "parallel.sequence deals tokens out to tensor-parallel ranks, and parallel.tensor is 1",
+                "parallel.sequence divides tokens among tensor-parallel ranks, and parallel.tensor is 1",
                 do="Set parallel.tensor, or leave parallel.sequence out.",
             )
 
     @property
     def token_ranks(self) -> int:
-        """How many ranks share the tokens of a batch."""
+        """The number of ranks that divide the tokens of a batch."""
         return self.tensor if self.sequence else 1
 
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """What watches FP8. Every `shadow_every` steps (0: never) an update's passes are made in BF16 too, and the gap of
-    the losses, training or held-out, is judged: a warning beyond `warn_at`, and `act` when it was beyond `act_at` for
-    `act_after` looks running: `stop`, or `bf16` for the next `bf16_steps` steps. A loss beyond the mean of the last
-    `jump_within` before a switch to FP8 by more than `jump_at` (0: never), within as many steps after it, takes the run
-    back to its last checkpoint, and on in BF16."""
+    """The guard of an FP8 run: comparisons with BF16, and a rollback after a jump of the loss.
+
+    In a comparison an update's passes are also made in BF16, and the gap between the losses, (FP8 - BF16) / BF16, is
+    judged; with held-out data the larger of the two gaps.
+    """
 
     shadow_every: int = 0
+    """Steps between two comparisons; 0 for none."""
     warn_at: float = 0.0025
+    """Gap beyond which there is a warning, as a share."""
     act_at: float = 0.01
+    """Gap beyond which the guard acts, as a share."""
     act_after: int = 3
+    """Number of comparisons in a row with a gap beyond `act_at` after which it acts."""
     act: Literal["stop", "bf16"] = "stop"
+    """What it does: stop the run, or train in BF16 for `bf16_steps` steps."""
     bf16_steps: int = 100
     jump_at: float = 0.0
+    """If the loss, after a switch to FP8, exceeds the mean loss before the switch by more than this share, the run goes
+    back to its last checkpoint and on in BF16; 0 for never."""
     jump_within: int = 20
+    """Number of losses before the switch that are averaged, and of steps after it that are watched."""
 
     def __post_init__(self) -> None:
         _require(
@@ -173,8 +204,8 @@ class GuardSettings:
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where metrics go beside the run's folder. `wandb` is a project at Weights & Biases; none where it is empty.
-    `offline` keeps what would be sent in the run's folder."""
+    """Trackers of metrics. `wandb` is the name of a Weights & Biases project; none if empty. With `offline` W&B only
+    writes into the run's folder."""
 
     wandb: str = ""
     offline: bool = False
@@ -195,8 +226,9 @@ class Recipe:
 
     @property
     def casts_once(self) -> bool:
-        """Whether weights that are whole from pass to pass are cast once for all passes of an update. `auto` does that
-        where every bit is the same, as scales have no history, and codes are kept for the backward anyway."""
+        """Whether weights are cast once for all passes of an update (if they are not sharded). `auto` does so where the
+        results are the same to the bit, as scalings without history give, and codes are kept for the backward anyway.
+        """
         if self.train.weight_casts == "auto":
             return self.precision.fp8 and not self.precision.keeps_state and self.train.recompute == "none"
         return self.precision.fp8 and self.train.weight_casts == "per-update"

@@ -1,5 +1,6 @@
 """What a checkpoint is: container, layout, architecture, sizes, precision, and the health of its FP8 state."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -8,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader, stored_dtype
+from precisionctl.architectures.read_off import why_not_gemms
+from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.conversion.known_state import is_of_weights
 from precisionctl.conversion.weights_digest import digest_weights
 from precisionctl.errors import CheckpointError, PrecisionctlError
+from precisionctl.export.encode import is_slice
 from precisionctl.export.weight_encodings import stored_weight_encodings
-from precisionctl.fp8 import e2m1
 from precisionctl.fp8.numerics import recorded_amax
 from precisionctl.fp8.state import ATTENTION, ROLES, DelayedScaling, Fp8States, Role, RoleState
+from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.reports.table import Table, size
 
@@ -29,7 +32,7 @@ def describe(reader: Reader) -> Description:
     specs = reader.specs.values()
     nbytes = _bytes_by_dtype(reader)
     # What the values are stored in, and what FP8 state is beside them, in a few words
-    codes = sorted({str(_dtype(reader, name)).removeprefix("torch.") for name in reader.encodings})
+    codes = sorted({reader.specs[name].stored_dtype for name in reader.encodings})
     stored = f"{' and '.join(codes)} codes" if codes else nbytes.most_common(1)[0][0]
     return {
         "path": str(reader.path),
@@ -43,23 +46,30 @@ def describe(reader: Reader) -> Description:
         "bytes_by_dtype": dict(nbytes.most_common()),
         "precision": f"{stored} with delayed-scaling state" if reader.fp8 else stored,
         "coded": _coded(reader),
-        "model": asdict(reader.model),
+        "model": reader.model.described(),
+        "linears": _linears(reader) if isinstance(reader.model, UntabledModel) else None,
         "optimizer": _optimizer(reader),
         "fp8": _fp8(reader.fp8, reader) if reader.fp8 else None,
     }
 
 
+def _linears(reader: Reader) -> list[dict[str, Any]]:
+    """The matrices of a model that no table describes, those together whose names differ in numbers alone: how many,
+    and why they stay as they are in an FP8 export (None: they do not)."""
+    reasons = why_not_gemms(reader.specs)
+    found: dict[tuple[str, str | None], int] = Counter()
+    for name, spec in reader.specs.items():
+        if len(spec.shape) == 2:
+            why = reasons.get(name) or ("experts in one tensor" if is_slice(name) else None)
+            found[re.sub(r"(?<=[.\[])\d+(?=[.\]])", "*", name), why] += 1
+    return [{"pattern": pattern, "count": count, "why_not_fp8": why} for (pattern, why), count in found.items()]
+
+
 def _bytes_by_dtype(reader: Reader) -> Counter[str]:
     nbytes: Counter[str] = Counter()
-    for name, spec in reader.specs.items():
-        dtype = _dtype(reader, name)
-        nbytes[str(dtype).removeprefix("torch.")] += spec.nbytes // (2 if dtype == e2m1.DTYPE else 1)
+    for spec in reader.specs.values():
+        nbytes[spec.stored_dtype] += spec.nbytes
     return nbytes
-
-
-def _dtype(reader: Reader, name: str) -> torch.dtype:
-    """That of a tensor in its files. Only codes may be read as others."""
-    return stored_dtype(reader, name) if name in reader.encodings else reader.specs[name].dtype
 
 
 def _optimizer(reader: Reader) -> dict[str, Any] | None:
@@ -74,13 +84,15 @@ def _optimizer(reader: Reader) -> dict[str, Any] | None:
 
 
 def _coded(reader: Reader) -> dict[str, Any] | None:
-    """How FP8 weights are spelled, or were before they became values; how many share scales in which way."""
+    """How codes of weights are spelled, or were before they became values; how many share scales in which way."""
     coded = stored_weight_encodings(reader)
     if coded is None:
         return None
     shared = Counter(_sharing(coded.weights[name], scales.block) for name, scales in coded.scales.items())
+    formats = Counter(spec.packing.name if spec.packing else "FP8" for spec in coded.weights.values())
     return {
         "quant_method": coded.quantization.get("quant_method"),
+        "formats": dict(formats.most_common()),
         "weights_by_scale": dict(shared.most_common()),
         "static_input_scales": sum(scales.input is not None for scales in coded.scales.values()),
     }
@@ -145,6 +157,9 @@ def _plain(values: Tensor) -> Any:
 def tables(description: Description) -> list[Table]:
     """The description for people."""
     found = [summary(description)]
+    if linears := description["linears"]:
+        words = [(each["pattern"], str(each["count"]), each["why_not_fp8"] or "FP8") for each in linears]
+        found.append(Table("Matrices, and what an FP8 export makes of them", ("name", "number", ""), words))
     if not (fp8 := description["fp8"]):
         return found
     rows = []
@@ -158,18 +173,13 @@ def tables(description: Description) -> list[Table]:
 
 def summary(description: Description) -> Table:
     """What the checkpoint is."""
-    model = description["model"]
-    padding = model["padded_vocab_size"] - model["vocab_size"]
     rows = [
         ("container", f"{description['container']} in {description['files']} file{'s' * (description['files'] > 1)}"),
         ("layout", description["layout"]),
         ("architecture", description["architecture"]),
         ("iteration", "-" if description["iteration"] is None else str(description["iteration"])),
         ("parameters", f"{description['parameters']:,} in {description['tensors']} tensors"),
-        ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, MLP {model['ffn_hidden_size']}"),
-        ("attention", _attention(model)),
-        *([("experts", _experts(model["moe"]))] if model["moe"] else []),
-        ("vocabulary", f"{model['vocab_size']}" + (f" and {padding} rows of padding" if padding else "")),
+        *_shape_rows(description["model"]),
         ("stored as", ", ".join(f"{dtype} {size(count)}" for dtype, count in description["bytes_by_dtype"].items())),
         ("precision", description["precision"]),
     ]
@@ -180,6 +190,19 @@ def summary(description: Description) -> Table:
     if description["fp8"]:
         rows += _fp8_rows(description["fp8"])
     return Table(description["path"], ("", ""), rows)
+
+
+def _shape_rows(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the sizes of a model say; of one that no table here describes, that."""
+    if "num_layers" not in model:
+        return [("table", "none of this family: read off the directory, for Hugging Face's layout alone")]
+    padding = model["padded_vocab_size"] - model["vocab_size"]
+    return [
+        ("layers", f"{model['num_layers']} of hidden size {model['hidden_size']}, MLP {model['ffn_hidden_size']}"),
+        ("attention", _attention(model)),
+        *([("experts", _experts(model["moe"]))] if model["moe"] else []),
+        ("vocabulary", f"{model['vocab_size']}" + (f" and {padding} rows of padding" if padding else "")),
+    ]
 
 
 def _optimizer_words(optimizer: Description | None) -> str:
@@ -195,7 +218,7 @@ def _coded_row(description: Description) -> tuple[str, str]:
     by_scale = ", ".join(f"{count} with a scale for each {who}" for who, count in coded["weights_by_scale"].items())
     static = coded["static_input_scales"]
     inputs = f"; static input scales for {static}" if static else ""
-    kind = "MXFP4" if coded["quant_method"] == "mxfp4" else "FP8"
+    kind = " and ".join(coded["formats"])
     title = f"{kind} weights" if "codes" in description["precision"] else f"were {kind} weights"
     return title, f"{coded['quant_method'] or 'of no Hugging Face spelling'}: {by_scale}{inputs}"
 

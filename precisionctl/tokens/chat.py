@@ -1,7 +1,7 @@
-"""Conversations as tokens, through the checkpoint's chat template, with the assistant's words marked.
+"""Tokenize conversations with a chat template, and find the tokens that the assistant says.
 
-A template that marks them itself (`{% generation %}`) is believed. Else they are found from the text:
-what the template adds when an assistant message joins the conversation is that message.
+If the template marks them itself (`{% generation %}`), the marks are used. Otherwise they are found by comparing texts:
+what the template adds to the text for an assistant message is that message.
 """
 
 import re
@@ -25,13 +25,13 @@ _FIXED_CLOCK = (
     + "".join(f" | replace('%{letter}', '{_DAY.strftime('%' + letter)}')" for letter in "aAdbBmyYHMS")
     + " }}{% endmacro %}{{ '' }}"
 )
-"""Templates that print the date get one day, Llama 3.1's own fallback: a run resumed tomorrow must see the same
-tokens. Written into the template, because transformers lets no function of ours through to it."""
+"""Templates that print the date get a fixed day, Llama 3.1's own fallback, so that a run that is resumed tomorrow sees
+the same tokens. It is prepended to the template, as transformers passes no function of ours to it."""
 
 
 @dataclass(frozen=True)
 class ChatRow:
-    """Token ids, IDS, and whether each is the assistant's, bool; both `[tokens]`."""
+    """Token ids, of dtype IDS, and whether each is learned, bool; both `[tokens]`."""
 
     tokens: NDArray[np.uint32]
     learned: NDArray[np.bool_]
@@ -39,14 +39,14 @@ class ChatRow:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The template of a tokenizer."""
+    """A tokenizer's chat template (Jinja), and its special tokens."""
 
     source: str
     special_tokens: Mapping[str, Any]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, where: str) -> "ChatTemplate":
-        """Raises DataError where there is none; `where` is what asks for it."""
+        """The template of a tokenizer. Raises DataError if it has none; `where` is the data that needs it."""
         try:
             return cls(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
         except ValueError as error:
@@ -54,18 +54,20 @@ class ChatTemplate:
 
     @property
     def notes(self) -> tuple[str, ...]:
+        """Notes for the user on how the assistant's words are found."""
         how = "they were found by what each message adds to the text"
         return () if self.marks else (f"the chat template marks no assistant words itself; {how}",)
 
     @property
     def marks(self) -> bool:
-        """Whether it marks the assistant's words itself."""
+        """Whether the template marks the assistant's words itself."""
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
 
     def render(
         self, messages: Sequence[Message], chat: Conversation, where: str, *, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Messages of a conversation as text, and the characters that the template marks in it."""
+        """Some messages of a conversation as text, and the spans of characters that the template marks in it. `prompt`
+        adds what comes before a reply. Raises DataError if the template fails."""
         source = _FIXED_CLOCK + self.source if "strftime_now" in self.source else self.source
         options = {**self.special_tokens, "add_generation_prompt": prompt, "tools": chat.tools}
         made: Any  # annotated as a string in transformers, and a pair in fact
@@ -73,7 +75,7 @@ class ChatTemplate:
             made = render_jinja_template(
                 [list(messages)], chat_template=source, return_assistant_tokens_mask=self.marks, **options
             )
-        except Exception as error:  # a template is a program, of which the sandbox takes away what would do harm
+        except Exception as error:  # a template is a program (in a sandbox) and may raise anything
             problem = str(error) or type(error).__name__
             raise DataError(f"the chat template refuses {str(messages)[:80]}: {problem}", where=where) from None
         texts, marks = made
@@ -81,7 +83,8 @@ class ChatTemplate:
 
 
 def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTokenizerBase, where: str) -> ChatRow:
-    """Raises DataError where the template refuses the conversation, or cannot say which words are the assistant's."""
+    """The tokens of a conversation. Raises DataError if the template fails, or it cannot be found out which words are
+    the assistant's."""
     _require_places(tokenizer)
     text, spans = template.render(chat.messages, chat, where)
     require_utf8(text, where)
@@ -94,14 +97,14 @@ def chat_row(chat: Conversation, template: ChatTemplate, tokenizer: PreTrainedTo
         if not text.startswith(prompt):
             raise DataError("the chat template rewrites the prompt, so where it ends cannot be told", where=where)
         spans = [span for span in spans if span[0] >= len(prompt)]
-    # not transformers' own mask: it marks all the rest where a marked piece ends in a space that is no token
+    # Not by transformers' own mask, which marks everything after a marked span that ends in a space without a token
     made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return _row(made["input_ids"], made["offset_mapping"], spans)
 
 
 def _require_understood(text: str, chat: Conversation, template: ChatTemplate, where: str) -> None:
-    """Raise DataError where the content of a message is no string, and the template prints it as Python does: `None`,
-    or a list of parts with its brackets."""
+    """Raise DataError if the content of a message is not a string and the template prints its Python form, such as
+    `None` or a list with brackets."""
     for number, message in enumerate(chat.messages):
         content = message.get("content", "")
         if isinstance(content, list | dict | None) and _prints(number, str(content), text, chat, template, where):
@@ -113,7 +116,7 @@ def _require_understood(text: str, chat: Conversation, template: ChatTemplate, w
 
 
 def _prints(number: int, said: str, text: str, chat: Conversation, template: ChatTemplate, where: str) -> bool:
-    """Whether a conversation is the same `text` where message `number` says this."""
+    """Whether a conversation is rendered as the same `text` with `said` as the content of message `number`."""
     messages = [*chat.messages]
     messages[number] = {**messages[number], "content": said}
     try:
@@ -123,6 +126,7 @@ def _prints(number: int, said: str, text: str, chat: Conversation, template: Cha
 
 
 def _require_places(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError for a tokenizer without offset mappings (tokens -> characters)."""
     if not tokenizer.is_fast:
         raise DataError(
             "the checkpoint's tokenizer does not say which characters its tokens come from",
@@ -131,7 +135,8 @@ def _require_places(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def completion_row(sample: Completion, tokenizer: PreTrainedTokenizerBase, where: str) -> ChatRow:
-    """Text as it is, with what the tokenizer puts before a text and one end-of-text token, learned, behind it."""
+    """The tokens of a prompt and its completion: after the tokenizer's special tokens, with one end-of-text token at
+    the end, which is learned. Raises DataError for text that is not UTF-8."""
     _require_places(tokenizer)
     text = sample.prompt + sample.completion
     require_utf8(text, where)
@@ -144,7 +149,7 @@ def completion_row(sample: Completion, tokenizer: PreTrainedTokenizerBase, where
 
 
 def require_utf8(text: str, where: str) -> None:
-    """Raise DataError for half a surrogate pair, which JSON can spell and no tokenizer takes."""
+    """Raise DataError for half a surrogate pair, which JSON can express and no tokenizer takes."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -152,7 +157,7 @@ def require_utf8(text: str, where: str) -> None:
 
 
 def _row(ids: Sequence[int], places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> ChatRow:
-    """Tokens, of which those are learned that begin in one of the spans of characters."""
+    """Token ids, of which those are learned whose first character is in one of the spans."""
     starts = np.asarray([start for start, _ in places], np.int64)
     learned = np.zeros(len(starts), np.bool_)
     for first, last in spans:
@@ -161,7 +166,7 @@ def _row(ids: Sequence[int], places: Sequence[tuple[int, int]], spans: Sequence[
 
 
 def _added(i: int, text: str, chat: Conversation, template: ChatTemplate, where: str) -> tuple[int, int]:
-    """The characters of `text`, the whole conversation, that message `i` added."""
+    """The span of characters in `text`, the whole conversation, that message `i` has added."""
     before, _ = template.render(chat.messages[:i], chat, where, prompt=True)
     after, _ = template.render(chat.messages[: i + 1], chat, where)
     if not (text.startswith(after) and after.startswith(before)):

@@ -1,4 +1,4 @@
-"""What a tokenizer's process may take: the kernel holds it to that, whatever runs in it."""
+"""Limits on time and memory of a tokenizer's process, which the kernel enforces."""
 
 import os
 import resource
@@ -12,42 +12,42 @@ _STATUS = Path("/proc/self/statm")
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds until the answer must be there, and bytes of memory beyond what is in use."""
+    """Seconds until the reply must be there, and bytes of memory beyond what is already in use."""
 
     seconds: float
     nbytes: int
 
     def as_json(self) -> dict[str, Any]:
+        """The fields as a dict."""
         return asdict(self)
 
 
 LOADING = Limits(120.0, 1 << 30)
-"""However small the files are: of a SentencePiece model transformers works out the merges, for up to half a minute."""
+"""To load small files. For a SentencePiece model transformers computes the merges, which takes up to half a minute."""
 
 WORKING = Limits(10.0, 1 << 30)
-"""For a batch of texts, or a conversation, however short."""
+"""To tokenize a short text or conversation."""
 
 
 def to_load(nbytes: int) -> Limits:
-    """For files of so many bytes: a BPE of 262,144 tokens, 23 MB, takes 0.4 GB and 2 s."""
+    """The limits to load files of this size; a BPE of 262,144 tokens, 23 MB, takes 0.4 GB and 2 s."""
     return Limits(LOADING.seconds + 5e-7 * nbytes, LOADING.nbytes + 32 * nbytes)
 
 
 def to_tokenize(nbytes: int, renders: int = 0) -> Limits:
-    """For text of so many bytes, or for a conversation that a template writes so many times, each time up to a message.
+    """The limits to tokenize text of this size; a conversation's template is rendered `renders` times.
 
-    A BPE takes 1 microsecond for a byte, and 600 bytes for each token, of which a byte can be one.
+    A BPE takes 1 microsecond for each byte, and 600 bytes for each token; each byte can be a token.
     """
     return Limits(WORKING.seconds + nbytes * (3e-5 + 5e-7 * renders), WORKING.nbytes + 1024 * nbytes)
 
 
 def hold_to(limits: Limits) -> None:
-    """Hold this process to limits, beginning now: asked for more memory, the kernel refuses; at the end of its CPU
-    time, which is `seconds` of every core, it ends the process. Memory is bounded where Linux counts it."""
+    """Apply limits to this process, counted from now. The kernel refuses more memory (on Linux), and ends the process
+    when it has used `seconds` of CPU time on every core."""
     _set(resource.RLIMIT_CPU, int(time.process_time() + limits.seconds * (os.cpu_count() or 1)) + 1)
-    if (
-        _STATUS.is_file()
-    ):  # private and writable; address space is no measure, each thread reserves 64 MB that it may use
+    if _STATUS.is_file():
+        # RLIMIT_DATA counts private writable memory. RLIMIT_AS would not do: each thread reserves 64 MB of addresses
         _set(resource.RLIMIT_DATA, int(_STATUS.read_text().split()[5]) * resource.getpagesize() + limits.nbytes)
 
 

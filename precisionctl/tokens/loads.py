@@ -1,4 +1,4 @@
-"""Files of strangers as transformers' tokenizer: no remote code, and no word that leads to another file."""
+"""Load transformers' tokenizer from files of strangers: without remote code, and without keys that name other files."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from precisionctl.errors import DataError
 
 _OF_THE_MODEL = ("model_type", "model_name", "tokenizer_class", "transformers_version")
-"""What transformers chooses a tokenizer's class by. A config it makes of the whole file has a name for each of
-`num_labels`, of which there may be two billion."""
+"""The keys of config.json by which transformers chooses a tokenizer's class. Others are removed: `num_labels`, for
+instance, makes it create as many names, which may be two billion."""
 
 _OF_THE_TOKENIZER = {
     "add_prefix_space",
@@ -42,13 +42,14 @@ _OF_THE_TOKENIZER = {
     "trim_offsets",
     "use_default_system_prompt",
 }
-"""With `auto_map`, so that transformers refuses what only code of a stranger tokenizes. All other keys reach a
-constructor as well, and of those many are files: `vocab_file`, `gguf_file`, a `vocab` that is a string, `init_inputs`,
-what stands in `sp_model_kwargs`."""
+"""The keys of a tokenizer's config that are kept. `auto_map` is among them so that transformers refuses a tokenizer
+that needs a stranger's code. Others are removed, as all reach a constructor and many name files: `vocab_file`,
+`gguf_file`, a `vocab` that is a string, `init_inputs`, entries of `sp_model_kwargs`."""
 
 
 def load(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of the files in a folder, of which the configs are cut to what is read here. Raises DataError."""
+    """The tokenizer of the files in a folder, whose configs are first reduced to known keys. Raises DataError for files
+    that make no tokenizer, or one without an end-of-text token."""
     try:
         _cut(folder / "config.json", lambda key, value: key in _OF_THE_MODEL and isinstance(value, str))
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -62,9 +63,9 @@ def load(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _cut(file: Path, keeps: Callable[[str, Any], bool]) -> None:
-    """Leave of a JSON object those keys that something keeps."""
+    """Remove from a JSON file the keys for which `keeps` is False."""
     if file.is_file():
-        said = json.loads(file.read_bytes())
-        if not isinstance(said, Mapping):
-            raise ValueError(f"{file.name} is no JSON object")
-        file.write_text(json.dumps({key: value for key, value in said.items() if keeps(key, value)}))
+        content = json.loads(file.read_bytes())
+        if not isinstance(content, Mapping):
+            raise ValueError(f"{file.name} is not a JSON object")
+        file.write_text(json.dumps({key: value for key, value in content.items() if keeps(key, value)}))

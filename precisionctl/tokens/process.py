@@ -1,4 +1,4 @@
-"""A Python process of its own for work on files of strangers: asked through pipes, and ended when it takes too long."""
+"""A separate Python process that works on files of strangers: queried through pipes, killed when it takes too long."""
 
 import os
 import select
@@ -13,23 +13,23 @@ from typing import Any
 
 from precisionctl.errors import EnvironmentProblem
 from precisionctl.tokens.limits import Limits
-from precisionctl.tokens.wire import Said, receive, send
+from precisionctl.tokens.wire import Packet, receive, send
 
 _BEGIN = "import sys; sys.path[:] = sys.argv[1:]; from precisionctl.tokens.work import main; main()"
-"""With the paths of whoever starts it, and without a look at its `__main__`."""
+"""Uses the parent's `sys.path`, and does not import its `__main__`, as multiprocessing would."""
 
 _STARTING = Limits(300.0, 0)
-"""Seconds for imports, which from a network's disk are slow."""
+"""Time for imports, which are slow from a network disk."""
 
 _PIECE = 1 << 16
 
 
 class Ended(Exception):
-    """The process is no more, and why."""
+    """The process has ended; the message says why, as the predicate of a sentence."""
 
 
 class Process:
-    """One that has `work.main` running. Raises EnvironmentProblem where it does not start."""
+    """A process that runs `work.main`. Raises EnvironmentProblem if it does not start."""
 
     def __init__(self) -> None:
         environment = os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -53,18 +53,18 @@ class Process:
                 last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
                 raise EnvironmentProblem(f"the tokenizer's process does not start: {last or problem}") from None
 
-    def ask(self, words: Mapping[str, Any], parts: Sequence[bytes], limits: Sequence[Limits]) -> None:
-        """Ask for as many answers as there are limits, each to be fetched within its own. Raises Ended."""
+    def ask(self, fields: Mapping[str, Any], parts: Sequence[bytes], limits: Sequence[Limits]) -> None:
+        """Send a query that has one reply for each of the limits, to be fetched by `answer`. Raises Ended."""
         with self._within(limits[0]):
-            send(self, {**words, "limits": [each.as_json() for each in limits]}, parts)
+            send(self, {**fields, "limits": [each.as_json() for each in limits]}, parts)
 
-    def answer(self, limits: Limits, most: int) -> Said:
-        """The next answer, of at most so many bytes. Raises Ended where there is none in time."""
+    def answer(self, limits: Limits, most: int) -> Packet:
+        """The next reply, of at most `most` bytes. Raises Ended if there is none in time."""
         with self._within(limits):
             return receive(self, most)
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process."""
         self._popen.kill()
         self._popen.wait()
         for pipe in (self._popen.stdin, self._popen.stdout):
@@ -73,6 +73,7 @@ class Process:
 
     @property
     def runs(self) -> bool:
+        """Whether the process is alive."""
         return self._popen.poll() is None
 
     @contextmanager
@@ -104,7 +105,7 @@ class Process:
             return f"takes longer than {limits.seconds:.0f} s of each core"
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
-    # What a pipe is to `wire`
+    # The methods of wire.Pipe
 
     def read(self, size: int) -> bytes:
         data = bytearray()
@@ -123,7 +124,7 @@ class Process:
             left = left[os.write(self._in, left[:_PIECE]) :]
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Nothing to do: writes are not buffered."""
 
     def _wait(self, pipe: int, event: int) -> None:
         poll = select.poll()

@@ -1,4 +1,4 @@
-"""What is tokenized other than plain text."""
+"""Conversations and completions, the samples that are tokenized other than plain text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,8 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for the chat template, `role` in each, of which what the assistant says is learned.
-
-    Nothing of the first `prompt` messages is. `tools` are those that the template is told of.
-    """
+    """Messages for the chat template, each with a `role`. What the assistant says is learned, except in the first
+    `prompt` messages. `tools` are passed to the template."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
@@ -21,7 +19,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """Plain text of which the prompt is not learned; no template is around it."""
+    """A prompt and its completion, without a chat template. Only the completion is learned."""
 
     prompt: str
     completion: str

@@ -1,7 +1,6 @@
-"""The checkpoint's own tokenizer and chat template, at work in a process of its own.
+"""Tokenizer: a checkpoint's own tokenizer and chat template, running in a separate process.
 
-Of the files that travel with a checkpoint it gets those that transformers reads a tokenizer from, and what it answers
-is looked at before it is believed.
+The process gets only the companion files that transformers reads a tokenizer from, and its replies are checked.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from precisionctl.checkpoints.base import Companions
 from precisionctl.errors import DataError
 from precisionctl.tokens.limits import Limits, to_load, to_tokenize
 from precisionctl.tokens.process import Ended, Process
-from precisionctl.tokens.wire import IDS, Said
+from precisionctl.tokens.wire import IDS, Packet
 from precisionctl.untrusted.safe_files import LARGEST
 
 _FILES = (
@@ -38,31 +37,31 @@ _FILES = (
     "*.tiktoken",
     "tekken.json",
 )
-"""What transformers reads a tokenizer from. Code is not among it, nor anything that is large."""
+"""The files that transformers reads a tokenizer from. There is no code among them."""
 
 _PACKAGES = ("transformers", "tokenizers")
 
 _FEW, _MANY = 1 << 16, 32
-"""Tokens that any text may have, and tokens of each of its bytes. A tokenizer makes at most one for a byte, or for what
-Unicode's compatibility forms make of it, 18 letters for one; of a conversation a template may make more text than is in
-it. It is the disk that they go to."""
+"""Most tokens of a text: a constant, plus a number for each byte. A tokenizer makes at most one token of a byte, but
+Unicode normalisation makes up to 18 characters of one, and a template adds text to a conversation. The limit protects
+the disk that tokens are written to."""
 
 _DO = "Compare the checkpoint's tokenizer files and chat template with those of the model that it comes from."
 _FOR_LARGE = "Give it as several documents: a tokenizer takes some 150 bytes of memory for each byte of one."
 _LARGE = 16 << 20
 
 
-class Piece(NamedTuple):
-    """Something to tokenize: a text in UTF-8, or the fields of a sample in JSON, of so many messages; and where it
-    is."""
+class TextPiece(NamedTuple):
+    """Something to tokenize, and where it is from: a text in UTF-8, or the fields of a sample in JSON with the number
+    of its messages."""
 
     where: str
     content: bytes
     messages: int = 0
 
 
-class Row(NamedTuple):
-    """Token ids, int32, and whether each is to be learned, bool, both `[tokens]`; and what there is to say."""
+class TokenizedSample(NamedTuple):
+    """Token ids, int32, and whether each is to be learned, bool, both `[tokens]`; and notes for the user."""
 
     tokens: NDArray[np.int32]
     learned: NDArray[np.bool_]
@@ -70,10 +69,10 @@ class Row(NamedTuple):
 
 
 class Tokenizer:
-    """transformers' tokenizer of some files, in a process that begins when it is first asked.
+    """transformers' tokenizer of some files, in a process that is started when it is first needed.
 
-    Whatever asks it raises DataError: for files that make no tokenizer, for one that takes too much time or memory, and
-    for what it refuses.
+    All methods but `close` raise DataError: for files that make no tokenizer, for one that takes too much time or
+    memory, and for text that it refuses.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
@@ -83,7 +82,7 @@ class Tokenizer:
 
     @property
     def key(self) -> str:
-        """Equal where the same text makes the same tokens."""
+        """A hash of files and library versions; equal keys make equal tokens."""
         digest = hashlib.sha256(repr([importlib.metadata.version(package) for package in _PACKAGES]).encode())
         for name, content in self._files.items():
             digest.update(f"{name} {len(content)} ".encode() + content)
@@ -98,57 +97,57 @@ class Tokenizer:
         return self._end
 
     def check(self) -> None:
-        """Begin and load the files, where that is not done."""
+        """Start the process and load the files, unless that is done."""
         if self._process is None or not self._process.runs:
             self._end = self._loaded()
 
-    def texts(self, pieces: Sequence[Piece]) -> list[NDArray[np.int32]]:
-        """The tokens of each text, int32 `[tokens]`, with what the tokenizer puts around it."""
+    def texts(self, pieces: Sequence[TextPiece]) -> list[NDArray[np.int32]]:
+        """The tokens of each text, int32 `[tokens]`, with the tokenizer's special tokens."""
         where = pieces[0].where if len(pieces) == 1 else f"{pieces[0].where} to {pieces[-1].where}"
         size = sum(len(piece.content) for piece in pieces)
-        ask = _Ask(where, to_tokenize(size), _room(size), _FOR_LARGE if size > _LARGE else _DO)
-        (said,) = self._answers("texts", {}, [piece.content for piece in pieces], [ask])
-        return [_ids(part, where) for part in said.parts]
+        query = _Query(where, to_tokenize(size), _room(size), _FOR_LARGE if size > _LARGE else _DO)
+        (reply,) = self._answers("texts", {}, [piece.content for piece in pieces], [query])
+        return [_ids(part, where) for part in reply.parts]
 
-    def samples(self, pieces: Sequence[Piece]) -> list[Row]:
-        """Conversations and completions, those through the chat template; of each its row."""
-        asks = [
-            _Ask(piece.where, to_tokenize(len(piece.content), 2 * piece.messages), _room(len(piece.content)))
+    def samples(self, pieces: Sequence[TextPiece]) -> list[TokenizedSample]:
+        """The tokens of conversations, by the chat template, and of completions."""
+        queries = [
+            _Query(piece.where, to_tokenize(len(piece.content), 2 * piece.messages), _room(len(piece.content)))
             for piece in pieces
         ]
-        words = {"where": [piece.where for piece in pieces]}
-        said = self._answers("samples", words, [piece.content for piece in pieces], asks)
-        return [_row(each, piece.where) for each, piece in zip(said, pieces, strict=True)]
+        fields = {"where": [piece.where for piece in pieces]}
+        replies = self._answers("samples", fields, [piece.content for piece in pieces], queries)
+        return [_tokenized_sample(reply, piece.where) for reply, piece in zip(replies, pieces, strict=True)]
 
     def encode(self, text: str, **options: bool) -> list[int]:
-        """The tokens of a text, with transformers' options."""
+        """The tokens of a text, with options of transformers' tokenizers."""
         content = text.encode()
-        ask = _Ask("", to_tokenize(len(content)), _room(len(content)))
-        (said,) = self._answers("encode", options, [content], [ask])
-        ids: list[int] = _ids(said.parts[0], "").tolist()
+        query = _Query("", to_tokenize(len(content)), _room(len(content)))
+        (reply,) = self._answers("encode", options, [content], [query])
+        ids: list[int] = _ids(reply.parts[0], "").tolist()
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens."""
-        ask = _Ask("", to_tokenize(4 * len(ids)), _room(4 * len(ids)))
-        (said,) = self._answers("decode", {}, [np.asarray(ids, IDS).tobytes()], [ask])
-        return str(said.parts[0], "utf-8")
+        """The text of token ids."""
+        query = _Query("", to_tokenize(4 * len(ids)), _room(4 * len(ids)))
+        (reply,) = self._answers("decode", {}, [np.asarray(ids, IDS).tobytes()], [query])
+        return str(reply.parts[0], "utf-8")
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: bool) -> str:
         """A conversation as text, with options of transformers' `apply_chat_template`."""
         content = json.dumps(messages).encode()
-        ask = _Ask("", to_tokenize(len(content)), _room(len(content)))
-        (said,) = self._answers("render", options, [content], [ask])
-        return str(said.parts[0], "utf-8")
+        query = _Query("", to_tokenize(len(content)), _room(len(content)))
+        (reply,) = self._answers("render", options, [content], [query])
+        return str(reply.parts[0], "utf-8")
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process, if it runs."""
         if self._process:
             self._process.close()
             self._process = None
 
     def _loaded(self) -> int:
-        """Begin, and load the files. The end-of-text token."""
+        """Start the process and load the files. Returns the end-of-text token."""
         size, named = sum(map(len, self._files.values())), ", ".join(self._files) or "no tokenizer files"
         do = "Put its files beside config.json, which in a Megatron checkpoint is in precisionctl/hf."
         if size > LARGEST:
@@ -158,9 +157,9 @@ class Tokenizer:
             with tempfile.TemporaryDirectory() as folder:
                 for name, content in self._files.items():
                     (Path(folder) / name).write_bytes(content)
-                ask = _Ask(named, to_load(size), 0, do)
-                (said,) = _fetched(process, {"do": "load", "folder": folder}, [], [ask])
-            end: int = said.words["end"]
+                query = _Query(named, to_load(size), 0, do)
+                (reply,) = _fetched(process, {"do": "load", "folder": folder}, [], [query])
+            end: int = reply.fields["end"]
             if not 0 <= end <= _LARGEST_ID:
                 raise DataError(f"the checkpoint's end-of-text token is {end}", where=named, do=_DO)
         except BaseException:
@@ -170,16 +169,16 @@ class Tokenizer:
         return end
 
     def _answers(
-        self, do: str, words: Mapping[str, Any], parts: Sequence[bytes], asks: "Sequence[_Ask]"
-    ) -> Sequence[Said]:
+        self, do: str, fields: Mapping[str, Any], parts: Sequence[bytes], queries: "Sequence[_Query]"
+    ) -> Sequence[Packet]:
         self.check()
         assert self._process
-        return _fetched(self._process, {**words, "do": do}, parts, asks)
+        return _fetched(self._process, {**fields, "do": do}, parts, queries)
 
 
-class _Ask(NamedTuple):
-    """Where something is that is asked about, what the answer may take, how many bytes it may have, and what to `do`
-    where there is none."""
+class _Query(NamedTuple):
+    """For one reply: where its subject is from, the limits, the most bytes of the reply, and what to `do` if it
+    fails."""
 
     where: str
     limits: Limits
@@ -189,7 +188,7 @@ class _Ask(NamedTuple):
 
 @contextmanager
 def open_tokenizer(companions: Companions) -> Iterator[Tokenizer]:
-    """The tokenizer of a checkpoint, whose process ends with the block."""
+    """A context with a checkpoint's tokenizer, at whose end its process ends."""
     tokenizer = Tokenizer(companions.files)
     try:
         yield tokenizer
@@ -198,28 +197,30 @@ def open_tokenizer(companions: Companions) -> Iterator[Tokenizer]:
 
 
 def _fetched(
-    process: Process, words: Mapping[str, Any], parts: Sequence[bytes], asks: Sequence[_Ask]
-) -> Sequence[Said]:
-    """The answers of a process. Raises DataError where there is something wrong with one."""
-    said: list[Said] = []
+    process: Process, fields: Mapping[str, Any], parts: Sequence[bytes], queries: Sequence[_Query]
+) -> Sequence[Packet]:
+    """The replies of a process to queries. Raises DataError if it fails on one, or ends."""
+    replies: list[Packet] = []
     try:
-        process.ask(words, parts, [ask.limits for ask in asks])
-        for ask in asks:
-            said.append(process.answer(ask.limits, ask.most))
-            if "error" in said[-1].words:
-                error = said[-1].words["error"]
-                raise DataError(error["what"], where=error["where"] or ask.where, do=error["do"] or ask.do)
+        process.ask(fields, parts, [query.limits for query in queries])
+        for query in queries:
+            replies.append(process.answer(query.limits, query.most))
+            if "error" in replies[-1].fields:
+                error = replies[-1].fields["error"]
+                raise DataError(error["what"], where=error["where"] or query.where, do=error["do"] or query.do)
     except Ended as problem:
-        ask = asks[len(said)]
-        raise DataError(f"the checkpoint's tokenizer or chat template {problem}", where=ask.where, do=ask.do) from None
-    return said
+        query = queries[len(replies)]
+        raise DataError(
+            f"the checkpoint's tokenizer or chat template {problem}", where=query.where, do=query.do
+        ) from None
+    return replies
 
 
 _LARGEST_ID = int(np.iinfo(np.int32).max)
 
 
 def _room(nbytes: int) -> int:
-    """Bytes of an answer about so many: of each token its id, and whether it is learned."""
+    """Most bytes of a reply for a text of this size: an id for each token, and whether it is learned."""
     return (IDS.itemsize + 1) * (_FEW + _MANY * nbytes)
 
 
@@ -230,6 +231,6 @@ def _ids(part: bytes, where: str) -> NDArray[np.int32]:
     return ids.astype(np.int32)
 
 
-def _row(said: Said, where: str) -> Row:
-    tokens, learned = said.parts
-    return Row(_ids(tokens, where), np.frombuffer(learned, np.bool_), tuple(said.words["notes"]))
+def _tokenized_sample(reply: Packet, where: str) -> TokenizedSample:
+    tokens, learned = reply.parts
+    return TokenizedSample(_ids(tokens, where), np.frombuffer(learned, np.bool_), tuple(reply.fields["notes"]))

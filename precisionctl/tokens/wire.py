@@ -1,4 +1,4 @@
-"""What a tokenizer's process and whoever asks it say to one another: a few words of JSON, and bytes behind them."""
+"""The protocol between a tokenizer's process and its client: packets of a small JSON object followed by bytes."""
 
 import json
 import struct
@@ -8,15 +8,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 IDS = np.dtype("<u4")
-"""Token ids, as the tokenizers library has them: not each is one that a model has."""
+"""The dtype of token ids, as in the tokenizers library; a model may not have all of them."""
 
 _LENGTH = struct.Struct("<Q")
-_WORDS = 1 << 20
-"""Bytes that the words may have."""
+_MAX_FIELDS = 1 << 20
+"""Most bytes of the JSON object."""
 
 
-class Ends(Protocol):
-    """Two ends of pipes. `read` gives fewer bytes than it was asked for where no more come."""
+class Pipe(Protocol):
+    """The ends of two pipes. `read` returns fewer bytes than asked for only at the end."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -25,33 +25,35 @@ class Ends(Protocol):
     def flush(self) -> object: ...
 
 
-class Said(NamedTuple):
-    words: Mapping[str, Any]
+class Packet(NamedTuple):
+    """What is sent at once: a JSON object, and any number of byte strings."""
+
+    fields: Mapping[str, Any]
     parts: Sequence[bytes]
 
 
-def send(pipe: Ends, words: Mapping[str, Any], parts: Sequence[bytes] = ()) -> None:
-    """Say something."""
-    said = json.dumps({**words, "sizes": [len(part) for part in parts]}).encode()
-    pipe.write(_LENGTH.pack(len(said)) + said)
+def send(pipe: Pipe, fields: Mapping[str, Any], parts: Sequence[bytes] = ()) -> None:
+    """Send a packet."""
+    text = json.dumps({**fields, "sizes": [len(part) for part in parts]}).encode()
+    pipe.write(_LENGTH.pack(len(text)) + text)
     for part in parts:
         pipe.write(part)
     pipe.flush()
 
 
-def receive(pipe: Ends, most: int) -> Said:
-    """What is said next. Raises EOFError where it breaks off, ValueError for parts of more than `most` bytes."""
+def receive(pipe: Pipe, most: int) -> Packet:
+    """Receive a packet. Raises EOFError if the pipe ends, ValueError for parts of more than `most` bytes."""
     (length,) = _LENGTH.unpack(_exactly(pipe, _LENGTH.size))
-    if length > _WORDS + most:
-        raise ValueError(f"{length} bytes of words")
-    words = json.loads(_exactly(pipe, length))
-    sizes = words.pop("sizes")
+    if length > _MAX_FIELDS + most:
+        raise ValueError(f"{length} bytes of JSON")
+    fields = json.loads(_exactly(pipe, length))
+    sizes = fields.pop("sizes")
     if sum(sizes) > most:
         raise ValueError(f"{sum(sizes)} bytes")
-    return Said(words, [_exactly(pipe, size) for size in sizes])
+    return Packet(fields, [_exactly(pipe, size) for size in sizes])
 
 
-def _exactly(pipe: Ends, size: int) -> bytes:
+def _exactly(pipe: Pipe, size: int) -> bytes:
     data = pipe.read(size)
     if len(data) < size:
         raise EOFError

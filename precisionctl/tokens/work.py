@@ -1,4 +1,4 @@
-"""What a tokenizer's process does: it loads one, and answers until nobody asks any more."""
+"""The main function of a tokenizer's process: load a tokenizer, and reply to queries until the client is gone."""
 
 import ctypes
 import json
@@ -16,24 +16,24 @@ import numpy as np
 from precisionctl.errors import DataError, PrecisionctlError
 from precisionctl.tokens.limits import Limits, hold_to
 from precisionctl.tokens.samples import Completion, Conversation
-from precisionctl.tokens.wire import IDS, Said, receive, send
+from precisionctl.tokens.wire import IDS, Packet, receive, send
 
 Parts = Sequence[bytes]
-Words = Mapping[str, Any]
-Answers = Iterator[tuple[Words, Parts]]
+PacketFields = Mapping[str, Any]
+Answers = Iterator[tuple[PacketFields, Parts]]
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Speak on standard input and output, which nothing that is called from here gets to see."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which whoever asks hears as well
+    """Serve on standard input and output, which are closed to everything that is called from here."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the client as well, which ends this process
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    with suppress(OSError):  # where memory runs out, this process goes before the one that asks
+    with suppress(OSError):  # if memory runs out, this process is killed before its client
         Path("/proc/self/oom_score_adj").write_text("1000")
     pipe = _Pipe()
-    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers does without: one second instead of three
+    sys.modules["torch"] = None  # type: ignore[assignment]  # not needed: transformers imports in one second, not three
     from precisionctl.tokens import chat, loads
 
     _silence()
@@ -41,16 +41,16 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer: Any = None
 
-    def load(words: Words, _: Parts) -> Answers:
+    def load(fields: PacketFields, _: Parts) -> Answers:
         nonlocal tokenizer
-        tokenizer = loads.load(Path(words["folder"]))
+        tokenizer = loads.load(Path(fields["folder"]))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         yield {"end": tokenizer.eos_token_id}, []
 
-    def samples(words: Words, parts: Parts) -> Answers:
-        """Of each a token's id and whether it is learned."""
+    def samples(fields: PacketFields, parts: Parts) -> Answers:
+        """For each sample the token ids, and whether each is learned."""
         template: chat.ChatTemplate | None = None
-        for where, part in zip(words["where"], parts, strict=True):
+        for where, part in zip(fields["where"], parts, strict=True):
             sample = json.loads(part)
             if "messages" in sample:
                 template = template or chat.ChatTemplate.of(tokenizer, where)
@@ -60,19 +60,19 @@ def main() -> None:
             notes = template.notes if template else ()
             yield {"notes": notes}, [made.tokens.tobytes(), made.learned.tobytes()]
 
-    def texts(_: Words, parts: Parts) -> Answers:
-        """Of each the tokens, of which none is learned more than others."""
+    def texts(_: PacketFields, parts: Parts) -> Answers:
+        """For each text the token ids."""
         made = _tokens(tokenizer, [str(part, "utf-8") for part in parts])
         yield {}, [np.asarray(ids, IDS).tobytes() for ids in made]
 
-    def encode(words: Words, parts: Parts) -> Answers:
-        yield {}, [np.asarray(ids, IDS).tobytes() for ids in _tokens(tokenizer, [str(parts[0], "utf-8")], **words)]
+    def encode(fields: PacketFields, parts: Parts) -> Answers:
+        yield {}, [np.asarray(ids, IDS).tobytes() for ids in _tokens(tokenizer, [str(parts[0], "utf-8")], **fields)]
 
-    def decode(_: Words, parts: Parts) -> Answers:
+    def decode(_: PacketFields, parts: Parts) -> Answers:
         yield {}, [str(tokenizer.decode(np.frombuffer(parts[0], IDS).tolist())).encode()]
 
-    def render(words: Words, parts: Parts) -> Answers:
-        yield {}, [str(tokenizer.apply_chat_template(json.loads(parts[0]), tokenize=False, **words)).encode()]
+    def render(fields: PacketFields, parts: Parts) -> Answers:
+        yield {}, [str(tokenizer.apply_chat_template(json.loads(parts[0]), tokenize=False, **fields)).encode()]
 
     known = {work.__name__: work for work in (load, samples, texts, encode, decode, render)}
     with suppress(EOFError):
@@ -80,17 +80,17 @@ def main() -> None:
             _answer(pipe, receive(pipe, sys.maxsize), known)
 
 
-def _answer(pipe: "_Pipe", asked: Said, known: Mapping[str, Callable[[Words, Parts], Answers]]) -> None:
-    """Say as many answers as there are limits, or after fewer what went wrong."""
-    words = dict(asked.words)
+def _answer(pipe: "_Pipe", query: Packet, known: Mapping[str, Callable[[PacketFields, Parts], Answers]]) -> None:
+    """Send one reply for each of the query's limits, or an error in place of the one that failed."""
+    fields = dict(query.fields)
     try:
-        limits, answers = words.pop("limits"), known[words.pop("do")](words, asked.parts)
+        limits, answers = fields.pop("limits"), known[fields.pop("do")](fields, query.parts)
         for most in limits:
             hold_to(Limits(**most))
             send(pipe, *next(answers))
     except PrecisionctlError as error:
         send(pipe, {"error": {"what": error.what, "where": error.where, "do": error.do}})
-    except BaseException as error:  # the libraries raise nearly anything, and Rust's panics are no Exception
+    except BaseException as error:  # libraries raise nearly anything, and Rust's panics are not an Exception
         problem = DataError(f"the checkpoint's tokenizer fails: {type(error).__name__}: {error}")
         send(pipe, {"error": {"what": problem.what, "where": "", "do": ""}})
 
@@ -102,7 +102,7 @@ def _tokens(tokenizer: Any, texts: list[str], **options: Any) -> list[list[int]]
 
 
 def _silence() -> None:
-    """Turn what libraries read and print to nothing."""
+    """Redirect standard input, output and error, which libraries use, to /dev/null."""
     with open(os.devnull, "r+b") as nothing:
         for stream in (0, 1, 2):
             os.dup2(nothing.fileno(), stream)
@@ -112,13 +112,13 @@ class _Pipe:
     """Standard input and output as they were at the start."""
 
     def __init__(self) -> None:
-        self._asked, self._said = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+        self._in, self._out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
 
     def read(self, size: int) -> bytes:
-        return self._asked.read(size)
+        return self._in.read(size)
 
     def write(self, data: bytes) -> None:
-        self._said.write(data)
+        self._out.write(data)
 
     def flush(self) -> None:
-        self._said.flush()
+        self._out.flush()

@@ -1,8 +1,8 @@
-"""Guard: which precision each update of an FP8 run computes in, and what is done where FP8 is too far from BF16.
+"""Guard: decides for each update of an FP8 run whether it computes in FP8 or BF16, and acts where FP8 is too far off.
 
-Steps in BF16, by schedule or by decision, record what FP8 would, so that the FP8 state goes along through every switch.
-What a guard decides depends on the gaps of its last shadow passes, until when it holds the run in BF16, and the losses
-before the last switch. All of that is saved, so that a run which is killed and continued decides the same.
+While a run computes in BF16, by schedule or by decision, a Recorder keeps the FP8 state up to date, so that it can
+switch back. Decisions depend on the gaps of the last shadow passes, on the step until which the run is held in BF16,
+and on the losses before the last switch. All of that is saved, so a run that is killed and continued decides the same.
 """
 
 import math
@@ -26,11 +26,12 @@ from precisionctl.trainer.shadow import Decision, Shadow, compare_gradients
 
 
 class Guard:
-    """Watches a run whose modules can compute in FP8, and holds it in BF16 where FP8 does harm.
+    """Watches a run whose modules can compute in FP8, and switches it to BF16 where FP8 does harm.
 
-    `gaps` are those of the last shadow passes, the newest last. Up to and with step `bf16_until` the run is held in
-    BF16. `recent` are the losses before the run switched to FP8 after step `switched`, and later the last ones. After
-    a `rollback` whose loss is beyond the present bound, the run stays in BF16.
+    `gaps` are the gaps of the last shadow passes, the newest last. The run is held in BF16 up to and including step
+    `bf16_until`. `recent` are the last losses before the run switched to FP8 (after step `switched`); once the loss is
+    no longer watched for a jump, they are the last losses. After a `rollback` whose jump exceeds the present bound, the
+    run stays in BF16.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class Guard:
 
     @property
     def saved_state(self) -> dict[str, Any]:
-        """What goes into a checkpoint: keyword arguments of this class."""
+        """The state to save in a checkpoint, as keyword arguments of this class."""
         state: dict[str, Any] = {"gaps": self.gaps, "bf16_until": self.bf16_until}
         return state | ({"recent": self.recent, "switched": self.switched} if self.settings.jump_at else {})
 
     @property
     def stops(self) -> bool:
-        """Whether the run is to be saved and ended."""
+        """Whether the run must be saved and ended now."""
         return self._acts and self.settings.act == "stop"
 
     @property
@@ -76,11 +77,11 @@ class Guard:
         return count
 
     def start(self, step: int) -> None:
-        """A run begins after `step`."""
+        """Tell the guard that a new run begins after `step`."""
         self.switched = step
 
     def before_step(self, run: Run) -> None:
-        """Switch the run to the precision of its next update. Raises PrecisionError where it is to stop."""
+        """Switch the run to the precision of its next update. Raises PrecisionError if the run must stop."""
         if self.stops:
             raise PrecisionError(
                 f"the guard stopped the run after step {run.step}: FP8's loss was {_percents(self.gaps)} from BF16's, "
@@ -92,15 +93,15 @@ class Guard:
         if self._acts:
             self.gaps, self.bf16_until = [], run.step + self.settings.bf16_steps
         in_fp8 = self._in_fp8(run.step + 1)
-        if in_fp8 and not self._in_fp8(run.step):  # a run that goes on from just here has no recorder
+        if in_fp8 and not self._in_fp8(run.step):  # asked of the steps, as a run continued here has no recorder
             self.switched = run.step
         linears = fp8_linears(run.model)
-        if in_fp8 and run.recorder:  # take over what the steps in BF16 have recorded
+        if in_fp8 and run.recorder:  # to FP8: take over the state recorded in BF16
             states = run.recorder.states()
             for name, linear in linears.items():
                 linear.set_fp8_state(states[name])
             run.recorder = None
-        elif not in_fp8 and run.recorder is None:  # let a recorder continue the FP8 state
+        elif not in_fp8 and run.recorder is None:  # to BF16: a recorder continues the FP8 state
             precision = run.recipe.precision
             run.recorder = Recorder(
                 precision if precision.keeps_state else replace(precision, fp8=False), run.device, run.world
@@ -108,8 +109,8 @@ class Guard:
             run.recorder.load({name: state for name, linear in linears.items() if (state := linear.fp8_state())})
 
     def before_gradients(self, run: Run, batches: Sequence[Batch], targets: int) -> None:
-        """Before the passes of an update: where it is to be compared with BF16, make the passes in BF16 first; they
-        change nothing. A run that begins in FP8 has its first loss to compare with from them."""
+        """Before the passes of an update: if this update is to be compared with BF16, make its passes in BF16 first,
+        without changing anything. A run that begins in FP8 also does, for a first loss to compare later ones with."""
         every = self.settings.shadow_every
         compares = bool(every) and not (run.step + 1) % every
         begins = bool(self.settings.jump_at) and not self.recent
@@ -129,7 +130,8 @@ class Guard:
             self._reference = loss, gradients, both
 
     def after_gradients(self, run: Run, loss: Callable[[], float]) -> None:
-        """After the passes of an update: compare them with those in BF16, if there were any, and decide."""
+        """After the passes of an update: compare loss and gradients with those in BF16, if there were any, and decide.
+        `loss` gives the update's loss; it is called only if needed, as it waits for the GPU."""
         if self._reference is None:
             return
         loss_bf16, gradients, held_out = self._reference
@@ -143,7 +145,8 @@ class Guard:
         self._shadow = replace(shadow, decision=decision, beyond=self._beyond)
 
     def after_step(self, run: Run, loss: float) -> Rollback | None:
-        """After an update: a rollback to the last checkpoint where the loss has jumped since the switch to FP8."""
+        """After an update: the rollback to the last checkpoint if the loss has jumped since the switch to FP8, else
+        None."""
         within = self.settings.jump_within
         just_switched = run.recorder is None and run.step <= self.switched + within
         if not self.settings.jump_at or not (just_switched or math.isfinite(loss)):
@@ -156,7 +159,7 @@ class Guard:
         return rollback if self._is_beyond_bound(rollback) else None
 
     def take_shadow(self) -> Shadow | None:
-        """The comparison made at the last update, once."""
+        """The comparison made at the last update, or None; it is returned only once."""
         shadow, self._shadow = self._shadow, None
         return shadow
 

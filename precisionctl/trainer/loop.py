@@ -1,7 +1,7 @@
 """The training loop: takes rows, updates the model, and reports each step.
 
-`step` (updates made) and `position` (rows taken from the order) are all that a run needs beside its tensors to continue
-exactly where it was.
+Besides its tensors, a run needs only `step` (updates made) and `position` (rows taken from the shuffled order) to
+continue exactly where it was.
 """
 
 import math
@@ -31,12 +31,14 @@ OnStep = Callable[[StepMetrics], None]
 def train(
     run: Run, log: MetricsLog | None, saver: Saver, on_step: OnStep, until: float = math.inf
 ) -> Stop | Rollback | None:
-    """Train to the recipe's last step, saving as the recipe says. On SIGTERM or SIGINT, and when `time.monotonic()`
-    reaches `until`, save and return why. Of several ranks only the first has a log and calls `on_step`; what stops one
-    rank stops all. Where the guard decides on a rollback, that is returned, once a pending save is complete.
+    """Train to the recipe's last step, saving as the recipe says, and return None.
 
-    Raises PrecisionError after too many skipped steps in a row, and where the guard has stopped the run, which is
-    saved.
+    On SIGTERM or SIGINT, and when `time.monotonic()` reaches `until`, save and return the reason. If the guard decides
+    on a rollback, return it once a pending save is complete. With several ranks only the first has a log and calls
+    `on_step`, and what stops one rank stops all.
+
+    Raises PrecisionError after too many skipped steps in a row, and after the guard has stopped the run, which is
+    saved first.
     """
     train, reporter = run.recipe.train, StepReporter(run, log, on_step)
     if train.graphs:
@@ -62,7 +64,7 @@ def train(
                 if stop:
                     saver.finish()
                     return stop
-        except PrecisionError:  # of all ranks
+        except PrecisionError:  # raised on all ranks alike
             saver.finish()
             raise
         saver.finish()
@@ -71,8 +73,11 @@ def train(
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer step that has been queued on the device. `numbers`, FP32: its summed loss, the norm of its
-    gradients and, where FP8 was watched, `Fp8Health.fractions`. Where loss or norm is not finite it was skipped."""
+    """An optimizer step that has been queued on the device.
+
+    `numbers`, FP32, are its summed loss, the norm of its gradients and, if FP8 was watched, `Fp8Health.fractions`. If
+    loss or norm is not finite, the step was skipped. `targets` is the number of tokens that the loss is summed over.
+    """
 
     step: int
     targets: int
@@ -94,14 +99,14 @@ class StepReporter:
         self._pending: Update | None = None
 
     def report(self, update: Update) -> float:
-        """Report a step, now or with the next one. Returns its loss; NaN while it is not known. Raises PrecisionError
-        as `SkippedSteps.count`."""
+        """Report a step, now or with the next one. Returns its mean loss, or NaN if it is reported later. Raises as
+        `SkippedSteps.count`."""
         self.flush()
         self._pending = update
         return math.nan if reports_late(self._run) else self.flush()
 
     def flush(self) -> float:
-        """Wait for the step that is not reported yet, and report it. Returns its loss; NaN where there is none."""
+        """Wait for the step that is not reported yet, and report it. Returns its mean loss; NaN if there is none."""
         update, self._pending = self._pending, None
         if update is None:
             return math.nan
@@ -150,10 +155,11 @@ def _measured_update(run: Run) -> Update:
 
 
 def update(run: Run) -> tuple[Tensor, int]:
-    """One optimizer step. Returns its summed loss and the gradients' norm, FP32 `[2]`, and its targets.
+    """One optimizer step. Returns its summed loss and the norm of its gradients, FP32 `[2]`, and the number of targets.
 
-    Where one of the two is not finite, which it is on all ranks alike, weights and optimizer stay as they are, and the
-    step counts. The device decides that."""
+    If loss or norm is not finite (on all ranks alike), weights and optimizer are left as they are, but the step counts.
+    That is decided on the device, so that the host does not wait.
+    """
     batches, targets = run.batches(run.position)
     run.meter.count(batches)
     if run.guard:
@@ -173,8 +179,8 @@ def update(run: Run) -> tuple[Tensor, int]:
 
 
 def accumulate_gradients(run: Run, batches: Sequence[Batch], targets: int) -> Tensor:
-    """Forward and backward of an update's micro-batches; the optimizer has the sum of their gradients. Returns their
-    loss, summed over its `targets`, FP32 `[]`."""
+    """Forward and backward of an update's micro-batches; the optimizer collects the sum of their gradients. Returns
+    their loss summed over the targets of all ranks, FP32 `[]`. `targets` is the number of these targets."""
     total = torch.zeros((), device=run.device)
     with run.model.backend.same_weights() if run.casts_once(len(batches)) else nullcontext():
         for number, batch in enumerate(batches, start=1):
@@ -186,7 +192,8 @@ def accumulate_gradients(run: Run, batches: Sequence[Batch], targets: int) -> Te
 
 
 def backward(model: GPT, batch: Batch, targets: int) -> Tensor:
-    """Forward and backward of a micro-batch of an update with `targets` in all. Returns its summed loss, FP32 `[]`."""
+    """Forward and backward of a micro-batch; gradients are those of its summed loss divided by the update's `targets`.
+    Returns the summed loss, FP32 `[]`."""
     total = summed_loss(model, batch)
     (total / targets).backward()  # type: ignore[no-untyped-call]
     return total.detach()
@@ -201,7 +208,7 @@ def held_out_loss(model: GPT, rows: Rows | Blend, micro_batch_size: int) -> floa
         for turn in range(0, len(starts), world.data_count):
             start = starts[min(turn + world.data_rank, len(starts) - 1)]
             batch = rows.batch(range(start, min(start + micro_batch_size, len(rows)))).to(device)
-            summed = float(summed_loss(model, batch))  # by every rank: layers come from all of them
+            summed = float(summed_loss(model, batch))  # every rank runs every pass: FSDP gathers layers from all ranks
             if turn + world.data_rank < len(starts):
                 total += summed
                 targets += batch.targets

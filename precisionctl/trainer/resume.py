@@ -14,7 +14,7 @@ import torch
 from precisionctl.checkpoints.megatron.keys import directory_name
 from precisionctl.checkpoints.output import lock, open_kept
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
-from precisionctl.conversion.known_state import KnownState, outdated_words
+from precisionctl.conversion.known_state import outdated_words
 from precisionctl.errors import OutputError
 from precisionctl.export.weight_encodings import weight_encodings
 from precisionctl.fp8 import sidecar
@@ -38,14 +38,15 @@ from precisionctl.trainer.saved.loading import Load, StatePart
 from precisionctl.trainer.saved.run_folder import Rollback
 from precisionctl.trainer.saved.saving import Saver
 from precisionctl.trainer.settings import Settings, is_guarded, read_recipe, read_rows
-from precisionctl.trainer.start import Fp8Start, Source, go_on_fp8, start_collecting, start_fp8
+from precisionctl.trainer.start import Fp8Start, StateOrigin, continue_fp8, start_collecting, start_fp8
 from precisionctl.trainer.stopping import SkippedSteps, Stop
 
 
 @dataclass(frozen=True)
 class Started:
-    """What a user should see before the first step. `going_on` where it continues from an iteration of its own folder;
-    `skipped` is what of the checkpoint was not loaded; `fp8` counts roles by where their state is from."""
+    """What the user sees before the first step. `going_on` is True if the run continues from an iteration in its own
+    folder. `skipped` are the parts of the checkpoint that were not loaded. `fp8` has the number of GEMMs by where their
+    state is from, then by role."""
 
     recipe: Recipe
     out: Path
@@ -55,14 +56,14 @@ class Started:
     skipped: frozenset[StatePart]
     backend: BackendName
     disk: DiskSpace
-    fp8: Mapping[Source, Mapping[Role, int]]
+    fp8: Mapping[StateOrigin, Mapping[Role, int]]
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Where a run ended: at its last step, or earlier and why; `checkpoint` holds it either way. Of several ranks the
-    first one `speaks`."""
+    """Where a run ended: at its last step, or earlier, for the reason `stopped`; its last `checkpoint` is saved either
+    way. `speaks` is True on the rank that reports it, the first."""
 
     step: int
     checkpoint: Path
@@ -77,11 +78,11 @@ def resume(
     on_tokens: OnTokens = lambda count: None,
 ) -> Finished:
     """Continue the run in `settings.out`, or start it from the checkpoint; train to the recipe's last step. Under
-    torchrun all ranks do so together, and the callbacks are the first one's. After a rollback the run is built again
+    torchrun all ranks do so together, and only the first calls the callbacks. After a rollback the run is built again
     from its folder.
 
-    Raises RecipeError, DataError, OutputError (another run is in `out`), and what opening a checkpoint raises. Of
-    several ranks one does; the others raise SystemExit.
+    Raises RecipeError, DataError, OutputError (another run is in `out`), and as `open_checkpoint`. If several ranks
+    fail, one raises the error and the others SystemExit.
     """
     limit = math.inf if settings.time_limit is None else settings.time_limit.total_seconds()
     until = time.monotonic() + limit
@@ -92,7 +93,7 @@ def resume(
             with _locked(plan.out, here):
                 setup = _prepare(plan, here, on_tokens)
                 while isinstance(ended := _attempt(setup, on_start, on_step, until), Rollback):
-                    gc.collect()  # the model before it builds another one
+                    gc.collect()  # free the model before another one is built
                     if here.first:
                         run_folder.write_rollback(plan.out, ended)
                     here.barrier()
@@ -101,7 +102,7 @@ def resume(
 
 @contextmanager
 def _locked(out: Path, world: World) -> Iterator[None]:
-    """The run's folder, made and locked by the first rank: two runs must not write into one folder."""
+    """Create and lock the run's folder, on the first rank: two runs must not write into one folder."""
     if not world.first:
         world.barrier()
         yield
@@ -115,8 +116,8 @@ def _locked(out: Path, world: World) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Setup(RunPlan):
-    """All of a run but its progress. `identity` is `run_folder.identity`; `memory_notes` are on the memory that it will
-    take."""
+    """A run with its data, before model and optimizer are built. `identity` is as by `run_folder.identity`;
+    `memory_notes` are about the memory that it will take."""
 
     world: World
     rows: Rows | Blend
@@ -127,22 +128,22 @@ class _Setup(RunPlan):
 
 
 def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
-    """Read the data. Raises what that raises, and EnvironmentProblem and DiskProblem where the run does not fit into
-    memory or its checkpoints not on the disk."""
+    """Check memory and disk, and read the data. Raises EnvironmentProblem if the run does not fit into memory,
+    DiskProblem if its checkpoints do not fit on the disk, and as `read_rows`."""
     recipe, source = plan.recipe, plan.source
     memory_notes = require_memory(plan.model, recipe, plan.backend, world)
     each = checkpoint_bytes(source)
-    require_disk_space(each, recipe.train, plan.out)  # before tokens are made, which may take long
+    require_disk_space(each, recipe.train, plan.out)  # before the data is tokenized, which may take long
 
     def read(data: Data) -> Rows | Blend:
         rows = read_rows(data, tokenizer, source.model, plan.out / "tokens", on_tokens)
         return rows.shared_by(recipe.parallel.token_ranks)
 
-    with open_tokenizer(source.companions) as tokenizer:  # once: a large vocabulary takes a second
+    with open_tokenizer(source.companions) as tokenizer:  # once for both, as a large vocabulary takes a second
         rows = read(recipe.data)
         check_graph_rows(recipe, rows)
         held_out = read(plan.held_out) if plan.held_out else None
-    disk = require_disk_space(each, recipe.train, plan.out)  # beside the tokens
+    disk = require_disk_space(each, recipe.train, plan.out)  # again, as the tokens are on the disk now
     return _Setup(
         **vars(plan),
         world=world,
@@ -155,7 +156,7 @@ def _prepare(plan: RunPlan, world: World, on_tokens: OnTokens) -> _Setup:
 
 
 def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep, until: float) -> Finished | Rollback:
-    """From the newest checkpoint in the run's folder to where the run ends, or is to be rolled back."""
+    """Train from the newest checkpoint in the run's folder (or the source) until the run ends or is rolled back."""
     out, source, newest = setup.out, setup.source, run_folder.newest(setup.out)
     rollback = run_folder.read_rollback(out)
     run = _build(setup, rollback)
@@ -165,8 +166,8 @@ def _attempt(setup: _Setup, on_start: Callable[[Started], None], on_step: OnStep
         log: MetricsLog | None = None
         if run.world.first:
             log = stack.enter_context(closing(MetricsLog(out, run.step, run.recipe.tracking, asdict(run.recipe))))
-            told = (rollback.words,) if rollback else ()
-            notes = (*told, *setup.memory_notes, *_notes(setup, run), *setup.rows.notes, *log.notes, *fp8.notes)
+            rolled_back = (rollback.words,) if rollback else ()
+            notes = (*rolled_back, *setup.memory_notes, *_notes(setup, run), *setup.rows.notes, *log.notes, *fp8.notes)
             on_start(
                 Started(
                     setup.recipe,
@@ -213,12 +214,12 @@ def _build(setup: _Setup, rollback: Rollback | None) -> Run:
 
 
 def _continue(run: Run, newest: TorchDistReader, setup: _Setup, rollback: Rollback | None) -> Fp8Start:
-    """Load all of the run's own newest iteration."""
+    """Load everything from the newest iteration in the run's own folder."""
     saved = run_folder.read_saved(newest)
-    assert saved is not None, "the newest iteration is ours"
+    assert saved is not None, "`newest` returns only iterations that a run of ours wrote"
     run_folder.check_same(saved, setup.identity, setup.out)
     loading.load_rng(newest)
-    assert loading.has_optimizer(newest), "so it has one"
+    assert loading.has_optimizer(newest), "every run of ours saves its optimizer"
     loading.load_optimizer(newest, run)
     run.step, run.position, run.skipped = saved.step, saved.position, SkippedSteps(**saved.skips)
     if run.guard and saved.guard:
@@ -226,11 +227,11 @@ def _continue(run: Run, newest: TorchDistReader, setup: _Setup, rollback: Rollba
     sidecar_state = sidecar.find(newest.path)
     if setup.settings.collect_amax:
         return start_collecting(run, sidecar_state)
-    return go_on_fp8(run, newest.fp8, sidecar_state)
+    return continue_fp8(run, newest.fp8, sidecar_state)
 
 
 def _start(run: Run, setup: _Setup) -> Fp8Start:
-    """Load what the command says of the checkpoint that the run starts from."""
+    """Load the parts of the source that are not skipped, and set up the FP8 state to start with."""
     source = setup.source
     loading.load_run(run, source, setup.skipped)
     if run.guard:
@@ -241,12 +242,10 @@ def _start(run: Run, setup: _Setup) -> Fp8Start:
     else:
         sidecar_state = sidecar.find(path) if path and "fp8" not in setup.skipped else None
         started = start_fp8(run, known, sidecar_state, cold=setup.settings.cold_start)
-    return replace(started, notes=(*known.notes, *_outdated_notes(run, known), *started.notes))
-
-
-def _outdated_notes(run: Run, known: KnownState) -> Iterator[str]:
+    outdated: tuple[str, ...] = ()
     if known.outdated and (run.recipe.precision.fp8 or run.recorder):
-        yield f"{outdated_words(known.outdated)}: nothing starts from it"
+        outdated = (f"{outdated_words(known.outdated)}: nothing starts from it",)
+    return replace(started, notes=(*known.notes, *outdated, *started.notes))
 
 
 def _notes(setup: _Setup, run: Run) -> Iterator[str]:

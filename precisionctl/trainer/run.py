@@ -1,4 +1,4 @@
-"""A run in memory: what it is made of, how far it has come, and which rows it takes next."""
+"""A run in memory: its parts, how far it has come, and which rows it takes next."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """A rank's part of a run. `step` counts the updates made, and `position` the rows taken from the order. A BF16
-    run may have a recorder; so has an FP8 run while it computes in BF16."""
+    """A rank's part of a run. `step` is the number of updates made, and `position` the number of rows taken from the
+    shuffled order. A `recorder` is there in an FP8 run while it computes in BF16, and in a BF16 run that collects
+    amaxes."""
 
     recipe: Recipe
     model: GPT
@@ -38,7 +39,7 @@ class Run:
     world: World = ALONE
     guard: "Guard | None" = None
     schedule: MegatronSchedule | None = None
-    """The checkpoint's learning rates, where those continue instead of the recipe's."""
+    """The checkpoint's learning rates, if the run continues those; None for the recipe's."""
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
     feed: Feed = field(init=False)
     meter: Meter = field(init=False)
@@ -48,35 +49,35 @@ class Run:
         self.feed = Feed(self.rows, self.recipe.train, self.device, rank=world.data_rank, ranks=world.data_count)
 
     def batches(self, position: int) -> tuple[list[Batch], int]:
-        """This rank's micro-batches of the update that takes its rows from `position` on, and the number of targets
-        that all ranks have in that update."""
+        """This rank's micro-batches of the update whose rows begin at `position`, and the number of targets that all
+        ranks together have in that update."""
         batches = self.feed.batches(position)
         mine = torch.tensor(sum(batch.targets for batch in batches))
         return batches, int(self.world.sum_over_data_ranks(mine))
 
     def upcoming(self) -> Iterator[tuple[Batch, int]]:
-        """This rank's micro-batches of the next update and all later ones, each with the targets of its update."""
+        """This rank's micro-batches of the next and all later updates, each with its update's number of targets."""
         for position in count(self.position, self.recipe.train.batch_size):
             batches, targets = self.batches(position)
             yield from ((batch, targets) for batch in batches)
 
     def recording(self) -> AbstractContextManager[None]:
-        """A context in which the recorder, if there is one, records the model's passes."""
+        """A context in which the recorder, if any, records the model's passes."""
         return self.model.recorded_by(self.recorder) if self.recorder else nullcontext()
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of an update; the first is 1."""
+        """The learning rate of update number `step`, counted from 1."""
         train = self.recipe.train
         if self.schedule:
             return self.schedule.rate(step, train.batch_size)
         return learning_rate(step, train.steps, self.recipe.optimizer.lr, self.recipe.schedule)
 
     def casts_once(self, passes: int) -> bool:
-        """Whether an update of so many passes casts each weight to FP8 once, and not in every pass."""
+        """Whether an update of this many passes casts each weight to FP8 once instead of in every pass."""
         return passes > 1 and not self.world.shards_parameters and self.recipe.casts_once
 
     def capture_graphs(self) -> None:
-        """Launch the layers as CUDA graphs from now on, for batches of the next update's shape."""
+        """Capture the layers as CUDA graphs, for batches of the next update's shape."""
         batches = self.feed.batches(self.position)
         rows, length = batches[0].tokens.shape
         self.model.capture(rows, length, same_weights=self.casts_once(len(batches)))

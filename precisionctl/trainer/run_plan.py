@@ -1,5 +1,5 @@
-"""A planned run: what is asked for and the checkpoint it starts from, checked against each other before data and
-tensors are read. `resume` begins here, and `--dry-run` ends here."""
+"""A planned run: settings, recipe and source, checked against each other before data and tensors are read. `resume`
+begins with it, and `--dry-run` ends here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,8 +30,8 @@ from precisionctl.trainer.settings import Settings, check_length, read_recipe
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run but for its data. `load` and `skipped` say what is loaded from the `source`, `plan` how its tensors become
-    the model's. `schedule` is the checkpoint's where that continues, `known` the FP8 state to start from."""
+    """A run without its data. `load` and `skipped` say what is loaded from the `source`, and `plan` how its tensors
+    become the model's. `schedule` is the source's if the run continues it, and `known` the FP8 state to start from."""
 
     settings: Settings
     recipe: Recipe
@@ -50,22 +50,23 @@ class RunPlan:
 
     @property
     def held_out(self) -> Data | None:
-        """What the recipe says of held-out data, if it names some."""
+        """The recipe's held-out data; None if it has none."""
         data = self.recipe.data
         return replace(data, path=data.held_out, blend=(), packing=False) if data.held_out else None
 
     def identity_with(self, data: str) -> Mapping[str, Any]:
-        """The identity of this run over data with this fingerprint (`run_folder.identity`)."""
+        """The identity of this run (`run_folder.identity`) with data of this fingerprint."""
         start = dict(self.settings.start) | ({"schedule": "the checkpoint's"} if self.schedule else {})
         return run_folder.identity(self.source, data, self.recipe, load=self.load, **start)
 
 
 def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
-    """Check all of a run of so many ranks that needs neither its data nor a tensor; nothing is written.
+    """Plan a run on this many ranks, with every check that needs neither data nor tensors; nothing is written.
 
-    Raises what opening and planning raise, OutputError for a folder that the checkpoint is in, RecipeError for a recipe
-    that does not fit the ranks or the model, PrecisionError for sizes that no FP8 GEMM has, UnknownArchitecture for a
-    model that no trainer here runs, and EnvironmentProblem for a backend that this machine does not have.
+    Raises as `open_checkpoint` and `make_plan`, OutputError for a folder that the checkpoint is in, RecipeError for a
+    recipe that does not fit the ranks or the model, PrecisionError for GEMM sizes that FP8 does not take,
+    UnknownArchitecture for a model that the trainer does not compute, and EnvironmentProblem for a backend that this
+    machine does not have.
     """
     world.check(ranks, recipe)
     run_folder.check_place(settings.folder, settings.checkpoint)
@@ -78,7 +79,7 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
     shards.check(plan.model, recipe.parallel)
     check_graphs(recipe, plan.model, backend, ranks)
     precision = recipe.precision.of_layers(plan.model.num_layers)
-    GPT(plan.model, precision, device="meta")  # which takes no memory, and has all that it refuses
+    GPT(plan.model, precision, device="meta")  # takes no memory, and refuses what the trainer does not compute
     if settings.collect_amax:
         check_fp8_gemms(plan, replace(precision, fp8=True))
     known = known_state(source, plan.gemms, settings.fp8_state, drop="fp8" in skipped)
@@ -86,19 +87,19 @@ def plan_run(settings: Settings, recipe: Recipe, ranks: int) -> RunPlan:
 
 
 def check_graphs(recipe: Recipe, model: ModelShape, backend: BackendName, ranks: int) -> None:
-    """Raise RecipeError, with the reason, for a run of so many ranks whose layers cannot be captured as CUDA graphs:
-    what is replayed has one shape, and asks its host nothing."""
+    """Raise RecipeError, with the reason, if `train.graphs` is set and the layers of a run on this many ranks cannot be
+    captured as CUDA graphs: a graph is replayed with fixed shapes and without help of the host."""
     reasons = {
         "Transformer Engine captures them on a GPU, and this run is emulated": backend != "te",
         "ranks put parameters together for each pass": world.shards_parameters(ranks, recipe),
-        "how large an expert's GEMM is, the host is told in each pass": model.moe is not None,
-        "train.recompute computes layers once more outside of them": recipe.train.recompute != "none",
+        "the host must know the sizes of the experts' GEMMs in each pass": model.moe is not None,
+        "train.recompute computes layers again outside of them": recipe.train.recompute != "none",
     }
     _refuse_graphs(recipe, [reason for reason, holds in reasons.items() if holds])
 
 
 def check_graph_rows(recipe: Recipe, rows: Rows | Blend) -> None:
-    """Raise RecipeError, with the reason, for data over which layers cannot be captured as CUDA graphs."""
+    """Raise RecipeError if `train.graphs` is set and the rows differ in shape."""
     reason = "rows of conversations, and texts that share rows, have another shape in each pass"
     _refuse_graphs(recipe, [] if rows.has_equal_rows else [reason])
 
@@ -110,8 +111,8 @@ def _refuse_graphs(recipe: Recipe, reasons: list[str]) -> None:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run would be. `going_on` where its folder has an iteration already, at `step`. Of several ranks the first
-    one `speaks`."""
+    """What a run would be. `going_on` is True if its folder already has an iteration, at `step`. `speaks` is True on
+    the rank that reports it, the first."""
 
     plan: RunPlan
     step: int
@@ -124,7 +125,7 @@ class DryRun:
 def dry_run(settings: Settings) -> DryRun:
     """What `resume` would do, without doing any of it: nothing is written, no data and no weights are read.
 
-    Raises what `resume` would before its first step, but for what is in the data and in tensors.
+    Raises what `resume` raises before its first step, except for errors that depend on the contents of data or tensors.
     """
     with together() as ranks:
         plan = plan_run(settings, read_recipe(settings), ranks.count)
@@ -141,8 +142,8 @@ def dry_run(settings: Settings) -> DryRun:
 
 
 def run_in_folder(plan: RunPlan) -> run_folder.Saved | None:
-    """The run that is in the folder. Raises OutputError where that is another one, as far as can be told without its
-    data."""
+    """The run that is in the folder already, or None. Raises OutputError if it is another run, as far as that can be
+    told without reading data."""
     newest = run_folder.newest(plan.out)
     saved = run_folder.read_saved(newest) if newest else None
     if saved:

@@ -1,4 +1,4 @@
-"""The settings of a run: the command line, and the recipe and the data that it names."""
+"""The settings of a run from the command line, and the recipe and data that they name."""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,7 +18,8 @@ from precisionctl.trainer.saved.loading import Load, StatePart
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says. `load` None is full where the checkpoint has an optimizer; `skip` is left of it."""
+    """What the command line says. `load` None means full if the checkpoint has an optimizer; `skip` are the parts that
+    are not loaded."""
 
     checkpoint: Path
     precision: Literal["bf16", "fp8"]
@@ -42,7 +43,7 @@ class Settings:
 
     @property
     def start(self) -> Mapping[str, object]:
-        """What is part of a run's identity, beside checkpoint, data and recipe."""
+        """What belongs to a run's identity besides checkpoint, data and recipe."""
         start: dict[str, object] = {"cold_start": self.cold_start}
         if self.skip:
             start["skip"] = sorted(set(self.skip))
@@ -55,7 +56,8 @@ class Settings:
 
 
 def read_recipe(settings: Settings) -> Recipe:
-    """The recipe, with what the command line overrides; without one, the plain recipe of the precision."""
+    """The recipe with the command line's overrides; if none is named, the plain one of the precision. Raises
+    RecipeError for settings that contradict each other or the recipe."""
     name = settings.recipe or {"bf16": "bf16", "fp8": "fp8-delayed"}[settings.precision]
     recipe = load_recipe(name, settings.overrides)
     recipe = replace(recipe, precision=replace(recipe.precision, fp8=settings.precision == "fp8"))
@@ -68,10 +70,10 @@ def read_recipe(settings: Settings) -> Recipe:
             "precision.schedule.",
         )
     stateful = recipe.precision.keeps_state
-    asked = {"--cold-start empties": settings.cold_start, "--fp8-state is": settings.fp8_state}
-    if not stateful and (wanted := [what for what, value in asked.items() if value]):
+    options = {"--cold-start empties": settings.cold_start, "--fp8-state is": settings.fp8_state}
+    if not stateful and (given := [what for what, value in options.items() if value]):
         raise RecipeError(
-            f"{wanted[0]} the state of delayed scaling, and this run keeps none",
+            f"{given[0]} the state of delayed scaling, and this run keeps none",
             do="Leave it out, or train in FP8 with precision.scaling=delayed.",
         )
     if settings.cold_start and settings.fp8_state:
@@ -88,12 +90,12 @@ def read_recipe(settings: Settings) -> Recipe:
 
 
 def is_guarded(recipe: Recipe) -> bool:
-    """Whether the precision of each step is decided during the run."""
+    """Whether the run has a guard or a precision schedule, so that the precision of steps is decided as it runs."""
     return bool(recipe.guard.shadow_every or recipe.guard.jump_at or recipe.precision.schedule)
 
 
 def with_data(recipe: Recipe, path: Path | None) -> Recipe:
-    """The recipe with the data that the command line names, if any. Raises RecipeError where neither names data."""
+    """The recipe with the data that the command line names, if any. Raises RecipeError if neither names data."""
     if path:
         recipe = replace(recipe, data=replace(recipe.data, path=str(path), blend=()))
     if not (recipe.data.path or recipe.data.blend):
@@ -108,15 +110,15 @@ def read_rows(
     cache: Path | None = None,
     on_tokens: OnTokens = lambda count: None,
 ) -> Rows | Blend:
-    """What a recipe says to train on, in the tokens of a model, which are kept in `data.cache` or else in `cache`.
-    Raises DataError."""
+    """Tokenize a recipe's data, or read its tokens from `data.cache` (else `cache`), where they are kept. Raises
+    DataError for data that cannot be read, or with tokens that the model does not have."""
     rows = load_data(data, tokenizer, Path(data.cache) if data.cache else cache, on_tokens)
     rows.require_vocabulary(model.vocab_size)
     return rows
 
 
 def check_length(recipe: Recipe, model: ModelShape) -> None:
-    """Raise RecipeError for rows that the model has no positions for."""
+    """Raise RecipeError for rows longer than the model's positions."""
     if recipe.data.sequence_length > model.max_position_embeddings:
         raise RecipeError(
             f"data.sequence_length {recipe.data.sequence_length} is beyond the model's {model.max_position_embeddings}",

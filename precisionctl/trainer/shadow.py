@@ -1,7 +1,7 @@
-"""Shadow: the same batch forward and backward in FP8 and in BF16 from the same weights, and how far apart they are.
+"""Shadow: the same batch forward and backward in FP8 and in BF16 with the same weights, and how far apart they are.
 
-The passes in FP8 are the update's own, so that what is judged is what the run trains with. The passes in BF16 are made
-before them, and only their loss and gradients are kept.
+The FP8 passes are the update's own, so that what the run trains with is judged. The BF16 passes are made before them,
+and only their loss and gradients are kept.
 """
 
 import math
@@ -21,7 +21,7 @@ Decision = Literal["ok", "warn", "stop", "bf16"]
 
 @dataclass(frozen=True)
 class GradientSimilarity:
-    """Of FP8's gradients to BF16's: the cosine between the two, and the norm of FP8's over that of BF16's."""
+    """How similar FP8 and BF16 gradients are: the cosine between them, and FP8's norm divided by BF16's."""
 
     cosine: float
     norm_ratio: float
@@ -29,8 +29,9 @@ class GradientSimilarity:
 
 @dataclass(frozen=True)
 class Shadow:
-    """One comparison. Losses are means over the update's targets, held-out ones over all targets of that data, before
-    the update. `decision` is the guard's, and `beyond` the number of comparisons in a row beyond its limit."""
+    """One comparison, at the update `step`. Losses are means over the update's targets; held-out losses, from before
+    the update, are means over all held-out targets. `gradients` compares all gradients, `modules` those of each module.
+    `decision` is the guard's, and `beyond` the number of comparisons in a row that were beyond its limit."""
 
     step: int
     loss: float
@@ -38,27 +39,28 @@ class Shadow:
     gradients: GradientSimilarity
     modules: Mapping[str, GradientSimilarity]
     held_out: tuple[float, float] | None = None
-    """In FP8 and in BF16."""
+    """Held-out losses in FP8 and in BF16."""
     decision: Decision = "ok"
     beyond: int = 0
 
     @property
     def gap(self) -> float:
-        """How far the losses are apart, as (FP8 - BF16) / BF16."""
+        """The relative difference of the losses, (FP8 - BF16) / BF16."""
         return _gap(self.loss, self.loss_bf16)
 
     @property
     def held_out_gap(self) -> float | None:
+        """The same of held-out losses; None without held-out data."""
         return _gap(*self.held_out) if self.held_out else None
 
     @property
     def worst(self) -> float:
-        """The larger of the gaps, above or below; NaN where one is no number."""
+        """The larger of the two gaps, without sign; NaN if one of them is NaN."""
         gaps = [abs(self.gap), *([abs(_gap(*self.held_out))] if self.held_out else [])]
         return math.nan if any(map(math.isnan, gaps)) else max(gaps)
 
     def numbers(self) -> dict[str, float]:
-        """Of the model as a whole, by name."""
+        """The numbers for the model as a whole, by name."""
         found = {
             "loss_bf16": self.loss_bf16,
             "gap": self.gap,
@@ -71,7 +73,7 @@ class Shadow:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """A line of `shadow.jsonl`; of each module `[cosine, norm ratio]`."""
+        """A line of `shadow.jsonl`, with `[cosine, norm ratio]` for each module."""
         modules = {name: [each.cosine, each.norm_ratio] for name, each in self.modules.items()}
         decided = {"decision": self.decision, "beyond": self.beyond}
         return {"step": self.step, "loss": self.loss, **self.numbers(), **decided, "modules": modules}
@@ -84,10 +86,10 @@ def _gap(fp8: float, bf16: float) -> float:
 def compare_gradients(
     fp8: Mapping[str, Tensor], bf16: Mapping[str, Tensor], shards: ModelShards = UNSHARDED
 ) -> tuple[GradientSimilarity, dict[str, GradientSimilarity]]:
-    """Compare gradients by parameter name: all of them together, and by module. A missing one is zero.
+    """Compare gradients, which are by parameter name: all together, and for each module. A missing gradient is zero.
 
-    Each rank has its part of them, and the sums of products are all-reduced. Data-parallel copies of the model count
-    alike in all products, which cancels out; what tensor ranks have alike counts once.
+    Each rank has its shards, and sums of products are all-reduced. Replicas over data-parallel ranks multiply all sums
+    by the same factor, which cancels out; what tensor ranks have in common is counted once.
     """
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
     for name in {**bf16, **fp8}:
@@ -103,7 +105,7 @@ def compare_gradients(
 
 
 def _similarity(products: Tensor) -> GradientSimilarity:
-    """Of `[3]`, FP64: the products of FP8's gradients with themselves, with BF16's, and of BF16's with themselves."""
+    """The similarity from dot products, FP64 `[3]`: FP8 with FP8, FP8 with BF16, BF16 with BF16."""
     fp8, between, bf16 = products.tolist()
     if fp8 == bf16 == 0:
         return GradientSimilarity(1.0, 1.0)

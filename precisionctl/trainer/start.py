@@ -1,10 +1,10 @@
-"""The FP8 state of a run's first step, role by role: never empty histories in silence.
+"""The FP8 state of a run's first step, for each role. A role that nothing recorded is always reported.
 
-Each role has the first of these that recorded it: the state of a file that the command names; that in the checkpoint,
-carried from FP8 training or collected in BF16 training, if it is of the checkpoint's weights; warm-up passes, forward
-and backward in BF16 over the coming micro-batches, without an update and without consuming them, a history row each. A
-weight that none of them recorded, or not as it is, has its amax from itself. An expert that has seen no token starts
-with the largest amax of the layer's others.
+Each role is taken from the first of these that recorded it: the file that the command names; the checkpoint's state,
+from FP8 training or collected in BF16 training, if it is of the checkpoint's weights; warm-up passes. These are forward
+and backward passes in BF16 over the coming micro-batches, without an update and without consuming them; each fills one
+row of the history. The amax of a weight that none recorded, or not as it is now, is computed from the weight. An expert
+that has seen no token starts with the largest amax of the other experts in its layer.
 """
 
 import math
@@ -36,7 +36,7 @@ from precisionctl.trainer.parallel.world import local
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.loading import COLLECTED
 
-Source = Literal[
+StateOrigin = Literal[
     "carried",
     "collected in BF16 training",
     "calibrated",
@@ -47,26 +47,28 @@ Source = Literal[
 ]
 
 CALIBRATED = "precisionctl calibrate"
-"""The producer of a state that calibration made."""
+"""The `producer` of state from `calibrate`."""
 
-_PRODUCERS: Mapping[str, Source] = {COLLECTED: "collected in BF16 training", CALIBRATED: "calibrated"}
+_PRODUCERS: Mapping[str, StateOrigin] = {COLLECTED: "collected in BF16 training", CALIBRATED: "calibrated"}
 
 
 @dataclass(frozen=True)
 class Fp8Start:
-    """What a run starts with: of how many GEMMs a role's state is from where, an expert's being one of its own; and the
-    state that goes along unused, of modules which the run keeps in BF16."""
+    """The FP8 state that a run starts with. `counts` has, by where state is from and by role, the number of GEMMs; each
+    expert has a GEMM of its own. `carried` is state that the run does not use but saves again, of modules that it keeps
+    in BF16."""
 
-    counts: Mapping[Source, Mapping[Role, int]]
+    counts: Mapping[StateOrigin, Mapping[Role, int]]
     carried: Fp8States | None
     notes: tuple[str, ...] = ()
 
 
-def start_fp8(run: Run, state: KnownState, aside: Fp8States | None, *, cold: bool) -> Fp8Start:
-    """Set the state of every FP8 linear of the run's model from what may be used of the checkpoint's `state`; `cold` is
-    scale 1 and empty histories everywhere, whatever there is. `aside` is what the checkpoint itself carried unused."""
+def start_fp8(run: Run, state: KnownState, sidecar_state: Fp8States | None, *, cold: bool) -> Fp8Start:
+    """Set the FP8 state of every linear of the run's model, from the usable part of the known `state`; with `cold`,
+    scale 1 and empty histories everywhere. `sidecar_state` is what the checkpoint itself carried along unused. Raises
+    MappingError for state of another number of experts."""
     linears, recipe = fp8_linears(run.model), run.recipe.precision.delayed
-    carried, left = _unused((*state.usable, state.outdated, aside), linears)
+    carried, left = _unused((*state.usable, state.outdated, sidecar_state), linears)
     if not linears:
         return Fp8Start({}, carried, left)
     fresh = {name: Fp8State.fresh(recipe.amax_history_len, _shape(linear)) for name, linear in linears.items()}
@@ -78,7 +80,12 @@ def start_fp8(run: Run, state: KnownState, aside: Fp8States | None, *, cold: boo
     shapes = {name: state.shape for name, state in fresh.items()}
     known = [_fitting(states, shapes, recipe) for states in state.usable]
     if not all(_recorded(name, fresh, known) for name in linears):
-        known.append(("warm-up", _warm_up(run)))
+        recorder = Recorder(run.recipe.precision, run.device, run.world)
+        with run.model.recorded_by(recorder):
+            for batch, targets in islice(run.upcoming(), run.recipe.train.warmup_passes):
+                backward(run.model, batch, targets)
+                run.model.zero_grad()
+        known.append(("warm-up", recorder.states()))
     first = {
         name: first_recorded([modules[name] for _, modules in known if name in modules] or [fresh[name]])
         for name in linears
@@ -89,7 +96,8 @@ def start_fp8(run: Run, state: KnownState, aside: Fp8States | None, *, cold: boo
 
 
 def start_collecting(run: Run, found: Fp8States | None) -> Fp8Start:
-    """Let a BF16 run record what an FP8 run would; histories that were found go on, under the recipe of the run."""
+    """Let a BF16 run record the amaxes that an FP8 run would. The histories in `found` are continued under the run's
+    recipe."""
     recipe = run.recipe.precision.delayed
     run.recorder = Recorder(replace(run.recipe.precision, fp8=True), run.device, run.world)
     if found:
@@ -98,17 +106,17 @@ def start_collecting(run: Run, found: Fp8States | None) -> Fp8Start:
     return Fp8Start({}, found, notes)
 
 
-def go_on_fp8(run: Run, saved: Fp8States | None, carried: Fp8States | None) -> Fp8Start:
-    """Set the state that the run itself saved, as it is."""
+def continue_fp8(run: Run, saved: Fp8States | None, carried: Fp8States | None) -> Fp8Start:
+    """Set the state that the run itself has saved, unchanged."""
     linears = fp8_linears(run.model)
     for name, linear in linears.items():
-        assert saved is not None, "such a run saves its state"
+        assert saved is not None, "an FP8 run with linears that keep state saves it"
         linear.set_fp8_state(saved.modules[name])
     return Fp8Start({"carried": _all_gemms(linears)} if linears else {}, carried)
 
 
 def _shape(linear: Fp8Linear) -> tuple[int, ...]:
-    """The shape of its scales: `[]`, or `[experts]`."""
+    """The shape of a linear's scales: `[]`, or `[experts]`."""
     state = linear.fp8_state()
     assert state is not None, "fp8_linears lists the linears that keep state"
     return state.shape
@@ -119,33 +127,34 @@ def _all_gemms(linears: Mapping[str, Fp8Linear]) -> Mapping[Role, int]:
 
 
 def _weight_amax(run: Run, linears: Mapping[str, Fp8Linear]) -> dict[str, float]:
-    """Largest magnitudes, by the weights' names."""
+    """The amaxes of the FP8 weights, over all ranks, by name."""
     split = ((name, *name.rpartition(".")[::2]) for name in run.model.shards.tensors)
     weights = [name for name, module, leaf in split if module in linears and leaf.startswith("weight")]
     if not weights:
         return {}
-    here, none = run.optimizer.parameters, torch.zeros((), device=run.device)  # an expert may be another rank's
+    here, none = run.optimizer.parameters, torch.zeros((), device=run.device)  # 0 for an expert of another rank
     mine = torch.stack(
         [amax(local(here[name]).to(run.model.backend.dtype)) if name in here else none for name in weights]
     )
     return dict(zip(weights, run.world.all_reduce_max(mine).tolist(), strict=True))
 
 
-Known = Sequence[tuple[Source, Mapping[str, Fp8State]]]
-"""Where states are from, first the best; by module."""
+Known = Sequence[tuple[StateOrigin, Mapping[str, Fp8State]]]
+"""Known states by module and where they are from, in the order of preference."""
 
 
 def _fitting(
     states: Fp8States, shapes: Mapping[str, tuple[int, ...]], recipe: DelayedScaling
-) -> tuple[Source, Mapping[str, Fp8State]]:
-    """Raises MappingError for state of another number of experts."""
+) -> tuple[StateOrigin, Mapping[str, Fp8State]]:
+    """The states of the run's modules, under its recipe, and where they are from. Raises MappingError for another
+    number of experts."""
     mine = replace(states, modules={name: state for name, state in states.modules.items() if name in shapes})
     check_modules(mine, shapes)
     return _PRODUCERS.get(states.producer, "carried"), under_recipe(recipe, mine)
 
 
 def _recorded(name: str, fresh: Mapping[str, Fp8State], known: Known) -> bool:
-    """Whether the activations and gradients of a linear, of each expert, are known."""
+    """Whether activations and gradients of a linear were recorded, for each expert."""
     state = first_recorded([*(modules[name] for _, modules in known if name in modules), fresh[name]])
     return all(bool(state.roles[role].recorded_each.all()) for role in IN_USE if role != "weight")
 
@@ -153,8 +162,8 @@ def _recorded(name: str, fresh: Mapping[str, Fp8State], known: Known) -> bool:
 def _unused(
     ways: Iterable[Fp8States | None], linears: Mapping[str, Fp8Linear]
 ) -> tuple[Fp8States | None, tuple[str, ...]]:
-    """What no linear takes up, of the first that has such a thing, for each has its own date and recipe. A note where
-    something of others is left."""
+    """The state of modules that are not FP8 linears of the run, to be carried along: from the first of `ways` that has
+    any, as they cannot be mixed (each has its own step and recipe). Also a note if others are left behind."""
     rests = [states.without(linears) for states in ways if states]
     kept = next((rest for rest in rests if rest.modules or rest.raw), None)
     left = [name for rest in rests for name in rest.modules if kept and name not in kept.modules]
@@ -162,8 +171,8 @@ def _unused(
     return kept, notes
 
 
-def _complete(name: str, linear: Fp8Linear, change: StateChange, known: Known) -> dict[Role, Counter[Source]]:
-    """Give a linear its state. Returns of how many of its GEMMs each role is from where."""
+def _complete(name: str, linear: Fp8Linear, change: StateChange, known: Known) -> dict[Role, Counter[StateOrigin]]:
+    """Set a linear's state. Returns, for each role, the number of its GEMMs by where their state is from."""
     state = change.states.modules[name]
     roles = dict(state.roles)
     roles |= {role: from_other_experts(roles[role], role, change.states.recipe) for role in IN_USE}
@@ -172,52 +181,39 @@ def _complete(name: str, linear: Fp8Linear, change: StateChange, known: Known) -
     anew = change.from_weights.get(name, none) | change.stale.get(name, none)
     sources = {}
     for role in IN_USE:
-        ways: list[tuple[Source, Tensor]] = [("from the weights", anew)] if role == "weight" else []
+        ways: list[tuple[StateOrigin, Tensor]] = [("from the weights", anew)] if role == "weight" else []
         ways += [(way, modules[name].roles[role].recorded_each) for way, modules in known if name in modules]
         ways += [("from other experts", roles[role].recorded_each), ("never recorded", torch.ones_like(none))]
-        sources[role] = _sources(ways)
+        counts: Counter[StateOrigin] = Counter()
+        left = torch.ones_like(none)  # the experts that no earlier way has
+        for source, has in ways:
+            counts[source] += int((has & left).sum())
+            left &= ~has
+        sources[role] = counts
     return sources
 
 
-def _sources(ways: Sequence[tuple[Source, Tensor]]) -> Counter[Source]:
-    """How many GEMMs have a role from where: from the first way that is theirs, bool of the scale's shape."""
-    counts: Counter[Source] = Counter()
-    left = torch.ones_like(ways[0][1])
-    for source, those in ways:
-        counts[source] += int((those & left).sum())
-        left &= ~those
-    return counts
-
-
-def _warm_up(run: Run) -> dict[str, Fp8State]:
-    recorder = Recorder(run.recipe.precision, run.device, run.world)
-    with run.model.recorded_by(recorder):
-        for batch, targets in islice(run.upcoming(), run.recipe.train.warmup_passes):
-            backward(run.model, batch, targets)
-            run.model.zero_grad()
-    return recorder.states()
-
-
-def _counts(sources: Mapping[str, Mapping[Role, Counter[Source]]]) -> Mapping[Source, Mapping[Role, int]]:
-    counted = {role: sum((roles[role] for roles in sources.values()), Counter[Source]()) for role in IN_USE}
+def _counts(sources: Mapping[str, Mapping[Role, Counter[StateOrigin]]]) -> Mapping[StateOrigin, Mapping[Role, int]]:
+    """The number of GEMMs in all modules, by where their state is from and by role."""
+    counted = {role: sum((roles[role] for roles in sources.values()), Counter[StateOrigin]()) for role in IN_USE}
     return {
         source: {role: counted[role][source] for role in IN_USE if counted[role][source]}
         for source in dict.fromkeys(source for role in IN_USE for source in counted[role])
     }
 
 
-def _notes(change: StateChange, sources: Mapping[str, Mapping[Role, Counter[Source]]]) -> tuple[str, ...]:
+def _notes(change: StateChange, sources: Mapping[str, Mapping[Role, Counter[StateOrigin]]]) -> tuple[str, ...]:
     notes = [
-        f"{name}: the carried weight amax does not fit the weights; it was taken from them" for name in change.stale
+        f"{name}: the carried weight amax does not fit the weights; it was computed from them" for name in change.stale
     ]
-    for source, consequence in _SILENT.items():
-        silent = [name for name, roles in sources.items() if any(counts[source] for counts in roles.values())]
-        if silent:
-            notes.append(f"{len(silent)} modules have {consequence}, e.g. {silent[0]}")
+    for source, consequence in _INCOMPLETE.items():
+        modules = [name for name, roles in sources.items() if any(counts[source] for counts in roles.values())]
+        if modules:
+            notes.append(f"{len(modules)} modules have {consequence}, e.g. {modules[0]}")
     return tuple(notes)
 
 
-_SILENT: Mapping[Source, str] = {
+_INCOMPLETE: Mapping[StateOrigin, str] = {
     "from other experts": "experts that saw no token: they start with the largest amax of their layer's others",
     "never recorded": "a role that no warm-up pass recorded: scale 1",
 }

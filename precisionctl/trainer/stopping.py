@@ -21,21 +21,22 @@ _OUT_OF_TIME = 1 << 10
 
 
 def agreed_stop(world: World, received: list[signal.Signals], until: float) -> Stop | None:
-    """What some rank has to stop for: a signal that it received, or its clock (`time.monotonic`) at `until`."""
+    """The reason to stop that any rank has, on all ranks: a signal, or its clock (`time.monotonic`) at `until`; None if
+    there is none."""
     mine = _OUT_OF_TIME if time.monotonic() >= until else received[0] if received else 0
     number = int(world.all_reduce_max(torch.tensor(int(mine))))
     return "time limit" if number == _OUT_OF_TIME else signal.Signals(number) if number else None
 
 
 def agreed_signal(world: World, received: list[signal.Signals]) -> signal.Signals | None:
-    """As `agreed_stop`, of what has no time limit."""
+    """As `agreed_stop`, without a time limit."""
     stop = agreed_stop(world, received, math.inf)
     return None if stop == "time limit" else stop
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[signal.Signals]]:
-    """The first SIGTERM or SIGINT lands in the list; a second one does what it always does."""
+    """Append the first SIGTERM or SIGINT to the list instead of dying of it; a second one has its usual effect."""
     received: list[signal.Signals] = []
     before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGINT)}
 
@@ -57,21 +58,21 @@ def stop_signals() -> Iterator[list[signal.Signals]]:
 
 @dataclass
 class SkippedSteps:
-    """Steps that updated nothing because their loss or gradient norm was NaN or infinite: how many in `total`, and how
-    many in a row (`running`) since the last update."""
+    """The number of steps that updated nothing because their loss or gradient norm was NaN or infinite: in `total`, and
+    in a row since the last update (`running`)."""
 
     total: int = 0
     running: int = 0
 
     def count(self, step: int, loss: float, norm: float, most: int) -> None:
-        """Take note of a step. Raises PrecisionError beyond `most` skipped ones in a row."""
+        """Count a step. Raises PrecisionError after more than `most` skipped ones in a row."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.running = 0
             return
         self.total += 1
         self.running += 1
         if self.running > most:
-            running = f", the last of {self.running} running that were skipped" if most else ""
+            running = f", the last of {self.running} skipped steps in a row" if most else ""
             raise PrecisionError(
                 f"step {step} has loss {loss} and gradient norm {norm}{running}",
                 do="These steps changed nothing. Lower optimizer.lr, or look at the newest checkpoint with "

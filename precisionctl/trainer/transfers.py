@@ -1,5 +1,4 @@
-"""Copies between host and GPU that neither waits for: a GPU whose host waits for it idles until it is told what is
-next."""
+"""Copies between host and GPU without waiting: while a host waits, it queues no work, and the GPU runs idle."""
 
 import time
 
@@ -8,25 +7,25 @@ from torch import Tensor
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device; on CUDA from pinned memory, while the host goes on."""
+    """Copy a CPU tensor to a device; to CUDA from pinned memory, without waiting for it."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 class AsyncRead:
-    """Numbers `[n]` of a device that are being copied to the host."""
+    """Numbers `[n]` on a device, being copied to the host."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._on_host = numbers.detach().to("cpu", non_blocking=True)
         self._copied = DeviceEvent(numbers.device)
 
     def read(self) -> list[float]:
-        """Wait for the copy."""
+        """Wait for the copy and return the numbers."""
         self._copied.wait()
         return [float(number) for number in self._on_host.tolist()]
 
 
 class DeviceEvent:
-    """The moment at which a device has done all that was queued until now; on a CPU, now."""
+    """The moment when a device has finished everything that is queued now; on a CPU, now."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -35,11 +34,12 @@ class DeviceEvent:
         self._time = time.perf_counter()
 
     def wait(self) -> None:
+        """Wait until the device has got there."""
         if self._event:
             self._event.synchronize()
 
     def seconds_until(self, later: "DeviceEvent") -> float:
-        """Waits for the later one."""
+        """Seconds between two events; waits for the later one."""
         if self._event is None or later._event is None:
             return later._time - self._time
         later.wait()

@@ -1,7 +1,7 @@
-"""Archives of `torch.save` that are whole in memory, read with an allow-list as safe_pickle reads pickles.
+"""Load archives of `torch.save` from memory with an allow-list, as safe_pickle loads pickles.
 
-An archive is a ZIP file of stored entries: `data.pkl` pickles the object and names its storages, each an entry
-`data/<name>`. What is large and in files is `checkpoints/torch_zip.py`'s.
+An archive is a ZIP file of uncompressed entries: `data.pkl` pickles the object and names its storages, each an entry
+`data/<name>`. Large archives in files are read by `checkpoints/torch_zip.py`.
 """
 
 import io
@@ -20,9 +20,9 @@ WHAT = "not what torch.save writes"
 
 
 def loads(data: bytes, allowed: safe_pickle.Allowed, where: object) -> Any:
-    """The object that torch.save wrote as `data`, built from `allowed`, which is given each storage as a flat tensor.
+    """The object that torch.save wrote as `data`, made with `allowed`, whose callables get storages as flat tensors.
 
-    Raises UnsafePickle and DamagedCheckpoint, as safe_pickle.loads; no more is read than there are bytes.
+    Raises UnsafePickle and DamagedCheckpoint, as `safe_pickle.loads`. Storages together are not larger than `data`.
     """
     with damage(WHAT, where):
         archive, root = directory(io.BytesIO(data))
@@ -36,7 +36,7 @@ def loads(data: bytes, allowed: safe_pickle.Allowed, where: object) -> Any:
                 entry = stored(archive, f"{root}/data/{key}")
                 left -= entry.file_size
                 if left < 0:
-                    raise ValueError("its storages lie in one another")
+                    raise ValueError("its storages overlap")
                 storages[key] = elements(archive.read(entry), dtype)
             return storages[key]
 
@@ -45,7 +45,8 @@ def loads(data: bytes, allowed: safe_pickle.Allowed, where: object) -> Any:
 
 
 def reference_of(identifier: Any) -> tuple[torch.dtype, str]:
-    """dtype and name of the storage that ("storage", dtype, name, device, elements) stands for. Raises ValueError."""
+    """dtype and name of a storage from its persistent id, ("storage", dtype, name, device, elements). Raises ValueError
+    for anything else."""
     _, dtype, name, *_ = identifier
     if not isinstance(dtype, torch.dtype) or type(name) is not str:
         raise ValueError(f"{shown(identifier)} as a storage")
@@ -53,12 +54,12 @@ def reference_of(identifier: Any) -> tuple[torch.dtype, str]:
 
 
 def elements(data: bytes, dtype: torch.dtype) -> Tensor:
-    """Bytes as a flat tensor of its own."""
+    """Bytes as a flat tensor with its own memory."""
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
 def stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
-    """An entry whose bytes stand in the archive as they are. Raises KeyError and ValueError."""
+    """An uncompressed entry of an archive. Raises KeyError if it is not there, ValueError if it is compressed."""
     entry = archive.getinfo(name)
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
         raise ValueError(f"{name} is compressed")
@@ -66,10 +67,10 @@ def stored(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
 
 
 def directory(file: IO[bytes] | io.RawIOBase) -> tuple[zipfile.ZipFile, str]:
-    """An archive's directory, and the folder that torch.save put all its entries in.
+    """An open archive, and the name of the folder that all its entries are in.
 
-    Raises ValueError where there is more than one way to read it: readers of ZIP files differ in which of two
-    directories, or of two entries of one name, they believe.
+    Raises ValueError for an archive that can be read in more than one way: programs differ in which of two directories,
+    or of two entries with one name, they use.
     """
     archive = zipfile.ZipFile(file)
     names = archive.namelist()

@@ -1,9 +1,9 @@
-"""Pickles from strangers, read with an allow-list: no name outside it is ever looked up.
+"""Load pickles from strangers with an allow-list: no name outside it is ever looked up.
 
-A pickle is a program. `loads` runs it on a virtual machine whose only verbs are the callables that
-the caller lists, so the worst a hostile file can do is to raise UnsafePickle or DamagedCheckpoint.
-What a caller lists must not hash, compare, copy or print its arguments: two bytes make a tuple of a tuple
-twice, so that a hundred bytes make one that has 2**50 parts when it is walked.
+A pickle is a program. `loads` runs it on an unpickler that can only call what the caller lists, so the worst that a
+hostile file can do is to raise UnsafePickle or DamagedCheckpoint. Callables on the list must not hash, compare, copy or
+print their arguments: two bytes make a tuple that contains the same tuple twice, so a hundred bytes make one that takes
+2**50 steps to walk.
 """
 
 import argparse
@@ -19,25 +19,25 @@ from torch import Tensor
 from precisionctl.errors import DamagedCheckpoint, UnsafePickle, shown
 
 Allowed = Mapping[tuple[str, str], Any]
-"""(module, qualified name) as the pickle spells it -> what stands in for it here."""
+"""(module, qualified name) as in the pickle -> the object to use for it."""
 
 PersistentLoad = Callable[[Any], Any]
-"""A persistent id (a storage of torch.save) -> what stands in for it here."""
+"""A persistent id (which torch.save uses for storages) -> the object to use for it."""
 
 
 def loads(data: bytes, allowed: Allowed, where: object, persistent: PersistentLoad | None = None) -> Any:
-    """The object that `data` pickles, built from nothing but `allowed` and plain containers.
+    """Unpickle `data` with nothing but `allowed` and plain containers.
 
-    `where` names the source in errors. Raises UnsafePickle for a name outside `allowed` and
-    DamagedCheckpoint for bytes that are no pickle.
+    `where` names the source in errors. Raises UnsafePickle for a name outside `allowed`, DamagedCheckpoint for bytes
+    that are not a pickle.
     """
-    if not data.endswith(pickle.STOP):  # else a name that is cut short looks like one that is not allowed
+    if not data.endswith(pickle.STOP):  # so that a truncated name is not taken for a forbidden one
         raise DamagedCheckpoint("a pickle is cut short", where=where, do="Is the copy whole?")
     return load(io.BytesIO(data), allowed, where, persistent)
 
 
 def load(file: BinaryIO, allowed: Allowed, where: object, persistent: PersistentLoad | None = None) -> Any:
-    """As `loads`, of the next pickle in a file."""
+    """As `loads`, for the next pickle in a file."""
     try:
         return _AllowListUnpickler(file, allowed, where, persistent).load()
     except UnsafePickle:
@@ -58,7 +58,7 @@ STORAGES: Mapping[tuple[str, str], torch.dtype] = {
     ("torch", "LongStorage"): torch.int64,
     ("torch", "ShortStorage"): torch.int16,
 }
-"""PyTorch's classes of storages, for an allow-list; each stands for the dtype of its elements."""
+"""PyTorch's storage classes, for an allow-list; each is replaced by the dtype of its elements."""
 
 
 def itself(value: Any) -> Any:
@@ -67,29 +67,30 @@ def itself(value: Any) -> Any:
 
 
 def ordered_dict() -> OrderedDict[Any, Any]:
-    """Stands in for OrderedDict, which pickles as an empty one that is filled afterwards."""
+    """Stands in for OrderedDict, which is pickled as an empty one that is filled afterwards."""
     return OrderedDict()
 
 
 def plain_set(items: list[Any]) -> set[Any]:
-    """Stands in for `set`, which pickles as a call before protocol 4."""
+    """Stands in for `set`, which is pickled as a call before protocol 4."""
     _check_keys(items)
     return set(items)
 
 
 def strided(values: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """The tensor that PyTorch's pickles describe within the flat `values` of a storage.
+    """The view of a storage (flat `values`) that a pickled tensor describes, with offset and stride in elements.
 
-    Raises ValueError, RuntimeError or TypeError for one that is not within it.
+    Raises ValueError, RuntimeError or TypeError for a view that is not within the storage.
     """
     tensor = values.as_strided(size, stride, offset)
-    if tensor.numel() > values.numel():  # strides of zero would make gigabytes out of nothing
+    if tensor.numel() > values.numel():  # strides of zero could describe gigabytes
         raise ValueError("a tensor is larger than its storage")
     return tensor
 
 
 def sizes(values: Any) -> tuple[int, ...]:
-    """A shape, or a place in one, after checking that it is one. Raises ValueError."""
+    """A shape or an offset per dimension, as a tuple. Raises ValueError for anything but at most 64 integers of 0 or
+    above."""
     plain = type(values) in (tuple, list) and len(values) <= 64
     if not plain or not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
         raise ValueError(f"{shown(values)} as sizes")
@@ -98,20 +99,21 @@ def sizes(values: Any) -> tuple[int, ...]:
 
 _MOST_PARTS = 1 << 21
 _DEEPEST = 100
+"""Limits for `finite`."""
 
 
 def finite(value: Any) -> Any:
-    """The value itself, where walking through its lists, tuples, tables and Namespaces ends.
+    """Return the value if recursion over its lists, tuples, dicts and Namespaces is bounded.
 
-    Raises ValueError where there are more than 2**21 ways to a part, or it is deeper than 100: lists of lists that are
-    one and the same are small to say and endless to walk. Here each is walked once.
+    Raises ValueError if it would visit more than 2**21 values or nest deeper than 100: a list that contains the same
+    list many times is small, but takes exponential time to walk. Here each object is visited only once.
     """
     _ways(value, 0, {})
     return value
 
 
 def _ways(value: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """How many ways there are to parts of it, itself among them, and how deep it is."""
+    """The number of values that recursion over `value` would visit, with itself, and its depth."""
     found = known.get(id(value), (1, 0))
     if id(value) not in known and depth <= _DEEPEST:
         for part in _inside(value):
@@ -120,7 +122,7 @@ def _ways(value: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[in
         if _is_container(value):
             known[id(value)] = found
     if found[0] > _MOST_PARTS or depth + found[1] > _DEEPEST:
-        raise ValueError("containers in one another without end")
+        raise ValueError("containers that are nested without end")
     return found
 
 
@@ -137,7 +139,7 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def parts(value: Any) -> Iterator[Any]:
-    """What is in containers in one another that are `finite`, each as often as there are ways to it."""
+    """All values in nested containers, which must be `finite`, by recursion."""
     if _is_container(value):
         for part in _inside(value):
             yield from parts(part)
@@ -149,7 +151,8 @@ _SCALARS = (str, bytes, int, float, bool, type(None))
 
 
 def _check_keys(keys: Iterable[Any]) -> None:
-    """Raise UnpicklingError for one whose hash may take for ever: allowed are scalars, flat tuples and identities."""
+    """Raise UnpicklingError for a key whose hash could take forever. Allowed are scalars, objects that hash by
+    identity, and flat tuples of these."""
     for key in keys:
         parts = key if type(key) is tuple else (key,)
         if not all(type(part) in _SCALARS or _hashes_by_identity(type(part)) for part in parts):
@@ -175,7 +178,7 @@ _HASHING = {
     pickle.ADDITEMS: slice(None),
     pickle.FROZENSET: slice(None),
 }
-"""Opcodes that hash, and where on the stack what they hash is."""
+"""Opcodes that hash, and the place on the stack of what they hash."""
 
 
 _CONTAINERS = (list, tuple, set, frozenset, dict)
@@ -187,8 +190,8 @@ def _copying(load: Callable[[Any], None], *, call: bool) -> Callable[[Any], None
         value = unpickler.stack[-1]
         if call and type(value) is not tuple:
             raise pickle.UnpicklingError(f"{shown(value)} as arguments")
-        # How many parts a copy of a call's arguments, or of a state, can have: its own, and those of what it holds.
-        # Eight letters are one: an array of NumPy's is copied twice on its way from text to bytes to itself
+        # The number of values that copying these arguments, or this state, may take: its items, and the items of
+        # containers among them. Eight characters count as one, as NumPy arrays are copied twice (text, bytes, array)
         count = 0
         for part in value if type(value) is tuple else (value,):
             if isinstance(part, _CONTAINERS):
@@ -198,19 +201,20 @@ def _copying(load: Callable[[Any], None], *, call: bool) -> Callable[[Any], None
             count += 1
         unpickler._left -= count
         if unpickler._left < 0:
-            raise pickle.UnpicklingError("it copies its parts over and over")
+            raise pickle.UnpicklingError("it copies the same values over and over")
         load(unpickler)
 
     return checked
 
 
 _COPYING = {pickle.REDUCE: True, pickle.NEWOBJ: True, pickle.BUILD: False, pickle.BINPERSID: False}
-"""Opcodes that may copy what is on the stack, which two bytes can put there again, and whether those are arguments."""
+"""Opcodes after which a callable may copy the top of the stack (two bytes can put the same value there again), and
+whether that value is the arguments of a call."""
 
 
 def _may_become(changed: Any, state: Any) -> bool:
-    """Whether an object takes this state without any attribute that is looked up on it, `__class__` not least,
-    becoming another."""
+    """Whether BUILD may give an object this state: only if that cannot replace attributes that Python itself looks up,
+    such as `__class__`."""
     kind = type(changed)
     if kind is argparse.Namespace:
         return type(state) is dict
@@ -220,23 +224,25 @@ def _may_become(changed: Any, state: Any) -> bool:
 
 
 class _AllowListUnpickler(pickle._Unpickler):
-    """CPython's unpickler in Python. The one in C sizes its memo by the largest index, so that six bytes can ask
-    for gigabytes, and its BUILD cannot be held back from changing what is allowed for everyone after this file."""
+    """CPython's Python unpickler with checks. The one in C cannot be used: it allocates its memo by the largest index,
+    so that six bytes can ask for gigabytes, and its BUILD could modify the allowed callables for all later files."""
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch}
     for _opcode, _keys in _HASHING.items():
         dispatch[_opcode[0]] = _hashing(dispatch[_opcode[0]], _keys)
-    del dispatch[pickle.BYTEARRAY8[0]]  # it fills as much memory as it names before it reads a byte
-    del dispatch[pickle.NEWOBJ_EX[0]]  # nothing that is allowed takes arguments by name
+    del dispatch[pickle.BYTEARRAY8[0]]  # it allocates the size that it is given before it reads a byte
+    del dispatch[pickle.NEWOBJ_EX[0]]  # nothing on the allow-lists takes keyword arguments
 
     def load_build(self) -> None:
         changed = self.stack[-2]  # type: ignore[attr-defined]
         if callable(changed):
             raise UnsafePickle(f"a pickle changes {changed!r}, a class or function", where=self._where)
-        if isinstance(changed, Tensor):  # its state says how large its storage becomes
+        if isinstance(changed, Tensor):  # its state could resize its storage
             raise UnsafePickle("a pickle changes a tensor", where=self._where)
         state = self.stack[-1]  # type: ignore[attr-defined]
-        if isinstance(changed, dict):  # `_metadata` of a module's state; but also `get`, `items` and `__class__`
+        if isinstance(
+            changed, dict
+        ):  # drop the state: `_metadata` of a state dict, but it could also be `get`, `items`
             self.stack.pop()  # type: ignore[attr-defined]
         elif _may_become(changed, state):
             super().load_build()  # type: ignore[misc]
@@ -250,7 +256,8 @@ class _AllowListUnpickler(pickle._Unpickler):
     def __init__(self, file: BinaryIO, allowed: Allowed, where: object, persistent: PersistentLoad | None) -> None:
         super().__init__(file)
         start = file.tell()
-        # In proportion to the file: what Megatron, PyTorch and Transformer Engine write takes a quarter of its size
+        # How many values may be copied: in proportion to the file, eight times what the files of Megatron, PyTorch and
+        # Transformer Engine need
         self._left = 2 * file.seek(0, io.SEEK_END)
         file.seek(start)
         self._allowed = allowed

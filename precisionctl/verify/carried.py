@@ -53,6 +53,6 @@ def _grid_differences(left: WeightEncodings, right: WeightEncodings) -> Iterator
         for row, rows in in_pieces(0, spec.rows, spec.columns, PIECE):
             scales = (each.scales(row, rows, spec.columns).expand(rows, -1) for each in (one, other))
             before, after = (each.expand(-1, spec.columns) for each in scales)
-            if one.dtype != other.dtype or not bool((before == after).all()):
+            if one.element != other.element or not bool((before == after).all()):
                 yield f"{name}: it was coded with other scales in A than in B"
                 break

@@ -4,17 +4,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.export.weight_encodings import weight_encodings
+from precisionctl.fp8.encoding import Encoding
 from precisionctl.verify.hf_tensors import HfTensors, Rows
 
 
 @dataclass(frozen=True)
 class CodesComparison:
-    """One weight that is FP8 codes on either side.
+    """One weight that is codes on either side.
 
     `changed` of its `codes` are others in B than in A. Where a side has values, they are encoded for this: under the
     scales that they had when they were codes, if those are known, else under the other side's.
@@ -55,17 +55,13 @@ class _Coded:
     def is_codes(self, name: str) -> bool:
         return self.tensors.is_codes(name)
 
-    def read(self, name: str, row: int, rows: int) -> tuple[Rows, Rows | None]:
-        """Rows, and what has their scales: the rows themselves, or, of values that were codes once, rows without any
-        numbers that have the old scales. None where no scales are known."""
+    def read(self, name: str, row: int, rows: int) -> tuple[Rows, Encoding | None]:
+        """Rows, and their encoding, or that which values had when they were codes; None where none is known."""
         found = self.tensors.read(name, row, rows)
-        if found.scale_inv is not None:
-            return found, found
+        if found.encoding is not None:
+            return found, found.encoding
         before = self._before.get(name)
-        if before is None or before.dtype.itemsize != 1:
-            return found, None
-        scales = before.scales(row, *found.stored.shape).expand(rows, -1)
-        return found, Rows(torch.empty(0, dtype=before.dtype), scales)
+        return found, before.of_rows(row, rows) if before else None
 
 
 def _compare(name: str, a: _Coded, b: _Coded | None) -> CodesComparison:
@@ -77,22 +73,19 @@ def _compare(name: str, a: _Coded, b: _Coded | None) -> CodesComparison:
         right, how_right = b.read(name, row, rows) if b else (Rows(left.values.bfloat16(), None), None)
         one, other = how_left or how_right, how_right or how_left
         assert one is not None and other is not None, "one of them is codes"
-        changed += int((_codes(left, one).view(torch.uint8) != _codes(right, other).view(torch.uint8)).sum())
-        ratio = _scales(other) / _scales(one)
+        before, after = _codes(left, one), _codes(right, other)
+        changed += one.element.differing(before, after) if before.shape == after.shape else spec.columns * rows
+        scales = [each.scales(0, rows, spec.columns) for each in (one, other)]
+        ratio = scales[1] / scales[0]
         low, high = min(low, float(ratio.min())), max(high, float(ratio.max()))
         for each in (left, right):
-            idempotent &= each.scale_inv is None or each.encodes(each.values.bfloat16())
-        before, after = left.values.double(), right.values.double()
-        signal += float(before.square().sum())
-        noise += float((before - after).square().sum())
+            idempotent &= each.encoding is None or each.encodes(each.values.bfloat16())
+        values = left.values.double()
+        signal += float(values.square().sum())
+        noise += float((values - right.values.double()).square().sum())
     sqnr = math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal > 0 else -math.inf
     return CodesComparison(name, spec.rows * spec.columns, changed, (low, high), sqnr, idempotent)
 
 
-def _codes(rows: Rows, how: Rows) -> Tensor:
-    return rows.stored if rows.scale_inv is not None else how.encoded(rows.stored)
-
-
-def _scales(rows: Rows) -> Tensor:
-    assert rows.scale_inv is not None
-    return rows.scale_inv
+def _codes(rows: Rows, how: Encoding) -> Tensor:
+    return rows.stored if rows.encoding is not None else how.encode_rows(rows.stored, 0)

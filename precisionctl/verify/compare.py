@@ -179,7 +179,7 @@ def _compare_tensor(name: str, a: Tensors, b: Tensors) -> TensorComparison:
         shapes = f"{list(a.specs[name].shape)} / {list(b.specs[name].shape)}"
         return TensorComparison(name, "shape", dtypes, shapes=shapes)
     verdicts = {_verdict(left, right) for left, right in _pieces(name, a, b)}
-    worst = next(status for status in _WORST_FIRST if status in verdicts)
+    worst: Status = next((status for status in _WORST_FIRST if status in verdicts), "exact")  # there may be no rows
     if worst == "exact":
         return TensorComparison(name, worst, dtypes, math.inf, 0.0)
     if worst == "differs":
@@ -201,7 +201,7 @@ def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float,
     """What one side's codes have lost of the other's values, and the error of B's values as `_error` has it."""
     coded = a if a.is_codes(name) else b
     spec = a.specs[name]
-    losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name)), 0, 0.0
+    losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.in_four_bits(name)), 0, 0.0
     for left, right in _pieces(name, a, b):
         codes, values = (left, right) if coded is a else (right, left)
         decoded = codes.values
@@ -212,7 +212,7 @@ def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float,
 
 
 def _verdict(a: Rows, b: Rows) -> Status:
-    if a.scale_inv is None and b.scale_inv is None and a.stored.dtype == b.stored.dtype:
+    if a.encoding is None and b.encoding is None and a.stored.dtype == b.stored.dtype:
         return "exact" if _same_bits(a.stored, b.stored) else "differs"
     left, right = a.values, b.values
     one, other = left.view(torch.int32), right.view(torch.int32)  # zeros of two signs are two values, as above
@@ -221,7 +221,7 @@ def _verdict(a: Rows, b: Rows) -> Status:
     nan = left.isnan()
     if bool(nan.any()) and bool(((one == other) | (nan & right.isnan())).all()):
         return "exact"
-    one_is_codes = (a.scale_inv is None) != (b.scale_inv is None)
+    one_is_codes = (a.encoding is None) != (b.encoding is None)
     return "encoded" if one_is_codes and (a.encodes(right) or b.encodes(left)) else "differs"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from precisionctl.architectures.families import architecture_of
+from precisionctl.architectures.families import table_of
 from precisionctl.architectures.rope import PARAMETERS
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.companions import parse_json
@@ -26,7 +26,7 @@ def compare_configs(a: Reader, b: Reader) -> Found:
     here, there = (_config(reader) for reader in (a, b))
     if here is None or there is None:
         return [], [] if here is there else [NotCompared("one config", f"only {'B' if here is None else 'A'} has one")]
-    read = {key for model in (a.model, b.model) for entry in _entries(model.architecture) for key in entry.keys}
+    read = {key for model in (a.model, b.model) for entry in table_of(model).config for key in entry.keys}
     differing, left_out = [], dict[str, list[str]]()
     for path, left, right in _unequal(here, there):
         key, name = path[0], ".".join(path)
@@ -62,10 +62,6 @@ def _config(reader: Reader) -> Mapping[str, Any] | None:
         return None
     config = parse_json(data, "config.json")
     return {key: value for key, value in config.items() if key not in ("quantization_config", "model_type")}
-
-
-def _entries(model_type: str) -> Iterator[Any]:
-    yield from architecture_of(model_type).config
 
 
 def _is_read(path: tuple[str, ...], read: set[str]) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from precisionctl.checkpoints.base import Chunked, Reader, in_mxfp4, read_tensor
+from precisionctl.checkpoints.base import Chunked, Reader, in_four_bits, read_tensor
 from precisionctl.engines.base import Engine
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import UnknownFormat
@@ -39,11 +39,11 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
             where=reader.path,
             do=f"Make one: precisionctl export-inference {reader.path} DST --target {engine.name}",
         )
-    if in_mxfp4(reader):
+    if packed := in_four_bits(reader):
         raise UnknownFormat(
-            "the rules here are of FP8, and say nothing of MXFP4",
+            f"the rules here are of FP8, and say nothing of {next(iter(packed.values())).name}",
             where=reader.path,
-            do="Engines load gpt-oss as OpenAI released it. `convert --to hf` makes a directory in BF16 of it.",
+            do="Engines load what its makers have released. `convert --to hf` makes a directory in BF16 of it.",
         )
     stored = reader.stored
     found = engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks, reader.beside)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precisionctl.checkpoints.base import Reader, in_pieces, read_rows, read_tensor, stored_dtype
-from precisionctl.fp8 import numerics
+from precisionctl.checkpoints.base import Reader, in_pieces, read_rows, read_tensor
+from precisionctl.fp8.encoding import Encoding, joined
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job
@@ -19,29 +19,21 @@ PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a tensor as they are stored, `[n, columns]`. Where they are FP8 codes, `scale_inv` has the scale of each
-    row, `[n, 1]`, or of each element, `[n, columns]`."""
+    """Rows of a tensor as they are stored, `[n, width]`. Where they are codes, `encoding` is that of these rows."""
 
     stored: Tensor
-    scale_inv: Tensor | None
+    encoding: Encoding | None
 
     @property
     def values(self) -> Tensor:
-        """What the rows stand for, FP32."""
-        return self.stored.float() if self.scale_inv is None else numerics.decode(self.stored, self.scale_inv)
-
-    def encoded(self, values: Tensor) -> Tensor:
-        """The codes that `values` would have in place of these rows, under the scales of these."""
-        assert self.scale_inv is not None
-        codes = torch.empty(values.shape, dtype=self.stored.dtype)
-        numerics.encode_by_scale_inv(values, self.scale_inv, codes, numerics.scratch_for(values))
-        return codes
+        """What the rows stand for, FP32 `[n, columns]`."""
+        return self.stored.float() if self.encoding is None else self.encoding.decode_rows(self.stored, 0)
 
     def encodes(self, values: Tensor) -> bool:
         """Whether these codes are the encoding of FP32 `values` under the scales stored with them."""
-        if self.scale_inv is None:
+        if self.encoding is None:
             return False
-        return torch.equal(self.encoded(values).view(torch.uint8), self.stored.view(torch.uint8))
+        return torch.equal(self.encoding.encode_rows(values, 0).view(torch.uint8), self.stored.view(torch.uint8))
 
 
 class HfTensors:
@@ -86,7 +78,7 @@ class HfTensors:
 
     def stored_dtype(self, name: str) -> str:
         """The dtype of a tensor of the checkpoint, by its own name there."""
-        return str(stored_dtype(self.reader, name)).removeprefix("torch.")
+        return self.reader.specs[name].stored_dtype
 
     def block(self, name: str) -> tuple[int, int]:
         """How many rows and columns of a tensor of codes share a scale."""
@@ -94,9 +86,14 @@ class HfTensors:
         high, wide = self.reader.encodings[reads[0]].block
         return high, wide
 
+    def in_four_bits(self, name: str) -> bool:
+        """Whether a tensor of codes is stored in four bits each."""
+        return any(segment.read and self.reader.specs[segment.read].packing for segment in self._segments[name])
+
     def is_codes(self, name: str) -> bool:
-        """Whether rows of a tensor are read as FP8 codes with their scales."""
-        return name not in self._computed and self.dtype(name).startswith("float8")
+        """Whether rows of a tensor are read as codes with their scales."""
+        reads = (segment.read for segment in self._segments.get(self._of.get(name, name), ()))
+        return name not in self._computed and any(read in self.reader.encodings for read in reads)
 
     def dtype(self, name: str) -> str:
         """The dtype that a tensor is stored in; `specs` has the dtype after decoding."""
@@ -113,7 +110,7 @@ class HfTensors:
             job = self._computed[name]
             return sum(specs[read].nbytes for read in job.reads) // len(job.writes)
         stored = [(segment.rows, segment.read) for segment in self._segments.get(name, ()) if segment.read is not None]
-        return sum(rows * specs[read].columns * specs[read].dtype.itemsize for rows, read in stored)
+        return sum(rows * specs[read].width * specs[read].dtype.itemsize for rows, read in stored)
 
     def pieces(self, name: str) -> Iterator[tuple[int, int]]:
         """The first row of each piece of a tensor, and how many rows it has, to be read one after the other."""
@@ -127,8 +124,9 @@ class HfTensors:
             values = self._compute(name).reshape(self.specs[name].rows, self.specs[name].columns)
             return Rows(values[row : row + rows], None)
         parts = [part for segment in self._segments[name] if (part := self._part(segment, row, rows)) is not None]
-        scales = [part.scale_inv for part in parts if part.scale_inv is not None]
-        return Rows(_joined([part.stored for part in parts]), _joined_scales(scales) if scales else None)
+        encodings = [part.encoding for part in parts if part.encoding is not None]
+        encoding = joined(encodings, self.specs[name].columns) if encodings else None
+        return Rows(_joined([part.stored for part in parts]), encoding)
 
     def _compute(self, name: str) -> Tensor:
         """A tensor that is computed from the stored one. The last is kept, since callers read piece by piece."""
@@ -156,7 +154,7 @@ class HfTensors:
         encoding = self.reader.encodings.get(segment.read)
         if encoding is None:
             return Rows(stored, None)
-        return Rows(stored, encoding.scales(start, *stored.shape).expand(count, -1))
+        return Rows(stored, encoding.of_rows(start, count))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -166,8 +164,3 @@ def _joined(parts: list[Tensor]) -> Tensor:
     if parts[0].element_size() > 1:
         return torch.cat(parts)
     return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
-
-
-def _joined_scales(parts: list[Tensor]) -> Tensor:
-    widest = max(part.shape[1] for part in parts)
-    return torch.cat([part.expand(-1, widest) for part in parts])

@@ -34,12 +34,14 @@ half of the smallest code is 2^-28, so smaller ones become zero honestly."""
 class Losses:
     """The losses of one tensor `[rows, columns]` whose values share a scale in blocks of `block`, shown rows in order.
 
-    `lost` of `blocks` have an SQNR under LOWEST_DB, though their values are not negligible.
+    `four_bits`: codes are of four bits each. `lost` of `blocks` have an SQNR under LOWEST_DB, though their values are
+    not negligible.
     """
 
     rows: int
     columns: int
     block: tuple[int, int]
+    four_bits: bool = False
     total: Loss = Loss()
     largest: float = 0.0
     largest_error: float = 0.0
@@ -49,7 +51,7 @@ class Losses:
     """The sums of a row of blocks of which rows are still to come: signal and noise, FP64 `[2, blocks]`."""
 
     def see(self, row: int, codes: Tensor, values: Tensor, decoded: Tensor) -> None:
-        """Rows from `row` on: codes, and FP32 values and what the codes decode to, all `[n, columns]`."""
+        """Rows from `row` on: codes, and FP32 values and what the codes decode to, `[n, columns]`."""
         error = (values - decoded).abs_()
         self.largest_error = max(self.largest_error, float(error.max()))
         self.largest = max(self.largest, float(values.abs().max()))
@@ -58,7 +60,7 @@ class Losses:
         self.total += Loss(
             elements=values.numel(),
             underflows=int((there & (decoded == 0)).sum()),
-            saturated=_beyond(codes, values, decoded),
+            saturated=_far_beyond(values, decoded) if self.four_bits else _beyond(codes, values, decoded),
             power=float(power.sum()),
             error=float(noise.sum()),
         )
@@ -98,6 +100,8 @@ class Losses:
     @property
     def remark(self) -> str:
         """In words, what is worth knowing of codes that do stand for the values."""
+        if self.four_bits:
+            return ""  # of sixteen numbers nothing better is to be expected
         nonzero = self.total.underflows / max(1, self.total.elements)
         if max(nonzero, self.total.saturation) >= TOLD_SHARE:
             rms = math.sqrt(self.total.power / max(1, self.total.elements))
@@ -114,3 +118,8 @@ def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:
     largest = torch.tensor(FP8_MAX[codes.dtype]).to(codes.dtype).view(torch.uint8)
     at = ((codes.reshape(-1).view(torch.uint8) & 0x7F) == largest).nonzero().squeeze(1)
     return int((values.view(-1)[at].abs() > decoded.view(-1)[at].abs() * (29 / 28)).sum())
+
+
+def _far_beyond(values: Tensor, decoded: Tensor) -> int:
+    """The same of codes of four bits: no other number than the largest is off by half of itself."""
+    return int(((values.abs() > 1.5 * decoded.abs()) & (decoded != 0)).sum())

@@ -12,9 +12,9 @@ import pico
 import pytest
 import torch
 from fp8_directories import make
+from legacy_files import ARGS, SHAPES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_hostile_legacy import ARGS, SHAPES
 
 from precisionctl.checkpoints import encodings_file
 from precisionctl.checkpoints.huggingface import HuggingFaceReader

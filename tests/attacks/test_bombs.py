@@ -1,61 +1,17 @@
 """A few hundred bytes that ask for gigabytes, or for centuries: refused at once, whichever file they are in."""
 
-import io
 import json
 import pickle
-import subprocess
-import sys
-import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pico
 import torch
+from pickle_bombs import HASHES, PAIRS, SHARED, archived, called, constant, detonate, list_of, pickled
 
 from precisionctl.fp8.opcodes import Global, PersistentId, PickledObject, dumps
 
-GIGABYTE = 1 << 30
 RECIPES = "transformer_engine.common.recipe"
-
-SHARED = pickle.EMPTY_TUPLE + (pickle.DUP + pickle.TUPLE2) * 60
-"""Opcodes of a tuple both parts of which are one tuple, and so on: 2**60 parts for who walks through it."""
-MEMOIZED = pickle.EMPTY_TUPLE + b"".join(b"q%bh%b\x86" % (bytes([i]), bytes([i])) for i in range(60))
-
-
-def pickled(*opcodes: bytes) -> bytes:
-    return pickle.PROTO + b"\x04" + b"".join(opcodes) + pickle.STOP
-
-
-def called(module: str, name: str, *arguments: bytes) -> bytes:
-    """Opcodes of `name(*arguments)`."""
-    function = pickle.GLOBAL + f"{module}\n{name}\n".encode()
-    return function + pickle.MARK + b"".join(arguments) + pickle.TUPLE + pickle.REDUCE
-
-
-def constant(value: object) -> bytes:
-    return dumps(value)[2:-1]
-
-
-def list_of(item: bytes) -> bytes:
-    return pickle.EMPTY_LIST + item + pickle.APPEND
-
-
-PAIRS = list_of(SHARED + pickle.NONE + pickle.TUPLE2)
-
-HASHES: Mapping[str, bytes] = {
-    "a key": pickle.EMPTY_DICT + SHARED + pickle.NONE + pickle.SETITEM,
-    "a key of the memo": pickle.EMPTY_DICT + MEMOIZED + pickle.NONE + pickle.SETITEM,
-    "keys": pickle.EMPTY_DICT + pickle.MARK + SHARED + pickle.NONE + pickle.SETITEMS,
-    "a part of a key": pickle.EMPTY_DICT + SHARED + pickle.TUPLE1 + pickle.NONE + pickle.SETITEM,
-    "a dict at once": pickle.MARK + SHARED + pickle.NONE + pickle.DICT,
-    "an item": pickle.EMPTY_SET + pickle.MARK + SHARED + pickle.ADDITEMS,
-    "a frozen set": pickle.MARK + SHARED + pickle.FROZENSET,
-    "an ordered dict": called("collections", "OrderedDict", PAIRS),
-    "a set": called("__builtin__", "set", list_of(SHARED)),
-    "a bytearray": called("__builtin__", "bytearray", constant(GIGABYTE)),
-    "a bytearray by its new name": called("builtins", "bytearray", constant(GIGABYTE)),
-    "a state for what has none": SHARED + constant({"a": 1}) + pickle.BUILD,
-}
 
 
 def again_and_again(opcodes: bytes, parts: bytes, step: bytes, times: int) -> bytes:
@@ -90,15 +46,6 @@ OBJECT_COPIES: Mapping[str, bytes] = COPIES | {
     ),
     "a storage's reference": again_and_again(pickle.NONE, MANY, b"h\1Q", 60000),
 }  # fmt: skip
-
-
-def detonate(how: str, paths: Iterable[Path]) -> dict[str, str]:
-    """What is said of each, by path."""
-    command = [sys.executable, str(Path(__file__).with_name("detonate.py")), how, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-5000:]
-    said: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return said
 
 
 def written(directory: Path, contents: Mapping[str, bytes]) -> list[Path]:
@@ -170,16 +117,6 @@ def test_extra_state(tmp_path: Path) -> None:
         "a recipe's fields": pickled(pickle.EMPTY_DICT, constant("scale_fwd"), recipe, pickle.SETITEM),
     }
     detonate("extra state", written(tmp_path, bombs))
-
-
-def archived(content: bytes) -> bytes:
-    """An archive of torch.save with another pickle in it."""
-    saved, changed = io.BytesIO(), io.BytesIO()
-    torch.save(torch.ones(3), saved)
-    with zipfile.ZipFile(saved) as before, zipfile.ZipFile(changed, "w") as after:
-        for name in before.namelist():
-            after.writestr(name, content if name.endswith("/data.pkl") else before.read(name))
-    return changed.getvalue()
 
 
 def tensor(size: bytes, stride: bytes, key: bytes = constant("0")) -> bytes:

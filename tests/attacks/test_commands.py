@@ -20,8 +20,8 @@ import pico
 import pytest
 import torch
 from click.testing import CliRunner
+from pickle_bombs import HASHES, archived, detonate, pickled
 from safetensors.torch import load_file, save_file
-from test_bombs import HASHES, archived, detonate, pickled
 
 from precisionctl.cli import main
 from precisionctl.fp8.opcodes import Global, PickledObject, dumps
@@ -312,10 +312,10 @@ ATTACKS: dict[str, tuple[str, Attack, str]] = {
     "YAML that calls for a size": ("dist", described(MODEL % YAML), "num_layers is None"),
     "YAML without end": ("dist", described(LAUGHS + MODEL % "*a60"), "aliases"),
     "YAML in itself": ("dist", described("model: &r [*r]"), "aliases"),
-    "YAML that is deep": ("dist", described("model: " + "[" * 500), "deeper in one another"),
-    "YAML of a million parts": ("dist", described("model: [" + "1," * 1_000_000 + "]"), "more parts"),
-    "YAML with a fraction to the base of 60": ("dist", described(MODEL % ("1:" * 400 + "1.5")), "100 letters"),
-    "YAML with a number to the base of 60": ("dist", described(MODEL % ("1:" * 500_000 + "1")), "100 letters"),
+    "YAML that is deep": ("dist", described("model: " + "[" * 500), "deeply"),
+    "YAML of a million parts": ("dist", described("model: [" + "1," * 1_000_000 + "]"), "more entries"),
+    "YAML with a fraction to the base of 60": ("dist", described(MODEL % ("1:" * 400 + "1.5")), "100 characters"),
+    "YAML with a number to the base of 60": ("dist", described(MODEL % ("1:" * 500_000 + "1")), "100 characters"),
     "YAML that is a pipe": (
         "dist",
         lambda d: (without_args(d), pipe("run_config.yaml")(d)),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from legacy_files import ARGS, SHAPES
 
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader, recognise
@@ -16,30 +17,6 @@ from precisionctl.errors import CheckpointError, DamagedCheckpoint, Precisionctl
 from precisionctl.fp8.opcodes import Global, PickledObject, dumps
 from precisionctl.planning.make_plan import make_plan
 
-ARGS: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 8,
-    "ffn_hidden_size": 16,
-    "num_attention_heads": 2,
-    "kv_channels": 4,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "layernorm_epsilon": 1e-5,
-    "position_embedding_type": "rope",
-    "max_position_embeddings": 16,
-    "untie_embeddings_and_output_weights": True,
-    "tensor_model_parallel_size": 2,
-    "pipeline_model_parallel_size": 2,
-}
-SHAPES = {
-    "self_attention.linear_qkv.layer_norm_weight": (8,),
-    "self_attention.linear_qkv.weight": (12, 8),
-    "self_attention.linear_proj.weight": (8, 4),
-    "mlp.linear_fc1.layer_norm_weight": (8,),
-    "mlp.linear_fc1.weight": (16, 8),
-    "mlp.linear_fc2.weight": (8, 8),
-}
 Change = Callable[[dict[str, Any]], object]
 
 

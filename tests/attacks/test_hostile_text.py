@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from test_data import tokenizer
+from conversations import tokenizer
 
 from precisionctl.errors import DataError, PrecisionctlError, RecipeError
 from precisionctl.recipe import load_recipe

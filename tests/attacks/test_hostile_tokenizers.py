@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from test_data import WORDS
-from test_data import tokenizer as sound
+from conversations import WORDS
+from conversations import tokenizer as sound
 from training import make_source, make_text
 
 from precisionctl.checkpoints.base import Companions
@@ -25,18 +25,29 @@ from precisionctl.tokens import limits, process
 from precisionctl.tokens import tokenizer as asking
 from precisionctl.tokens.limits import Limits, to_tokenize
 from precisionctl.tokens.process import Ended, Process
-from precisionctl.tokens.tokenizer import Piece, Tokenizer, open_tokenizer
+from precisionctl.tokens.tokenizer import TextPiece, Tokenizer, open_tokenizer
 
 Files = Mapping[str, bytes]
 MB = 1 << 20
 
 
-def conversation(*contents: str) -> Piece:
+def conversation(*contents: str) -> TextPiece:
     said = [{"role": "user", "content": content} for content in contents]
-    return Piece("chats.jsonl, line 1", json.dumps({"messages": said}).encode(), len(said))
+    return TextPiece("chats.jsonl, line 1", json.dumps({"messages": said}).encode(), len(said))
 
 
 CHAT = conversation("a")
+
+
+def few(cases: Iterable[str], *kept: str) -> list[Any]:
+    """Each takes a process of its own: those that are not kept have the mark `soak`."""
+    return [pytest.param(name, marks=[] if name in kept else [pytest.mark.soak]) for name in cases]
+
+
+@pytest.fixture(autouse=True)
+def started_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not forked, as in other tests."""
+    monkeypatch.setattr(process, "subprocess", subprocess)
 
 
 @pytest.fixture
@@ -96,7 +107,7 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", few(TEMPLATES, "lists that compare for ever", "gigabytes by doubling"))
 def test_a_chat_template_has_to_end(hurry: Callable[[str], None], bounded: None, name: str) -> None:
     template, message = TEMPLATES[name]
     hurry(message)
@@ -129,14 +140,16 @@ TOKENIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize(
+    "name", few(TOKENIZERS, "a pattern that tries everything", "a token that no model has", "a length that is none")
+)
 def test_what_a_tokenizer_may_take_and_answer_is_bounded(
     hurry: Callable[[str], None], bounded: None, name: str
 ) -> None:
     files, text, message = TOKENIZERS[name]
     hurry(message)
     with pytest.raises(DataError, match=message), open_tokenizer(Companions(files)) as tokenizer:
-        tokenizer.texts([Piece("text.txt", text.encode())])
+        tokenizer.texts([TextPiece("text.txt", text.encode())])
 
 
 def test_files_without_end_are_not_loaded(monkeypatch: pytest.MonkeyPatch, bounded: None) -> None:
@@ -240,7 +253,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("started", [["program.py"], ["-m", "program"]])
+@pytest.mark.parametrize("started", [["program.py"], pytest.param(["-m", "program"], marks=pytest.mark.soak)])
 def test_it_does_not_run_the_main_program_again_and_ends_with_it(tmp_path: Path, started: list[str]) -> None:
     """In the middle of what would take it a minute."""
     (tmp_path / "files").mkdir()

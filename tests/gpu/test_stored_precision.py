@@ -7,7 +7,7 @@ import in_memory
 import pytest
 import torch
 import torch.nn.functional as F
-from test_evaluate import rows_of, save
+from scoring import rows_of, save
 from torch import Tensor
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader

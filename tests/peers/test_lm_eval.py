@@ -10,7 +10,7 @@ import environments
 import in_memory
 import pytest
 import torch
-from test_evaluate import WORDS, save
+from scoring import WORDS, save
 from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader

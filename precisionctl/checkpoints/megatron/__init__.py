@@ -1,1 +1,1 @@
-"""What all of Megatron's containers share: names and order of parameters, arguments, FP8 state, what a run keeps."""
+"""Shared by Megatron's containers: names and order of parameters, arguments, FP8 state, the state of a run."""

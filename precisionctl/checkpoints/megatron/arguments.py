@@ -20,8 +20,9 @@ def saved_args(
     iteration: int | None,
     container: str,
 ) -> dict[str, Any]:
-    """The arguments that are saved beside a model: `args`, and over them what the model, its tensors, the sizes and
-    the container say. Unless `args` say otherwise, neither an optimizer nor generators are saved."""
+    """The arguments (`args`) to save with a model: those of the source, overridden by what follows from the model, its
+    tensors, the parallel sizes and the container. They say that neither optimizer nor random states were saved, unless
+    `args` of the source say otherwise."""
     weights_only = {"no_save_optim": True, "no_save_rng": True}
     dtype = next(spec.dtype for name, spec in specs.items() if not name.startswith(OPTIMIZER))
     of_this_checkpoint = {
@@ -44,15 +45,16 @@ STAGES = (
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
-"""All that Megatron has to say how layers are dealt out to stages: of the run that saved a source, no longer true."""
+"""Megatron's arguments for how layers are distributed to pipeline stages. Those of the source do not hold for the
+result."""
 
 
 def _stage_args(model: ModelShape, sizes: Parallelism) -> dict[str, Any]:
-    """How layers are dealt out to stages, where there is something to say.
+    """The arguments for how layers are distributed to pipeline stages, where it is not the default.
 
-    `--use-mp-args-from-checkpoint-args` takes `num_layers_per_virtual_pipeline_stage` alone of them
-    (megatron/training/checkpointing.py, load_args_from_checkpoint), without which a run has no virtual stages; where
-    stages differ it must not be there (arguments.py, validate_args).
+    Of these, `--use-mp-args-from-checkpoint-args` takes only `num_layers_per_virtual_pipeline_stage`
+    (megatron/training/checkpointing.py, load_args_from_checkpoint), without which a run has no virtual stages; if
+    stages differ in size it must be absent (arguments.py, validate_args).
     """
     stages = sizes.layers_of_stages(model.num_layers)
     args = {
@@ -64,7 +66,7 @@ def _stage_args(model: ModelShape, sizes: Parallelism) -> dict[str, Any]:
 
 
 def fp8_args(states: Fp8States) -> dict[str, Any]:
-    """What a run that takes the FP8 state up is started with; nothing where only attention has some, as it has beside
+    """The arguments of a run that continues with this FP8 state. None if only attention has state, which happens beside
     linears in current scaling."""
     if not any(state.of_gemm for state in states.modules.values()):
         return {}

@@ -1,6 +1,6 @@
-"""What a Megatron run keeps beside its tensors, carried into a checkpoint for other parallel sizes.
+"""The state of a Megatron run besides its tensors, carried into a checkpoint for other parallel sizes.
 
-Arguments, counters, schedule, the optimizer's settings by group of parameters, and the states of random generators.
+That is arguments, counters, schedule, the optimizer's settings by parameter group, and random generator states.
 """
 
 import re
@@ -26,16 +26,18 @@ _DISTRIBUTED = re.compile(r"(?:chained_(\d{1,3})\.)?optimizer\.distributed\.dp_g
 _OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded")
 _SHARDING = "param_state_sharding_type"
 _WRITTEN = ("args", "checkpoint_version", "content_metadata", "iteration", "model", "optimizer", OURS)
-"""Keys of the common data that the writer makes itself, or `carry_run` says apart."""
+"""Keys of the common data that the writer makes itself, or that `carry_run` handles separately."""
 
 
 @dataclass(frozen=True)
 class CarriedRun:
-    """What a Writer takes along of the run that saved the source; by default nothing. `iteration` None makes a
-    `release`. `common` is added to the common data, and `args` to the arguments in it. `objects`, by whole key
-    (`rng_state/shard_0.0_1.1`), are pickled beside the tensors, or copied from another checkpoint.
-    `distributed_optimizer` lays the optimizer out as `fully_reshardable`. `left` names what a checkpoint of other sizes
-    cannot have, or what no plain value is."""
+    """What a Writer carries over from the run that saved the source; by default nothing.
+
+    `iteration` None makes a `release`. `common` is added to the common data, and `args` to the arguments in it.
+    `objects`, by full key (`rng_state/shard_0.0_1.1`), are pickled beside the tensors, or copied if they are Spans of
+    another checkpoint. `distributed_optimizer` stores the optimizer as `fully_reshardable`. `left` names what is left
+    behind: what is only valid for the source's sizes, and objects of classes that are not installed here.
+    """
 
     iteration: int | None = None
     common: Mapping[str, object] = field(default_factory=dict)
@@ -92,10 +94,10 @@ class WithOptimizer:
 
 
 def carry_run(reader: MegatronReader, parallelism: Parallelism, *, generators: bool = True) -> CarriedRun:
-    """What of a run goes along into a checkpoint cut for `parallelism`, with its optimizer where it has one.
+    """What is carried over into a checkpoint cut for `parallelism`, with the optimizer's settings if there is one.
 
-    Megatron restores generators only at the tensor- and pipeline-parallel sizes that they were saved at; and the
-    container may have no place for them (`generators`).
+    Random generator states are carried only at unchanged tensor- and pipeline-parallel sizes, as Megatron restores them
+    only then, and only if the target container has a place for them (`generators`).
     """
     optimizers = optimizer_settings(reader)
     common = {key: value for key, value in reader.common.items() if key not in _WRITTEN and _is_plain(value)}
@@ -113,7 +115,8 @@ def carry_run(reader: MegatronReader, parallelism: Parallelism, *, generators: b
 
 
 def optimizer_settings(reader: MegatronReader) -> list[dict[str, Any]]:
-    """What of each optimizer (of dense parameters, of experts) is no tensor; buckets have it in objects."""
+    """The part of each optimizer (dense, then experts) that is not tensors: parameter groups, step and so on. With flat
+    buckets it is stored in objects."""
     found = reader.common.get("optimizer")
     if not isinstance(found, dict) or not reader.optimizer_specs:
         return []
@@ -131,28 +134,28 @@ def optimizer_settings(reader: MegatronReader) -> list[dict[str, Any]]:
 
 
 def _for_experts(optimizers: list[dict[str, Any]], apart: bool) -> object:
-    """One optimizer, or one for experts beside it: Megatron has two where experts are parallel, and passes over
-    groups of parameters that it does not ask for."""
+    """The settings in the form that Megatron loads: of one optimizer, or (`apart`, with expert parallelism) of two,
+    dense and experts. Megatron ignores parameter groups that it does not have."""
+    dense = optimizers[0]
     if not apart:
-        return optimizers[0]
-    experts = optimizers[1] if len(optimizers) > 1 else _of_experts(optimizers[0])
-    return {0: optimizers[0], 1: experts}
-
-
-def _of_experts(dense: dict[str, Any]) -> dict[str, Any]:
+        return dense
+    if len(optimizers) > 1:
+        return {0: dense, 1: optimizers[1]}
+    experts = dense
     inner = dense.get("optimizer")
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    if not isinstance(inner, dict) or not isinstance(groups, list):
-        return dense
-    experts = [group | {"is_expert_parallel": True} for group in groups if isinstance(group, dict)]
-    return dense | {"optimizer": inner | {"param_groups": experts}}
+    if isinstance(inner, dict) and isinstance(groups, list):
+        of_experts = [group | {"is_expert_parallel": True} for group in groups if isinstance(group, dict)]
+        experts = dense | {"optimizer": inner | {"param_groups": of_experts}}
+    return {0: dense, 1: experts}
 
 
 _SCALARS = (str, bytes, int, float, bool, type(None), torch.dtype, Tensor)
 
 
 def _is_plain(value: object) -> bool:
-    """Whether this can be written as it was read: nothing in it stands for an object of a class that is not here."""
+    """Whether a value can be written again as it was read: nothing in it is a placeholder for an object whose class is
+    not on the allow-list."""
     try:
         return all(isinstance(part, _SCALARS) for part in parts(finite(value)))
     except ValueError:  # YAML can hold what archives may not

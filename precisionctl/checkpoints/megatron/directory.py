@@ -1,4 +1,4 @@
-"""The directory of an iteration, whatever Megatron container it is of: which model it holds, and its FP8 state."""
+"""The directory of an iteration in any of Megatron's containers: which model it holds, and its FP8 state."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -24,7 +24,8 @@ from precisionctl.untrusted.safe_files import check_link
 
 
 def companions_of(directory: Path) -> Companions:
-    """Hugging Face's files that travel with an iteration, or that verl keeps beside it."""
+    """The Hugging Face files (config, tokenizer) that are kept in an iteration's directory, or that verl keeps beside
+    it."""
     check_link(directory / COMPANIONS, directory)
     beside = directory.parent / VERL_COMPANIONS
     verls = directory.name == VERL and not (directory / COMPANIONS).is_dir() and not beside.is_symlink()
@@ -38,10 +39,11 @@ def model_of(
     specs: Mapping[str, TensorSpec],
     family: str | None = None,
 ) -> ModelShape:
-    """From the companions' config.json, checked against Megatron's arguments; else from these alone, as one of
-    `family` if that is said.
+    """The model: from the companions' config.json, checked against Megatron's arguments; without one from the arguments
+    alone, as a model of `family` if given.
 
-    Raises what they raise, and DamagedCheckpoint where the two contradict each other or there is no embedding.
+    Raises DamagedCheckpoint where the two contradict each other or there is no embedding; otherwise as
+    `from_hf_config` and `from_megatron_args`.
     """
     if EMBEDDING not in specs:
         raise DamagedCheckpoint(f"no {EMBEDDING}", where=directory)
@@ -53,11 +55,11 @@ def model_of(
     model = dataclasses.replace(from_hf_config(config, path), padded_vocab_size=rows)
     if not args:
         return model
-    told = read_megatron_args(args, rows, directory)
-    model = dataclasses.replace(model, **{field: getattr(told, field) for field in MEGATRON_ONLY})
-    # A config.json that travelled along may be older than the run that went on from it
-    differing = model.differences(told)
-    contradictions = {name: differing[name] for name in as_in_megatron(model).differences(told) if name in differing}
+    by_args = read_megatron_args(args, rows, directory)
+    model = dataclasses.replace(model, **{field: getattr(by_args, field) for field in MEGATRON_ONLY})
+    # config.json was copied when the run began; the run may have changed the model since
+    differing = model.differences(by_args)
+    contradictions = {name: differing[name] for name in as_in_megatron(model).differences(by_args) if name in differing}
     if contradictions:
         values = ", ".join(f"{name} {shown(left)} / {shown(right)}" for name, (left, right) in contradictions.items())
         raise DamagedCheckpoint(
@@ -69,8 +71,8 @@ def model_of(
 
 
 class MegatronDirectory(ABC):
-    """What Readers of Megatron's containers share: which model a directory holds, and its FP8 state, by what they
-    find of arguments, common data and payloads."""
+    """Base class of the Readers of Megatron's containers: derives the model and its FP8 state from the arguments,
+    common data and payloads that a subclass reads."""
 
     layout: Layout = "megatron"
     hints: Hints
@@ -80,7 +82,7 @@ class MegatronDirectory(ABC):
 
     @property
     def expert_ranks(self) -> int | None:
-        """Over how many expert ranks grouped linears were spread, where their payloads are cut for each expert."""
+        """The number of expert-parallel ranks, if payloads of grouped linears were cut into one for each expert."""
         return None
 
     @property
@@ -91,12 +93,12 @@ class MegatronDirectory(ABC):
     @property
     @abstractmethod
     def common(self) -> Mapping[str, Any]:
-        """All that is no tensor and belongs to no rank: `args`, `iteration`, the optimizer's settings, ..."""
+        """What is the same for all ranks and not a tensor: `args`, `iteration`, the optimizer's settings, ..."""
 
     @property
     @abstractmethod
     def iteration(self) -> int | None:
-        """None for a `release`: weights that belong to no run."""
+        """The training step; None for a `release`, weights that belong to no run."""
 
     @abstractmethod
     def payloads(self) -> Iterator[SavedPayload]:
@@ -109,23 +111,25 @@ class MegatronDirectory(ABC):
 
     @property
     def companions(self) -> Companions:
-        """Those of the reference that a user has named, else its own."""
+        """The companion files of the reference that the user named, else the checkpoint's own."""
         return self.hints.companions or self.own_companions
 
     @cached_property
     def model(self) -> ModelShape:
+        """The model. Raises CheckpointError if the checkpoint does not describe it; otherwise as `model_of`."""
         if not self.args and "config.json" not in self.companions.files:
             raise CheckpointError(
                 "it does not say which model it is: neither Megatron's arguments nor a config.json were saved with it",
                 where=self.path,
                 do="Give `convert` or `export-inference` a Hugging Face directory of the same model with --reference: "
-                "its config.json and tokenizer are enough. What `convert --to megatron` makes of it says by itself.",
+                "its config.json and tokenizer are enough. A checkpoint made by `convert --to megatron` contains them.",
             )
         return model_of(self.path, self.args, self.companions, self.specs, self.hints.family)
 
     @cached_property
     def fp8(self) -> Fp8States | None:
-        """The delayed-scaling state in `_extra_state`, else the one in the sidecar. Raises what `decode` raises."""
+        """The delayed-scaling state in `_extra_state`, else that in the sidecar. Raises as `decode` and
+        `sidecar.read` do."""
         found = decode(
             self.payloads(), self.path, ExpertPayloads(self.expert_ranks, self.hints.grouped_columns), self.args
         )

@@ -1,7 +1,6 @@
-"""FP8 state out of Megatron's `_extra_state` payloads (`payloads.py`), of all ranks and experts together.
+"""FP8 state from the `_extra_state` payloads (`payloads.py`) of all ranks and experts of a Megatron checkpoint.
 
-Experts have a payload each; their states are one `Fp8State` of `[experts]`. `extra_state_writer.py` is the
-inverse.
+Experts have a payload each; their states become one `Fp8State` of `[experts]`. `fp8_state_writer.py` is the inverse.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,9 +26,9 @@ StateKey = TypeVar("StateKey")
 
 @dataclass(frozen=True)
 class ExpertPayloads:
-    """What is known of experts' payloads. `ranks`: over how many expert ranks grouped linears were spread, where
-    Megatron cut their payloads for each expert; None where each expert was a linear by itself. `order` is that of a
-    grouped linear's columns, where the user told it."""
+    """How the payloads of experts were made. `ranks` is the number of expert-parallel ranks if experts were grouped
+    linears, whose payloads Megatron cuts into one for each expert; None if each expert was a linear of its own. `order`
+    is that of a grouped linear's columns, if the user gave it."""
 
     ranks: int | None = None
     order: ColumnOrder | None = None
@@ -37,8 +36,8 @@ class ExpertPayloads:
 
 @dataclass
 class Decoded:
-    """What payloads say: `modules` as in Fp8States, and `raw` those that are not understood; `notes` of what was
-    assumed, merged or decided on the way."""
+    """Decoded payloads: `recipe`, `modules` and `raw` as in Fp8States; `notes` say what was assumed, merged or
+    decided."""
 
     recipe: DelayedScaling | None = None
     modules: dict[str, Fp8State] = field(default_factory=dict)
@@ -52,21 +51,22 @@ def decode(
     experts: ExpertPayloads = ExpertPayloads(),
     args: Mapping[str, Any] | None = None,
 ) -> Decoded:
-    """The states in these payloads; of several for one module, as ranks keep that do not reduce their amaxes, one
-    that suits all (Fp8State.merge). `args`, Megatron's, tell what a payload of TE 1.x does not say of its recipe.
+    """The states in these payloads of the checkpoint `where`. Different states of one module, from ranks that did not
+    reduce their amaxes, are merged (Fp8State.merge). Megatron's `args` supply what a payload of TE 1.x does not say of
+    its recipe.
 
-    Raises DamagedCheckpoint where recipes of GEMMs differ, or payloads are not what Transformer Engine writes, and
-    PrecisionError where the order of a grouped linear's columns cannot be known.
+    Raises DamagedCheckpoint where recipes of GEMMs differ or payloads are not what Transformer Engine writes,
+    UnsafePickle, and PrecisionError where the order of a grouped linear's columns cannot be determined.
     """
-    return _Decoding(where, experts, _of_run(args or {})).done(saved)
+    return _Decoding(where, experts, _recipe_fields(args or {})).decode(saved)
 
 
 class _Decoding:
-    """Payloads on their way to states. Those of several ranks are merged as they come, so that memory does not grow
-    with the ranks."""
+    """Collects payloads by module. Those of several ranks are merged as they are read, so that memory does not grow
+    with the number of ranks."""
 
-    def __init__(self, where: Path, experts: ExpertPayloads, of_run: Mapping[str, Any]) -> None:
-        self._where, self._experts, self._of_run = where, experts, of_run
+    def __init__(self, where: Path, experts: ExpertPayloads, recipe_fields: Mapping[str, Any]) -> None:
+        self._where, self._experts, self._recipe_fields = where, experts, recipe_fields
         self._found = Decoded()
         self._by_rank: dict[str, dict[int, Fp8State]] = {}
         self._by_expert: dict[str, dict[int, Fp8State]] = {}
@@ -75,21 +75,21 @@ class _Decoding:
         self._orders: dict[ColumnOrder, set[str]] = {}
         self._differ: set[str] = set()
 
-    def done(self, saved: Iterable[SavedPayload]) -> Decoded:
-        early = []
+    def decode(self, saved: Iterable[SavedPayload]) -> Decoded:
+        postponed = []
         for one in saved:
-            if self._found.recipe is None and one.module.endswith(_CORE_ATTENTION):  # GEMMs say the recipe
-                early.append(one)
+            if self._found.recipe is None and one.module.endswith(_CORE_ATTENTION):  # the recipe is that of GEMMs
+                postponed.append(one)
             else:
-                self._take(one)
-        for one in early:
-            self._take(one)
+                self._add(one)
+        for one in postponed:
+            self._add(one)
         for parts, join in ((self._by_rank, torch.cat), (self._by_expert, torch.stack)):
             for module, numbered in parts.items():
                 self._check_numbers(module, numbered)
                 self._found.modules[module] = _joined([numbered[number] for number in range(len(numbered))], join)
         for module, payloads in self._cut.items():
-            # The payloads that Megatron cut out of one for all experts of a rank
+            # Payloads that Megatron cut out of the one that a rank has for all its experts
             self._check_numbers(module, payloads)
             count, cut = len(payloads), payloads[0].cut
             size = cut.experts if cut else count // (self._experts.ranks or count)
@@ -100,21 +100,22 @@ class _Decoding:
         self._found.notes.extend(self._notes())
         return self._found
 
-    def _take(self, one: SavedPayload) -> None:
+    def _add(self, one: SavedPayload) -> None:
+        """Decode a payload, or keep its bytes if it is valid and of an unknown form."""
         where = f"{one.where}: {one.name}"
         try:
             payload = read_payload(one.data, where)
             if payload is not None:
-                self._file(one, payload, where)
+                self._collect(one, payload, where)
         except NotUnderstood as error:
             name = one.raw_name
             self._found.raw[name] = torch.frombuffer(bytearray(one.data), dtype=torch.uint8)
             self._found.notes.append(f"Kept byte for byte: {name}, {error.what}.")
 
-    def _file(self, one: SavedPayload, payload: Payload, where: str) -> None:
-        """Put a payload with those of the same module."""
+    def _collect(self, one: SavedPayload, payload: Payload, where: str) -> None:
+        """Add a payload to those of the same module. Raises NotUnderstood for a form that is not known."""
         if payload.assumed:
-            payload = replace(payload, recipe=replace(payload.recipe, **self._of_run))
+            payload = replace(payload, recipe=replace(payload.recipe, **self._recipe_fields))
         attention = one.module.endswith(_CORE_ATTENTION)
         if payload.gemms == 3 and not attention and one.expert_rank is None:
             raise NotUnderstood("FP8 state of three GEMMs", where=where)
@@ -141,19 +142,26 @@ class _Decoding:
             self._assumed.add(one.module)
 
     def _merge(self, module: str, states: dict[StateKey, Fp8State], key: StateKey, state: Fp8State) -> None:
-        """Put a state with the one of another rank."""
+        """Store a state, merged with that of another rank if there is one and it differs."""
         known = states.get(key)
-        if known is not None and not _equal(known, state):
-            self._differ.add(module)
-            state = Fp8State.merge([known, state])
+        if known is not None:
+            equal = known.roles.keys() == state.roles.keys() and all(
+                torch.equal(part.scale, state.roles[role].scale)
+                and torch.equal(part.amax_history, state.roles[role].amax_history)
+                for role, part in known.roles.items()
+            )
+            if not equal:
+                self._differ.add(module)
+                state = Fp8State.merge([known, state])
         states[key] = state
 
     def _order(self, module: str, payload: Payload, directions: Directions, gemms: int) -> ColumnOrder:
-        """Told, or what the payload says of its TE, or what the numbers tell. Raises PrecisionError."""
+        """The order of columns: given by the user, else known from the payload's version of TE, else inferred from the
+        numbers. Raises PrecisionError if it remains unknown."""
         order = self._experts.order or payload.order or grouped.order_of(directions, gemms)
         if order is None:
             raise PrecisionError(
-                f"the FP8 state of {module}'s experts does not tell in which order its columns stand",
+                f"the FP8 state of {module}'s experts does not show which order its columns are in",
                 where=self._where,
                 do="--grouped-columns gemm if Transformer Engine 2.3 or newer wrote it, role if 1.9 to 2.2 did; "
                 "or --drop-fp8-state.",
@@ -163,6 +171,7 @@ class _Decoding:
         return order
 
     def _group(self, module: str, payloads: list[Payload]) -> Fp8State:
+        """The state of one rank's grouped linear, from the payloads cut out of it."""
         cut = payloads[0].cut
         whole = cut.whole if cut else grouped.joined([payload.directions for payload in payloads])
         order = self._order(module, payloads[0], whole, len(payloads))
@@ -176,7 +185,8 @@ class _Decoding:
 
     def _notes(self) -> Iterator[str]:
         if self._assumed:
-            rest = "the rest from the run's arguments" if self._of_run else "margin 0 and algorithm max are assumed"
+            known = bool(self._recipe_fields)
+            rest = "the rest from the run's arguments" if known else "margin 0 and algorithm max are assumed"
             yield (
                 f"FP8 state of {len(self._assumed)} modules is of TE before 2.0 and has no recipe: format and history "
                 f"length are known from it, {rest}. --recipe says otherwise."
@@ -192,8 +202,8 @@ class _Decoding:
             yield f"FP8 state of the experts in {len(modules)} modules is read {what}{told}."
 
 
-def _of_run(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a recipe that Megatron's arguments tell; none where they tell of no FP8."""
+def _recipe_fields(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the FP8 recipe that Megatron's arguments give; none if the run was not in FP8."""
     if args.get("fp8") not in ("hybrid", "e4m3"):
         return {}
     fields = {
@@ -204,16 +214,9 @@ def _of_run(args: Mapping[str, Any]) -> dict[str, Any]:
     }
     try:
         DelayedScaling(**fields)
-    except RecipeError:  # another version's words
+    except RecipeError:  # values of another version of Megatron
         return {}
     return fields
-
-
-def _equal(a: Fp8State, b: Fp8State) -> bool:
-    return a.roles.keys() == b.roles.keys() and all(
-        torch.equal(part.scale, b.roles[role].scale) and torch.equal(part.amax_history, b.roles[role].amax_history)
-        for role, part in a.roles.items()
-    )
 
 
 def _joined(states: list[Fp8State], join: Any) -> Fp8State:
@@ -230,27 +233,27 @@ def _joined(states: list[Fp8State], join: Any) -> Fp8State:
 def as_states(
     decoded: Decoded, common: Mapping[str, Any], iteration: int | None, sidecar_state: Fp8States | None
 ) -> Fp8States | None:
-    """The states of a checkpoint, with what its common data says of them: those in its payloads, else those of its
-    sidecar, `sidecar_state`. None where there are none."""
+    """The FP8 state of a checkpoint: that of its payloads, with origin and digest from its common data, else that of
+    its sidecar. None if there is none."""
     if not decoded.modules and not decoded.raw:
         return sidecar_state
-    recorded = common.get(OURS)  # what a payload has no place for
+    recorded = common.get(OURS)  # payloads cannot store these
     ours = recorded if isinstance(recorded, dict) else {}
-    producer, dated = ours.get("fp8_producer"), ours.get("fp8_iteration", iteration)
+    producer, recorded_at = ours.get("fp8_producer"), ours.get("fp8_iteration", iteration)
     weights = ours.get("fp8_of_weights")
     states = Fp8States(
         decoded.recipe or DelayedScaling(),
         decoded.modules,
         decoded.raw,
         producer if type(producer) is str else "transformer_engine",
-        dated if type(dated) is int else None,
+        recorded_at if type(recorded_at) is int else None,
         of_weights=weights if type(weights) is str else None,
         notes=tuple(decoded.notes),
     )
     these = (states.of_weights, states.iteration)
     if sidecar_state is None or (sidecar_state.of_weights, sidecar_state.iteration) != these:
         return states
-    # What payloads have no place for: keys and values of a cache, and statistics
+    # The sidecar of the same state has what payloads cannot store: keys and values of a cache, and statistics
     modules = dict(states.modules)
     for name, state in sidecar_state.modules.items():
         cache = Fp8State({role: part for role, part in state.roles.items() if role in CACHE})

@@ -15,7 +15,7 @@ from precisionctl.fp8.state import CACHE, Fp8State, Fp8States, RoleState
 from precisionctl.untrusted import safe_archive
 
 Object = Tensor | io.BytesIO
-"""What TE has in its place: bytes as a tensor, or a file."""
+"""A payload in the types that TE has used for it: a uint8 tensor `[bytes]`, or a file."""
 
 _WEIGHT = re.compile(r"(.+)\.weight(\d*)")
 _NONE = ("word_embeddings", "position_embeddings", "output_layer", "router")
@@ -23,7 +23,7 @@ _ATTENTION = ".self_attention.linear_proj"
 
 
 def origin(states: Fp8States) -> dict[str, object]:
-    """What the common data says of state in payloads, which have no place for it."""
+    """The origin and digest of FP8 state, which payloads cannot store, as an entry of the common data."""
     return {
         "fp8_iteration": states.iteration,
         "fp8_producer": states.producer,
@@ -32,10 +32,11 @@ def origin(states: Fp8States) -> dict[str, object]:
 
 
 def demanded(names: Iterable[str]) -> list[str]:
-    """The objects that some Megatron from 0.12 to 0.19 asks for, of a model with these tensors.
+    """The names of the `_extra_state` objects that some Megatron from 0.12 to 0.19 expects in a checkpoint of a model
+    with these tensors.
 
-    Every module of Transformer Engine's specifications that has a weight, norms too (since Transformer Engine
-    1.13), and the attention itself (up to Megatron 0.14). Megatron passes over those it does not ask for.
+    That is one for each Transformer Engine module with a weight, including norms (since Transformer Engine 1.13), and
+    for attention (up to Megatron 0.14). Megatron ignores those it does not expect.
     """
     found: dict[str, None] = {}
     for name in names:
@@ -48,8 +49,8 @@ def demanded(names: Iterable[str]) -> list[str]:
 
 
 def payloads_of(states: Fp8States, te: TeVersion, expert_ranks: int) -> dict[str, Object]:
-    """The payloads of all modules, by the objects' logical names; of grouped linears one for each expert, as Megatron
-    cuts those of `expert_ranks` ranks."""
+    """The payloads of all modules by the objects' logical names, for torch_dist: of grouped linears one for each
+    expert, cut as by Megatron on `expert_ranks` ranks."""
     found = {_object_of(module): _as_kept(data) for module, data in states.raw.items()}
     for module, state in _with_payload(states):
         if not _of_experts(state):
@@ -58,7 +59,7 @@ def payloads_of(states: Fp8States, te: TeVersion, expert_ranks: int) -> dict[str
         experts = len(state.roles["weight"].scale)
         size = experts // expert_ranks
         for first in range(0, experts, size):
-            whole = columns_of(_held(state, first, size), states.recipe, te)
+            whole = columns_of(_experts(state, first, size), states.recipe, te)
             for i, directions in enumerate(grouped.cut(whole, size)):
                 data = encode_columns(directions, 1, states.recipe, te)
                 found[f"{module}{EXTRA_STATE}{first + i}"] = _payload(data)
@@ -66,17 +67,17 @@ def payloads_of(states: Fp8States, te: TeVersion, expert_ranks: int) -> dict[str
 
 
 def grouped_payloads(states: Fp8States, te: TeVersion, first: int, count: int) -> dict[str, Object]:
-    """The payloads of all modules as a rank with experts `[first, first + count)` has them: one of a grouped linear."""
+    """The payloads of all modules on a rank with experts `[first, first + count)`: one for each grouped linear."""
     found = {_object_of(module): _as_kept(data) for module, data in states.raw.items()}
     for module, state in _with_payload(states):
-        part = _held(state, first, count) if _of_experts(state) else state
+        part = _experts(state, first, count) if _of_experts(state) else state
         found[module + EXTRA_STATE] = _payload(encode_payload(part, states.recipe, te))
     return found
 
 
 def beside_payloads(states: Fp8States) -> Fp8States | None:
-    """What a checkpoint with payloads keeps in a sidecar, as they have no place for it: the keys and values of a cache,
-    and statistics. None where there are none."""
+    """The part of the state that payloads cannot store, for a sidecar beside them: the roles of a KV cache, and
+    statistics. None if there is neither."""
     caches = {
         module: Fp8State({role: part for role, part in state.roles.items() if role in CACHE})
         for module, state in states.modules.items()
@@ -93,9 +94,9 @@ def _of_experts(state: Fp8State) -> bool:
     return state.of_gemm and state.roles["weight"].scale.dim() == 1
 
 
-def _held(state: Fp8State, first: int, count: int) -> Fp8State:
-    held = slice(first, first + count)
-    return Fp8State({role: RoleState(p.scale[held], p.amax_history[held]) for role, p in state.roles.items()})
+def _experts(state: Fp8State, first: int, count: int) -> Fp8State:
+    some = slice(first, first + count)
+    return Fp8State({role: RoleState(p.scale[some], p.amax_history[some]) for role, p in state.roles.items()})
 
 
 def _payload(data: bytes) -> Tensor:
@@ -103,12 +104,13 @@ def _payload(data: bytes) -> Tensor:
 
 
 def _as_kept(data: Tensor) -> Object:
-    """A payload that is not understood, as it was: TE kept archives as files."""
+    """A payload that could not be decoded, in the type it had: TE stored archives as files, the rest as tensors."""
     kept = data.numpy().tobytes()
     return io.BytesIO(kept) if kept.startswith(safe_archive.MAGIC) else data
 
 
 def _object_of(module: str) -> str:
-    """The object of a payload that is not understood: experts' end in their number, `….linear_fc1.5`."""
+    """The name of the object of a payload that could not be decoded; an expert's ends in its number,
+    `….linear_fc1.5`."""
     name, _, number = module.rpartition(".")
     return f"{name}{EXTRA_STATE}{number}" if number.isdecimal() else module + EXTRA_STATE

@@ -1,4 +1,4 @@
-"""How Megatron's `torch_dist` names things: iterations' directories, stacked layers, sharded objects."""
+"""Names in Megatron's checkpoints: directories of iterations, keys of stacked layers and experts, sharded objects."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_TRACKER = "latest_train_state.pt"
-"""Megatron-Bridge's; not every version writes Megatron-LM's beside it."""
+"""Megatron-Bridge's tracker; not every version also writes Megatron-LM's."""
 
 MARKER = "metadata.json"
 """Written last: a directory with it is complete."""
@@ -24,13 +24,13 @@ COMMON_OBJECT = "common_state/shard_0_1"
 EXTRA_STATE = "._extra_state"
 
 COMPANIONS = Path("precisionctl/hf")
-"""Where Hugging Face's files travel that Megatron has no place for."""
+"""Directory for the Hugging Face files (config, tokenizer) that Megatron has no place for."""
 
 VERL, VERL_COMPANIONS = "dist_ckpt", "huggingface"
-"""Where verl has a checkpoint without arguments, and beside it the config and tokenizer."""
+"""Directories of verl's checkpoint, which has no arguments, and of the config and tokenizer beside it."""
 
 OURS = "precisionctl"
-"""Key of what we add to the common data; Megatron passes over it."""
+"""Key of our entry in the common data, which Megatron ignores."""
 
 _LAYER = re.compile(r"(.*\bdecoder\.layers\.)(\d{1,9})\.(.+)")
 _LAYERS = re.compile(r"(.*\bdecoder\.layers\.)(?!\d+\.)(.+)")
@@ -43,22 +43,22 @@ _SHARD = re.compile(r"(.+)/shard_(\d{1,9}(?:\.\d{1,9})?)_\d+(?:\.\d+)?")
 
 
 def expert_of(name: str) -> int | None:
-    """The (global) expert whose tensor or module a logical name is of."""
+    """The number of the expert, in the whole model, that a logical name belongs to; None if to none."""
     match = _EXPERT.fullmatch(name)
     return int(match[3]) if match else None
 
 
 def layer_of(name: str) -> tuple[int, str] | None:
-    """The layer of a logical name, and the name within the layer."""
+    """The number of the decoder layer of a logical name, and the name within the layer; None outside layers."""
     match = _LAYER.fullmatch(name)
     return (int(match[2]), match[3]) if match else None
 
 
 def stack(name: str, by_layer: bool = False) -> tuple[str, tuple[int, ...]]:
-    """The key that holds a logical name, and where in its leading dimensions.
+    """The key that a logical name is stored under, and its indices in the key's leading dimensions.
 
-    `decoder.layers.3.x` is slice 3 of `decoder.layers.x`, or a key of its own (`by_layer`: in models whose layers
-    differ); `….mlp.experts.linear_fc1.weight5` is slice 5 of `….mlp.experts.experts.linear_fc1.weight`.
+    `decoder.layers.3.x` is slice 3 of `decoder.layers.x`, or a key of its own with `by_layer`, for models whose layers
+    differ. `….mlp.experts.linear_fc1.weight5` is slice 5 of `….mlp.experts.experts.linear_fc1.weight`.
     """
     at: tuple[int, ...] = ()
     if (match := _LAYER.fullmatch(name)) and not by_layer:
@@ -69,15 +69,15 @@ def stack(name: str, by_layer: bool = False) -> tuple[str, tuple[int, ...]]:
 
 
 def leading(key: str) -> int:
-    """How many of a stored tensor's dimensions count layers and experts."""
+    """The number of leading dimensions of a stored tensor that are layers and experts: 0, 1 or 2."""
     return bool(_LAYERS.fullmatch(key)) + bool(_EXPERTS.fullmatch(key))
 
 
 def unstack(key: str, at: tuple[int, ...]) -> str:
     """The logical name of a slice: the inverse of `stack`.
 
-    Also of `….mlp.experts.experts.5.linear_fc1.weight_w`: experts have keys of their own, and gates and ups, where
-    `singleton_local_shards` was set (megatron-core 0.14 to 0.16).
+    It also takes `….mlp.experts.experts.5.linear_fc1.weight_w`: with `singleton_local_shards` (megatron-core 0.14 to
+    0.16) each expert, and each of gate and up, has its own key.
     """
     numbers = list(at)
     if match := _LAYERS.fullmatch(key):
@@ -89,14 +89,14 @@ def unstack(key: str, at: tuple[int, ...]) -> str:
 
 
 def object_key(name: str, layers: int, experts: int = 1, by_layer: bool = False) -> str:
-    """Where an object of this logical name lies: those of layers and experts are shards of one, as their tensors."""
+    """The key of the object with this logical name. Like tensors, objects of layers and experts are shards of one."""
     key, at = stack(name, by_layer)
     sizes = [layers] * bool(_LAYERS.fullmatch(key)) + [experts] * bool(_EXPERTS.fullmatch(key))
     return f"{key}/shard_{'.'.join(map(str, at or [0]))}_{'.'.join(map(str, sizes or [1]))}"
 
 
 def object_name(key: str) -> str | None:
-    """The logical name of an object: the inverse of `object_key`. None for one that is cut in another way."""
+    """The logical name of an object: the inverse of `object_key`. None for one that is sharded in another way."""
     match = _SHARD.fullmatch(key)
     if not match:
         return None
@@ -105,7 +105,7 @@ def object_name(key: str) -> str | None:
 
 
 def directory_name(iteration: int | None) -> str:
-    """The directory of an iteration; of a `release`, weights that belong to no run, for None."""
+    """The name of an iteration's directory; `release` (weights that belong to no run) for None."""
     return "release" if iteration is None else f"iter_{iteration:07d}"
 
 
@@ -123,17 +123,16 @@ def write_tracker(top: Path, iteration: int | None) -> None:
 
 
 def has_marker(directory: Path) -> bool:
-    """Whether a directory is a checkpoint that is complete: its marker is written last."""
+    """Whether a directory is a complete checkpoint: its marker is written last."""
     return (directory / MARKER).is_file()
 
 
 def find_iteration(path: Path, iteration: int | None = None, complete: Callable[[Path], bool] = has_marker) -> Path:
-    """The directory of `iteration`, else the one that the tracker names, else `path` if it is one itself.
+    """The directory of an iteration under `path`: of `iteration` if given, else `path` itself if it is one, else the
+    one that the tracker names. `complete` says whether a directory is a complete checkpoint.
 
-    `complete` says whether a directory is a checkpoint.
-
-    Raises CheckpointError for an iteration that is not there, and DamagedCheckpoint for a tracker that misleads or an
-    iteration that lies elsewhere.
+    Raises CheckpointError for an iteration that is not there, DamagedCheckpoint for a tracker that cannot be read or an
+    iteration that is a link to elsewhere.
     """
     if iteration is None and complete(path):
         return path
@@ -147,6 +146,7 @@ def find_iteration(path: Path, iteration: int | None = None, complete: Callable[
 
 
 def _tracked(path: Path, advice: str) -> int | None:
+    """The iteration that Megatron-LM's tracker names, or else Megatron-Bridge's; None for a `release`."""
     if not has_file(path / TRACKER, path):
         if has_file(path / BRIDGE_TRACKER, path):
             tracker = path / BRIDGE_TRACKER  # its training state, as tensors of one element
@@ -155,7 +155,7 @@ def _tracked(path: Path, advice: str) -> int | None:
             if not isinstance(step, Tensor) or step.numel() != 1 or step.is_floating_point() or step < 0:
                 raise DamagedCheckpoint("it names no step", where=tracker)
             return int(step)
-        raise CheckpointError(f"no {TRACKER} says which iteration is meant", where=path, do=advice)
+        raise CheckpointError(f"there is no {TRACKER} to say which iteration is meant", where=path, do=advice)
     with open(path / TRACKER, errors="replace") as file:
         text = file.read(100).strip()
     if text != "release" and not re.fullmatch("[0-9]{1,15}", text):

@@ -1,6 +1,6 @@
-"""Megatron's stored tensors as logical ones: layers and experts unstacked, halves joined, prefixes and quirks undone.
+"""Megatron's stored tensors as logical ones: layers and experts unstacked, gate and up joined, names made uniform.
 
-What no rule here knows stays under its own key, so that a plan can refuse it: nothing is dropped.
+A tensor that no rule here knows keeps its key, so that a plan can refuse it: nothing is dropped.
 """
 
 import itertools
@@ -19,17 +19,20 @@ from precisionctl.param import TensorSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OPTIMIZER = "optimizer."
+"""Prefix of everything of an optimizer."""
 STATE = "optimizer.state."
+"""Prefix of an optimizer's tensors: `optimizer.state.<kind>.<parameter>`, with kind exp_avg, exp_avg_sq or param."""
 MASTER = f"{STATE}param."
+"""Prefix of FP32 master weights."""
 
 _MOST_SLICES = 1 << 22
-"""A bound on what a few bytes of `.metadata` can ask for. Of DeepSeek-V3 and its optimizer, 8 parts of each of 58 x 256
-experts' linears, there are 10^6."""
+"""A bound on the tensors that a few bytes of `.metadata` can ask for. DeepSeek-V3 with its optimizer, 8 parts of each
+of 58 x 256 experts' linears, has 10^6."""
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A box of a logical tensor: `start` elements into a stored piece."""
+    """A box of a logical tensor, and where its elements are: from element `start` of a stored piece on."""
 
     box: Box
     piece: dcp.DcpPiece
@@ -38,16 +41,17 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A logical tensor and the parts that make it."""
+    """A logical tensor and the parts that make it up."""
 
     spec: TensorSpec
     parts: tuple[TensorPart, ...]
 
 
 def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[str, LogicalTensor]:
-    """Every tensor by its logical name, the optimizer's under `optimizer.`.
+    """Every tensor by its logical name; the optimizer's are `optimizer.state.<kind>.<parameter>`. `where` is the
+    checkpoint, for errors.
 
-    Raises DamagedCheckpoint where the pieces of one do not cover it exactly once, or two have one name.
+    Raises DamagedCheckpoint where the pieces of a tensor do not cover it exactly once, or two tensors have one name.
     """
     prefix = model_prefix(stored)
     _check_count(stored, prefix, where)
@@ -64,7 +68,6 @@ def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[st
         raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
     found = _by_parameter({renamed.get(name, name): one for name, one in found.items()})
     for name, one in found.items():
-        # The boxes must cover the tensor exactly once
         boxes = [part.box for part in one.parts]
         if _overlap(boxes) or sum(box.rows * box.columns for box in boxes) != one.spec.rows * one.spec.columns:
             raise DamagedCheckpoint(f"the pieces of {name} do not make one tensor {list(one.spec.shape)}", where=where)
@@ -72,8 +75,8 @@ def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[st
 
 
 def model_prefix(keys: Mapping[str, object]) -> str:
-    """What stands before every name of the model: `module.` or `model.` in NeMo's checkpoints, `model.module.` in
-    fsdp_dtensor; found at the word embedding."""
+    """The prefix of all names of the model, found at the word embedding: `module.` or `model.` in NeMo's checkpoints,
+    `model.module.` in fsdp_dtensor, empty in others."""
     found = (key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING) and not of_optimizer(key))
     prefix = min(found, key=len, default="")
     return prefix if not prefix or prefix.endswith(".") else ""
@@ -85,13 +88,13 @@ _FSDP_STATE = re.compile(r"optimizer\.state\.(.+)\.(exp_avg|exp_avg_sq|param)")
 
 
 def of_optimizer(key: str) -> bool:
-    """Whether a key, or a logical name, is of an optimizer's state."""
+    """Whether a key or a logical name belongs to an optimizer."""
     return _CHAINED.sub("", key, count=1).startswith(OPTIMIZER)
 
 
 def plain(key: str, prefix: str) -> str:
-    """A key without what containers put before it: the model's prefix, `chained_1.` where there are several optimizers
-    (dense and experts). FP32 masters are `param`: `fp32_param` in plain optimizers."""
+    """A key without the prefixes that containers add: the model's, and `chained_1.` of several optimizers (dense and
+    experts). FP32 master weights become kind `param`, which plain optimizers call `fp32_param`."""
     if not of_optimizer(key):
         return key.removeprefix(prefix)
     match = _STATE.fullmatch(_CHAINED.sub("", key, count=1))
@@ -109,7 +112,7 @@ def plain(key: str, prefix: str) -> str:
 
 
 def _check_count(stored: Mapping[str, dcp.DcpTensor], prefix: str, where: Path) -> None:
-    """Before any is made: how many slices all tensors have, and parts of slices all pieces."""
+    """Raise DamagedCheckpoint if the stored tensors have too many slices and parts to create them all."""
     count = 0
     for key, tensor in stored.items():
         depth = leading(plain(key, prefix))
@@ -120,7 +123,7 @@ def _check_count(stored: Mapping[str, dcp.DcpTensor], prefix: str, where: Path) 
 
 
 def _slices(key: str, stored: dcp.DcpTensor, where: Path) -> Iterator[tuple[str, LogicalTensor]]:
-    """The logical tensors in a stored one: itself, or one per layer, expert, or both."""
+    """The logical tensors in a stored one: itself, or one for each layer, each expert, or both."""
     depth = leading(key)
     if depth > len(stored.shape):
         depth = 0
@@ -143,8 +146,8 @@ def _slices(key: str, stored: dcp.DcpTensor, where: Path) -> Iterator[tuple[str,
 
 
 def _by_parameter(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
-    """Optimizer's tensors of another shape than their parameter's under another name, which no plan takes for theirs:
-    `fully_sharded_model_space`, until megatron-core 0.14, stored flat pieces of what a rank had."""
+    """Rename the optimizer's tensors that do not have their parameter's shape to `optimizer.flat.…`, so that no plan
+    uses them: `fully_sharded_model_space`, up to megatron-core 0.14, stored flat pieces of a rank's shard."""
     named = {}
     for name, one in found.items():
         state = _STATE.fullmatch(name)
@@ -158,7 +161,7 @@ _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_w")
 
 
 def _joined(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
-    """`linear_fc1.weight_w` and `weight_v` as one tensor of all gates and then all ups, where both are there."""
+    """Join `linear_fc1.weight_w` (gate) and `weight_v` (up), where both are there, to one tensor: gate above up."""
     joined = dict(found)
     for name, gate in found.items():
         match = _HALF.fullmatch(name)
@@ -172,7 +175,7 @@ def _joined(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:
 
 
 _LAYER_OF = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer)\.)(.+)")
-# without Transformer Engine, in layers with -> renamed to what it would have written
+# In layers with this weight, rename this prefix (written without Transformer Engine) to that (written with it)
 _WITHOUT_TE = (
     ("self_attention.linear_qkv.weight", "input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("mlp.router.weight", "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -192,11 +195,13 @@ _WITHOUT_TE = (
 
 
 def te_names(names: Mapping[str, object]) -> dict[str, str]:
-    """Old name -> new, where a run without Transformer Engine stored a layer norm under another module's name.
+    """Layer norms of a run without Transformer Engine: the name they are stored under -> the name with Transformer
+    Engine.
 
-    Its specification calls the norm before a dense MLP as Transformer Engine does, and so that before experts; with
-    multi-latent attention neither, and the attention's inner norms are modules of their own. Where there is no norm
-    before the MLP, the one before attention is both's, and no part of a linear.
+    Transformer Engine fuses a norm into the linear that follows, so it is named after that linear. Megatron's local
+    specs store some norms under the fused name, too, but not the same ones: it depends on whether a layer has experts
+    or multi-latent attention. Where there is no norm before the MLP, the one before attention is both's, and no part of
+    a linear.
     """
     renamed = {}
     for name in names:
@@ -215,14 +220,17 @@ def _has_mlp_norm(layer: str, names: Mapping[str, object]) -> bool:
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Whether two boxes share an element: in the order of rows, each that begins is held against its neighbours among
-    those that have not ended."""
+    """Whether two boxes share an element.
+
+    A sweep over the rows: `open_` has the column ranges of the boxes at the current row, which do not overlap, so a
+    box that begins there can only overlap its neighbours.
+    """
     events = []
     for box in boxes:
         if box.rows and box.columns:
             events += [(box.row, True, box.column, box.columns), (box.row + box.rows, False, box.column, box.columns)]
     open_: list[tuple[int, int]] = []
-    for _, begins, column, columns in sorted(events):  # at one row those that end come first
+    for _, begins, column, columns in sorted(events):  # at the same row, ends come before beginnings
         at = bisect_left(open_, (column, columns))
         if not begins:
             del open_[at]

@@ -1,9 +1,9 @@
-"""In which order Megatron's modules hold their parameters: the order of a distributed optimizer's buffers.
+"""The order of parameters in Megatron's models, which is that of a distributed optimizer's buffers.
 
-From the order in which `__init__` registers them (megatron/core/transformer: attention.py, multi_latent_attention.py,
-transformer_layer.py, mlp.py, moe/moe_layer.py, multi_token_prediction.py; megatron/core/models/gpt/gpt_model.py).
-It depends on who made the modules: Transformer Engine fuses norms into linears, and experts are a grouped linear
-or a list of MLPs.
+It is the order in which `__init__` registers modules (megatron/core/transformer: attention.py,
+multi_latent_attention.py, transformer_layer.py, mlp.py, moe/moe_layer.py, multi_token_prediction.py;
+megatron/core/models/gpt/gpt_model.py). It depends on the layer spec: Transformer Engine fuses norms into linears, and
+experts are a grouped linear or a list of MLPs.
 """
 
 import re
@@ -16,7 +16,8 @@ _EXPERT = re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d{1,9})")
 
 @dataclass(frozen=True)
 class Modules:
-    """Who made the modules: Transformer Engine or not (`fused`), experts as one grouped linear or as a list of MLPs."""
+    """The kind of modules: norms `fused` into linears (Transformer Engine) or not, experts as one `grouped` linear or
+    as a list of MLPs."""
 
     fused: bool
     grouped: bool
@@ -38,7 +39,7 @@ def _own_norm(modules: Modules, of: str) -> list[str]:
 
 
 def _layer(modules: Modules) -> dict[str, int]:
-    """Rank of each name in a layer; of all experts together."""
+    """Position of each name in a layer; all experts have one position."""
     attention = "self_attention"
     names = [
         *_of("input_layernorm", *_INNER),
@@ -94,18 +95,18 @@ SortKey = tuple[int, ...]
 
 
 def ordered(names: Iterable[str], modules: Modules) -> list[str] | None:
-    """The parameters in the order of the modules; None where one is of no module that is known here."""
+    """Parameter names sorted in the order of the modules; None if a name is not known here."""
     ranks = _layer(modules)
     places: dict[str, SortKey] = {}
     for name in names:
-        place = _place(name, ranks, modules)
+        place = _sort_key(name, ranks, modules)
         if place is None:
             return None
         places[name] = place
     return sorted(places, key=places.__getitem__)
 
 
-def _place(name: str, ranks: dict[str, int], modules: Modules) -> SortKey | None:
+def _sort_key(name: str, ranks: dict[str, int], modules: Modules) -> SortKey | None:
     match = _NUMBERED.fullmatch(name)
     if not match:
         return (_AROUND[name],) if name in _AROUND else None

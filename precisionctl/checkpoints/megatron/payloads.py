@@ -18,8 +18,8 @@ _OF_1_6 = ".fused_attention"  # where TE 1.6 and 1.7 had attention's
 
 
 class SavedPayload(NamedTuple):
-    """A payload: the object's logical name, its bytes, the file or object they are from. `expert_rank` is set for a
-    grouped linear's, of all the experts of that rank."""
+    """A payload: the logical name of its object, its bytes, and the file or object that it was read from. `expert_rank`
+    is set for that of a grouped linear, which is for all experts of this rank."""
 
     name: str
     data: bytes
@@ -28,25 +28,29 @@ class SavedPayload(NamedTuple):
 
     @property
     def module(self) -> str:
+        """The Megatron name of its module."""
         match = _NAME.fullmatch(self.name)
         assert match
         return match[1].removesuffix(_OF_1_6)
 
     @property
     def expert(self) -> int | None:
+        """The number of its expert; None if it is not of one expert."""
         match = _NAME.fullmatch(self.name)
         return int(match[2]) if match and match[2] else None
 
     @property
     def raw_name(self) -> str:
-        """How Fp8States calls the module of a payload that is not understood: experts' by number, `….linear_fc1.5`."""
+        """The key in `Fp8States.raw` for a payload that could not be decoded; an expert's has its number,
+        `….linear_fc1.5`."""
         number = self.expert if self.expert_rank is None else self.expert_rank
         return self.module if number is None else f"{self.module}.{number}"
 
 
 def bytes_of(value: Any, where: str) -> bytes:
-    """The payload in an object: bytes as a tensor, or a file of TE 0.12 to 1.13; what TE up to 0.5 kept as it was, in
-    the form of such a file. Raises DamagedCheckpoint for what is no payload."""
+    """The bytes of the payload in an unpickled object: a tensor of bytes, or a file of TE 0.12 to 1.13. The plain
+    objects of TE up to 0.5 are serialized to such a file; None gives no bytes. Raises DamagedCheckpoint for anything
+    else."""
     if isinstance(value, io.BytesIO):
         return value.getvalue()
     if isinstance(value, Tensor):

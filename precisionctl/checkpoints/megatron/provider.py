@@ -1,4 +1,4 @@
-"""A model as Megatron-Bridge and NeMo 2 describe it, in YAML; Megatron-LM's arguments to it and from it.
+"""Megatron-Bridge's and NeMo 2's description of a model in YAML, converted to and from Megatron-LM's arguments.
 
 Bridge reads `run_config.yaml` in an iteration's directory (`load_model_config`, training/model_load_save.py): `model`
 names a provider class and its fields, which are those of megatron-core's TransformerConfig and some of
@@ -19,8 +19,8 @@ BRIDGE = "run_config.yaml"
 NEMO = Path("context/model.yaml")
 
 _PROVIDERS = "megatron.bridge.models."
-_LARGEST = 4 << 20
-"""Bytes of a file: beyond every real one, and parsed in seconds."""
+_MAX_BYTES = 4 << 20
+"""Largest file that is parsed: more than any real one, and parsed in seconds."""
 
 _SAME = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -51,8 +51,8 @@ _RENAMED = {  # argument: field
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
-"""How NeMo 2 and the first Bridges say Llama 3's rope scaling (llama.py, Llama31Config), beside `scale_factor`.
-Megatron has these numbers written in."""
+"""Llama 3's rope scaling in NeMo 2 and the first versions of Bridge (llama.py, Llama31Config), beside `scale_factor`.
+Megatron has these numbers as constants."""
 _BLOCK = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
 _SILU, _GELU = "torch.nn.functional.silu", "torch.nn.functional.gelu"
 _QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
@@ -60,14 +60,15 @@ _SQUARED_RELU = "megatron.core.activations.squared_relu"
 
 
 def write_run_config(directory: Path, args: Mapping[str, Any]) -> None:
-    """Write Bridge's description of the model that these arguments make."""
+    """Write Bridge's `run_config.yaml` for the model of these arguments."""
     saved = {"save_optim": not args["no_save_optim"], "save_rng": not args["no_save_rng"], "fully_parallel_save": True}
     config = {"model": to_provider(args), "checkpoint": {**saved, "ckpt_format": "torch_dist"}}
     (directory / BRIDGE).write_text(yaml.safe_dump(config, sort_keys=True))
 
 
 def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The `model` of a run_config.yaml: generic providers of Bridge, which do not pad more than the arguments do."""
+    """The `model` section of a run_config.yaml. It names one of Bridge's generic providers, which pad the vocabulary
+    only as the arguments say."""
     latent = bool(args.get("multi_latent_attention"))
     same = {name: args[name] for name in _SAME if name in args}
     fields: dict[str, Any] = {name: [*value] if isinstance(value, tuple) else value for name, value in same.items()}
@@ -88,7 +89,7 @@ def to_provider(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(target: str) -> dict[str, Any]:
-    """How these files say an object: by its name, not to be called."""
+    """A reference to a Python object in these files: its name, and that it is not to be called."""
     return {"_target_": target, "_call_": False}
 
 
@@ -101,9 +102,9 @@ def _activation(args: Mapping[str, Any]) -> str:
 
 
 def described_args(directory: Path) -> Mapping[str, Any]:
-    """Megatron-LM's arguments by the description beside a checkpoint of Bridge or NeMo; empty where there is none.
+    """Megatron-LM's arguments from the description beside a checkpoint of Bridge or NeMo; empty if there is none.
 
-    Raises DamagedCheckpoint for a description that is none.
+    Raises DamagedCheckpoint for a description that cannot be read.
     """
     bridge, nemo = directory / BRIDGE, directory.parent / NEMO
     if has_file(bridge, directory):
@@ -111,8 +112,7 @@ def described_args(directory: Path) -> Mapping[str, Any]:
     if directory.name == "weights" and has_file(nemo, directory.parent):
         fields = _part(_parse(nemo, directory.parent), "config", nemo)
         if isinstance(window := fields.get("window_size"), list) and window[:1] and type(window[0]) is int:
-            # its exporter takes this for config.json's number (nemo/collections/llm/gpt/model/mistral.py), one more
-            # than Megatron and Bridge say
+            # NeMo's number is config.json's (nemo/collections/llm/gpt/model/mistral.py), one more than Megatron's
             fields = {**fields, "window_size": [window[0] - 1, *window[1:]]}
         return from_provider(fields)
     return {}
@@ -123,8 +123,8 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Plain values only, each said once. A tag of Python's (NeMo writes some) becomes nothing; aliases and merges of
-    mappings, which make endless things out of a few bytes, are refused."""
+    """Loads plain values only. Python tags, of which NeMo writes some, become None. Aliases and merged mappings are
+    refused, because a few bytes of them can expand without end."""
 
     _parts = _depth = 0
 
@@ -137,15 +137,15 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases, which Bridge and NeMo do not write")
         if self._parts > _MOST_PARTS or self._depth > _DEEPEST:
-            raise yaml.YAMLError("more parts, or deeper in one another, than a description has")
+            raise yaml.YAMLError("more entries, or more deeply nested, than a description has")
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
     def construct_scalar(self, node: Any) -> Any:
-        """Numbers to the base of 60, as YAML 1.1 has them, take time with the square of their length."""
+        """Refuse long numbers: parsing base-60 numbers (YAML 1.1) takes time quadratic in their length."""
         if node.tag in _NUMBERS and len(node.value) > 100:
-            raise yaml.YAMLError("a number of more than 100 letters")
+            raise yaml.YAMLError("a number of more than 100 characters")
         return super().construct_scalar(node)
 
 
@@ -153,7 +153,7 @@ _Loader.add_multi_constructor("", lambda loader, suffix, node: None)
 
 
 def _parse(path: Path, directory: Path) -> Any:
-    content = read_file(path, directory, _LARGEST)
+    content = read_file(path, directory, _MAX_BYTES)
     with damage("not YAML of plain values", path):
         return yaml.load(content, _Loader)
 
@@ -166,7 +166,7 @@ def _part(content: Any, name: str, where: Path) -> Mapping[str, Any]:
 
 
 def from_provider(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-LM's arguments of a provider's fields: the inverse of `to_provider`."""
+    """Megatron-LM's arguments from a provider's fields: the inverse of `to_provider`."""
     args = {name: fields[name] for name in (*_SAME, *WITHOUT) if name in fields}
     args |= {argument: fields[name] for argument, name in _RENAMED.items() if name in fields}
     if str(fields.get("_target_", "")).rpartition(".")[2].startswith("Gemma2"):  # by its own attention, not by a field

@@ -1,11 +1,11 @@
-"""The flat buckets of Megatron's distributed optimizer (`dp_reshardable`), as tensors by parameter.
+"""The flat buckets of Megatron's distributed optimizer (`dp_reshardable`), unpacked into one tensor per parameter.
 
-Each model-parallel rank has buffers of its own, one for each part of an interleaved pipeline. A buffer holds the
-rank's parameters from the last to the first, each from a multiple of 64 elements on, in one or more buckets whose
-ends are padded to what data parallelism asks for; the padding is not stored
-(megatron/core/distributed/param_and_grad_buffer.py, _ParamAndGradBuffer; optimizer/distrib_optimizer.py,
-sharded_param_state_dp_reshardable). No name is stored: which parameter is where follows from the shapes, from how
-the model's own tensors are cut, and from where pieces begin and end. `torch_dist/masters.py` proves it.
+Each model-parallel rank has its own buffers, one for each virtual pipeline stage. A buffer holds the rank's parameters
+in reverse order, each aligned to 64 elements, in one or more buckets whose ends are padded for data parallelism; the
+padding is not stored (megatron/core/distributed/param_and_grad_buffer.py, _ParamAndGradBuffer;
+optimizer/distrib_optimizer.py, sharded_param_state_dp_reshardable). No names are stored: which parameter is where is
+inferred from the shapes, from how the model's own tensors are cut, and from where pieces begin and end.
+`torch_dist/masters.py` checks the result against the weights.
 """
 
 import re
@@ -29,11 +29,11 @@ _KEY = re.compile(
 _ALIGNMENT = 64
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
 _NO_PARAMETER = (".expert_bias",)
-"""A router's bias: a buffer, which a rule changes and no optimizer."""
+"""A router's expert bias is a buffer that a rule updates; no optimizer has it."""
 
 
 class _Bucket:
-    """The flat tensors of a bucket: of each kind its pieces, and where each begins."""
+    """The flat tensors of a bucket: for each kind its length, its stored pieces, and the element where each begins."""
 
     def __init__(self, tensors: Mapping[str, dcp.DcpTensor]) -> None:
         self.length = tensors["param"].shape[0]
@@ -53,7 +53,7 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class _Local:
-    """What a rank has of a parameter: boxes that lie one after the other in its memory."""
+    """A rank's shard of a parameter: boxes that follow each other in its memory."""
 
     name: str
     boxes: tuple[Box, ...]
@@ -65,7 +65,7 @@ class _Local:
 
 @dataclass(frozen=True)
 class _At:
-    """Where in a buffer a parameter is: in which bucket, and from which element of it on."""
+    """Where in a buffer a parameter is: the number of the bucket, and its first element there."""
 
     local: _Local
     bucket: int
@@ -73,16 +73,16 @@ class _At:
 
 
 def is_bucket(name: str) -> bool:
-    """Whether this is a bucket's tensor."""
+    """Whether a stored tensor of this name is a bucket."""
     return _KEY.fullmatch(name) is not None
 
 
 def unpack(
     stored: Mapping[str, dcp.DcpTensor], model: Mapping[str, LogicalTensor], kinds: Iterable[Modules]
 ) -> dict[str, LogicalTensor] | None:
-    """The optimizer's tensors by name, of the model whose tensors are `model`.
+    """The optimizer's tensors, `optimizer.state.<kind>.<parameter>`, for the model whose tensors are `model`.
 
-    `kinds` are the orders of modules to try, the likeliest first. None where the buckets fit none of them.
+    `kinds` are the orders of modules to try, the likeliest first. None if the buckets fit none of them.
     """
     buffers = _buffers(stored)
     for modules in kinds if buffers and EMBEDDING in model else ():
@@ -94,11 +94,11 @@ def unpack(
 
 
 _Buffers = dict[tuple[int, int, int], list[_Bucket]]
-"""By optimizer (0: dense, 1: experts), model-parallel rank, and number of the buffer."""
+"""Buckets by optimizer (0: dense, 1: experts), model-parallel rank, and number of the buffer."""
 
 
 def _buffers(stored: Mapping[str, dcp.DcpTensor]) -> _Buffers:
-    """Empty unless all buckets are there, flat and of one dtype for each kind."""
+    """The buckets of each buffer; empty unless all are there, flat, and of one dtype for each kind."""
     found: dict[tuple[int, int, int], dict[int, dict[str, dcp.DcpTensor]]] = {}
     for key, tensor in stored.items():
         if match := _KEY.fullmatch(key):
@@ -114,7 +114,7 @@ def _buffers(stored: Mapping[str, dcp.DcpTensor]) -> _Buffers:
 
 
 class _Unpacking:
-    """The buckets of a checkpoint, held against one order of the parameters."""
+    """An attempt to match the buckets of a checkpoint with one order of the parameters."""
 
     def __init__(self, buffers: _Buffers, model: Mapping[str, LogicalTensor], names: Sequence[str]) -> None:
         self._buffers, self._model = buffers, model
@@ -135,7 +135,7 @@ class _Unpacking:
         return 1 + max((rank for which, rank, _ in self._buffers if which == optimizer), default=0)
 
     def tensors(self) -> dict[str, LogicalTensor] | None:
-        """The optimizer's tensors; None where something does not fit."""
+        """The optimizer's tensors; None if something does not fit."""
         if any((0, rank, 0) not in self._buffers for rank in range(self._ranks(0))):
             return None
         stages = self._split()
@@ -155,8 +155,8 @@ class _Unpacking:
         return tensors
 
     def _split(self) -> list[list[str]] | None:
-        """The parameters of each virtual stage, in the order of the model: as many layers as fill its buffers."""
-        # Each part of the pipeline on a rank has a buffer for each dtype
+        """The parameters of each virtual stage, found by giving each as many layers as fill its buffers exactly."""
+        # A rank has one buffer for each of its virtual stages and dtype
         dtypes = {self._model[name].spec.dtype for names in self._layers.values() for name in names}
         numbers = 1 + max((number for optimizer, _, number in self._buffers if optimizer == 0), default=0)
         chunks, first, stages = max(1, numbers // max(1, len(dtypes))), 0, []
@@ -174,7 +174,8 @@ class _Unpacking:
         return stages
 
     def _stage(self, first: int, count: int, is_first: bool, is_last: bool) -> list[str]:
-        """Its parameters. The last of several stages has a copy of tied embeddings, and one for predicting tokens."""
+        """The parameters of a virtual stage with these layers. The last of several stages has a copy of the embedding,
+        if it is tied or for multi-token prediction."""
         names = list(self._head) if is_first else []
         if is_last and not is_first and any(name.startswith("mtp.") for name in self._tail):
             names.append(EMBEDDING)
@@ -187,7 +188,7 @@ class _Unpacking:
         return names
 
     def _fits(self, number: int, names: list[str]) -> bool:
-        """Whether a virtual stage's dense buffers on its first rank hold just these parameters."""
+        """Whether exactly these parameters fill a virtual stage's dense buffers, on its first rank."""
         rank, chunk = number % self._stages * self._tensor, number // self._stages
         groups = self._groups(names, 0)
         if not groups:  # no parameter, no buffer
@@ -198,7 +199,7 @@ class _Unpacking:
         )
 
     def _groups(self, names: list[str], optimizer: int) -> list[list[str]]:
-        """The names among these that one of the optimizers has, a list for each of its buffers: one for each dtype."""
+        """Those of the names that this optimizer has, one list for each dtype, as each dtype has its own buffer."""
         groups: dict[torch.dtype, list[str]] = {}
         for name in names:
             if not self._apart or (expert_of(name) is not None) == (optimizer == 1):
@@ -218,7 +219,7 @@ class _Unpacking:
         return True
 
     def _layout(self, names: list[str], buffer: tuple[int, int, int], rank: int, width: int) -> list[_At] | None:
-        """Where each parameter is, from the last to the first; None unless they fill the buffer."""
+        """Where each parameter is in a buffer, from the last to the first; None unless they fill it exactly."""
         buckets = self._buffers.get(buffer)
         if buckets is None:
             return None
@@ -238,15 +239,15 @@ class _Unpacking:
         return layout if filled else None
 
     def _local(self, name: str, rank: int, width: int) -> _Local | None:
-        """What a rank has of a parameter: as the model's own pieces are cut. None for another rank's expert.
+        """A rank's shard of a parameter, cut as the model's own pieces are. None for an expert of another rank.
 
-        Gates and ups are cut apart, so with two ranks a rank has the first and the third of four boxes.
+        Gate and up are cut separately, so with two ranks the first has the first and the third of four boxes.
         """
         boxes = sorted((part.box for part in self._model[name].parts), key=lambda box: (box.row, box.column))
         expert = expert_of(name)
         size = self._tensor
         if expert is not None and self._apart:
-            # As many ranks as the experts' second linears are cut for: those are one part on each
+            # The expert tensor size is the number of parts of linear_fc2, which has one part on each rank
             size = len(self._model[re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", name)].parts)
             if expert * (width // size) // self._experts != rank // size:
                 return None
@@ -269,9 +270,9 @@ class _Unpacking:
 
 
 def flat_boxes(boxes: Sequence[Box], begin: int, end: int) -> Iterator[tuple[Box, int]]:
-    """Elements `[begin, end)` of boxes that lie one after the other, as boxes; with each, how far from `begin` it is.
+    """Elements `[begin, end)` of consecutive boxes, as boxes, each with its distance from `begin` in elements.
 
-    Of each box at most three: part of a row, whole rows, part of a row.
+    Each box gives at most three: the end of a row, whole rows, the beginning of a row.
     """
     base = 0
     for box in boxes:

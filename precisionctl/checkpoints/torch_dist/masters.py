@@ -1,7 +1,7 @@
-"""Proof that an optimizer's FP32 masters are those of the weights beside them: rounded, they are the weights.
+"""Check that an optimizer's FP32 master weights, rounded, are the stored weights.
 
-A distributed optimizer's buckets carry no names (`torch_dist/buckets.py`). Were one parameter taken for another one,
-its rounded master would not be the stored weight.
+A distributed optimizer's buckets carry no names (`torch_dist/buckets.py`). If one parameter had been mistaken for
+another, its rounded master weight would differ from the stored weight.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _ELEMENTS = 1 << 20
 
 @dataclass(frozen=True)
 class _Optimizer:
-    """The optimizer's tensors of a checkpoint, as a source."""
+    """The optimizer's tensors of a checkpoint as a source, for `read_rows`."""
 
     reader: TorchDistReader
 
@@ -34,9 +34,10 @@ class _Optimizer:
 
 
 def prove_masters(reader: TorchDistReader) -> str:
-    """A note where some masters differ: of a run that keeps its weights in FP8 some may.
+    """Compare master weights and weights. Returns a note if some differ, as they may in a run that keeps its weights in
+    FP8; an empty string if none does.
 
-    Raises DamagedCheckpoint where most do: then buckets hold other parameters than they are taken for.
+    Raises DamagedCheckpoint if most differ: then the buckets were assigned to the wrong parameters.
     """
     differing = differing_masters(reader)
     if len(differing) > len(reader.specs) // 2:

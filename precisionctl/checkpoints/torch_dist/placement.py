@@ -1,6 +1,6 @@
-"""Where each box of each tensor goes in a `torch_dist` directory: keys, files, offsets; arithmetic on names and sizes.
+"""Where each box of each tensor is written in a `torch_dist` directory: key, file and offset.
 
-Nothing here depends on who writes, so the bytes are the same for any number of workers and machines.
+It follows from names and sizes alone, so the bytes are the same for any number of workers and machines.
 """
 
 import itertools
@@ -16,16 +16,16 @@ from precisionctl.checkpoints.megatron.keys import expert_of, layer_of
 from precisionctl.param import Parallelism, TensorSpec
 
 _ALIGNMENT = 64
-"""Bytes that records are aligned to, as storages are in a record: then tensors are aligned in the file."""
+"""Bytes. Records start at multiples of it, as storages do within a record, so that tensors are aligned in the file."""
 
 FILE_BYTES = 1 << 30
-"""The most bytes of tensors in one file, so that several writers have files of their own; a larger box has one to
-itself."""
+"""Most bytes of tensors in one file, so that there are files for several writers. A larger box gets its own file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A box of a logical tensor, the key it is stored under, and the record that holds it."""
+    """A box of a logical tensor, the key it is stored under, the archive (record) that it is stored as, and where in
+    the stored tensor and in which file that is."""
 
     name: str
     key: str
@@ -42,7 +42,7 @@ class Placed:
         return Chunk(self.box, self.path, self.piece.span.offset + len(self.record.head))
 
     def write_around(self, file: int) -> None:
-        """Write the record but for the tensor's bytes."""
+        """Write the record except for the tensor's bytes."""
         at = self.piece.span.offset
         os.pwrite(file, self.record.head, at)
         os.pwrite(file, self.record.tail, at + len(self.record.head) + self.record.nbytes)
@@ -50,7 +50,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """A box, the rank that has it, and its offsets and sizes per dimension of what is stored."""
+    """A box of a tensor, the rank that has it, and its offsets and sizes in each dimension of the stored tensor."""
 
     rank: int
     name: str
@@ -66,9 +66,9 @@ def place(
     keys: Mapping[str, tuple[str, tuple[int, ...]]],
     parallelism: Parallelism,
 ) -> list[Placed]:
-    """Every box, file by file: `__{rank}_{n}.distcp` as the ranks of a run of these sizes would have them.
+    """Every box of every tensor, file by file: `__{rank}_{n}.distcp`, as the ranks of a run of these sizes write them.
 
-    `keys` says for each name the key it is stored under and its place in the leading dimensions.
+    `keys` has for each name the key it is stored under and its indices in the leading (stacked) dimensions.
     """
     boxes = sorted(_boxes(specs, keys, parallelism), key=lambda box: box.rank)
     placed: list[Placed] = []
@@ -114,7 +114,7 @@ def _boxes(
 
 
 def _stage(name: str, layers: int, stages: int) -> int:
-    """The pipeline stage whose files hold a tensor. It matters to no reader: layers are dealt out evenly."""
+    """The pipeline stage whose files hold a tensor, with layers distributed evenly. Readers do not depend on it."""
     layer = layer_of(name)
     if layer:
         return layer[0] * stages // layers
@@ -122,7 +122,7 @@ def _stage(name: str, layers: int, stages: int) -> int:
 
 
 def layers_differ(specs: Mapping[str, TensorSpec]) -> bool:
-    """Whether some layer has other tensors than another one, so that they cannot be stacked."""
+    """Whether layers differ in names, shapes or dtypes of their tensors, so that they cannot be stacked."""
     layers: dict[int, dict[str, object]] = {}
     for name, spec in specs.items():
         if layer := layer_of(name):
@@ -133,7 +133,7 @@ def layers_differ(specs: Mapping[str, TensorSpec]) -> bool:
 
 
 def stored_tensors(specs: Mapping[str, TensorSpec], placed: Iterable[Placed]) -> dict[str, dcp.DcpTensor]:
-    """The whole (stacked) shape and all pieces of each stored tensor, by key."""
+    """The stored (stacked) tensors by key: shape, dtype and all pieces."""
     pieces: dict[str, list[Placed]] = {}
     for each in placed:
         pieces.setdefault(each.key, []).append(each)
@@ -149,7 +149,7 @@ def stored_tensors(specs: Mapping[str, TensorSpec], placed: Iterable[Placed]) ->
 
 
 def _dimensions(spec: TensorSpec, box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes per dimension of a box of rows and columns. Only matrices are cut by columns."""
+    """Offsets and sizes of a box in each dimension of its tensor. Only matrices are cut by columns."""
     if not spec.shape:
         return (), ()
     if box.columns == spec.columns:

@@ -1,7 +1,7 @@
 """Read Megatron's `torch_dist` checkpoints with PyTorch alone.
 
-The directory of an iteration holds a distributed checkpoint of PyTorch's (`.metadata`, `*.distcp`), `common.pt`
-with all that is no tensor (since megatron-core 0.19 the object `common_state` instead), and `metadata.json`,
+The directory of an iteration holds a PyTorch distributed checkpoint (`.metadata`, `*.distcp`), `common.pt` with
+arguments, counters and schedule (since megatron-core 0.19 the object `common_state` instead), and `metadata.json`,
 written last. `torch_dist/writer.py` is the inverse.
 """
 
@@ -42,7 +42,8 @@ from precisionctl.fp8.encoding import Encoding
 from precisionctl.untrusted.safe_files import check_link, has_file, leads_out, read_file
 
 INNER = ("weights", VERL, f"model/{VERL}")
-"""Where NeMo 2 has the checkpoint, beside the `context` that describes it, and where verl does, in its `actor`."""
+"""Subdirectories that hold the checkpoint: NeMo 2's `weights`, beside the `context` that describes it, and verl's, at
+the top or in its `actor/model`."""
 
 _COMMON_KEYS = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
 
@@ -68,12 +69,15 @@ def _is_torch_dist(marker: Path, path: Path) -> bool:
 
 
 class TorchDistReader(MegatronDirectory):
-    """An iteration, or the newest of a directory; what NeMo 2's and verl's directories hold.
+    """A Megatron `torch_dist` checkpoint: the directory of an iteration, or one of several (`iteration`, else the
+    newest); also in the directories of NeMo 2 and verl.
 
-    `specs` are the model's tensors and `optimizer_specs` the optimizer's (`optimizer.state.exp_avg.<parameter>`
-    where it is stored by parameter); `chunks` serves both. Opening reads `.metadata` alone.
+    `specs` are the model's tensors and `optimizer_specs` the optimizer's (`optimizer.state.exp_avg.<parameter>` if it
+    is stored by parameter); `chunks` serves both. Opening reads only `.metadata`. `container` and `complete` are for
+    fsdp_dtensor, which differs in the file that marks a complete checkpoint.
 
-    Raises DamagedCheckpoint where files, boxes or sizes contradict each other, and UnsafePickle.
+    Raises DamagedCheckpoint where files, boxes or sizes contradict each other, UnsafePickle for a pickle that asks for
+    anything but Megatron's and PyTorch's classes.
     """
 
     encodings: Mapping[str, Encoding] = {}
@@ -106,7 +110,7 @@ class TorchDistReader(MegatronDirectory):
         return any(is_bucket(key) for key in self._index.tensors)
 
     def _with_buckets(self, tensors: dict[str, LogicalTensor]) -> dict[str, LogicalTensor]:
-        """An optimizer's flat buckets as tensors by parameter; as they are where they fit no known order."""
+        """Replace an optimizer's flat buckets by one tensor per parameter; unchanged if they fit no known order."""
         if not self.in_buckets:
             return tensors
         likely = Modules(self.args.get("transformer_impl") != "local", bool(self.args.get("moe_grouped_gemm", True)))
@@ -117,6 +121,7 @@ class TorchDistReader(MegatronDirectory):
 
     @property
     def files(self) -> Sequence[Path]:
+        """The files that hold tensors."""
         return sorted({part.piece.span.path for tensor in self._tensors.values() for part in tensor.parts})
 
     def chunks(self, name: str) -> Sequence[Chunk]:
@@ -135,7 +140,7 @@ class TorchDistReader(MegatronDirectory):
 
     @cached_property
     def common(self) -> Mapping[str, Any]:
-        """All that is no tensor and belongs to no rank: `args`, `iteration`, the optimizer's settings, ..."""
+        """What is the same for all ranks and not a tensor: `args`, `iteration`, the optimizer's settings, ..."""
         path = self.path / COMMON
         if has_file(path, self.path):
             value = torch_zip.load(read_file(path, self.path), path)
@@ -160,7 +165,8 @@ class TorchDistReader(MegatronDirectory):
         return list(self._index.objects)
 
     def read_object(self, key: str) -> Any:
-        """A sharded object. Raises DamagedCheckpoint where there is none, and UnsafePickle."""
+        """A sharded object. Raises DamagedCheckpoint if there is none of this key, UnsafePickle for classes that are
+        not on the allow-list."""
         if key not in self._index.objects:
             raise DamagedCheckpoint(f"no object {key}", where=self.path)
         span = self._index.objects[key]
@@ -171,17 +177,18 @@ class TorchDistReader(MegatronDirectory):
 
     @property
     def unread_optimizer(self) -> bool:
-        """Whether there is an optimizer, but all of it in an object for each rank (`dp_zero_gather_scatter`)."""
+        """Whether there is an optimizer that is not read: a pickled object for each rank (`dp_zero_gather_scatter`)."""
         return not self.optimizer_specs and any(key.split("/")[0].endswith(".param_state") for key in self.objects)
 
     def checked_object(self, key: str) -> torch_zip.Span:
-        """Where an object is that loads by the allow-list, to be copied byte for byte."""
+        """Where an object's bytes are, to be copied; it has been loaded once by the allow-list. Raises as
+        `read_object`."""
         self.read_object(key)
         return self._index.objects[key]
 
     @cached_property
     def args(self) -> Mapping[str, Any]:
-        """Megatron's arguments, by themselves or by a description of Bridge or NeMo; empty where none were saved."""
+        """Megatron's arguments, as saved or from a description by Bridge or NeMo; empty if there are none."""
         args = self.common.get("args")
         return vars(args) if isinstance(args, argparse.Namespace) else described_args(self.path)
 

@@ -1,8 +1,8 @@
 """Write Megatron's `torch_dist` checkpoints with PyTorch alone.
 
-As megatron-core 0.18 and older wrote them, which every version reads: layers stacked where they are all alike,
-`common.pt` beside the tensors, and an `_extra_state` for each module of which some version's Transformer Engine
-specification asks for one, empty where there is no state.
+The form is that of megatron-core up to 0.18, which every version reads: layers stacked if they are all alike,
+`common.pt` beside the tensors, and an `_extra_state` for each module for which some version's Transformer Engine layer
+spec expects one, empty where there is no state.
 """
 
 import argparse
@@ -35,14 +35,15 @@ from precisionctl.param import ONE_RANK, Parallelism, TensorSpec
 
 
 class TorchDistWriter:
-    """Writes the directory of one iteration, or a `release`; the tracker is the caller's.
+    """Writes the directory of one iteration or `release`. The caller writes the tracker file.
 
-    `specs` may hold `optimizer.state.<kind>.<parameter>` beside the model, laid out as by Megatron's plain optimizer
-    or as `run` says. `fp8_in` says where FP8 state goes: into `_extra_state`, where a run in FP8 takes it up, in the
-    form of TE 1.x or 2.x (`te`), or into the sidecar alone.
+    `specs` are the logical tensors, with `optimizer.state.<kind>.<parameter>` for an optimizer, which is written in the
+    form of Megatron's plain optimizer, or of the distributed one if `run` says so. `fp8_in` says where FP8 state goes:
+    into `_extra_state` for a run in FP8, in the form of TE 1.x or 2.x (`te`), or only into the sidecar.
 
-    `parallelism` decides how tensors are cut, and into which files they go; any other run can load them.
-    File sizes and offsets follow from the arguments alone; equal input gives equal bytes.
+    `parallelism` decides how tensors are cut and which files they go to; a run of any other sizes can load them. File
+    sizes and offsets follow from the arguments alone; equal input gives equal bytes. Raises PrecisionError for experts
+    of different dtypes, which cannot be stacked.
     """
 
     def __init__(
@@ -73,13 +74,13 @@ class TorchDistWriter:
         return self._chunks[name]
 
     def _stored_name(self, name: str) -> str:
-        """Megatron's plain optimizer has a word of its own for the FP32 masters."""
+        """The name with `fp32_param` for an FP32 master weight, as Megatron's plain optimizer calls it."""
         if name.startswith(MASTER) and not self._run.distributed_optimizer:
             return f"{STATE}fp32_param.{name.removeprefix(MASTER)}"
         return name
 
     def lay_out(self) -> None:
-        """Write all but the tensors' bytes, which stay holes; those of a file that is there are left alone."""
+        """Create the files with everything but the tensors' bytes. Tensors in existing files are not changed."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for path, placed in itertools.groupby(self._placed, key=lambda placed: placed.path):
             file = open_weights(path)
@@ -91,16 +92,16 @@ class TorchDistWriter:
                 os.close(file)
 
     def finish(self, fp8: Fp8States | None) -> None:
-        """Write objects, `.metadata`, common data, companions, and last `metadata.json`."""
+        """Write objects, `.metadata`, common data, FP8 state, companion files, and last `metadata.json`."""
         payloads = fp8 if self._fp8_in == "extra_state" else None
         dcp.write_index(
             self.directory, dcp.Index(stored_tensors(self.specs, self._placed), self._write_objects(payloads))
         )
-        if not any("post_layernorm" in name for name in self.specs):  # of models with a provider of their own
+        if not any("post_layernorm" in name for name in self.specs):  # these models have providers of their own
             write_run_config(self.directory, self._args)
         args = self._args | (fp8_args(payloads) if payloads else {})
         ours = origin(payloads) if payloads else {}
-        # What Megatron, since 0.13, goes by when it works out which keys to ask for
+        # Since 0.13 Megatron derives from these which keys to load
         content: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         if self._by_layer:
             content["non_homogeneous_layers"] = True
@@ -148,7 +149,7 @@ class TorchDistWriter:
 
 
 def _check_stacks(specs: Mapping[str, TensorSpec], keys: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Raise PrecisionError where experts that are stacked in one tensor have several dtypes."""
+    """Raise PrecisionError if tensors that are stacked in one stored tensor have different dtypes."""
     dtypes: dict[str, torch.dtype] = {}
     for name, (key, _) in keys.items():
         if specs[name].dtype != dtypes.setdefault(key, specs[name].dtype):
@@ -159,6 +160,7 @@ def _check_stacks(specs: Mapping[str, TensorSpec], keys: Mapping[str, tuple[str,
 
 
 def _keys_by_layer(args: Mapping[str, Any]) -> bool:
-    """Whether Megatron asks for keys by layer though the layers are alike (TransformerBlock.sharded_state_dict)."""
+    """Whether Megatron loads each layer under its own key although all are alike
+    (TransformerBlock.sharded_state_dict)."""
     frequencies = (args.get("moe_layer_freq"), args.get("linear_attention_freq"))
     return any(isinstance(f, list) or (type(f) is int and f > 1) for f in frequencies)

@@ -1,4 +1,4 @@
-"""Megatron's `torch` container, which it calls legacy: a directory and an archive of torch.save for each rank."""
+"""Megatron's `torch` container, which it calls legacy: for each rank a directory with an archive of torch.save."""
 
 from precisionctl.checkpoints.torch_legacy.reader import CONTAINER
 

@@ -1,8 +1,9 @@
-"""`distrib_optim.pt`: what a distributed optimizer keeps beside a rank's file of a Megatron `torch` checkpoint.
+"""`distrib_optim.pt`: the file of a distributed optimizer beside a rank's model file in a Megatron `torch` checkpoint.
 
-Flat tensors without names, gathered from all data-parallel ranks (megatron/core/optimizer/distrib_optimizer.py,
-get_parameter_state_dp_zero): for each buffer, which holds a stage's parameters of one dtype from the last to the
-first, each from a multiple of 64 elements on (megatron/core/distributed/param_and_grad_buffer.py).
+It holds flat tensors without names, gathered from all data-parallel ranks
+(megatron/core/optimizer/distrib_optimizer.py, get_parameter_state_dp_zero). There is one buffer for each pipeline stage
+and dtype, with the parameters in reverse order, each aligned to 64 elements
+(megatron/core/distributed/param_and_grad_buffer.py).
 """
 
 import math
@@ -14,43 +15,44 @@ import torch
 
 from precisionctl.checkpoints.megatron.keys import expert_of
 from precisionctl.checkpoints.megatron.logical import STATE
+from precisionctl.checkpoints.torch_legacy.optimizer import DROP
 from precisionctl.checkpoints.torch_zip import LocatedTensor, skeleton
 from precisionctl.errors import DamagedCheckpoint
 
 FILE = "distrib_optim.pt"
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
 _ALIGNMENT = 64
+"""Elements."""
 
 
 def bucket_tensors(path: Path, stages: Sequence[Mapping[str, LocatedTensor]]) -> Iterator[tuple[str, LocatedTensor]]:
-    """`optimizer.state.<kind>.<parameter>` of a rank's parameters (of each stage, in the order of its state dict), and
-    where it is.
+    """Locate the optimizer's tensors in a rank's `distrib_optim.pt`: pairs of the name
+    `optimizer.state.<kind>.<parameter>` and the place in the file.
 
-    Raises DamagedCheckpoint where buffers are not as long as the parameters in them.
+    `stages` are the parameters of each pipeline stage on the rank, in the order of its state dict. Raises
+    DamagedCheckpoint where the buffers do not match these parameters.
     """
     saved = skeleton(path)
-    optimizers = saved if isinstance(saved, list) else [saved]  # dense, and experts where they are parallel
+    optimizers = saved if isinstance(saved, list) else [saved]  # with expert parallelism: dense, then experts
     for number, buffers in enumerate(optimizers):
         if buffers is None:
             continue
         if not isinstance(buffers, dict) or buffers.get("buckets_coalesced") is not True:
             what = "its buckets are stored one by one, as before megatron-core 0.6" if isinstance(buffers, dict) else ""
-            raise DamagedCheckpoint(what or "it holds no buffers", where=path, do=_LEAVE)
+            raise DamagedCheckpoint(what or "it holds no buffers", where=path, do=DROP)
         groups = _groups(stages, None if len(optimizers) == 1 else number == 1)
         tables = {key: table for key, table in buffers.items() if type(key) is int}
         if sorted(tables) != list(range(len(groups))):
             raise DamagedCheckpoint(
-                f"{len(tables)} buffers for {len(groups)} groups of parameters", where=path, do=_LEAVE
+                f"{len(tables)} buffers for {len(groups)} groups of parameters", where=path, do=DROP
             )
         for index, group in enumerate(groups):
             yield from _buffer(tables[index], group, path)
 
 
-_LEAVE = "--drop-optimizer leaves the optimizer behind."
-
-
 def _groups(stages: Sequence[Mapping[str, LocatedTensor]], experts: bool | None) -> list[dict[str, LocatedTensor]]:
-    """The parameters of each buffer: of a stage those of one dtype, of experts alone or without them."""
+    """The parameters of each buffer: those of one stage and dtype. `experts` restricts them to experts (True) or to
+    all others (False)."""
     groups: list[dict[str, LocatedTensor]] = []
     for stage in stages:
         by_dtype: dict[torch.dtype, dict[str, LocatedTensor]] = {}
@@ -62,10 +64,11 @@ def _groups(stages: Sequence[Mapping[str, LocatedTensor]], experts: bool | None)
 
 
 def _buffer(table: Any, group: Mapping[str, LocatedTensor], path: Path) -> Iterator[tuple[str, LocatedTensor]]:
+    """Locate the tensors of one buffer, which holds the parameters of `group`."""
     (of_dtype,) = table.values() if isinstance(table, dict) and len(table) == 1 else (None,)
     flat = [of_dtype.get(kind) for kind in _KINDS] if isinstance(of_dtype, dict) else [None]
     if not all(isinstance(tensor, LocatedTensor) and len(tensor.shape) == 1 for tensor in flat):
-        raise DamagedCheckpoint("a buffer of the optimizer is not flat, or not there", where=path, do=_LEAVE)
+        raise DamagedCheckpoint("a buffer of the optimizer is not flat, or not there", where=path, do=DROP)
     end = 0
     starts = {}
     for name, parameter in reversed(list(group.items())):
@@ -75,7 +78,7 @@ def _buffer(table: Any, group: Mapping[str, LocatedTensor], path: Path) -> Itera
         assert isinstance(tensor, LocatedTensor)
         if tensor.shape != (end,):
             what = f"the optimizer's {kind} has {tensor.shape[0]} elements, its parameters {end}"
-            raise DamagedCheckpoint(what, where=path, do=_LEAVE)
+            raise DamagedCheckpoint(what, where=path, do=DROP)
         for name, parameter in group.items():
             offset = tensor.offset + starts[name] * tensor.dtype.itemsize
             yield f"{STATE}{kind}.{name}", LocatedTensor(tensor.dtype, parameter.shape, offset)

@@ -1,7 +1,8 @@
-"""Names in the state dict of one rank -> logical names, and how Megatron's modules cut their parameters.
+"""Names in the state dict of one rank -> logical names, and how tensor parallelism cuts each parameter.
 
-Layers are counted from 0 in each stage and experts in each rank. Three spellings are read: that of Transformer
-Engine's specifications, of local ones, and of the models before Megatron-Core (`language_model.encoder. ...`).
+A rank numbers its layers from 0 in each pipeline stage, and its experts from 0. Three spellings are read: those of
+Transformer Engine's layer specs, of Megatron's local specs, and of models before Megatron-Core
+(`language_model.encoder. ...`).
 """
 
 import re
@@ -20,7 +21,8 @@ _GROUPED = re.compile(r".+\.mlp\.experts\.weight[12]")
 
 
 def flattened(state: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Entries of nested tables under names joined by dots: models before Megatron-Core saved such."""
+    """The entries of nested dicts (down to 8 levels), under names joined by dots: models before Megatron-Core saved
+    nested ones."""
     for key, value in state.items():
         if isinstance(value, dict) and depth < 8 and not str(key).endswith("_extra_state"):
             yield from flattened(value, f"{prefix}{key}.", depth + 1)
@@ -29,7 +31,11 @@ def flattened(state: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Ite
 
 
 def local_names(state: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """The entries of a stage's state dict under Megatron-Core's names, still numbered as the rank numbers them."""
+    """The entries of a stage's state dict under Megatron-Core's names, with the rank's own layer and expert numbers.
+
+    Raises DamagedCheckpoint for experts in the form of legacy GroupedMLP, and for an entry that is there under two
+    names. `where` names the file in errors.
+    """
     found: dict[str, Any] = {}
     for name, value in flattened(state):
         renamed = _before_core(name)
@@ -61,11 +67,11 @@ _BEFORE_CORE = tuple(
         (r"(decoder\.layers\.\d+\.mlp\.)dense_4h_to_h\.", r"\1linear_fc2."),
     )
 )
-"""megatron/legacy/model/: language_model.py and transformer.py."""
+"""Names before Megatron-Core (megatron/legacy/model/: language_model.py and transformer.py) -> today's."""
 
 
 def is_before_core(state: Mapping[str, Any]) -> bool:
-    """Whether a rank's entries are named as before Megatron-Core."""
+    """Whether a state dict has the names from before Megatron-Core."""
     return "language_model" in state
 
 
@@ -78,23 +84,24 @@ def _before_core(name: str) -> str:
 
 
 def count_layers(names: Iterable[str]) -> int:
-    """The decoder layers of a stage."""
+    """The number of decoder layers of a stage."""
     return len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
 
 
 def grouped_name(name: str) -> str:
-    """A name without an expert's number, as all experts of a rank have one in common."""
+    """A name without the number of its expert: the name of the grouped linear's parameter or state."""
     match = _EXPERT.fullmatch(name)
     return match[1] if match else name
 
 
 def count_experts(names: Iterable[str]) -> int:
-    """The experts of a rank, in each layer."""
+    """The number of experts that a rank has in each layer; 0 if none."""
     return 1 + max((number for name in names if (number := expert_of(name)) is not None), default=-1)
 
 
 def renumbered(name: str, first_layer: int, first_expert: int) -> str:
-    """A local name with its layer's and expert's numbers in the whole model."""
+    """A rank's name with these offsets added to the numbers of its layer and expert; negative offsets are the way
+    back."""
     if match := _LAYER.fullmatch(name):
         name = f"decoder.layers.{int(match[1]) + first_layer}.{match[2]}"
     if match := _EXPERT.fullmatch(name):
@@ -109,7 +116,8 @@ _COLUMNS = re.compile(r".+\.(?:linear_proj|linear_fc2)\.weight\d*")
 
 
 def parallel_of(name: str, gated: bool) -> Parallel:
-    """How tensor parallelism cuts a parameter, by the kind of Megatron's module; `gated`: fc1 is gate and up."""
+    """How tensor parallelism cuts a parameter, by the kind of Megatron's module. With `gated`, linear_fc1 holds gate
+    and up, which are cut separately."""
     if _FC1.fullmatch(name):
         return GATED_ROWS if gated else ROWS
     if name.endswith(_ROWS) or _ROWS_OF.fullmatch(name):
@@ -118,6 +126,6 @@ def parallel_of(name: str, gated: bool) -> Parallel:
 
 
 def fc_weights(name: str) -> tuple[str, ...]:
-    """The weights of both linears of the MLP whose first one's parameter this is; none for another's."""
+    """For a parameter of an MLP's linear_fc1, the names of the weights of linear_fc1 and linear_fc2; else nothing."""
     match = _FC1.fullmatch(name)
     return (f"{match[1]}linear_fc1.weight{match[2]}", f"{match[1]}linear_fc2.weight{match[2]}") if match else ()

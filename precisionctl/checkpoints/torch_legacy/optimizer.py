@@ -1,8 +1,9 @@
-"""The optimizer in a rank's file of a Megatron `torch` checkpoint: numbered states -> the parameters they are of.
+"""The optimizer in a rank's file of a Megatron `torch` checkpoint, whose states are numbered: which parameter is which.
 
-As Float16OptimizerWithFloat16Params.state_dict and torch.optim write it: groups list numbers, numbers have states,
-FP32 masters stand in the groups' order (megatron/core/optimizer/optimizer.py). Parameters are numbered group by
-group in the order of the module tree, which is that of the state dict (`_get_param_groups`).
+As Float16OptimizerWithFloat16Params.state_dict and torch.optim write it (megatron/core/optimizer/optimizer.py): each
+parameter group lists the numbers of its parameters, `state` is keyed by number, and the FP32 master weights are in the
+order of the groups. Parameters are numbered group by group in the order of the module tree, which is that of the state
+dict (`_get_param_groups`).
 """
 
 import math
@@ -21,13 +22,16 @@ from precisionctl.errors import DamagedCheckpoint
 NO_OPTIMIZER = "its optimizer is not what PyTorch saves"
 DROP = "--drop-optimizer leaves the optimizer behind."
 NO_PARAMETERS = ("expert_bias", "_extra_state")
-"""Ends of names in a state dict that no optimizer has: a rule changes a router's expert bias."""
-_ENDS = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
-"""What `--decoupled-lr` puts into groups of its own."""
+"""Suffixes of names in a state dict that no optimizer has. (A router's expert bias is updated by a rule.)"""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's moments, by their keys in the state."""
+_DECOUPLED = ("word_embeddings.weight", "position_embeddings.weight", "output_layer.weight")
+"""Suffixes of parameters that `--decoupled-lr` puts into parameter groups of their own."""
 
 
 def common_optimizer(content: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The part of the optimizer that is no tensor of a parameter, as `torch_dist` has it in its common data."""
+    """The optimizer without the tensors of parameters: its step and parameter groups, in the form that `torch_dist`
+    has in its common data. Empty if nothing was saved. Raises DamagedCheckpoint for an optimizer without groups."""
     for inner, _ in _optimizers(content, path):
         step = next((state.get("step") for state in inner.get("state", {}).values() if isinstance(state, dict)), None)
         if isinstance(step, LocatedTensor) and math.prod(step.shape) == 1:
@@ -40,11 +44,12 @@ def common_optimizer(content: Mapping[str, Any], path: Path) -> Mapping[str, Any
 def optimizer_tensors(
     content: Mapping[str, Any], stages: Sequence[Mapping[str, LocatedTensor]], path: Path
 ) -> Iterator[tuple[str, LocatedTensor]]:
-    """`optimizer.state.<kind>.<parameter>` of a rank's parameters (of each stage, in the order of its state dict), and
-    where it is.
+    """Locate the optimizer's tensors in a rank's file: pairs of the name `optimizer.state.<kind>.<parameter>` and the
+    place in the file.
 
-    Nothing for a distributed optimizer, which keeps its tensors in a file of its own. Raises DamagedCheckpoint where
-    groups and parameters do not fit together.
+    `content` is the rank's file without tensors, `stages` the parameters of each pipeline stage on the rank, in the
+    order of its state dict. Yields nothing for a distributed optimizer, which has a file of its own (buckets.py).
+    Raises DamagedCheckpoint where groups and parameters do not match.
     """
     parameters = {name: tensor for stage in stages for name, tensor in stage.items()}
     optimizers = list(_optimizers(content, path))
@@ -78,10 +83,11 @@ def optimizer_state(
     settings: object,
     apart: bool,
 ) -> object:
-    """What the optimizer of a rank with these stages saves; `apart`: experts have one of their own.
+    """What the optimizer of a rank with these stages saves: a dict, or a list of two (dense, experts).
 
-    `tensors` are by kind, stage and parameter; `settings` is `optimizer` of some checkpoint's common data, of which
-    groups take their learning rates and so on.
+    `tensors` are keyed by kind, stage and parameter. `settings` is `optimizer` in the common data of the checkpoint
+    that is converted; groups get their learning rates and so on from it. `apart`: experts have an optimizer of their
+    own, as with expert parallelism.
     """
     parameters = [
         (stage, name, blank)
@@ -106,6 +112,7 @@ def _optimizer_of(
     *,
     experts: bool,
 ) -> dict[str, object]:
+    """The state dict of one optimizer with these parameters; `known` are the parameter groups to take settings from."""
     groups: list[dict[str, object]] = []
     masters: list[list[Blank]] = []
     states: dict[int, dict[str, object]] = {}
@@ -129,11 +136,9 @@ def _optimizer_of(
     return {"optimizer": inner, "fp32_from_fp16_params": masters} if any(masters) else inner
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
 def _settings(settings: object) -> tuple[list[Mapping[str, Any]], float | None]:
-    """Groups of parameters, and the number of updates, in common data: of one optimizer, or of several by number."""
+    """The parameter groups and the number of updates in `optimizer` of common data, which is one optimizer's, or a
+    dict of several by number."""
     found = settings.get(0, settings) if isinstance(settings, dict) else {}
     inner = found.get("optimizer", found) if isinstance(found, dict) else {}
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -148,7 +153,7 @@ def _settings(settings: object) -> tuple[list[Mapping[str, Any]], float | None]:
 
 
 def _is_undecayed(name: str, shape: Sequence[int]) -> bool:
-    """What Megatron gives no weight decay: biases, and all that has one dimension."""
+    """Whether Megatron gives a parameter no weight decay: biases, and parameters of one dimension."""
     return name.rpartition(".")[2].startswith("bias") or len(shape) == 1
 
 
@@ -156,7 +161,7 @@ _Groups = list[tuple[Mapping[str, Any], Sequence[Any] | None]]
 
 
 def _optimizers(content: Mapping[str, Any], path: Path) -> Iterator[tuple[Mapping[str, Any], _Groups]]:
-    """Each optimizer's numbered states, and its groups with their masters (None where parameters are FP32)."""
+    """Each optimizer's state dict, and its groups with their FP32 master weights (None where parameters are FP32)."""
     found = content.get("optimizer") or []
     for saved in found if isinstance(found, list) else [found]:  # a list where there are several (dense and experts)
         inner = saved.get("optimizer", saved) if isinstance(saved, dict) else None
@@ -175,9 +180,9 @@ a learning rate of its own."""
 
 
 def _class_of(name: str, parameter: LocatedTensor, classes: Sequence[_Class]) -> _Class:
-    """Which class a parameter belongs to, among those that there are."""
+    """The class that a parameter belongs to. A property counts only if some group is set apart by it."""
     return (
         expert_of(name) is not None and any(expert for expert, _, _ in classes),
         _is_undecayed(name, parameter.shape) and any(without for _, without, _ in classes),
-        name.endswith(_ENDS) and any(own for _, _, own in classes),
+        name.endswith(_DECOUPLED) and any(own for _, _, own in classes),
     )

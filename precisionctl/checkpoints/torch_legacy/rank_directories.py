@@ -1,7 +1,8 @@
 """The directories of Megatron's `torch` checkpoints: `mp_rank_TT[_PPP][_EEE]`, one for each rank that saved.
 
-Names as megatron/training/checkpointing.py, get_checkpoint_name: the pipeline rank is there where there are several,
-the expert rank too, so that `mp_rank_00_001` is either; the arguments inside decide.
+TT, PPP and EEE are the tensor, pipeline and expert rank (megatron/training/checkpointing.py, get_checkpoint_name). The
+last two are left out where there is only one such rank, so `mp_rank_00_001` can mean either; the arguments saved inside
+decide.
 """
 
 import argparse
@@ -24,7 +25,7 @@ _NAME = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a rank stands, and the skeleton of what it saved."""
+    """A rank's place, its file, and what it saved, with LocatedTensor in place of tensors (`torch_zip.skeleton`)."""
 
     tensor: int
     pipeline: int
@@ -34,7 +35,10 @@ class Rank:
 
     @property
     def chunks(self) -> list[Mapping[str, Any]]:
-        """State dicts of the rank's stages: `model`, or `model0`, `model1`, ... where it has several."""
+        """The state dicts of the rank's pipeline stages: `model`, or `model0`, `model1`, ... if there are several.
+
+        Raises DamagedCheckpoint if there is none.
+        """
         names = ["model"] if "model" in self.content else []
         while not names or (names[-1] != "model" and f"model{len(names)}" in self.content):
             names.append(f"model{len(names)}")
@@ -45,22 +49,22 @@ class Rank:
 
 
 def is_legacy(path: Path) -> bool:
-    """Whether `path` is the directory of an iteration that was saved by ranks."""
+    """Whether `path` is the directory of an iteration in this container."""
     return any(_NAME.fullmatch(file.parent.name) for file in path.glob(f"mp_rank_*/{FILE}"))
 
 
 def directory_name(tensor: int, pipeline: int, expert: int, sizes: Parallelism) -> str:
-    """The directory of a rank."""
+    """The name of a rank's directory in a run of these sizes."""
     name = f"mp_rank_{tensor:02d}"
     name += f"_{pipeline:03d}" if sizes.pipeline > 1 else ""
     return name + (f"_{expert:03d}" if sizes.expert > 1 else "")
 
 
 def places(sizes: Parallelism) -> list[tuple[int, int, int]]:
-    """(tensor, pipeline, expert) rank of every directory of a run of these sizes.
+    """The (tensor, pipeline, expert) ranks for which a run of these sizes has directories.
 
-    Experts' ranks are counted apart from the others, `expert_tensor` first (megatron/core/parallel_state.py,
-    RankGenerator): where that is not `tensor`, only some tensor ranks meet some expert ranks.
+    Expert layers have their own order of ranks, `expert_tensor` fastest (megatron/core/parallel_state.py,
+    RankGenerator). If `expert_tensor` differs from `tensor`, not every pair of tensor and expert rank exists.
     """
     of_experts = sizes.expert_tensor or sizes.tensor
     period = math.lcm(sizes.tensor, of_experts * sizes.expert)
@@ -69,9 +73,10 @@ def places(sizes: Parallelism) -> list[tuple[int, int, int]]:
 
 
 def read_ranks(path: Path) -> tuple[Parallelism, list[Rank]]:
-    """The sizes of the run that saved, and all its ranks, ordered by place. Reads no tensors.
+    """The sizes of the run that saved `path`, and all its ranks in the order of `places`. Reads no tensors.
 
-    Raises DamagedCheckpoint where a directory is missing or one too many, and UnsafePickle.
+    Raises DamagedCheckpoint where a directory is missing or surplus or a file cannot be read, UnsafePickle for one that
+    asks for anything but Megatron's classes.
     """
     numbers = {entry.name: _NAME.fullmatch(entry.name) for entry in path.iterdir() if entry.is_dir()}
     found = {name: tuple(int(n) for n in match.groups() if n) for name, match in numbers.items() if match}
@@ -87,8 +92,8 @@ def read_ranks(path: Path) -> tuple[Parallelism, list[Rank]]:
         raise DamagedCheckpoint(what, where=path, do="Copy the checkpoint again, from every machine that saved.")
     surplus = sorted(found.keys() - expected.keys())
     if surplus:
-        told = f"tensor {sizes.tensor} x pipeline {sizes.pipeline} x expert {sizes.expert} ranks"
-        what = f"{surplus[0]} is not a rank of a run of {told}"
+        ranks = f"tensor {sizes.tensor} x pipeline {sizes.pipeline} x expert {sizes.expert} ranks"
+        what = f"{surplus[0]} is not a rank of a run of {ranks}"
         raise DamagedCheckpoint(what, where=path, do="Is it left over from another run? Move it away.")
     return sizes, [
         Rank(*place, path / name / FILE, content if name == first else _content(path / name / FILE))
@@ -97,7 +102,7 @@ def read_ranks(path: Path) -> tuple[Parallelism, list[Rank]]:
 
 
 def arguments(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Megatron's arguments in what a rank saved; empty where there are none."""
+    """Megatron's arguments (`args`) in what a rank saved; empty if there are none."""
     args = content.get("args")
     return vars(args) if isinstance(args, argparse.Namespace) else {}
 
@@ -113,13 +118,14 @@ def _content(path: Path) -> Mapping[str, Any]:
 
 
 def _sizes(args: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], path: Path) -> Parallelism:
+    """The sizes of the run, from Megatron's arguments; the tensor size must be that of the directories' names."""
     tensor = 1 + max(numbers[0] for numbers in found.values())
     pipeline, expert = (_size(args, f"{kind}_model_parallel_size", path) for kind in ("pipeline", "expert"))
     virtual = _size(args, "virtual_pipeline_model_parallel_size", path)
     of_experts = _size(args, "expert_tensor_parallel_size", path, tensor)
-    told = _size(args, "tensor_model_parallel_size", path, tensor)
-    if tensor != told:
-        what = f"directories of {tensor} tensor-parallel ranks, its arguments say {told}"
+    saved = _size(args, "tensor_model_parallel_size", path, tensor)
+    if tensor != saved:
+        what = f"directories of {tensor} tensor-parallel ranks, its arguments say {saved}"
         raise DamagedCheckpoint(what, where=path, do="Copy the checkpoint again, from every machine that saved.")
     return Parallelism(tensor, pipeline, virtual, expert, None if of_experts == tensor else of_experts)
 

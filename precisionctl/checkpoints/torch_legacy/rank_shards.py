@@ -1,4 +1,4 @@
-"""Shards of ranks as logical tensors: how many there must be, that they fit together, that replicas are equal."""
+"""The ranks' shards put together to logical tensors: all must be there and fit together, and replicas must be equal."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import Parallel, Parallelism, TensorSpec
 
 SMALL = 1 << 20
-"""Bytes of a tensor whose replicas are all compared."""
+"""Replicas of tensors of up to this many bytes are compared, all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a logical tensor."""
+    """A rank's part of a logical tensor, and where it is in the rank's file."""
 
     rank: Rank
     tensor: LocatedTensor
@@ -26,7 +26,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensor:
-    """A logical tensor: for each rank that it is cut for, the replicas of that rank's shard."""
+    """A logical tensor: for each tensor-parallel rank that it is cut for, the replicas of that rank's shard. One entry
+    for a tensor that is not cut."""
 
     spec: TensorSpec
     shards: tuple[tuple[Shard, ...], ...]
@@ -39,7 +40,7 @@ ByName = Mapping[str, Mapping[int, Sequence[Shard]]]
 def gathered(
     entries: Iterable[tuple[Rank, str, LocatedTensor]], sizes: Parallelism
 ) -> dict[str, dict[int, list[Shard]]]:
-    """The shards of each name."""
+    """Group (rank, logical name, tensor) by name and tensor-parallel rank."""
     found: dict[str, dict[int, list[Shard]]] = {}
     for rank, name, tensor in entries:
         index = rank.tensor % cut_for(name, sizes)
@@ -48,50 +49,49 @@ def gathered(
 
 
 def cut_for(name: str, sizes: Parallelism) -> int:
-    """How many tensor-parallel ranks share a tensor."""
+    """The number of tensor-parallel ranks that a tensor is distributed over: experts can have their own."""
     return sizes.tensor if expert_of(name) is None else sizes.expert_tensor or sizes.tensor
 
 
 def assembled(
     found: ByName, sizes: Parallelism, parallel: Callable[[str, LocatedTensor, int], Parallel]
 ) -> dict[str, ShardedTensor]:
-    """The logical tensors. `parallel` says how one is cut, from its name, its shard, and for how many ranks.
+    """The logical tensors that the shards in `found` make up, by name. `parallel(name, shard, ranks)` says how a tensor
+    is cut.
 
-    Raises DamagedCheckpoint where shards are missing, or replicas differ in shape or dtype.
+    Raises DamagedCheckpoint where shards are missing, or differ in shape or dtype.
     """
-    return {name: _assembled(name, shards, cut_for(name, sizes), parallel) for name, shards in found.items()}
-
-
-def _assembled(
-    name: str, found: Mapping[int, Sequence[Shard]], size: int, parallel: Callable[[str, LocatedTensor, int], Parallel]
-) -> ShardedTensor:
-    first = next(iter(found.values()))[0]
-    if len(found) != size:
-        what = f"`{name}` is there on {len(found)} of {size} tensor-parallel ranks"
-        raise DamagedCheckpoint(what, where=first.rank.path.parent.parent, do="Is the copy whole?")
-    for shard in (shard for replicas in found.values() for shard in replicas):
-        if (shard.tensor.dtype, shard.tensor.shape) != (first.tensor.dtype, first.tensor.shape):
-            raise DamagedCheckpoint(
-                f"`{name}` is {shard.tensor.dtype} {list(shard.tensor.shape)}, "
-                f"but {first.tensor.dtype} {list(first.tensor.shape)} in {first.rank.path.parent.name}",
-                where=shard.rank.path,
-                do="Do these files belong to one checkpoint?",
-            )
-    how = parallel(name, first.tensor, size)
-    shape = list(first.tensor.shape)
-    replicas = [tuple(found[index]) for index in range(size)]
-    if how.kind == "replicated":
-        replicas = [tuple(shard for shards in replicas for shard in shards)]
-    else:
-        axis = 0 if how.kind == "rows" else 1
-        if len(shape) <= axis or shape[axis] % how.parts:
-            raise DamagedCheckpoint(f"`{name}` is {shape} on a rank", where=first.rank.path)
-        shape[axis] *= size
-    return ShardedTensor(TensorSpec(tuple(shape), first.tensor.dtype, how), tuple(replicas))
+    tensors = {}
+    for name, by_rank in found.items():
+        size = cut_for(name, sizes)
+        first = next(iter(by_rank.values()))[0]
+        if len(by_rank) != size:
+            what = f"`{name}` is there on {len(by_rank)} of {size} tensor-parallel ranks"
+            raise DamagedCheckpoint(what, where=first.rank.path.parent.parent, do="Is the copy whole?")
+        for shard in (shard for replicas in by_rank.values() for shard in replicas):
+            if (shard.tensor.dtype, shard.tensor.shape) != (first.tensor.dtype, first.tensor.shape):
+                raise DamagedCheckpoint(
+                    f"`{name}` is {shard.tensor.dtype} {list(shard.tensor.shape)}, "
+                    f"but {first.tensor.dtype} {list(first.tensor.shape)} in {first.rank.path.parent.name}",
+                    where=shard.rank.path,
+                    do="Do these files belong to one checkpoint?",
+                )
+        how = parallel(name, first.tensor, size)
+        shape = list(first.tensor.shape)
+        shards = [tuple(by_rank[index]) for index in range(size)]
+        if how.kind == "replicated":
+            shards = [tuple(shard for replicas in shards for shard in replicas)]
+        else:
+            axis = 0 if how.kind == "rows" else 1
+            if len(shape) <= axis or shape[axis] % how.parts:
+                raise DamagedCheckpoint(f"`{name}` is {shape} on a rank", where=first.rank.path)
+            shape[axis] *= size
+        tensors[name] = ShardedTensor(TensorSpec(tuple(shape), first.tensor.dtype, how), tuple(shards))
+    return tensors
 
 
 def check_replicas(name: str, tensor: ShardedTensor) -> None:
-    """Raise DamagedCheckpoint where replicas do not hold the same bytes."""
+    """Raise DamagedCheckpoint where replicas do not hold the same bytes. Reads them all."""
     for replicas in tensor.shards:
         for other in replicas[1:]:
             if not _equal(replicas[0], other):
@@ -104,7 +104,7 @@ def check_replicas(name: str, tensor: ShardedTensor) -> None:
 
 @dataclass(frozen=True)
 class _Both:
-    """The bytes of two shards, as two tensors."""
+    """Two shards as a source of two tensors of bytes, for `read_rows`."""
 
     specs: Mapping[str, TensorSpec]
     found: Mapping[str, Chunk]

@@ -1,9 +1,9 @@
-"""Read Megatron's `torch` checkpoints: what `--ckpt-format torch` and every Megatron-LM before 0.5 saved.
+"""Read Megatron's `torch` checkpoints, as saved by `--ckpt-format torch` and by every Megatron-LM before 0.5.
 
-Each rank saved its own shards, under names of its own, in one archive of torch.save. Here its skeleton is read, and
-every tensor of the model is boxes in the ranks' files. Replicas must be equal: of small ones, and of the copy of
-tied embeddings on the last stage, all bytes are compared; of large ones (the attention, once for each expert rank)
-the first is read. `torch_legacy/writer.py` is the inverse.
+Each rank saved its shards under its own names in one archive of torch.save. Opening reads the archives' pickles without
+tensors; each logical tensor is then a set of boxes in the ranks' files. Replicas must be equal: for small tensors, and
+for the copy of tied embeddings on the last stage, all bytes are compared; for large ones (attention, once for each
+expert rank) the first replica is read. `torch_legacy/writer.py` is the inverse.
 """
 
 import re
@@ -65,9 +65,10 @@ def recognise(path: Path) -> bool:
 
 
 class LegacyReader(MegatronDirectory):
-    """An iteration, or the newest of a directory. Opening reads every rank's pickle, and no tensors.
+    """A Megatron `torch` checkpoint: the directory of an iteration, or one of several (`iteration`, else the newest).
 
-    Raises DamagedCheckpoint where ranks are missing, or what they hold does not fit together, and UnsafePickle.
+    Opening reads every rank's pickle and no tensors. Raises DamagedCheckpoint where ranks are missing or do not fit
+    together, UnsafePickle for a file that asks for anything but Megatron's classes.
     """
 
     container = "torch"
@@ -89,6 +90,7 @@ class LegacyReader(MegatronDirectory):
 
     @property
     def files(self) -> Sequence[Path]:
+        """The ranks' files, and those of their distributed optimizers."""
         beside = [rank.path.with_name(BUCKETS) for rank in self._ranks]
         return [*(rank.path for rank in self._ranks), *(path for path in beside if has_file(path, self.path))]
 
@@ -99,13 +101,14 @@ class LegacyReader(MegatronDirectory):
 
     @property
     def iteration(self) -> int | None:
+        """The training step; None if unknown."""
         return iteration_of(self.path, self._first)
 
     def _numbered(self) -> Iterator[tuple[Rank, dict[str, Any]]]:
-        """Each stage of each rank, and its entries with layers and experts numbered through the model.
+        """The entries of each stage of each rank, with the numbers that layers and experts have in the whole model.
 
-        However layers were dealt out (evenly, or with a first or last stage of its own size, or by a layout), stage
-        i of pipeline rank p is virtual stage i * pipeline + p, and layers count on from stage to stage.
+        However layers are distributed (evenly, with another number on the first or last stage, or by a layout), stage i
+        of pipeline rank p is virtual stage i * pipeline + p, and layers are numbered in the order of virtual stages.
         """
         stages = [(rank, [local_names(chunk, rank.path) for chunk in rank.chunks]) for rank in self._ranks]
         virtual = {len(chunks) for _, chunks in stages}
@@ -211,8 +214,9 @@ class LegacyReader(MegatronDirectory):
                 offset += box.rows * box.columns * spec.dtype.itemsize
 
     def _qkv_boxes(self, box: Box, shard: Shard, version: float) -> Iterator[Chunk]:
-        """Rows that stand as [3, heads, channels] (version 0) or [heads, channels, 3] (1.0) in a rank's shard, where
-        [heads, 3, channels] is meant (megatron/training/checkpointing.py, fix_query_key_value_ordering)."""
+        """A box of QKV rows whose order in the rank's shard is [3, heads, channels] (checkpoint version 0) or
+        [heads, channels, 3] (1.0), as boxes in today's order [heads, 3, channels]
+        (megatron/training/checkpointing.py, fix_query_key_value_ordering)."""
         heads = self.model.num_attention_heads // self.parallelism.tensor
         channels = self.model.kv_channels
         if box.rows != 3 * heads * channels:
@@ -228,8 +232,8 @@ class LegacyReader(MegatronDirectory):
 
     @cached_property
     def common(self) -> Mapping[str, Any]:
-        """All that is no tensor of the model, as the first rank saved it: `args`, `iteration`, the schedule, ...; of
-        the optimizer its settings and step, as `torch_dist` has them. Generators are each rank's own, and Inert here.
+        """What the first rank saved besides the model: `args`, `iteration`, the schedule, ...; of the optimizer its
+        settings and step, in the form of `torch_dist`. States of random generators differ between ranks and are Inert.
         """
         rank = self._ranks[0]
         models = {key for key in rank.content if re.fullmatch(r"model\d*", key)}
@@ -241,7 +245,7 @@ class LegacyReader(MegatronDirectory):
         return common | ({"rng_state": Inert()} if "rng_state" in rank.content else {})
 
     objects: Sequence[str] = ()
-    """This container has none."""
+    """Keys of pickled objects beside the tensors: this container has none."""
 
     def read_object(self, key: str) -> Any:
         raise DamagedCheckpoint(f"no object {key}", where=self.path)
@@ -249,7 +253,7 @@ class LegacyReader(MegatronDirectory):
     checked_object = read_object
 
     def payloads(self) -> Iterator[SavedPayload]:
-        """Each `_extra_state` that is not empty, of every rank: each has its own where amaxes are not reduced."""
+        """Each `_extra_state` that is not empty, from every rank: without `reduce_amax` they differ between ranks."""
         for rank, entries in self._stages:
             for name, value in entries.items():
                 if EXTRA_STATE not in name:
@@ -259,14 +263,14 @@ class LegacyReader(MegatronDirectory):
 
 
 def _join_tied(shards: dict[str, dict[int, list[Shard]]], copy: str, of: str) -> None:
-    """The last stage's copy of the embedding is a replica of it."""
+    """Make the last stage's copy of the embedding a replica of the embedding."""
     if copy in shards and of in shards:
         for index, copies in shards.pop(copy).items():
             shards[of].setdefault(index, []).extend(copies)
 
 
 def _read(value: Any, path: Path) -> Any:
-    """A part of a skeleton with its tensors, which are small there."""
+    """A part of a rank's content with its small tensors read."""
     if isinstance(value, LocatedTensor):
         small = TensorSpec(value.shape, value.dtype).nbytes <= SMALL
         return read_located(path, value) if small else value

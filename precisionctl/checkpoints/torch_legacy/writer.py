@@ -1,7 +1,8 @@
-"""Write Megatron's `torch` checkpoints, in constant memory: a directory and an archive for each rank.
+"""Write Megatron's `torch` checkpoints in constant memory: for each rank a directory with an archive.
 
-Under the names of Transformer Engine's specifications, as `--ckpt-format torch` saves them: layers counted from 0 in
-each stage, experts in each rank, and on the last stage a copy of tied embeddings. A run must have the same sizes.
+Names are those of Transformer Engine's layer specs, as `--ckpt-format torch` saves them: layers are numbered from 0 in
+each pipeline stage and experts in each rank, and the last stage has a copy of tied embeddings. Only a run with the same
+parallel sizes can load the result.
 """
 
 import argparse
@@ -49,7 +50,7 @@ _MODULES = Modules(fused=True, grouped=True)
 
 @dataclass
 class _Rank:
-    """A rank's file: what each of its stages holds, and of the optimizer, by the names in the rank."""
+    """A rank's file: the tensors of each of its pipeline stages and of its optimizer, by the rank's own names."""
 
     tensor: int
     pipeline: int
@@ -61,16 +62,16 @@ class _Rank:
 
 
 class LegacyWriter:
-    """Writes the directory of one iteration, or a `release`; the tracker is the caller's.
+    """Writes the directory of one iteration or `release`. The caller writes the tracker file.
 
-    `specs` may hold `optimizer.state.<kind>.<parameter>` beside the model, laid out as by Megatron's plain optimizer,
-    whatever the run had: a distributed one reads files of its own. Every rank holds all of `run` but its objects, for
-    which there is no place. `fp8_in` says where FP8 state goes: into `_extra_state`, where a run in FP8 takes it up,
-    in the form of TE 1.x or 2.x (`te`), or into the sidecar alone.
+    `specs` are the logical tensors, with `optimizer.state.<kind>.<parameter>` for an optimizer, which is written in the
+    form of Megatron's plain (not distributed) optimizer. Every rank's file has all of `run` but its objects, for which
+    this format has no place. `fp8_in` says where FP8 state goes: into `_extra_state` for a run in FP8, in the form of
+    TE 1.x or 2.x (`te`), or only into the sidecar.
 
-    File sizes and offsets follow from the arguments alone; equal input gives equal bytes. A plan has checked that
-    layers, experts and tensors can be dealt out. Raises ShapeMismatch for sizes that this format has no place for, and
-    MappingError for an optimizer's tensors that Adam has none of.
+    File sizes and offsets follow from the arguments alone; equal input gives equal bytes. The plan has already checked
+    that layers, experts and tensors divide by the sizes. Raises ShapeMismatch for sizes that this format cannot
+    express, MappingError for tensors of another optimizer than Adam.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class LegacyWriter:
         self._chunks = self._placed()
 
     def _placed(self) -> dict[str, list[Chunk]]:
-        """Give every rank its Blanks; the chunks of each tensor."""
+        """Fill every rank's stages and optimizer with Blanks, and return the chunks of each logical tensor."""
         held: dict[Path, list[tuple[str, Blank, list[Box]]]] = {rank.path: [] for rank in self._ranks}
         for name, spec in self.specs.items():
             kind, parameter = _parameter(name)
@@ -128,7 +129,7 @@ class LegacyWriter:
                 held[rank.path].append((name, blank, boxes))
         chunks: dict[str, list[Chunk]] = {name: [] for name in self.specs}
         for rank in self._ranks:
-            # In the order of the modules, as Megatron numbers parameters; names that are not known as they came
+            # In the order of the modules, by which Megatron numbers parameters; as they are if a name is not known
             rank.stages = [{name: stage[name] for name in ordered(stage, _MODULES) or stage} for stage in rank.stages]
             holes = self._archive(rank, {}, None).holes
             for name, blank, boxes in held[rank.path]:
@@ -139,7 +140,7 @@ class LegacyWriter:
         return chunks
 
     def _holders(self, name: str) -> Iterator[tuple[_Rank, int, str]]:
-        """Each rank that holds a tensor of the model, the stage there, and its name there."""
+        """Each rank that holds a tensor of the model, the number of its stage on that rank, and its name there."""
         starts, of_rank = self._starts, self._experts // self._sizes.expert
         stages, layer, expert = len(starts), layer_of(name), expert_of(name)
         first = bisect(starts, layer[0]) - 1 if layer else 0 if name.startswith("embedding.") else stages - 1
@@ -148,7 +149,7 @@ class LegacyWriter:
         if self._sizes.pipeline > 1 and name.startswith("embedding."):
             if name == EMBEDDING and self.model.tied_embeddings:
                 homes.append((stages - 1, _OUTPUT))
-            if self.model.mtp_num_layers:  # multi-token prediction embeds tokens, too
+            if self.model.mtp_num_layers:  # multi-token prediction, on the last stage, embeds tokens, too
                 homes.append((stages - 1, name))
         for stage, local in homes:
             for rank in self._of_stage[stage % self._sizes.pipeline]:
@@ -159,11 +160,11 @@ class LegacyWriter:
         return self._chunks[name]
 
     def lay_out(self) -> None:
-        """Write all but the tensors' bytes, which stay holes; those of a file that is there are left alone."""
+        """Create the files with everything but the tensors' bytes. Tensors in existing files are not changed."""
         self._write_around(None)
 
     def finish(self, fp8: Fp8States | None) -> None:
-        """Write FP8 state and companions."""
+        """Write FP8 state and companion files."""
         payloads = fp8 if self._fp8_in == "extra_state" else None
         self._write_around(payloads)
         write_companions(self.directory / COMPANIONS, self._companions)
@@ -172,7 +173,7 @@ class LegacyWriter:
             sidecar.write(self.directory / sidecar.RELATIVE, beside)
 
     def _write_around(self, fp8: Fp8States | None) -> None:
-        """Write each rank's file but for the bytes of tensors."""
+        """Write each rank's file except for the bytes of tensors."""
         payloads = self._extra_states(fp8)
         for rank in self._ranks:
             rank.path.parent.mkdir(parents=True, exist_ok=True)
@@ -185,7 +186,7 @@ class LegacyWriter:
                 os.close(file)
 
     def _archive(self, rank: _Rank, payloads: Mapping[tuple[int, str], Object], fp8: Fp8States | None) -> Archive:
-        """A rank's file: tensors first, so that FP8 state, whatever its size, moves none of them."""
+        """The layout of a rank's file: tensors first, so that their offsets do not depend on the size of FP8 state."""
         stages: list[dict[str, object]] = [{**stage} for stage in rank.stages]
         for (stage, local), payload in payloads.items():
             stages[stage][local] = payload
@@ -206,8 +207,8 @@ class LegacyWriter:
         return torch_zip_writer.lay_out(content | dict(zip(names, stages, strict=True)))
 
     def _extra_states(self, fp8: Fp8States | None) -> dict[Path, dict[tuple[int, str], Object]]:
-        """The payload of each module of which a run asks for one, by rank, and by stage and name there. Payloads are
-        empty where there is no state."""
+        """The `_extra_state` of each module for which a run expects one, by the rank's file, then by stage and name on
+        the rank. Empty payloads (uint8 `[0]`) where there is no state."""
         model = [name for name in self.specs if not name.startswith(OPTIMIZER)]
         of_rank = self._experts // self._sizes.expert
         states = [
@@ -222,7 +223,7 @@ class LegacyWriter:
 
 
 def _parameter(name: str) -> tuple[str, str]:
-    """The kind of an optimizer's tensor and its parameter; no kind for the model's own."""
+    """The kind of an optimizer's tensor and its parameter; the kind is empty for the model's own tensors."""
     if not name.startswith(STATE):
         return "", name
     kind, _, parameter = name.removeprefix(STATE).partition(".")
@@ -230,7 +231,7 @@ def _parameter(name: str) -> tuple[str, str]:
 
 
 def _shape(spec: TensorSpec, boxes: Sequence[Box]) -> tuple[int, ...]:
-    """The shape of a rank's shard, of these boxes."""
+    """The shape of a rank's shard, which consists of these boxes."""
     if boxes == [whole(spec)]:
         return spec.shape
     rows = sum(box.rows for box in boxes)
@@ -238,7 +239,8 @@ def _shape(spec: TensorSpec, boxes: Sequence[Box]) -> tuple[int, ...]:
 
 
 def _check_optimizer(specs: Mapping[str, TensorSpec]) -> None:
-    """Muon keeps a `momentum_buffer`, in an optimizer of its own beside Adam: what files it has here is not known."""
+    """Raise MappingError for another optimizer than Adam. Muon has a `momentum_buffer` in a second optimizer beside
+    Adam; how Megatron stores that in this format is not known here."""
     other = [name for name in specs if (kind := _parameter(name)[0]) and kind not in ("param", *MOMENTS)]
     if other:
         raise MappingError(

@@ -1,1 +1,1 @@
-"""What makes the model's linears and norms: Transformer Engine, or plain PyTorch with its FP8 numerics."""
+"""The backends that make the model's linears and norms: Transformer Engine, or PyTorch with emulated FP8 numerics."""

@@ -1,7 +1,7 @@
-"""Backend: what makes the GPT's linears and norms.
+"""Backend: makes the GPT's linears and norms.
 
-Both make modules with the same parameter names, FP8 state and numerics: `te` (Transformer
-Engine, on a GPU with FP8) and `emulated` (plain PyTorch, anywhere).
+There are two, `te` (Transformer Engine, on a GPU with FP8) and `emulated` (plain PyTorch, anywhere), whose modules have
+the same parameter names, FP8 state and numerics.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,13 +22,13 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.parallel.world import World
 
 Mode = Literal["column", "inner column", "row"]
-"""How tensor ranks shard a linear, as Megatron does. `column`: by its outputs; a region begins with it, so that under
-sequence parallelism it is called with this rank's tokens. `inner column`: likewise, but called with all tokens. `row`:
-by its inputs, and a region ends with it."""
+"""How tensor-parallel ranks shard a linear, as in Megatron. `column`: by outputs; a region (TensorRanks) begins with
+it, so under sequence parallelism it is called with this rank's tokens. `inner column`: by outputs, inside a region, so
+called with all tokens. `row`: by inputs; a region ends with it."""
 
 
 def cut_sizes(mode: Mode | None, ranks: int, in_features: int, out_features: int) -> tuple[int, int]:
-    """Inputs and outputs of a rank's shard of a linear."""
+    """The numbers of inputs and outputs of a rank's shard of a linear."""
     if mode is None:
         return in_features, out_features
     return (in_features // ranks, out_features) if mode == "row" else (in_features, out_features // ranks)
@@ -39,24 +39,24 @@ class Fp8Linear(Protocol):
     """A linear that may keep delayed-scaling state."""
 
     def fp8_state(self) -> Fp8State | None:
-        """A copy, on the CPU; None where the GEMM keeps none (BF16, all but delayed scaling)."""
+        """A copy of the state on the CPU; None if the GEMM has none (in BF16, and without delayed scaling)."""
         ...
 
     def set_fp8_state(self, state: Fp8State) -> None:
-        """Set scales and histories; a history of another length keeps its newest rows.
-        Raises PrecisionError where the GEMM keeps no state."""
+        """Set scales and histories; of a history of another length the newest rows are kept. Raises PrecisionError if
+        the GEMM has no state."""
         ...
 
     def fp8_views(self) -> Iterator[tuple[Role, RoleState]]:
-        """Views of the state of the roles in use, on the device, true until the next pass; none where the GEMM keeps no
-        state. A linear of several experts may give a role once for each."""
+        """Views of the state of the roles in use, on the device, valid until the next pass; none if the GEMM has no
+        state. A linear of several experts may yield a role once for each expert."""
         ...
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A normalisation over the last dimension; LayerNorm has a bias too. Under `zero_centered` the weight that is
-    stored is what is multiplied by, minus one."""
+    """A normalisation over the last dimension. LayerNorm has a bias. With `zero_centered` the stored weight is the
+    multiplier minus one."""
 
     kind: Literal["RMSNorm", "LayerNorm"]
     epsilon: float
@@ -75,7 +75,7 @@ class Norm:
         return weight.float() + 1 if self.zero_centered else weight.float()
 
     def of(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Computed and returned in FP32."""
+        """The normalised values, computed and returned in FP32."""
         wide = values.float()
         multiplier = self.multiplier(weight)
         if self.kind == "RMSNorm":
@@ -85,23 +85,23 @@ class Norm:
 
 
 def norm_of(model: ModelShape) -> Norm:
-    """A model's norm."""
+    """The kind of norm that a model has."""
     return Norm(model.normalization, model.norm_epsilon, model.zero_centered_gamma)
 
 
 class Backend(Protocol):
     """Makes the GPT's linears and norms, and keeps their FP8 state in step with its passes.
 
-    `name` is the Megatron name of the module (`decoder.layers.0.mlp.linear_fc1`). Linears raise
-    PrecisionError for sizes that an FP8 GEMM cannot have. Sizes are those of the whole, of which a linear with a `mode`
-    has the part of its tensor rank, `world.tensor`.
+    `name` is the Megatron name of the module (`decoder.layers.0.mlp.linear_fc1`). Sizes are those of the whole linear,
+    of which a linear with a `mode` gets the shard of this tensor rank (`world.tensor`). Methods that make linears raise
+    PrecisionError for sizes that an FP8 GEMM cannot have.
     """
 
     dtype: torch.dtype
     device: torch.device
     world: World
     recorder: Recorder | None
-    """While there is one, GEMMs run in BF16 and show it their tensors; its `forward_pass` replaces the backend's."""
+    """While it is set, GEMMs run in BF16 and pass it their tensors, and its `forward_pass` replaces the backend's."""
 
     def linear(
         self, name: str, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
@@ -113,59 +113,63 @@ class Backend(Protocol):
     def grouped_linear(
         self, name: str, experts: int, in_features: int, out_features: int, bias: bool, mode: Mode | None = None
     ) -> nn.Module:
-        """A linear for each of the `world.experts`' own, `weight{expert}` and `bias{expert}`, called with tokens
-        `[tokens, in]` in the order of their experts and the number of each expert's: any number. Its state is of
-        `[experts]`, of all of them; of an expert without tokens, that of input and gradient stays as it is. The region
-        of tensor ranks that it is in begins and ends elsewhere: what it returns is a shard, or a partial sum."""
+        """A linear for each of this rank's experts (`world.experts`), with parameters `weight{expert}` and
+        `bias{expert}`.
+
+        It is called with tokens `[tokens, in]` sorted by expert and the number of tokens for each expert, which may be
+        0. Its state is of `[experts]`, for the experts of all ranks; input and gradient state of an expert without
+        tokens does not change. It neither begins nor ends a region of tensor ranks, so it returns a shard or a partial
+        sum.
+        """
         ...
 
     def packed_attention(self, model: ModelShape, scale: float) -> nn.Module | None:
-        """A kernel for texts that share rows, called with all queries of a batch `[T, G * R, D]`, keys and values `[T,
-        G, D]`, the batch's PackedSequences and the window; gives `[T, G * R * D]`. It knows neither soft caps nor
-        sinks. None where there is none: texts are then attended to one after another."""
+        """An attention kernel for packed sequences, called with the queries of a batch `[T, G * R, D]`, keys and values
+        `[T, G, D]`, the batch's PackedSequences and the window; it returns `[T, G * R * D]`. It supports neither soft
+        caps nor sinks. None if there is no such kernel: then sequences are computed one after the other."""
         ...
 
     def same_weights(self) -> AbstractContextManager[None]:
-        """A context for passes forward and backward between which no weight changes: each weight is cast in the
-        first one alone. Under delayed scaling that is one row of its history, and one scale in all of them, as in
-        Megatron. Not for a model that FSDP2 shards, whose weights are not whole between two passes."""
+        """A context for several passes between which no weight changes, so that each weight is cast only in the first.
+        Under delayed scaling that fills one row of its history, and all passes use one scale, as in Megatron. Not for
+        a model that FSDP2 shards, which does not keep whole weights between passes."""
         ...
 
     def forward_pass(self) -> AbstractContextManager[None]:
-        """A context for one pass through all modules. On leaving it with gradients enabled, forward scales are
-        updated, as TE does when its outermost autocast ends; without gradients nothing is recorded."""
+        """A context for one forward pass through all modules. At its end forward scales are updated, as by TE when its
+        outermost autocast ends; without gradients enabled nothing is recorded."""
         ...
 
     def captured(
         self, layers: Iterable[nn.Module], positions: Any, like: Tensor, *, same_weights: bool
     ) -> Callable[[Tensor], Tensor]:
-        """Passes with gradients through `layers` at `positions`, as CUDA graphs, of hidden states like these `[T, E]`;
-        within `same_weights`, too, where that is said. FP8 state stays as it is. Raises EnvironmentProblem where there
-        are none."""
+        """Capture passes with gradients through `layers` at `positions` as CUDA graphs, for hidden states of the shape
+        and dtype of `like` `[T, E]`, and with `same_weights` also for passes in that context. FP8 state does not
+        change. Raises EnvironmentProblem if the backend has no graphs."""
         ...
 
     def after_backward(self) -> None:
-        """Called when a pass's gradients are complete: backward scales are updated."""
+        """Update backward scales; to be called when the gradients of a pass are complete."""
         ...
 
     def forget_infinite(self, skipped: Tensor) -> None:
-        """After an update that was skipped if `skipped`, bool `[]` on the device, is True: then remove the infinite
-        amaxes of its passes from the histories, where they would freeze the scales."""
+        """If the update was skipped (`skipped`, bool `[]` on the device), remove the infinite amaxes of its passes from
+        the histories: they would keep the scales from changing."""
         ...
 
     def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """`function(*arguments)` under activation recomputation: the backward computes it once more, with the scales of
-        this pass, to the same bits. Its amaxes are recorded once."""
+        """`function(*arguments)` with activation recomputation: the backward computes it again with the scales of this
+        pass, to the same bits. Its amaxes are recorded only once."""
         ...
 
 
 def recompute(function: Callable[..., Tensor], *arguments: Any, again: AbstractContextManager[None]) -> Tensor:
-    """`function(*arguments)`, which the backward calls once more, in the context `again`."""
+    """`function(*arguments)`, which the backward calls again, in the context `again`."""
     made: Tensor = checkpoint(
         function,
         *arguments,
         use_reentrant=False,
-        preserve_rng_state=False,  # nothing is drawn
+        preserve_rng_state=False,  # no random numbers are drawn
         context_fn=lambda: (nullcontext(), again),
     )
     return made
@@ -181,7 +185,7 @@ def column_linear(
 
 
 def add_post_layernorm(linear: nn.Module, norm: nn.Module) -> None:
-    """Normalise what a linear gives, by its child `post_layernorm` (Gemma, under Megatron-Bridge's names)."""
+    """Normalise a linear's output by a child module `post_layernorm` (Gemma, with Megatron-Bridge's names)."""
     linear.add_module("post_layernorm", norm)
     linear.register_forward_hook(lambda _, inputs, out: norm(out))
 
@@ -193,7 +197,7 @@ def fp8_linears(model: nn.Module) -> dict[str, Fp8Linear]:
 
 
 def require_alignment(precision: Precision, name: str, what: str, *sizes: int) -> None:
-    """Raises PrecisionError where a dimension of an FP8 GEMM is not what the recipe needs."""
+    """Raise PrecisionError if a size of an FP8 GEMM is not a multiple of what the scaling needs."""
     if any(size % precision.alignment for size in sizes):
         raise PrecisionError(
             f"an FP8 GEMM cannot take {what} of {' by '.join(map(str, sizes))}: "

@@ -1,4 +1,4 @@
-"""Which backend this machine can run, and one made."""
+"""Choose the backend that this machine can run, and make it."""
 
 from contextlib import suppress
 from importlib import metadata
@@ -15,15 +15,16 @@ BackendName = Literal["te", "emulated"]
 
 
 TE_FLOOR = (2, 9)
-"""The oldest Transformer Engine that has what is called here: its `__init__.py` has had `autocast`,
-`quantized_model_init` and `is_fp8_available` since then. pyproject.toml asks for it, too."""
+"""The oldest Transformer Engine with the functions used here (`autocast`, `quantized_model_init`, `is_fp8_available`).
+pyproject.toml requires it, too."""
 
 
 def choose_backend(
     asked: Literal["te", "emulated", "auto"], precision: Precision = PRESETS["fp8-delayed"]
 ) -> BackendName:
-    """`auto` is Transformer Engine where it can run FP8, else the emulation. Raises EnvironmentProblem, with the
-    reason, when `te` is asked for and cannot run, or Transformer Engine runs here but not this FP8 recipe."""
+    """The backend to use; `auto` means Transformer Engine if it can run FP8 here, else emulation. Raises
+    EnvironmentProblem, with the reason, if `te` is asked for and cannot run, or if Transformer Engine runs here but
+    not this FP8 recipe."""
     if asked == "emulated":
         return "emulated"
     problem = _te_problem()
@@ -43,12 +44,13 @@ def choose_backend(
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """`2.20.2+cu13` as (2, 20), the parts that are numbers alone."""
+    """The numeric parts of a version: `2.20.2+cu13` as (2, 20)."""
     return tuple(int(part) for part in version.split(".") if part.isdecimal())
 
 
 def _te_problem() -> str | None:
-    with suppress(metadata.PackageNotFoundError):  # then its import has the reason
+    """Why Transformer Engine cannot run FP8 here; None if it can."""
+    with suppress(metadata.PackageNotFoundError):  # then importing it raises the reason
         installed = metadata.version("transformer-engine")
         if numbers(installed) < TE_FLOOR:
             return f"version {installed} is too old, {'.'.join(map(str, TE_FLOOR))} or newer is needed"
@@ -62,6 +64,7 @@ def _te_problem() -> str | None:
 
 
 def _te_recipe_problem(precision: Precision) -> str | None:
+    """Why Transformer Engine cannot run this recipe here; None if it can."""
     from precisionctl.trainer.backends import te
 
     return te.recipe_problem(precision)
@@ -76,10 +79,10 @@ def make_backend(
     *,
     fp8_weights: bool = False,
 ) -> Backend:
-    """Parameters of its modules have `dtype`; FP8 state lives on `device`, and is one for all ranks of `world`.
+    """A backend whose modules have parameters of `dtype` on `device`; FP8 state is the same on all ranks of `world`.
 
-    With `fp8_weights`, under delayed scaling and for inference, weights of FP8 GEMMs are codes and nothing else. Values
-    are cast when they are loaded, under the scale in the state, so set the state first."""
+    With `fp8_weights`, for inference under delayed scaling, weights of FP8 GEMMs are stored only as codes. They are
+    cast when they are loaded, with the scale in the state, so set the state first."""
     if name == "te":
         from precisionctl.trainer.backends.te import TransformerEngineBackend
 

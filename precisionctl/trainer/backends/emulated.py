@@ -31,9 +31,9 @@ from precisionctl.trainer.parallel.world import ALONE, World
 
 
 class Linear(nn.Module):
-    """`values @ weight.T + bias`, in FP8 where it has quantizers, else in the parameters' dtype; under tensor
-    parallelism this rank's shard of it. Tokens are gathered before they are cast, so that there is one cast under one
-    scale. Products of `row` shards are rounded, then summed over ranks, and then get the bias, as TE's do."""
+    """`values @ weight.T + bias`, in FP8 if it has quantizers, else in the parameters' dtype; under tensor parallelism
+    this rank's shard of it. Tokens are gathered before they are cast, so that all are cast with one scale. As in TE,
+    products of `row` shards are rounded, then summed over the ranks, and then the bias is added."""
 
     weight: nn.Parameter
 
@@ -59,7 +59,7 @@ class Linear(nn.Module):
         return self.gemm(values)
 
     def gemm(self, values: Tensor) -> Tensor:
-        """As `forward`; values may be FP32 whatever the parameters' dtype."""
+        """As `forward`, but values may be FP32 with parameters of any dtype."""
         if self.mode == "column":
             values = self.ranks.enter(values)
         elif self.mode == "inner column":
@@ -90,8 +90,8 @@ class Linear(nn.Module):
 
 
 class LayerNormLinear(Linear):
-    """A norm, then a linear: TE's fusion, in which delayed scaling casts the norm's FP32 values directly
-    and all others cast them after rounding (normalization.cpp, rmsnorm_fwd)."""
+    """TE's fusion of a norm and a linear. Under delayed scaling the norm's FP32 output is cast directly, under other
+    scalings it is rounded first (normalization.cpp, rmsnorm_fwd)."""
 
     def __init__(
         self,
@@ -131,11 +131,11 @@ class NormModule(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """A linear for each of this rank's experts, each with quantizers of its own, as TE's has. There are quantizers of
-    other ranks' experts too, as all ranks have the FP8 state of all experts.
+    """A linear for each of this rank's experts, each with its own quantizers, as in TE. It also has the quantizers of
+    other ranks' experts, as all ranks have the FP8 state of all experts.
 
-    An expert's tokens need no alignment here; TE's are padded with rows of zeros, which change no amax and no sum.
-    Where tensor ranks' results will be summed, the first rank adds the bias.
+    The number of an expert's tokens needs no alignment here; TE pads them with rows of zeros, which change no amax and
+    no sum. If tensor ranks' results will be summed, only the first rank adds the bias.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class GroupedLinear(nn.Module):
                 self.register_parameter(f"bias{expert}", nn.Parameter(backend.full(0.0, out_features)))
 
     def forward(self, values: Tensor, counts: Sequence[int]) -> Tensor:
-        """Tokens `[tokens, in]`, `counts[0]` of this rank's first expert and so on, to `[tokens, out]`."""
+        """Tokens `[tokens, in]`, sorted by expert, with `counts[i]` of this rank's i-th expert, to `[tokens, out]`."""
         outputs = []
         for expert, part in zip(self.experts, torch.split(values, list(counts)), strict=True):
             weight, quantizers = self.get_parameter(f"weight{expert}"), self.quantizers[expert]
@@ -204,7 +204,7 @@ class EmulatedBackend:
         self.fp8_weights = fp8_weights
         self.recorder: Recorder | None = None
         self.casts: Casts | None = None
-        """Within `same_weights`, the casts of weights so far."""
+        """The casts of weights so far, inside `same_weights`; else None."""
         recipe = precision.delayed
         self._forward = ScalingBuffers(recipe.dtype("input"), recipe, device, world)
         self._backward = ScalingBuffers(recipe.dtype("grad_output"), recipe, device, world)
@@ -246,7 +246,8 @@ class EmulatedBackend:
     def add_weight(
         self, module: nn.Module, name: str, quantizers: Quantizers, out_features: int, in_features: int
     ) -> None:
-        """Give a linear a weight of random values; or one of codes, into which values are cast when they are loaded."""
+        """Give a linear a weight with random values or, with `fp8_weights`, one of codes; values are then cast when a
+        state dict is loaded."""
         if self.fp8_weights and quantizers:
             codes = torch.zeros(out_features, in_features, dtype=self.precision.dtype("weight"), device=self.device)
             weight = nn.Parameter(codes, requires_grad=False)
@@ -290,7 +291,7 @@ class EmulatedBackend:
         self._backward.forget_infinite(skipped)
 
     def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        scale, recorder = self._forward.state.scale, self.recorder  # those of this pass; updates make new tensors
+        scale, recorder = self._forward.state.scale, self.recorder  # this pass's, as updates make new tensors
 
         @contextmanager
         def again() -> Iterator[None]:

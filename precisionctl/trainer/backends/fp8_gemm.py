@@ -1,19 +1,19 @@
 """An FP8 GEMM in plain PyTorch, forward and backward, with the casts of each of Transformer Engine's recipes.
 
-It multiplies code values, accumulates in FP32, multiplies by what decodes them, adds the bias and rounds once. Code
-values are exact in FP32, so FP32 matrix products stand in for the tensor cores. Both operands of a product lie along
-what it sums over, as on Hopper (cublaslt_gemm.cu, CanonicalizeGemmInput):
+It multiplies code values, accumulates in FP32, multiplies by the scale_inv of both sides, adds the bias and rounds
+once. Code values are exact in FP32, so an FP32 matrix product stands in for the tensor cores. Both operands have the
+dimension that is summed over last, as on Hopper (cublaslt_gemm.cu, CanonicalizeGemmInput):
 
     y     = rows(X) @ rows(W).T + bias          X: input [tokens, in]         sums over in
     dgrad = rows(G) @ columns(W).T              W: weight [out, in]           sums over out
     wgrad = columns(G) @ columns(X).T           G: grad_output [tokens, out]  sums over tokens
 
-Where a scale is for all of a tensor, `columns` are `rows` transposed; where it is for a block, they are codes of their
-own (`fp8.block_scaling`).
+With one scale for a tensor, `columns` is `rows` transposed; with a scale for each block it has its own codes
+(`fp8.block_scaling`).
 
-Under delayed scaling a cast uses the scale that earlier steps gave and records its tensor's amax in row 0 of
-the history; `fp8.numerics.update_delayed` turns those rows into the next scales. TE also has roles `output`
-and `grad_input`, which no GEMM here uses; their state is only kept. The other recipes keep no state.
+Under delayed scaling a cast uses the scale from earlier steps and records the tensor's amax in row 0 of the history;
+`fp8.numerics.update_delayed` computes the next scales from the history. TE also has the roles `output` and
+`grad_input`, which no GEMM here uses; their state is only kept. Other scalings have no state.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,24 +34,25 @@ from precisionctl.trainer.backends.scaling_buffers import Slot
 
 
 class Operand(NamedTuple):
-    """One side of a GEMM: FP8 codes `[rows, K]`, K being what the product sums over, and the FP32 multipliers that
-    decode them: `[]` for all, `[rows, 1]` for each row, or `[rows, groups]` for equal groups of neighbours in a row,
-    the last of which may be filled up with zeros."""
+    """One side of a GEMM: FP8 codes `[rows, K]`, where the product sums over K, and their FP32 scale_inv: `[]` for all,
+    `[rows, 1]` for each row, or `[rows, groups]` for equal groups of elements in a row, the last of which may be padded
+    with zeros."""
 
     codes: Tensor
     scale_inv: Tensor
 
     @property
     def in_groups(self) -> bool:
-        """Whether multipliers vary along K, and so belong inside the sum."""
+        """Whether scale_inv varies along K, so that it must be multiplied inside the sum."""
         return self.scale_inv.dim() == 2 and self.scale_inv.shape[1] != 1
 
     def transposed(self) -> "Operand":
-        """The transposed operand, for codes with one multiplier."""
+        """The transposed operand, for codes with one scale_inv."""
         return Operand(self.codes.t(), self.scale_inv)
 
     def summands(self) -> Tensor:
-        """What the product sums over, FP32 `[rows, K]`: values of codes, times multipliers that vary along K."""
+        """The factors inside the sum, FP32 `[rows, K]`: the numbers of the codes, times scale_inv if it varies along
+        K."""
         codes = self.codes if self.codes.dtype == torch.float32 else numerics.code_values(self.codes)
         if not self.in_groups:
             return codes
@@ -60,16 +61,16 @@ class Operand(NamedTuple):
         return (codes.reshape(rows, groups, size) * self.scale_inv[..., None]).flatten(1)
 
     def multiplier(self) -> Tensor:
-        """What sums are multiplied by, FP32 `[]` or `[rows, 1]`."""
+        """The factor outside the sum, FP32 `[]` or `[rows, 1]`."""
         return self.scale_inv.new_ones(()) if self.in_groups else self.scale_inv
 
     def gemm(self, left: "Operand") -> Tensor:
-        """`left @ self.T`, FP32 `[rows of left, rows of this]`."""
+        """`left @ self.T`, FP32 `[rows of left, rows of self]`."""
         return (left.summands() @ self.summands().t()).mul_(left.multiplier() * self.multiplier().t())
 
 
 class NativeOperand(Operand):
-    """The right side of products by PyTorch's own FP8 GEMM, which takes the codes as they are."""
+    """The right side of a GEMM by PyTorch's FP8 kernel, which takes codes directly."""
 
     def gemm(self, left: Operand) -> Tensor:
         one = self.scale_inv.new_ones(())
@@ -78,12 +79,13 @@ class NativeOperand(Operand):
 
 
 class NativeBlocks(Operand):
-    """The right side, in squares of BLOCK, `scale_inv` FP32 `[rows / BLOCK, columns / BLOCK]`, of products with a left
-    side in groups of BLOCK: PyTorch's own too, by cuBLASLt on Hopper, which rounds them to BF16. Rows and columns are
-    multiples of 16, as FP8 GEMMs want it.
+    """The right side of a GEMM with scales for squares of BLOCK, `scale_inv` FP32 `[rows / BLOCK, columns / BLOCK]`,
+    and a left side in groups of BLOCK. PyTorch's kernel computes it, by cuBLASLt on Hopper, which rounds to BF16. Rows
+    and columns must be multiples of 16.
 
-    It takes scales with rows and blocks of rows as neighbours; those of a column of squares are filled up to a
-    multiple of four, tokens to one of 16 (PyTorch's ScaledBlas.cpp, _scaled_block1x128_block128x128).
+    The kernel wants scales stored with rows (of the left side) and blocks of rows (of this) contiguous, the number of
+    squares along a row padded to a multiple of four, and the number of tokens to a multiple of 16 (PyTorch's
+    ScaledBlas.cpp, _scaled_block1x128_block128x128).
     """
 
     def gemm(self, left: Operand) -> Tensor:
@@ -104,8 +106,8 @@ class NativeBlocks(Operand):
 
 
 class Quantized(NamedTuple):
-    """A tensor as the operand of products that sum over its columns, and of the backward's, which sum over its rows;
-    None where there is no backward."""
+    """A tensor as an operand of GEMMs that sum over its columns (`rows`), and of those in the backward that sum over
+    its rows (`columns`; None if there is no backward)."""
 
     rows: Operand
     columns: Operand | None = None
@@ -121,8 +123,8 @@ class Quantizer(Protocol):
 
 @dataclass(frozen=True)
 class DelayedQuantizer:
-    """Casts with the scale in its slot, and records the amax for the next one. Values that are codes already are not
-    cast again."""
+    """Casts with the scale in its slot and records the amax for the next scale. Values that are already codes are used
+    as they are."""
 
     slot: Slot
 
@@ -135,7 +137,7 @@ class DelayedQuantizer:
 
 @dataclass(frozen=True)
 class CurrentQuantizer:
-    """Casts with the scale that the tensor's own amax gives."""
+    """Casts with the scale from the tensor's own amax."""
 
     dtype: torch.dtype
 
@@ -151,8 +153,8 @@ def _with_one_scale(codes: Tensor, scale: Tensor) -> Quantized:
 
 @dataclass(frozen=True)
 class GroupQuantizer:
-    """Casts `size` neighbours under the scale of their amax, by `scale_of`: along the rows, and once more, from the
-    same values, along the columns."""
+    """Casts groups of `size` elements, each with the scale `scale_of` its amax: along the rows and, from the same
+    values, along the columns."""
 
     dtype: torch.dtype
     size: int
@@ -167,7 +169,7 @@ class GroupQuantizer:
 
 @dataclass(frozen=True)
 class SquareQuantizer:
-    """Casts squares of `size` x `size` under the scale of their amax, by `scale_of`."""
+    """Casts squares of `size` x `size` elements, each with the scale `scale_of` its amax."""
 
     dtype: torch.dtype
     size: int
@@ -181,11 +183,11 @@ class SquareQuantizer:
 
 
 Quantizers = Mapping[Role, Quantizer]
-"""How a GEMM's tensors are cast, by role; empty where it stays in BF16."""
+"""The quantizers of a GEMM by role; empty if it stays in BF16."""
 
 
 def stateless_quantizers(precision: Precision, dtype: torch.dtype) -> Quantizers:
-    """The quantizers of a recipe whose scales come from the tensors themselves, for tensors of `dtype`."""
+    """The quantizers for current, block or MXFP8 scaling, of tensors of `dtype`."""
     quantizers: dict[Role, Quantizer] = {}
     for role in IN_USE:
         codes = precision.dtype(role)
@@ -208,8 +210,8 @@ def stateless_quantizers(precision: Precision, dtype: torch.dtype) -> Quantizers
 class Fp8Matmul(torch.autograd.Function):
     """`linear(values, weight, bias)` in FP8, forward and backward.
 
-    values `[tokens, in]` in FP32 or `dtype`, weight `[out, in]`, cast as `w`, bias `[out]` or None; gives
-    `[tokens, out]` in `dtype`, the activations' dtype, to which gradients are rounded as well.
+    `values` are `[tokens, in]` in FP32 or `dtype`, `weight` `[out, in]` with its cast `w`, `bias` `[out]` or None. The
+    result is `[tokens, out]` in `dtype`, the activations' dtype, to which gradients are rounded, too.
     """
 
     @staticmethod
@@ -227,7 +229,7 @@ class Fp8Matmul(torch.autograd.Function):
         ctx.grad_quantizer, ctx.dtype = quantizers["grad_output"], dtype
         product = w.rows.gemm(x.rows)
         if bias is not None:
-            product += bias.bfloat16()  # TE casts it for FP32 activations too: cuBLAS has no FP8 GEMM with an FP32 bias
+            product += bias.bfloat16()  # as TE, also for FP32 activations: cuBLAS has no FP8 GEMM with an FP32 bias
         return product.to(dtype)
 
     @staticmethod
@@ -245,14 +247,14 @@ class Fp8Matmul(torch.autograd.Function):
 
 
 Casts = dict[Tensor, Quantized]
-"""Casts of weights, which are reused in passes between which the weights do not change."""
+"""Casts of weights, to be reused in passes between which the weights do not change."""
 
 
 def fp8_gemm(
     values: Tensor, weight: Tensor, bias: Tensor | None, quantizers: Quantizers, casts: Casts | None = None
 ) -> Tensor:
-    """`Fp8Matmul` of values `[..., in]`, in the weight's dtype, or in their own where the weight is codes. The weight
-    is cast unless it is among the `casts`, to which its cast is added."""
+    """`Fp8Matmul` of values `[..., in]`; returns `[..., out]` in the weight's dtype, or in the values' if the weight is
+    codes. The weight is cast unless its cast is in `casts`, to which it is added."""
     dtype = values.dtype if weight.dtype in numerics.FP8_MAX else weight.dtype
     rows, w = values.flatten(0, -2), casts.get(weight) if casts else None
     if w is None:
@@ -270,18 +272,18 @@ def delayed(quantizers: Quantizers) -> dict[Role, DelayedQuantizer]:
 
 
 def state_of(quantizers: Quantizers) -> Fp8State | None:
-    """The state of those that keep state; None where none does."""
+    """The state of a GEMM's quantizers, copied to the CPU; None if they keep none."""
     stateful = delayed(quantizers)
     return Fp8State({role: q.slot.state for role, q in stateful.items()}) if stateful else None
 
 
 def views_of(quantizers: Quantizers) -> Iterator[tuple[Role, RoleState]]:
-    """Views of the state of the roles in use, true until the next pass."""
+    """Views of the state of the roles in use, on the device, valid until the next pass."""
     return ((role, q.slot.view) for role, q in delayed(quantizers).items() if role in IN_USE)
 
 
 def set_state(name: str, quantizers: Quantizers, state: Fp8State) -> None:
-    """Raises PrecisionError where the GEMM of this name keeps none."""
+    """Set the state of the quantizers of the GEMM `name`. Raises PrecisionError if they keep none."""
     stateful = delayed(quantizers)
     if not stateful:
         raise PrecisionError("this GEMM keeps no FP8 state", where=name)

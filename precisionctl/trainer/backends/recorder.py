@@ -1,14 +1,14 @@
-"""Recorder: records in passes in BF16 what the casts of FP8 training would have recorded.
+"""Recorder: records, in BF16 passes, the amaxes that FP8 training would have recorded.
 
-Warm-up passes, `calibrate` and `resume --collect-amax` are all this: while a backend has a recorder its GEMMs compute
-in BF16 and show it their tensors, and each pass with gradients is a row of the histories, as each pass in FP8 is. Not
-TE's own `calibrating=True`, which has recorded nothing in Linear and LayerNormLinear since 2.0: their quantizers are
+Warm-up passes, `calibrate` and `resume --collect-amax` all use it. While a backend has a recorder, its GEMMs compute in
+BF16 and pass it their tensors, and each pass with gradients fills one row of the histories, like a pass in FP8. TE's
+own `calibrating=True` does not serve: since 2.0 it records nothing in Linear and LayerNormLinear, whose quantizers are
 None outside FP8 (linear.py, _get_quantizers).
 
-Recorded are the roles that a GEMM casts: input, weight and grad_output. TE fills `output` and `grad_input` for GEMMs
-that give out FP8 alone, and the roles of attention for attention in FP8, neither of which a trainer here has. Besides,
-what a KV cache for inference would hold: `k` after rotary, and `v`. Padding is left out: FP8 training records it, but
-nothing is lost by clamping what no target ever sees.
+The roles that a GEMM casts are recorded: input, weight and grad_output. TE uses `output` and `grad_input` only for
+GEMMs with FP8 results, and the roles of attention for attention in FP8; the trainer has neither. Also recorded is what
+a KV cache for inference would hold: `k` after rotary embedding, and `v`. Unlike in FP8 training, padding is left out:
+no target depends on it, so it does no harm if it is clipped.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +28,8 @@ from precisionctl.trainer.parallel.world import ALONE, World
 
 
 class Recorder:
-    """`precision` says which GEMMs an FP8 run would compute in FP8, and under which recipe of delayed scaling. While
-    `measuring`, statistics are taken too, of a weight once."""
+    """Records GEMMs that `precision` puts in FP8, under its recipe of delayed scaling. While `measuring` is True it
+    also takes `statistics`, of each weight only once."""
 
     def __init__(self, precision: Precision, device: torch.device, world: World = ALONE) -> None:
         self.precision, self.device, self._world = precision, device, world
@@ -42,7 +42,7 @@ class Recorder:
         self._recomputing = False
         self.statistics: dict[str, dict[Role, Statistics]] = {}
         self.scattered: set[str] = set()
-        """Modules of whose outputs each tensor rank sees its own tokens alone."""
+        """Modules whose outputs have different tokens on each tensor rank."""
 
     @contextmanager
     def forward_pass(self, padding_mask: Tensor | None = None) -> Iterator[None]:
@@ -55,7 +55,7 @@ class Recorder:
             self._forward.update()
 
     def after_backward(self) -> None:
-        """Called when a pass's gradients are complete."""
+        """To be called when the gradients of a pass are complete."""
         self._backward.update()
 
     def forget_infinite(self, skipped: Tensor) -> None:
@@ -65,10 +65,10 @@ class Recorder:
 
     @contextmanager
     def reordered(self, tokens: Tensor, dispatch: TokenDispatch = LOCAL_DISPATCH) -> Iterator[None]:
-        """A context for modules that see the pass's tokens in another order, or several times: `tokens` are their
-        numbers. `dispatch` then sends those to their experts."""
+        """A context for modules that get the pass's tokens in another order, or several times: `tokens` are their
+        numbers in the pass. `dispatch` then sends them to their experts' ranks."""
         before = self._padding_mask
-        if dispatch.order is not None:  # other ranks may have padding
+        if dispatch.order is not None:  # a mask even if this rank has no padding, as others may have some
             mask = torch.ones_like(tokens, dtype=torch.bool) if before is None else before[tokens]
             self._padding_mask = dispatch.dispatch(mask)
         else:
@@ -78,7 +78,7 @@ class Recorder:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """A context for computing a pass once more: nothing is recorded, as it has been already."""
+        """A context for recomputing a pass in the backward, in which nothing is recorded again."""
         self._recomputing = True
         try:
             yield
@@ -86,9 +86,9 @@ class Recorder:
             self._recomputing = False
 
     def gemm(self, module: str, values: Tensor, weight: Tensor, out: Tensor, scattered: bool = False) -> None:
-        """Record a GEMM: values `[..., in]`, in FP32 where the cast would come before their rounding, weight
-        `[out, in]` and its output `[..., out]`, whose gradient is recorded when it comes. Of an output that is
-        `scattered` this tensor rank has its own tokens alone."""
+        """Record a GEMM: `values` `[..., in]` (FP32 if FP8 would cast them before rounding), `weight` `[out, in]` and,
+        in the backward, the gradient of `out` `[..., out]`. With `scattered`, this tensor rank has only its own tokens
+        of the output."""
         if not self._wants(module):
             return
         mask = mask_out = self._padding_mask
@@ -106,8 +106,8 @@ class Recorder:
     def grouped_gemm(
         self, module: str, values: Tensor, counts: Sequence[int], weights: Sequence[Tensor], out: Tensor
     ) -> None:
-        """Record one GEMM for each of this rank's experts: values `[tokens, in]` and out `[tokens, out]`, `counts[0]`
-        of the first one and so on, and the experts' weights `[out, in]`."""
+        """Record one GEMM for each of this rank's experts: `values` `[tokens, in]` and `out` `[tokens, out]`, sorted by
+        expert with `counts[i]` tokens of the i-th, and the experts' weights `[out, in]`."""
         if not self._wants(module):
             return
         mask = self._padding_mask
@@ -119,13 +119,13 @@ class Recorder:
             )
 
     def kv_cache(self, module: str, role: Role, values: Tensor) -> None:
-        """Record what a KV cache would hold, `[B, S, ..., channels]`; several parts under one scale in several calls.
-        All layers are recorded, whatever their GEMMs compute in."""
+        """Record keys or values that a KV cache would hold, `[B, S, ..., channels]`. Several calls for a role count as
+        one tensor. All layers are recorded, whatever precision their GEMMs have."""
         if torch.is_grad_enabled():
             self._record(module, role, _without_padding(values, self._padding_mask))
 
     def states(self) -> dict[str, Fp8State]:
-        """What is recorded, by module; of a GEMM all roles, as TE keeps them."""
+        """The recorded state by module. A GEMM has all five roles, as in TE."""
         length = self.precision.delayed.amax_history_len
         made = {}
         for module, slots in self._slots.items():
@@ -138,7 +138,7 @@ class Recorder:
         return made
 
     def load(self, states: Mapping[str, Fp8State]) -> None:
-        """Continue from states, under the recorder's own recipe."""
+        """Continue from states that are under the recorder's recipe."""
         for module, state in states.items():
             for role, part in state.roles.items():
                 self._slot(module, role, part.scale).set_state(part)
@@ -148,12 +148,12 @@ class Recorder:
 
     @torch.no_grad()
     def _record(self, module: str, role: Role, seen: Tensor | Sequence[Tensor]) -> None:
-        """Record a tensor, or one of each of this rank's experts."""
+        """Record a tensor, or one tensor for each of this rank's experts."""
         if self._recomputing:
             return
         if isinstance(seen, Tensor):
             amax, parts, here = numerics.amax(seen), [seen], None
-        else:  # of all experts: 0 for those of other ranks, whose amaxes come with the next all-reduce
+        else:  # for all experts: 0 for those of other ranks, until the next all-reduce
             amax, parts = torch.zeros(len(seen) * self._world.experts.size, device=self.device), [*seen]
             numbers = self._world.experts.local_experts(len(amax))
             here = slice(numbers.start, numbers.stop)
@@ -162,13 +162,13 @@ class Recorder:
         found = self.statistics.setdefault(module, {}) if self.measuring else {}
         if self.measuring and not (role == "weight" and role in found):
             for part, scale in zip(parts, slot.scale[here], strict=True):
-                delayed = scale if scale != 1 else None  # 1 is that of no pass
+                delayed = scale if scale != 1 else None  # 1 means that no pass has set it
                 one = measure(part, slot.buffers.dtype, delayed, square=role == "weight")
                 found[role] = found[role].merge(one) if role in found else one
         slot.record(amax)
 
     def _slot(self, module: str, role: Role, like: Tensor) -> Slot:
-        """Where a role is recorded; made for a scale of the shape of `like`."""
+        """The slot of a role, created for a scale of the shape of `like` if needed."""
         slots = self._slots.setdefault(module, {})
         if role not in slots:
             buffers = self._backward if role in BACKWARD + ATTENTION_BACKWARD else self._forward
@@ -177,14 +177,14 @@ class Recorder:
 
 
 def _without_padding(values: Tensor, mask: Tensor | None) -> Tensor:
-    """The tokens of `[B, S, ...]` or `[T, ...]` that are no padding. They are looked at alone: a layer that is computed
-    once more keeps nothing for a backward that it would not keep then."""
+    """The tokens of `[B, S, ...]` or `[T, ...]` that are not padding. Detached, so that under activation recomputation
+    both passes save the same tensors for the backward."""
     values = values.detach()
     return values if mask is None else values.reshape(len(mask), -1, values.shape[-1])[mask]
 
 
 def _by_expert(values: Tensor, counts: Sequence[int], mask: Tensor | None) -> Sequence[Tensor]:
-    """The tokens of each expert that are no padding."""
+    """The tokens of each expert that are not padding."""
     parts = torch.split(values.detach(), list(counts))
     if mask is None:
         return parts

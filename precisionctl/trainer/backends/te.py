@@ -1,4 +1,4 @@
-"""Makes Transformer Engine's modules for a precision and the ranks that share them, where this machine computes so."""
+"""The backend that makes Transformer Engine's modules, and whether this machine can run them."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -39,15 +39,14 @@ from precisionctl.trainer.parallel.world import ALONE, World
 
 
 def fp8_problem() -> str | None:
-    """Why this machine's GPU has no FP8; None where it has."""
+    """Why this machine's GPU has no FP8; None if it has."""
     available, reason = te.is_fp8_available(return_reason=True)
     return None if available else reason
 
 
 def recipe_problem(precision: Precision) -> str | None:
-    """Why this machine cannot compute under a recipe of FP8; None where it can. 128-blocks ask for Hopper and CUDA
-    12.9, MXFP8 for compute capability 10.x (quantization.py, _compute_fp8_block_scaling_support and
-    _compute_mxfp8_support)."""
+    """Why this machine cannot compute with an FP8 scaling; None if it can. 128-blocks need Hopper and CUDA 12.9, MXFP8
+    needs compute capability 10.x (quantization.py, _compute_fp8_block_scaling_support, _compute_mxfp8_support)."""
     if precision.scaling == "block":
         available, reason = te.is_fp8_block_scaling_available(return_reason=True)
         if available and precision.block.use_f32_scales and torch.cuda.get_device_capability() >= (10, 0):
@@ -60,12 +59,13 @@ def recipe_problem(precision: Precision) -> str | None:
 
 
 class TransformerEngineBackend:
-    """Makes TE's modules. TE itself updates their state after FP8 passes, from the amaxes of all ranks (its group for
-    that, where none is given, is all of them).
+    """Makes TE's modules. TE itself updates their state after FP8 passes, from the amaxes of all ranks (its default
+    group).
 
-    Of weights that FSDP2 cuts TE keeps no codes for the backward, which casts them again (linear.py,
-    _linear_backward_impl). Under scales that the forward's end has updated those would be other codes than the
-    forward's, and their amax that of a pass which is over. So there, forward scales wait until the backward is done."""
+    Of weights that FSDP2 shards TE keeps no codes for the backward, which casts them again (linear.py,
+    _linear_backward_impl). If forward scales were updated at the end of the forward, these would be other codes than
+    the forward's, and their amaxes would count for the next pass. So with sharded weights, forward scales are updated
+    after the backward."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class TransformerEngineBackend:
         self.recorder: Recorder | None = None
         self.recipe = _recipe(precision)
         self.is_first_microbatch: bool | None = None
-        """What TE's modules are told in FP8: whether to cast a weight and keep it, or take what is kept; None does
-        neither."""
+        """The argument of TE's modules in FP8: True casts weights and caches the casts, False uses cached casts, None
+        does not cache."""
         self._in_fp8: list[Stateful] = []
         self._keeps_casts = False
-        """Whether graphs have been told where the casts of weights lie."""
+        """Whether CUDA graphs were captured that read cached casts of weights, which must then stay in memory."""
 
     def linear(self, name: str, in_features: int, out_features: int, bias: bool, mode: Mode | None = None) -> nn.Module:
         with self._weights(name):
@@ -162,17 +162,17 @@ class TransformerEngineBackend:
 
     @contextmanager
     def _weights(self, name: str) -> Iterator[None]:
-        """A context to make a linear in. TE's weights of codes cast what is copied into them, under the scale that the
-        state has by then (quantized_tensor.py, copy_)."""
+        """A context in which to make a linear. With `fp8_weights` its weights are TE's quantized tensors, which cast
+        values that are copied into them with the scale in the state (quantized_tensor.py, copy_)."""
         if self.fp8_weights and self.precision.in_fp8(name):
-            # without gradients: for the backward there would be a transposed copy, too (base.py, reset_parameters)
+            # Without gradients, or there would also be a transposed copy for the backward (base.py, reset_parameters)
             with torch.no_grad(), te.quantized_model_init(recipe=self.recipe):
                 yield
         else:
             yield
 
     def _cut(self, mode: Mode | None) -> dict[str, Any]:
-        """How TE is told of it. An `inner column` is given all tokens, of which a `column` has this rank's."""
+        """TE's arguments for a mode. An `inner column` gets all tokens, a `column` only this rank's."""
         ranks = self.world.tensor
         if mode is None or ranks.size == 1:
             return {}
@@ -186,6 +186,7 @@ class TransformerEngineBackend:
         }
 
     def _adopt(self, module: Stateful, name: str, mode: Mode | None, in_features: int, out_features: int) -> nn.Module:
+        """Set up a new module's FP8 state. Raises PrecisionError for sizes that an FP8 GEMM cannot have."""
         module.backend, module.module_name, module.mode = self, name, mode
         module.in_fp8 = self.precision.in_fp8(name)
         if module.in_fp8:
@@ -205,7 +206,7 @@ class TransformerEngineBackend:
             yield
         finally:
             self.is_first_microbatch = None
-            if not self._keeps_casts:  # they would take memory while the optimizer does
+            if not self._keeps_casts:  # free them before the optimizer needs memory
                 for module in self._in_fp8:
                     module._fp8_workspaces.clear()
 
@@ -218,7 +219,8 @@ class TransformerEngineBackend:
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:
-        """TE's, which updates forward scales when it ends with gradients enabled (quantization.py, autocast_exit)."""
+        """TE's autocast, which updates forward scales if gradients are enabled when it ends (quantization.py,
+        autocast_exit). With sharded parameters they are disabled at that moment."""
         grad = torch.is_grad_enabled()
         with torch.set_grad_enabled(grad and not self.world.shards_parameters):
             with te.autocast(enabled=self.precision.fp8, recipe=self.recipe), torch.set_grad_enabled(grad):
@@ -230,9 +232,9 @@ class TransformerEngineBackend:
             yield
         if torch.is_grad_enabled():
             if self.is_first_microbatch:
-                self.is_first_microbatch = False  # now: a layer may be computed once more in the backward
+                self.is_first_microbatch = False  # before the backward, which may recompute a layer
             return
-        # TE records in evaluation too, and would let its amaxes count for the next training step.
+        # TE records amaxes without gradients, too, and would count them for the next training step.
         for module in self._stateful:
             module.fp8_meta["scaling_fwd"].amax_history[0].zero_()
 
@@ -241,13 +243,13 @@ class TransformerEngineBackend:
         return [module for module in self._in_fp8 if module.keeps_state]
 
     def after_backward(self) -> None:
-        """TE has updated the backward scales by then."""
+        """Update forward scales if parameters are sharded. TE has already updated the backward scales."""
         if self.world.shards_parameters:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
 
     def forget_infinite(self, skipped: Tensor) -> None:
         histories = [module.fp8_meta[group].amax_history for module in self._stateful for group in COLUMNS]
-        if histories:  # all at once: there are hundreds
+        if histories:  # in one operation, as there are hundreds
             flat = without_infinite(torch.cat([history.flatten() for history in histories]), skipped)
             parts = torch.split(flat, [history.numel() for history in histories])
             torch._foreach_copy_(histories, [p.view_as(history) for p, history in zip(parts, histories, strict=True)])
@@ -255,7 +257,7 @@ class TransformerEngineBackend:
     def recomputed(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         if self.recorder:
             return recompute(function, *arguments, again=self.recorder.recomputing())
-        if self.world.shards_parameters:  # the scales are those of this pass still, and no amax is another one
+        if self.world.shards_parameters:  # scales are still those of this pass, and amaxes are the same again
             return recompute(function, *arguments, again=self._autocast())
         out: Tensor = te.checkpoint(function, *arguments, use_reentrant=False)  # it keeps the scales of this pass
         return out
@@ -271,7 +273,7 @@ def _recipe(precision: Precision) -> Recipe:
         made = Float8BlockScaling(fp8_format=Format[precision.block.fp8_format])
         scales = QParams(power_2_scale=not precision.block.use_f32_scales, amax_epsilon=0.0)
         made.use_f32_scales = precision.block.use_f32_scales
-        # the class reads the environment once, whatever its constructor is told
+        # Set on the object: as defaults the class reads these from the environment, once
         made.fp8_quant_fwd_inp = made.fp8_quant_fwd_weight = made.fp8_quant_bwd_grad = scales
         return made
     return DelayedScaling(

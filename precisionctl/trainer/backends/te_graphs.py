@@ -1,5 +1,5 @@
-"""Layers as CUDA graphs, captured by Transformer Engine: their kernels are launched by one call of the host instead of
-dozens. What FP8 keeps between passes, TE updates outside of the graphs."""
+"""Layers as CUDA graphs, captured by Transformer Engine: one launch by the host instead of dozens. TE updates FP8 state
+outside of the graphs."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +13,7 @@ from precisionctl.trainer.model.positions import Positions
 
 
 class _Stage(nn.Module):
-    """A layer at positions that are the same in every pass. TE wants modules, called with tensors alone."""
+    """A layer with fixed positions, as TE captures modules that are called with tensors only."""
 
     def __init__(self, layer: nn.Module, positions: dict[bool, Positions]) -> None:
         super().__init__()
@@ -25,11 +25,11 @@ class _Stage(nn.Module):
 
 
 class Graphs:
-    """`[T, E]` through layers, forward and backward, for hidden states of the shape and dtype of `like`. They replay
-    the GEMMs of `recipe`, or of BF16 where that is None, over parameters and FP8 state where those lie.
+    """A callable that replays layers, forward and backward, for hidden states `[T, E]` of `like`'s shape and dtype.
+    Its GEMMs are those of `recipe`, or BF16 if it is None. Parameters and FP8 state are read in place.
 
-    With `is_first_microbatch`, which is asked at each pass, casts of weights are kept in memory of the graphs' own, and
-    a flag on the device says whether they are made anew (graph.py, _make_graphed_callables: cache_quantized_params).
+    With `is_first_microbatch`, which is called in each pass, casts of weights are cached in the graphs' own memory, and
+    a flag on the device says whether to cast again (graph.py, _make_graphed_callables: cache_quantized_params).
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Graphs:
         is_first_microbatch: Callable[[], bool] | None,
     ) -> None:
         stages = tuple(_Stage(layer, positions) for layer in layers)
-        # an input of its own for each: the backward reads it
+        # One sample input for each layer, as the backward reads it
         samples = tuple((torch.zeros_like(like, requires_grad=True),) for _ in stages)
         self._is_first_microbatch = is_first_microbatch
         self._stages: tuple[nn.Module, ...] = te.make_graphed_callables(

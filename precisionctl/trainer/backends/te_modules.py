@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 Group = Literal["scaling_fwd", "scaling_bwd"]
 
 COLUMNS: dict[Group, tuple[Role, ...]] = {"scaling_fwd": FORWARD, "scaling_bwd": BACKWARD}
-"""TE's tensors by direction, `scale` `[columns]` and `amax_history` `[history, columns]`: what each column is of. A
-grouped linear has these of its first GEMM, then those of its second (grouped_linear.py, _get_quantizers; TE 2.3 on)."""
+"""The role of each column in TE's `scale` `[columns]` and `amax_history` `[history, columns]`, by direction. A grouped
+linear has these columns for its first GEMM, then for its second, and so on (grouped_linear.py, _get_quantizers; since
+TE 2.3)."""
 
 
 class Stateful(nn.Module):
-    """What linears add to TE's: where they run in FP8, and their state as an Fp8State, of scales of `shape`."""
+    """Added to TE's linears: whether they run in FP8, and access to their state as an Fp8State with scales of
+    `shape`."""
 
-    get_extra_state = nn.Module.get_extra_state  # without an override of these two no `_extra_state` is in state dicts
+    get_extra_state = nn.Module.get_extra_state  # undoes TE's overrides, which put `_extra_state` into state dicts
     set_extra_state = nn.Module.set_extra_state
 
     backend: "TransformerEngineBackend"
@@ -48,7 +50,7 @@ class Stateful(nn.Module):
         return self.in_fp8 and self.backend.precision.keeps_state
 
     def _of(self, role: Role) -> tuple[Tensor, Tensor]:
-        """A role's part of TE's own tensors: `scale` of `shape`, `amax_history` of `[*shape, history]`."""
+        """Views of a role's part of TE's tensors: `scale` of `shape`, `amax_history` of `[*shape, history]`."""
         group: Group = "scaling_fwd" if role in FORWARD else "scaling_bwd"
         state, columns = self.fp8_meta[group], COLUMNS[group]
         number = columns.index(role)
@@ -74,7 +76,7 @@ class Stateful(nn.Module):
 
 
 class _Fp8Linear(Stateful):
-    """What both linears of one GEMM add to TE's."""
+    """Added to TE's linears of one GEMM, with and without a fused norm."""
 
     weight: Tensor
 
@@ -117,7 +119,7 @@ class LayerNormLinear(_Fp8Linear, te.LayerNormLinear):  # type: ignore[misc]
 
 
 class _Stateless(nn.Module):
-    """Without `_extra_state`."""
+    """Added to TE's other modules: no `_extra_state` in state dicts."""
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
@@ -132,19 +134,19 @@ class LayerNorm(_Stateless, te.LayerNorm):  # type: ignore[misc]
 
 
 class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
-    """te.GroupedLinear with an Fp8State of `[experts]`. Each expert's tokens are padded with rows of zeros to what an
-    FP8 GEMM takes, which change no amax and no sum. Of tensor ranks whose results will be summed, the first adds the
-    bias."""
+    """te.GroupedLinear with an Fp8State of `[experts]`. Each expert's tokens are padded with rows of zeros to the
+    alignment of FP8 GEMMs, which changes no amax and no sum. If tensor ranks' results will be summed, only the first
+    rank adds the bias."""
 
     numbers: Mapping[str, str] = MappingProxyType({})
-    """TE's names of parameters, `weight0` of the first one here, to those by the experts' own numbers."""
+    """TE's names of parameters, which count from `weight0` on each rank -> names with the experts' own numbers."""
     adds_bias: bool
     return_bias: bool
     padding: nn.Module
     unpadding: nn.Module
 
     def forward(self, values: Tensor, counts: Sequence[int]) -> Tensor:
-        """Tokens `[tokens, in]`, `counts[0]` of expert 0 first and so on, to `[tokens, out]`."""
+        """Tokens `[tokens, in]`, sorted by expert, with `counts[i]` of the i-th expert, to `[tokens, out]`."""
         recorder = self.backend.recorder
         out: Tensor
         if self.in_fp8 and not recorder:
@@ -165,7 +167,7 @@ class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
         return super().__getattr__(self.numbers.get(name, name))
 
     def number_from(self, first: int, experts: int) -> None:
-        """Let the parameters have the names of experts from `first` on, whose numbers are beyond TE's own."""
+        """Rename the parameters to have the numbers of experts from `first` on, where TE's count from 0."""
         each = ((kind, expert) for kind in ("weight", "bias") for expert in range(experts if first else 0))
         numbers = {f"{kind}{expert}": f"{kind}{first + expert}" for kind, expert in each}
         for name, numbered in numbers.items():
@@ -190,7 +192,7 @@ class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
     def _product(self, values: Tensor, counts: list[int]) -> Tensor:
         group, first = self.backend.world.experts.replicas, self.backend.is_first_microbatch
         if self.in_fp8 and group is not None and not self.backend.recorder:
-            # its amaxes are those of the ranks that have the same experts
+            # Amaxes are reduced over the ranks that have the same experts
             with te.autocast(enabled=True, recipe=self.backend.recipe, amax_reduction_group=group):
                 made = super().forward(values, counts, is_first_microbatch=first)
         else:
@@ -200,7 +202,7 @@ class GroupedLinear(Stateful, te.GroupedLinear):  # type: ignore[misc]
 
 
 class PackedAttention(_Stateless, te.DotProductAttention):  # type: ignore[misc]
-    """te.DotProductAttention over texts that share rows, in the parameters' dtype."""
+    """te.DotProductAttention over packed sequences, in the parameters' dtype."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, window: int | None) -> Tensor:
         """Queries `[T, G * R, D]`, keys and values `[T, G, D]` to `[T, G * R * D]`."""

@@ -1,4 +1,4 @@
-"""Batches: tokens and labels, a padding mask, and the packed sequences where texts share rows."""
+"""Batches: tokens, labels, a padding mask and, with packing, where the sequences in a row begin and end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,27 +14,28 @@ from precisionctl.trainer.model.positions import PackedSequences
 from precisionctl.trainer.transfers import to_device
 
 IGNORED = -100
-"""The label of a position that is no target: torch's default `ignore_index`."""
+"""The label of a position that is not a target: torch's default `ignore_index`."""
 
 
 class Piece(NamedTuple):
-    """A text or a part of one: its token ids, of any integer type, and whether each is to be learned, bool; both
-    `[tokens]`. None learns all."""
+    """A text or a part of one: token ids of any integer type and, bool, whether each is to be learned; both `[tokens]`.
+    With None all are learned."""
 
     tokens: NDArray[np.integer[Any]]
     learned: NDArray[np.bool_] | None
 
     @property
     def positions(self) -> int:
-        """How many tokens have one to follow them."""
+        """The number of tokens that have a next token."""
         return len(self.tokens) - 1
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`tokens` and `labels`, int64 `[rows, length]`: `labels[r, i]` follows `tokens[r, i]`, or is IGNORED.
-    `padding_mask`, bool, is False at padding. `packed` where several texts share a row. `on_host` is the batch in
-    memory of one on a device: what is counted is counted there, so that nobody waits for the device."""
+    """A micro-batch. `tokens` and `labels` are int64 `[rows, length]`; `labels[r, i]` is the token that follows
+    `tokens[r, i]`, or IGNORED. `padding_mask`, bool of that shape, is False at padding. `packed` is set if several
+    texts share a row. `on_host` is the batch in CPU memory that one on a device was copied from: counting there does
+    not wait for the device."""
 
     tokens: Tensor
     labels: Tensor
@@ -44,7 +45,7 @@ class Batch:
 
     @property
     def targets(self) -> int:
-        """How many positions count towards the loss."""
+        """The number of positions that count towards the loss."""
         return int(((self.on_host or self).labels != IGNORED).sum())
 
     @property
@@ -53,7 +54,7 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each text, without padding."""
+        """The number of tokens of each text, without padding."""
         mask = (self.on_host or self).padding_mask
         if self.packed is None:
             return [int(length) for length in mask.sum(1)]
@@ -66,8 +67,8 @@ class Batch:
 
 
 def make_batch(rows: Sequence[Sequence[Piece]], padding: int, ranks: int = 1) -> Batch:
-    """Rows of pieces, padded at the right to the longest, rounded up to what FP8 GEMMs take under any recipe, on each
-    of `ranks` that share the tokens."""
+    """A batch of rows of pieces, padded at the right with the token `padding` to the longest row, rounded up so that
+    each of `ranks` ranks that divide the tokens gets a multiple of MX_BLOCK, as FP8 GEMMs need under any scaling."""
     filled = max(sum(piece.positions for piece in row) for row in rows)
     multiple = MX_BLOCK * ranks
     width = -(-filled // multiple) * multiple
@@ -88,7 +89,7 @@ def make_batch(rows: Sequence[Sequence[Piece]], padding: int, ranks: int = 1) ->
             lengths.append(piece.positions)
             start += piece.positions
         mask[row, :start] = True
-        # no longer than the texts: the longest one decides what attention costs
+        # Padding in sequences no longer than the longest text, as the longest sequence decides what attention costs
         lengths += [min(longest, width - begin) for begin in range(start, width, longest)]
     shared = any(len(pieces) > 1 for pieces in rows)
     return Batch(tokens, labels, mask, PackedSequences(tuple(lengths)) if shared else None)

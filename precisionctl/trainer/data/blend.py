@@ -1,4 +1,4 @@
-"""Several data sets by weights: rows of each come exactly as often as its weight says, evenly spread."""
+"""Several data sets blended by weights: rows of each come exactly as often as its weight says, evenly spread."""
 
 import hashlib
 from bisect import bisect_right
@@ -20,13 +20,13 @@ from precisionctl.trainer.data.rows import Rows, load_rows
 from precisionctl.trainer.data.store import OnTokens
 
 LONGEST_PERIOD = 1_000_000
-"""Rows until the order of the data sets repeats. Weights that ask for more are rounded to as many parts."""
+"""Most rows until the order of the data sets repeats. Weights that would need more are rounded."""
 
 
 @dataclass(frozen=True)
 class Blend:
-    """Data sets one after another, as if they were one: their rows are numbered through. `weights`, above 0, are of
-    rows and may add up to anything."""
+    """Data sets concatenated to one: their rows are numbered consecutively. `weights`, above 0, are relative numbers of
+    rows, of any sum."""
 
     parts: Sequence[Rows]
     weights: Sequence[float]
@@ -41,9 +41,9 @@ class Blend:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what is trained on, and how often."""
-        said = [f"{turns} {part.fingerprint}" for turns, part in zip(turns_of(self.weights), self.parts, strict=True)]
-        return hashlib.sha256("\n".join(said).encode()).hexdigest()
+        """A hash of the data that is trained on, and of how often."""
+        lines = [f"{turns} {part.fingerprint}" for turns, part in zip(turns_of(self.weights), self.parts, strict=True)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class Blend:
 
 
 class BlendedOrder:
-    """The endless order of the rows of a blend: within each data set that of `Order`, with a seed of its own."""
+    """The endless order of the rows of a blend. Within each data set it is `Order`, with the data set's own seed."""
 
     def __init__(self, rows: Sequence[int], weights: Sequence[float], seed: int) -> None:
         self._turns = turns_of(weights)
@@ -91,7 +91,7 @@ class BlendedOrder:
 def load_data(
     data: Data, tokenizer: Tokenizer, cache: Path | None, on_tokens: OnTokens = lambda count: None
 ) -> Rows | Blend:
-    """What a recipe says to train on. Raises what `load_rows` raises."""
+    """The data of a recipe. Raises as `load_rows`."""
 
     def load(path: str) -> Rows:
         length, packing = data.sequence_length, data.packing
@@ -103,8 +103,8 @@ def load_data(
 
 
 def turns_of(weights: Sequence[float]) -> list[int]:
-    """How many rows of each data set there are in a period: the smallest whole numbers in proportion to the weights as
-    they are written, or, where those add up to more than LONGEST_PERIOD, to shares of it."""
+    """The number of rows of each data set in a period: the smallest integers in proportion to the weights as they are
+    written or, if their sum exceeds LONGEST_PERIOD, rounded shares of it."""
     written = [Fraction(str(weight)) for weight in weights]
     common = lcm(*(weight.denominator for weight in written))
     whole = [int(weight * common) for weight in written]
@@ -115,7 +115,7 @@ def turns_of(weights: Sequence[float]) -> list[int]:
 
 
 def one_period(turns: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Which data set each row of a period is of, and how many of that data set came before it there.
+    """For each row of a period, the number of its data set, and the number of earlier rows of that data set in it.
 
     Row `j` of a data set with `n` rows is due at `(j + 1/2) / n` of the period, and rows come when due: Webster's
     method of apportionment. A data set is never off its share by more than `1/2 + share * data sets / 2` rows, which is

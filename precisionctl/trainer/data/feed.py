@@ -1,5 +1,5 @@
-"""In which order rows are taken, which of them each rank takes, and in which batches. The position in that order is one
-number."""
+"""The order in which rows are taken, the rows that each rank takes, and their batches. The position in the order is a
+single number."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 
 
 class Order:
-    """The endless order of rows: each epoch is a permutation of its own, made from `seed` and the epoch."""
+    """The endless order of rows: each epoch is a permutation that depends on `seed` and the epoch's number."""
 
     def __init__(self, rows: int, seed: int) -> None:
         self._rows = rows
@@ -34,6 +34,7 @@ class Order:
         return [self.row(place) for place in range(position, position + count)]
 
     def row(self, place: int) -> int:
+        """The row number at one place of the order."""
         epoch, index = divmod(place, self._rows)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
@@ -43,10 +44,10 @@ class Order:
 
 
 def share_of(rows: Sequence[Item], rank: int, ranks: int) -> Sequence[Item]:
-    """The rows of an update that a rank takes: a block of neighbours, so that all ranks' blocks are the rows in order.
+    """The rows of an update that a rank takes: a contiguous block, in the order of ranks.
 
-    The position is then the same number on each rank, and a run continues with the same updates on another number of
-    ranks. Raises DataError for rows that cannot be dealt out evenly.
+    So the position is the same number on all ranks, and a run continues with the same updates on another number of
+    ranks. Raises DataError for rows that cannot be divided evenly.
     """
     each, rest = divmod(len(rows), ranks)
     if rest:
@@ -58,7 +59,7 @@ def share_of(rows: Sequence[Item], rank: int, ranks: int) -> Sequence[Item]:
 
 
 class Feed:
-    """Rows in the order and the batches in which a recipe's training takes them, or one rank of several does."""
+    """The micro-batches of a recipe's training, in order, on one rank."""
 
     def __init__(
         self, rows: "Rows | Blend", train: Train, device: torch.device, *, rank: int = 0, ranks: int = 1
@@ -68,12 +69,13 @@ class Feed:
         self._order = rows.order(train.seed)
 
     def batches(self, position: int) -> list[Batch]:
-        """The micro-batches of the update that takes its rows from `position` on."""
+        """This rank's micro-batches of the update whose rows begin at `position`."""
         numbers = share_of(self._order.take(position, self._train.batch_size), self._rank, self._ranks)
         return list(in_batches(self.rows, numbers, self._train.micro_batch_size, self._device))
 
     def upcoming(self, position: int) -> Iterator[tuple[Batch, int]]:
-        """The micro-batches of that update and all later ones, each with the targets of its update."""
+        """This rank's micro-batches of that update and all later ones, each with this rank's number of targets in its
+        update."""
         for start in count(position, self._train.batch_size):
             batches = self.batches(start)
             targets = sum(batch.targets for batch in batches)
@@ -81,7 +83,7 @@ class Feed:
 
 
 def in_batches(rows: "Rows | Blend", numbers: Iterable[int], size: int, device: torch.device) -> Iterator[Batch]:
-    """Rows of these numbers in batches of `size`, the last of which may be smaller, on a device."""
+    """Rows with these numbers in batches of `size` (the last may be smaller), on a device."""
     listed = list(numbers)
     for start in range(0, len(listed), size):
         yield rows.batch(listed[start : start + size]).to(device)

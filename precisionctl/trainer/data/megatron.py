@@ -1,8 +1,9 @@
 """Megatron's tokenized data sets: `NAME.bin`, token ids, and `NAME.idx`, where each sequence and document ends.
 
-Of `.idx`, little endian (megatron/core/datasets/indexed_dataset.py, _IndexWriter): `MMIDIDX\\0\\0`, version 1 (uint64),
-the ids' type (uint8), the numbers of sequences and of document ends (uint64 each); then the tokens of each sequence
-(int32), the bytes before it (int64), and the sequences before the end of each document, beginning with 0 (int64).
+The format of `.idx`, little endian (megatron/core/datasets/indexed_dataset.py, _IndexWriter): `MMIDIDX\\0\\0`, version
+1 (uint64), the ids' type (uint8), the numbers of sequences and of document ends (uint64 each). Then, for each sequence,
+the number of its tokens (int32) and its byte offset (int64); and for each document end the number of sequences before
+it, beginning with 0 (int64).
 """
 
 import hashlib
@@ -21,14 +22,14 @@ from precisionctl.trainer.data.store import About, Tokens, cached_folder, key_of
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 ID_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Integers by their code; 6 and 7 are floats, which are no token ids."""
+"""Integer types by their code; 6 and 7 are floats, which cannot be token ids."""
 
 _AT_ONCE = 1 << 20
 
 
 def prefix_of(path: Path) -> Path | None:
-    """What `.bin` and `.idx` are added to, where `path` is one of the two or that itself; None for other data.
-    Raises DataError where one of the two is missing."""
+    """The path without `.bin` or `.idx`, if `path` is one of the two or that path itself; None for other data. Raises
+    DataError if one of the two is missing."""
     if path.suffix in (".bin", ".idx") and _with(path.with_suffix(""), ".idx").is_file():
         prefix = path.with_suffix("")
     elif not path.exists() and _with(path, ".idx").is_file():
@@ -43,10 +44,10 @@ def prefix_of(path: Path) -> Path | None:
 
 
 def load(prefix: Path, tokenizer: Tokenizer, cache: Path | None) -> Tokens:
-    """The ids as they are in `.bin`: nothing is copied, and nothing is put between documents, as Megatron does it.
+    """The token ids in `.bin`, memory-mapped; as in Megatron, nothing is inserted between documents.
 
-    They are read once, to find the largest and a hash, which `cache` keeps. Raises DataError for files that are
-    damaged, of images (which have modes), or of what is no token.
+    They are read once, for the largest id and a hash, which are kept in `cache`. Raises DataError for files that are
+    damaged, have images (sequences with modes), or negative ids.
     """
     index, data = _with(prefix, ".idx"), _with(prefix, ".bin")
     try:
@@ -59,7 +60,7 @@ def load(prefix: Path, tokenizer: Tokenizer, cache: Path | None) -> Tokens:
 
 
 def _open(index: Path, data: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """The ids, memory-mapped, and how many of them there are before each document's end."""
+    """The ids, memory-mapped, and the number of ids before each document's end."""
     size = index.stat().st_size
     with open(index, "rb") as file:
         header = file.read(HEADER.size)
@@ -88,7 +89,7 @@ def _open(index: Path, data: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
 
 
 def _check(lengths: NDArray[Any], pointers: NDArray[Any], itemsize: int, data: Path, index: Path) -> None:
-    """Raise DataError unless the sequences lie one after another and fill `.bin`."""
+    """Raise DataError unless the sequences follow each other and fill `.bin`."""
     place = 0
     for start in range(0, len(lengths), _AT_ONCE):
         here = slice(start, start + _AT_ONCE)
@@ -101,6 +102,7 @@ def _check(lengths: NDArray[Any], pointers: NDArray[Any], itemsize: int, data: P
 
 
 def _look_through(_: Path, *, ids: NDArray[Any], ends: NDArray[np.int64], tokenizer: Tokenizer, data: Path) -> About:
+    """Read all ids once: their hash, the largest, and whether documents end in the end-of-text token."""
     end = tokenizer.end
     digest, largest = hashlib.sha256(f"{ids.dtype.str}".encode()), 0
     for start in range(0, len(ids), _AT_ONCE):

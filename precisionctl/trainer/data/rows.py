@@ -1,7 +1,7 @@
-"""Rows of tokens to train on: where each begins and ends in one flat array, which may be memory-mapped.
+"""Rows of tokens to train on, as slices of one flat array, which may be memory-mapped.
 
-Documents are laid end to end and cut into rows of `sequence_length` targets. Of conversations each is a row, or as
-many share one as fit into it.
+Documents are concatenated and cut into rows of `sequence_length` targets. Each conversation is a row, or, with packing,
+several share one.
 """
 
 import hashlib
@@ -24,21 +24,23 @@ from precisionctl.trainer.data.store import OnTokens, Samples, Tokens, key_of, t
 
 
 class RowLayout(Protocol):
-    """Where rows are in the flat array: a row is one piece, or several."""
+    """Where rows are in the flat array."""
 
     def __len__(self) -> int: ...
 
-    def pieces(self, row: int) -> list[slice]: ...
+    def pieces(self, row: int) -> list[slice]:
+        """The slices of a row, one for each text in it."""
+        ...
 
     @property
     def identity(self) -> bytes:
-        """Equal for equal layouts alone."""
+        """Bytes that are equal only for equal layouts."""
         ...
 
 
 @dataclass(frozen=True)
 class EqualRows:
-    """Rows of `length` targets; each row's first token is the last one's last target, so none is lost between."""
+    """Rows of `length` targets each. A row's first token is the previous row's last target, so no target is lost."""
 
     rows: int
     length: int
@@ -56,7 +58,8 @@ class EqualRows:
 
 @dataclass(frozen=True)
 class VariableRows:
-    """Row `i` has the pieces `[first[i], first[i + 1])`, and piece `p` the tokens `[starts[p], ends[p])`. int64."""
+    """Rows of one or several texts: row `i` has the pieces `[first[i], first[i + 1])`, and piece `p` has the tokens
+    `[starts[p], ends[p])`; all int64."""
 
     first: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -76,10 +79,10 @@ class VariableRows:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of `tokens`, of which those are targets that are `learned`, or all where that is None. The tokens of a batch
-    are shared by so many `ranks`.
+    """Rows of `tokens`. Those that are `learned` (all, if it is None) are targets. The tokens of a batch are divided by
+    `ranks` ranks.
 
-    `largest` is the largest token and `digest` a hash of them all, so that nothing need be read to know them.
+    `padding` is the token to pad with, `largest` the largest token and `digest` a hash of all tokens.
     """
 
     tokens: NDArray[np.integer[Any]]
@@ -96,15 +99,16 @@ class Rows:
 
     @property
     def has_equal_rows(self) -> bool:
-        """Whether all rows are of one text, and of one length."""
+        """Whether all rows have one length and are not packed."""
         return isinstance(self.layout, EqualRows)
 
     def shared_by(self, ranks: int) -> "Rows":
+        """The same rows, for batches whose tokens are divided by this many ranks."""
         return replace(self, ranks=ranks)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what is trained on, wherever the file is."""
+        """A hash of the data that is trained on, independent of the file's place."""
         return hashlib.sha256(self.digest.encode() + self.layout.identity).hexdigest()
 
     def require_vocabulary(self, size: int) -> None:
@@ -139,11 +143,11 @@ def load_rows(
     cache: Path | None = None,
     on_tokens: OnTokens = lambda count: None,
 ) -> Rows:
-    """The rows of a file, a directory of files, or a data set of Megatron's: its `.bin`, its `.idx` or neither.
+    """The rows of a file, a directory of files, or a Megatron data set (named with `.bin`, `.idx` or neither).
 
-    `packing` puts conversations together into rows of `sequence_length`. Tokens are kept in the folder `cache` and
-    found there again; without one they are tokenized anew. Raises DataError for a path, a text or a row that cannot be
-    used, EnvironmentProblem for parquet without pyarrow.
+    `packing` packs conversations into rows of `sequence_length`. Tokens are cached in the folder `cache`; without one
+    they are made anew each time. Raises DataError for a path, a text or a row that cannot be used, EnvironmentProblem
+    for parquet without pyarrow.
     """
     prefix = megatron.prefix_of(path)
     tokens = megatron.load(prefix, tokenizer, cache) if prefix else tokenized(path, tokenizer, cache, on_tokens)
@@ -168,13 +172,13 @@ def load_rows(
 
 
 def check_there(path: Path, tokenizer: Tokenizer) -> None:
-    """Raise DataError where `load_rows` would find nothing; no file is read."""
+    """Raise DataError if there is no file for `load_rows`; no file is read."""
     if megatron.prefix_of(path) is None:
         key_of(files_of(path), tokenizer)
 
 
 def _sample_rows(tokens: Tokens, samples: Samples, length: int, packing: bool, path: Path) -> Rows:
-    """Conversations cut to `length` targets; those with nothing left to learn are left out, and counted."""
+    """Rows of conversations, cut to `length` targets; those without a target to learn are left out, with a note."""
     starts = np.concatenate([np.zeros(1, np.int64), samples.ends[:-1]])
     sizes = samples.ends - starts
     cut = np.minimum(sizes, length + 1)
@@ -201,10 +205,10 @@ def _sample_rows(tokens: Tokens, samples: Samples, length: int, packing: bool, p
 
 
 def pack(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: the longest first, each into the row that it leaves least room in.
+    """Pack texts by best-fit decreasing: the longest first, each into the row in which it leaves the least room.
 
-    Gives the numbers of the texts in each row, and no row is filled beyond `capacity`, which no size may exceed. The
-    sizes alone decide. It needs at most 11/9 of the fewest rows possible, and one more (Johnson, 1974).
+    Returns the numbers of the texts in each row. No row exceeds `capacity`, and no size may. The result depends on the
+    sizes alone. It needs at most 11/9 of the fewest possible rows, plus one (Johnson, 1974).
     """
     rows: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # rows by the room that is left in them

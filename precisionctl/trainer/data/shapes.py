@@ -1,4 +1,4 @@
-"""What a record is by its keys: a text, a conversation, or a prompt with its completion."""
+"""The shapes of records, recognised by their keys: a text, a conversation, or a prompt with its completion."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ from precisionctl.errors import DataError
 from precisionctl.tokens.samples import Completion, Conversation, Message
 from precisionctl.trainer.data.formats.base import Record
 
-Row = Mapping[str, Any]
+JsonRow = Mapping[str, Any]
+"""The values of a record, by key."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,10 @@ Sample = Text | Conversation | Completion
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows with these keys, and what they are made into; raises _BadRow for values of the wrong types."""
+    """Records with these keys, and how to make a Sample of one; `make` raises _BadRow for values of the wrong types."""
 
     keys: tuple[str, ...]
-    make: Callable[[Row], Sample]
+    make: Callable[[JsonRow], Sample]
 
 
 class _BadRow(Exception):
@@ -34,7 +35,8 @@ class _BadRow(Exception):
 
 
 def sample_of(record: Record) -> Sample:
-    """Raises DataError for a row without the keys of any shape, or whose values are not what the keys say."""
+    """The sample that a record describes. Raises DataError for a record without the keys of any shape, or with values
+    of the wrong types."""
     for shape in SHAPES:
         if all(record.row.get(key) is not None for key in shape.keys):
             try:
@@ -45,7 +47,7 @@ def sample_of(record: Record) -> Sample:
     raise DataError(f"a row with none of the known keys: {str(dict(record.row))[:80]}", where=record.where, do=known)
 
 
-def _sharegpt(row: Row) -> Conversation:
+def _sharegpt(row: JsonRow) -> Conversation:
     turns = _list(row, "conversations")
     messages = _system(row)
     for turn in turns:
@@ -71,7 +73,7 @@ SHAREGPT_ROLES = {
 }
 
 
-def _alpaca(row: Row) -> Conversation:
+def _alpaca(row: JsonRow) -> Conversation:
     """`input` follows `instruction` on a line of its own, as LLaMA-Factory joins them (data/README.md)."""
     asked = "\n".join(part for part in (_string(row, "instruction"), _string(row, "input", "")) if part)
     before: list[Message] = []
@@ -82,7 +84,7 @@ def _alpaca(row: Row) -> Conversation:
     return Conversation([*_system(row), *before, _said("user", asked), _said("assistant", _string(row, "output"))])
 
 
-def _completion(row: Row) -> Conversation | Completion:
+def _completion(row: JsonRow) -> Conversation | Completion:
     if isinstance(row["prompt"], list):
         prompt = _messages(row["prompt"])
         return Conversation([*prompt, *_messages(row["completion"])], _tools(row), len(prompt))
@@ -96,7 +98,7 @@ SHAPES = (
     Shape(("prompt", "completion"), _completion),
     Shape(("text",), lambda row: Text(_string(row, "text"))),
 )
-"""The first whose keys a row has is what it is: alpaca data often has all of it again as `text`."""
+"""The first shape whose keys a record has is used. `text` is last, as alpaca data often repeats everything in it."""
 
 KEYS = frozenset(key for shape in SHAPES for key in shape.keys) | {"input", "history", "system", "tools"}
 """All keys that any shape looks at."""
@@ -106,7 +108,7 @@ def _said(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _system(row: Row) -> list[Message]:
+def _system(row: JsonRow) -> list[Message]:
     return [_said("system", said)] if (said := _string(row, "system", "")) else []
 
 
@@ -119,17 +121,17 @@ def _messages(messages: Any) -> list[Message]:
     return messages
 
 
-def _tools(row: Row) -> list[Any] | None:
+def _tools(row: JsonRow) -> list[Any] | None:
     return _list(row, "tools") or None if row.get("tools") is not None else None
 
 
-def _list(row: Row, key: str) -> list[Any]:
+def _list(row: JsonRow, key: str) -> list[Any]:
     if not isinstance(row[key], list):
         raise _BadRow(f"`{key}` is not a list: {str(row[key])[:80]}")
     return list(row[key])
 
 
-def _string(row: Row, key: str, default: str | None = None) -> str:
+def _string(row: JsonRow, key: str, default: str | None = None) -> str:
     value = row.get(key)
     value = default if value is None else value
     if not isinstance(value, str):

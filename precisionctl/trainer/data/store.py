@@ -1,4 +1,4 @@
-"""Tokens in memory-mapped files: made once from data files and a tokenizer, found again by both, written atomically."""
+"""Tokens in memory-mapped files, cached by data files and tokenizer, and written atomically."""
 
 import fcntl
 import hashlib
@@ -22,10 +22,10 @@ from precisionctl.trainer.data.formats.find import files_of, records
 from precisionctl.trainer.data.tokenize import Tokenized, tokenize
 
 VERSION = 2
-"""The version of a folder's format; a folder of another one is made anew."""
+"""The version of a folder's format; tokens of another version are made anew."""
 
 OnTokens = Callable[[int], None]
-"""Called now and then with how many tokens were made so far."""
+"""Called every CALL_EVERY tokens with the number of tokens so far."""
 
 CALL_EVERY = 10_000_000
 
@@ -34,8 +34,8 @@ ABOUT, TOKENS, LEARNED, ENDS, FIRST = "about.json", "tokens.bin", "learned.bin",
 
 @dataclass(frozen=True)
 class About:
-    """What is known of tokens without reading them: how many there are, in how many conversations (None for text), the
-    largest, a hash of all, the end-of-text token, which pads too, and what was noticed on the way."""
+    """What is known of tokens without reading them: their number, the number of conversations (None for text), the
+    largest token, a hash of all, the end-of-text token (also used for padding), and notes for the user."""
 
     tokens: int
     samples: int | None
@@ -47,8 +47,8 @@ class About:
 
 @dataclass(frozen=True)
 class Samples:
-    """Conversation `i` ends before token `ends[i]`, and its `first_target[i]`-th token is the first that is a target,
-    int64; `learned`, bool, has one for each token."""
+    """The conversations in some tokens: conversation `i` ends before token `ends[i]`, and the first target in it is its
+    token number `first_target[i]`, both int64. `learned`, bool, says for each token whether it is to be learned."""
 
     learned: NDArray[np.bool_]
     ends: NDArray[np.int64]
@@ -57,7 +57,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Tokens:
-    """All tokens of some data, one after another; where it is no text, the conversations among them."""
+    """All tokens of some data; `samples` are the conversations in them, None for text."""
 
     ids: NDArray[np.integer[Any]]
     about: About
@@ -65,7 +65,8 @@ class Tokens:
 
 
 def tokenized(path: Path, tokenizer: Tokenizer, cache: Path | None, on_tokens: OnTokens = lambda count: None) -> Tokens:
-    """The tokens of a file or a directory, from `cache` where they are there. Raises DataError, DiskProblem."""
+    """The tokens of a file or a directory, from `cache` if they are there. Raises DataError for data that cannot be
+    read, DiskProblem for a cache that cannot be written."""
     files = files_of(path)
 
     def build(folder: Path) -> About:
@@ -81,8 +82,8 @@ def tokenized(path: Path, tokenizer: Tokenizer, cache: Path | None, on_tokens: O
 
 
 def key_of(files: Sequence[Path], tokenizer: Tokenizer) -> str:
-    """A name for what files, by their paths, sizes and times, and a tokenizer make. Raises DataError where one is not
-    there."""
+    """A key for the tokens that a tokenizer makes of files, from their paths, sizes and times. Raises DataError if a
+    file is missing."""
     digest = hashlib.sha256()
     try:
         stats = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
@@ -94,9 +95,10 @@ def key_of(files: Sequence[Path], tokenizer: Tokenizer) -> str:
 
 @contextmanager
 def cached_folder(cache: Path | None, key: str, build: Callable[[Path], About]) -> Iterator[tuple[Path, About]]:
-    """The folder `key` in `cache`, made by `build` where it is not there: by one process, while others wait for it.
+    """The folder `key` in `cache`. If it is not there, one process makes it with `build` while others wait; it is
+    renamed when complete.
 
-    It is renamed when whole. Without a cache the folder is a temporary one, gone afterwards: what was mapped stays.
+    Without a cache the folder is temporary and removed afterwards; what was memory-mapped stays valid.
     """
     with ExitStack() as stack:
         place = cache or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -120,7 +122,7 @@ def cached_folder(cache: Path | None, key: str, build: Callable[[Path], About]) 
 
 def _make(folder: Path, build: Callable[[Path], About]) -> None:
     partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what a kill left
+    shutil.rmtree(partial, ignore_errors=True)  # left by a kill
     partial.mkdir()
     (partial / ABOUT).write_text(json.dumps(asdict(build(partial)), indent=1))
     for file in partial.iterdir():
@@ -130,7 +132,7 @@ def _make(folder: Path, build: Callable[[Path], About]) -> None:
 
 
 def _write(folder: Path, samples: Iterator[Tokenized], end: int, on_tokens: OnTokens) -> About:
-    """Write tokens as they come. The hash is of everything that decides what is trained on."""
+    """Write tokens as they come. The hash covers everything that decides what is trained on."""
     names = (TOKENS, LEARNED, ENDS, FIRST)
     digests = {name: hashlib.sha256() for name in names}
     count, number, largest, learns_all = 0, 0, 0, True

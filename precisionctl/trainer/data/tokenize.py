@@ -1,4 +1,4 @@
-"""Records as tokens: documents with the end-of-text token behind each, or conversations with what is learned marked."""
+"""Tokenize records: documents, each followed by the end-of-text token, or conversations with the tokens to learn."""
 
 import json
 from collections.abc import Iterator
@@ -11,18 +11,19 @@ from numpy.typing import NDArray
 
 from precisionctl.errors import DataError
 from precisionctl.tokens.samples import Completion, Conversation
-from precisionctl.tokens.tokenizer import Piece, Tokenizer
+from precisionctl.tokens.tokenizer import TextPiece, Tokenizer
 from precisionctl.trainer.data.formats.base import Record
 from precisionctl.trainer.data.shapes import Text, sample_of
 
 PIECES_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 20
-"""Tokenizers work on many documents in parallel; a longer one goes alone."""
+"""Most documents, and most bytes, that are tokenized at a time, as tokenizers work in parallel; a longer document is
+tokenized alone."""
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """A document or a conversation: token ids, int32, and whether each is to be learned, bool, both `[tokens]`; None
-    learns all. `notes` are on all that came before it, too."""
+    """A document or a conversation: token ids, int32, and whether each is to be learned, bool, both `[tokens]`. With
+    None all are learned. `notes` are for all samples so far."""
 
     tokens: NDArray[np.int32]
     learned: NDArray[np.bool_] | None = None
@@ -30,9 +31,9 @@ class Tokenized:
 
 
 def tokenize(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[Tokenized]:
-    """Every record as tokens, as it is asked for. The first one says whether this is text or conversations.
+    """Tokenize records lazily. The first one decides whether they are text or conversations.
 
-    Raises DataError for a record that is not of that kind, and what the tokenizer raises.
+    Raises DataError for a record of the other kind, and as `Tokenizer.texts` and `Tokenizer.samples`.
     """
     first = next(records, None)
     if first is None:
@@ -45,7 +46,7 @@ def tokenize(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[Tokeni
 
 
 def _documents(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[Tokenized]:
-    """Each document's tokens, with what the tokenizer puts before it and one end-of-text token behind it."""
+    """Each document's tokens, with the tokenizer's special tokens before it and one end-of-text token after it."""
     for pieces in _batches(_text(record) for record in records):
         for ids in tokenizer.texts(pieces):
             ended = len(ids) > 0 and ids[-1] == tokenizer.end
@@ -58,8 +59,8 @@ def _conversations(records: Iterator[Record], tokenizer: Tokenizer) -> Iterator[
             yield Tokenized(row.tokens, row.learned, row.notes)
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    some: list[Piece] = []
+def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
+    some: list[TextPiece] = []
     size = 0
     for piece in pieces:
         if some and (len(some) == PIECES_AT_ONCE or size + len(piece.content) > BYTES_AT_ONCE):
@@ -71,21 +72,21 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield some
 
 
-def _text(record: Record) -> Piece:
+def _text(record: Record) -> TextPiece:
     text: str = _of_kind(record, Text).text
     try:
-        return Piece(record.where, text.encode())
-    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can spell and no tokenizer takes
+        return TextPiece(record.where, text.encode())
+    except UnicodeEncodeError as error:  # half a surrogate pair, which JSON can express and no tokenizer takes
         raise DataError(f"not UTF-8 text: {error}", where=record.where) from None
 
 
-def _sample(record: Record) -> Piece:
+def _sample(record: Record) -> TextPiece:
     sample: Conversation | Completion = _of_kind(record, (Conversation, Completion))
     messages = len(sample.messages) if isinstance(sample, Conversation) else 0
     try:
-        return Piece(record.where, json.dumps(vars(sample)).encode(), messages)
-    except (TypeError, ValueError, RecursionError) as error:  # of parquet, whose values are more than JSON's
-        raise DataError(f"a message that JSON has no words for: {error}", where=record.where) from None
+        return TextPiece(record.where, json.dumps(vars(sample)).encode(), messages)
+    except (TypeError, ValueError, RecursionError) as error:  # parquet has types that JSON does not have
+        raise DataError(f"a message that JSON cannot express: {error}", where=record.where) from None
 
 
 def _of_kind(record: Record, kind: Any) -> Any:

@@ -1,1 +1,1 @@
-"""What a run takes and how it fares: before it begins, and at each update."""
+"""Measurements of a run: memory and disk before it begins; FLOPs, memory, FP8 health and metrics of each step."""

@@ -1,10 +1,10 @@
-"""FLOPs of training, and the BF16 peaks of GPUs that they are held against.
+"""FLOPs of training, and the BF16 peak of GPUs to compare them with.
 
 The convention is that of Megatron-LM's `num_floating_point_operations` (megatron/training/training.py), so that numbers
-can be compared: matrix products alone, 2 FLOPs for a multiplication and addition, times 3 for forward and backward; of
-experts those that a token goes through; of attention the half that a causal mask leaves, whatever the window; logits of
-the padded vocabulary. A router, norms, rotary angles and softmax are not counted, nor is what is computed once more
-under `train.recompute`, nor the guard's passes: these are FLOPs of the model, not of the machine.
+are comparable. Only GEMMs count, with 2 FLOPs for a multiply-add, times 3 for forward and backward: of experts those
+that a token goes through, of attention the half that a causal mask leaves (whatever the window), and logits of the
+padded vocabulary. Routers, norms, rotary embedding and softmax do not count, nor what `train.recompute` and the guard's
+passes compute additionally: these are FLOPs of the model, not of the machine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,9 +16,9 @@ MULTIPLY_ADD = 2
 
 
 def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
-    """Forward and backward of texts of these lengths, in tokens. Texts that share a row do not see one another."""
+    """FLOPs of forward and backward for sequences of these lengths, in tokens. Packed sequences are separate ones."""
     each = list(lengths)
-    # of attention queries with keys, and scores with values, at or below the diagonal: a key's and a value's channels
+    # Channels that each pair of a query and an earlier token is multiplied in: queries with keys, scores with values
     per_pair = model.query_size + model.projection_size
     attention = sum(length * length for length in each) * per_pair // 2
     products = sum(each) * weights_used(model) + model.num_layers * attention
@@ -26,13 +26,13 @@ def training_flops(model: ModelShape, lengths: Iterable[int]) -> int:
 
 
 def weights_used(model: ModelShape) -> int:
-    """The weights that a token is multiplied by: all of the linears but those of experts that it does not go to."""
+    """The number of weights that a token is multiplied with: all linears', except experts that it is not routed to."""
     layers = sum(projections(model) + mlp(model, inner_used(model, layer)) for layer in range(model.num_layers))
     return layers + model.hidden_size * model.padded_vocab_size
 
 
 def projections(model: ModelShape) -> int:
-    """Weights of a layer's linears around attention."""
+    """The number of weights in the linears of a layer's attention."""
     hidden, mla = model.hidden_size, model.mla
     out = model.projection_size * hidden
     if mla is None:
@@ -43,12 +43,12 @@ def projections(model: ModelShape) -> int:
 
 
 def mlp(model: ModelShape, inner: int) -> int:
-    """Weights of linears with so many channels between them."""
+    """The number of weights in an MLP with `inner` channels."""
     return (3 if model.gated_linear_unit else 2) * model.hidden_size * inner
 
 
 def inner_used(model: ModelShape, layer: int) -> int:
-    """Channels of a layer's MLP for a token, of all experts that it goes to."""
+    """The number of MLP channels that a token uses in a layer, summed over the experts that it is routed to."""
     if model.moe is None or not model.has_experts(layer):
         return model.ffn_hidden_size
     return model.moe.topk * model.moe.ffn_hidden_size + (model.moe.shared_ffn_hidden_size or 0)
@@ -71,10 +71,10 @@ BF16_PEAK: Mapping[str, float] = {
     "L40": 181e12,
     "L4": 121e12,
 }
-"""FLOP/s of dense BF16 matrix products by a part of the device's name, from NVIDIA's data sheets, whose larger numbers
-are for sparse ones. The first that fits counts."""
+"""FLOP/s of dense BF16 GEMMs by a part of the device's name, from NVIDIA's data sheets (without sparsity). The first
+that fits is used."""
 
 
 def bf16_peak(device_name: str) -> float | None:
-    """None for a device that is not known."""
+    """The peak of a device in FLOP/s; None if it is not known."""
     return next((peak for part, peak in BF16_PEAK.items() if part in device_name), None)

@@ -1,4 +1,4 @@
-"""JSON of what a run measures: it has no NaN and no infinities; these are `null`, and NaN when they are read back."""
+"""JSON of measured numbers. JSON has no NaN and infinities: they are written as `null`, and read back as NaN."""
 
 import json
 import math
@@ -19,7 +19,7 @@ def _finite(value: Any) -> Any:
 
 
 def numbers(value: Any) -> Any:
-    """JSON that has been read, with NaN for each `null`; for JSON in which `null` only stands for what is no number."""
+    """Replace each None in parsed JSON by NaN; for JSON in which `null` stands only for numbers that are not finite."""
     if isinstance(value, dict):
         return {key: numbers(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,10 +1,10 @@
-"""The memory that a run will take on each rank, before anything is loaded; by formulas, not by trial.
+"""Estimate the memory that a run will take on each rank, by formulas, before anything is loaded.
 
 Activations are counted as in Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022,
-arXiv 2205.05198), section 4: what each operation keeps for the backward, in bytes for a token. Their 34 s b h (equation
-1) is for GPT with dropout and without grouped queries, gates, experts or fused attention; here each of those is counted
-as this trainer's modules keep it, which the tests hold to what autograd saves. The state of parameters is counted as in
-Rajbhandari et al., "ZeRO" (2020, arXiv 1910.02054), section 3.1.
+arXiv 2205.05198), section 4: the bytes for each token that each operation saves for the backward. Their 34 s b h
+(equation 1) is for GPT with dropout and without grouped queries, gates, experts or fused attention; here these are
+counted as the trainer's modules save them, which tests compare with what autograd saves. The state of parameters is
+counted as in Rajbhandari et al., "ZeRO" (2020, arXiv 1910.02054), section 3.1.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from precisionctl.trainer.measure.flops import mlp, projections
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each rank, part by part, at the moment of a step in which they are most.
+    """Bytes on each rank, by part, at the peak of a step.
 
-    `weights` are what layers compute with, `optimizer` is masters and moments, `gradients` those that are summed over
-    micro-batches. `passes` is what a pass forward and backward takes beside them: activations, logits, codes of FP8
-    weights, the layers that FSDP2 gathers, gradients before they are summed. `process` is the program itself.
+    `weights` are the weights that layers compute with, `optimizer` master weights and moments, `gradients` those that
+    are summed over micro-batches. `passes` is what forward and backward take besides: activations, logits, codes of FP8
+    weights, layers that FSDP2 has gathered, gradients before they are summed. `process` is the program itself.
     """
 
     weights: int
@@ -38,8 +38,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters: of each layer's dense part, of each layer's experts, and outside of layers (multi-token
-    prediction layers, which are carried along, included)."""
+    """Numbers of parameters: of each layer's dense part, of each layer's experts, and outside of layers (including
+    multi-token prediction layers, which are not trained)."""
 
     dense: tuple[int, ...]
     experts: tuple[int, ...]
@@ -47,7 +47,7 @@ class Parameters:
 
     @staticmethod
     def of(model: ModelShape) -> "Parameters":
-        """Linears, embedding and output layer; norms and biases are a thousandth of them."""
+        """Count linears, embedding and output layer; norms and biases, a thousandth of them, are neglected."""
         layers, moe = range(model.num_layers), model.moe
         table = model.hidden_size * model.padded_vocab_size
         places = model.hidden_size * model.max_position_embeddings if model.learned_positions else 0
@@ -71,27 +71,27 @@ class Parameters:
         return sum(self.dense) + sum(self.experts) + self.outside
 
     def layers(self, parallel: ParallelSettings) -> list[int]:
-        """Of each layer on a rank while it computes."""
+        """The parameters of each layer that a rank has while the layer computes."""
         each = zip(self.dense, self.experts, strict=True)
         return [(dense + experts // parallel.expert) // parallel.tensor for dense, experts in each]
 
 
 def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: int = 1, gpu: bool = False) -> Memory:
-    """Estimate the memory that each rank of a run of this recipe needs."""
+    """Estimate the memory that each of `ranks` ranks needs for a run of this recipe, in bytes."""
     parameters, alone = Parameters.of(model), ranks == 1
     mine = parameters.all // (ranks // recipe.parallel.replicate)
     fp8_lm = recipe.optimizer.preset == "fp8-lm"
-    whole = alone or fp8_lm  # parameters that FSDP2 shards are their own masters
+    whole = alone or fp8_lm  # otherwise FSDP2 shards parameters, which are then their own master weights
     masters, moments, gradient = (2, 1 + 2, 2) if fp8_lm else (4, 4 + 4, 4)
     several = recipe.train.batch_size * recipe.parallel.tensor // ranks > recipe.train.micro_batch_size
     after = max(2 * parameters.all if whole else 0, 0 if several else gradient * mine)
     kept = _Kept.of(model, recipe, backend).codes if whole and several and recipe.casts_once else 0
     after += kept * sum(parameters.layers(recipe.parallel))  # until an update's last backward
-    if fp8_lm:  # a tensor is decoded, updated and encoded again
+    if fp8_lm:  # one tensor at a time is decoded, updated and encoded again
         after += 6 * 4 * max(_tensors(model))
     passes = _passes(model, recipe, backend)
     most = max(after, passes)
-    if recipe.train.graphs:  # which share no memory; layers have inputs, and gradients of outputs, of their own
+    if recipe.train.graphs:  # graphs share no memory; each layer has its own input and gradient of its output
         tokens = recipe.data.sequence_length * recipe.train.micro_batch_size
         most = after + passes + (2 + 2) * model.hidden_size * tokens * model.num_layers
     copies = (2 + 4 + 4 + 4) * mine if recipe.train.async_save and not gpu else 0
@@ -105,7 +105,8 @@ def estimate(model: ModelShape, recipe: Recipe, backend: BackendName, *, ranks: 
 
 
 def _histories(model: ModelShape, recipe: Recipe) -> int:
-    """The FP32 histories of five roles, which are made anew by each update, and for up to twice as many."""
+    """Bytes of the FP32 histories of five roles: twice, as updates make new ones, for a capacity of up to twice as
+    many."""
     if not recipe.precision.keeps_state:
         return 0
     of_experts = model.moe.num_experts + 1 if model.moe else 0
@@ -114,22 +115,21 @@ def _histories(model: ModelShape, recipe: Recipe) -> int:
 
 
 PROCESS, PROCESS_OF_SEVERAL, PROCESS_GPU = 600 << 20, 700 << 20, 1 << 30
-"""Python, PyTorch and their libraries in memory, and those for several ranks; on a GPU the workspaces of libraries and
-what the allocator cannot use."""
+"""Bytes of Python, PyTorch and their libraries, alone and with several ranks; on a GPU bytes of libraries' workspaces
+and of what the allocator cannot use."""
 
 
 def _gathered(parameters: Parameters, parallel: ParallelSettings) -> int:
-    """Bytes of what FSDP2 has whole at a time: the layer that computes and the one after it in BF16, the gradients of
-    one in BF16 and in FP32 as they are reduced; embedding, output layer and their gradients from the forward to the
-    backward."""
+    """Bytes that FSDP2 has gathered at a time: the layer that computes and the next one in BF16, the gradients of one
+    layer in BF16 and in FP32 while they are reduced; embedding, output layer and their gradients all the time."""
     layer = max(parameters.layers(parallel))
     outside = parameters.outside // parallel.tensor
     return (2 + 2) * layer + 2 * layer + 4 * max(layer, outside) + (2 + 2) * outside
 
 
 def _passes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
-    """What comes and goes between a pass's forward and its end: activations, and the larger of what the loss and what a
-    layer's backward takes beside them."""
+    """Bytes that are allocated and freed within a pass: activations, and the larger of what the loss and what a layer's
+    backward take besides."""
     kept, length = _Kept.of(model, recipe, backend), recipe.data.sequence_length
     tokens, parameters = length * recipe.train.micro_batch_size, Parameters.of(model)
     codes = [kept.codes * each for each in parameters.layers(recipe.parallel)]
@@ -148,14 +148,14 @@ def _passes(model: ModelShape, recipe: Recipe, backend: BackendName) -> int:
 
 
 LOGIT = 14
-"""Bytes of a logit: in BF16, in FP32 as such and as logarithm of a probability, and their gradients."""
+"""Bytes for each logit: in BF16, in FP32, as FP32 log probability, and their gradients."""
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """Bytes that are kept of each number: what a norm keeps of its input, what a GEMM keeps of its own, of each weight
-    beside the weight; and `working`, those of the largest activation that come and go. `tensor` ranks share the
-    channels of a layer, and `tokens` ranks what is kept of its tokens between GEMMs."""
+    """Bytes that are saved for the backward, for each element of a norm's input (`norm`), of a GEMM's input (`input`)
+    and of a weight (`codes`); and `working`, temporary bytes for each element of the largest activation. A layer's
+    channels are divided by `tensor` ranks, its tokens between GEMMs by `tokens` ranks."""
 
     norm: int
     input: float
@@ -166,8 +166,8 @@ class _Kept:
 
     @staticmethod
     def of(model: ModelShape, recipe: Recipe, backend: BackendName) -> "_Kept":
-        """The emulation's norms keep their input in FP32, and RMSNorm its normalised values too; TE's the input alone.
-        TE keeps codes of weights for the forward and transposed for the backward."""
+        """Emulated norms save their input in FP32, and RMSNorm also the normalised values; TE's save only the input. TE
+        keeps codes of weights for the forward, and transposed ones for the backward."""
         tensor = recipe.parallel.tensor
         tokens = tensor if recipe.parallel.sequence else 1
         emulated, fp8 = backend == "emulated", recipe.precision.fp8
@@ -178,13 +178,14 @@ class _Kept:
 
 
 def _layer(model: ModelShape, layer: int, kept: _Kept, length: int) -> float:
-    """Bytes for a token, in rows of `length`."""
+    """Bytes that a layer saves for the backward for each token, in rows of `length` tokens."""
     norms = 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
     attention = kept.input * model.hidden_size + _attention(model, kept, length) / kept.tensor
     return norms * kept.norm * model.hidden_size / kept.tokens + attention + _inner(model, layer, kept)
 
 
 def _attention(model: ModelShape, kept: _Kept, length: int) -> float:
+    """Bytes that attention saves for the backward for each token."""
     heads, out = model.num_attention_heads, model.projection_size
     rotated = 0 if model.learned_positions else 2
     if model.mla:
@@ -198,7 +199,7 @@ def _attention(model: ModelShape, kept: _Kept, length: int) -> float:
     fused = 4 * heads + 2 * out
     if model.attn_logit_softcapping is None and not model.softmax_offset:
         core = fused
-    else:  # in plain products: of each pair weights in FP32 and BF16, and capped scores; keys and values of each head
+    else:  # not fused: for each pair FP32 and BF16 weights, and capped scores; keys and values for each head
         capped = 0 if model.attn_logit_softcapping is None else 4
         core = heads * length * (4 + 2 + capped) + 3 * 2 * out
     return made + core + (kept.input * out if kept.input < 2 else 0)

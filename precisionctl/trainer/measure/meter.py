@@ -1,4 +1,4 @@
-"""What each update of a run takes: FLOPs, memory, and how its FP8 fares, from what delayed scaling keeps anyway."""
+"""Measure each update of a run: FLOPs, memory and FP8 health, the latter from the state of delayed scaling."""
 
 import math
 import resource
@@ -19,15 +19,15 @@ from precisionctl.trainer.model.gpt import GPT
 
 @dataclass(frozen=True)
 class StepCost:
-    """What an update took: compute, memory, and how its FP8 fared.
+    """The cost of an update.
 
-    `tflops` are those of the model a second, on each device (`flops.py` says what counts); `mfu_bf16` is their share of
-    the device's BF16 peak, in FP8 too. `gpu_bytes` is the most that tensors took in the update, `host_bytes` the most
-    that the process ever had resident, both of the rank with the most.
+    `tflops` is TFLOP/s of the model on each device (`flops.py` says what counts), and `mfu_bf16` its share of the
+    device's BF16 peak, also in FP8. `gpu_bytes` is the peak of allocated GPU memory in the update, `host_bytes` the
+    peak of the process's resident memory so far, both of the rank with the most.
 
-    Of the modules that delayed scaling casts for, `fp8_clipped` is the share in which the update's last pass clipped a
-    tensor: an amax was so far beyond its scale that rounding would not have brought it back to the largest code.
-    `fp8_underflow` is the share in which some tensor as a whole was below the smallest normal number.
+    `fp8_clipped` is the share of modules under delayed scaling for which the update's last pass clipped a tensor: an
+    amax that would not even have been rounded to the largest code. `fp8_underflow` is the share for which the amax of
+    some tensor was below the smallest normal code.
     """
 
     tflops: float
@@ -40,8 +40,8 @@ class StepCost:
 
 @dataclass(frozen=True)
 class PendingStepCost:
-    """The cost of an update as far as the host knows it while the device may still compute: FLOPs of each device, and
-    memory. What it will have taken is known with its seconds."""
+    """The part of an update's cost that the host knows while the device may still compute: FLOPs of each device, and
+    memory."""
 
     flops: float
     peak: float | None
@@ -49,7 +49,7 @@ class PendingStepCost:
     host_bytes: int
 
     def finish(self, seconds: float, fp8: Sequence[float]) -> StepCost:
-        """The cost of an update that took so long; `fp8` as `Fp8Health.fractions`, empty where FP8 was not watched."""
+        """The cost of an update that took this long; `fp8` is `Fp8Health.fractions`, empty if FP8 was not watched."""
         flops_per_second = self.flops / seconds
         clipped, underflow = fp8 or (None, None)
         return StepCost(
@@ -73,7 +73,7 @@ class Meter:
         self._lengths: list[int] = []
 
     def begin(self) -> None:
-        """Before an update."""
+        """To be called before an update."""
         self._lengths, self._health.fractions = [], None
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -84,7 +84,7 @@ class Meter:
 
     @contextmanager
     def last_pass(self) -> Iterator[None]:
-        """A context for the update's last pass forward and backward, in which FP8 is watched."""
+        """A context for the update's last forward and backward pass, in which FP8 is watched."""
         if self._model.backend.recorder or not self._world.first:
             yield
         else:
@@ -93,11 +93,11 @@ class Meter:
 
     @property
     def health(self) -> Tensor | None:
-        """`Fp8Health.fractions` of the update's last pass, on the device; None where FP8 was not watched."""
+        """`Fp8Health.fractions` of the update's last pass, on the device; None if FP8 was not watched."""
         return self._health.fractions
 
     def pending_cost(self) -> PendingStepCost:
-        """After an update. These all-reduces are of CPU tensors, so that no device is waited for."""
+        """To be called after an update. All-reduces CPU tensors only, so that it does not wait for a device."""
         flops = training_flops(self._model.model, self._lengths)
         gpu = torch.cuda.max_memory_allocated(self._device) if self._cuda else 0
         done = self._world.sum_over_data_ranks(torch.tensor(float(flops), dtype=torch.float64))
@@ -106,15 +106,14 @@ class Meter:
 
 
 def host_bytes() -> int:
-    """The most that this process has had resident."""
+    """The peak of this process's resident memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @dataclass(frozen=True)
 class _Limits:
-    """What the watched scales are held against, each `[scales]`: the number of the scale's module, int64; and FP32, in
-    units of codes, the largest code, the smallest value whose clipping errs more than rounding does, and the smallest
-    normal number."""
+    """The limits for each watched scale, `[scales]`: the number of its module, int64; and, in units of codes, FP32, the
+    largest code, the value beyond which clipping is a larger error than rounding, and the smallest normal number."""
 
     module: Tensor
     largest: Tensor
@@ -123,8 +122,8 @@ class _Limits:
 
 
 class Fp8Health:
-    """Compares the amaxes of a pass with the scales that it cast with. `fractions`, FP32 `[2]` on the model's device,
-    is what was seen last: the fraction of modules that clipped, and of those that underflowed."""
+    """Compares the amaxes of a pass with the scales that it was cast with. `fractions`, FP32 `[2]` on the model's
+    device, is the last result: the fraction of modules that clipped, and of those that underflowed."""
 
     def __init__(self, model: GPT) -> None:
         self._linears = list(fp8_linears(model).values())
@@ -134,7 +133,7 @@ class Fp8Health:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """A context for a pass forward and backward, after which `fractions` is that pass's."""
+        """A context for a forward and backward pass, after which `fractions` is that pass's."""
         if not self._linears:
             yield
             return

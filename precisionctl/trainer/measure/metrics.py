@@ -1,5 +1,5 @@
-"""The metrics of a run: `metrics.jsonl`, a line for each step, and `shadow.jsonl`, a line for each comparison of its
-guard with BF16; the same goes to trackers."""
+"""The metrics of a run: `metrics.jsonl`, a line for each step, and `shadow.jsonl`, a line for each of the guard's
+comparisons with BF16. Trackers get the same."""
 
 import json
 import os
@@ -16,16 +16,17 @@ from precisionctl.trainer.measure.meter import StepCost
 from precisionctl.trainer.measure.tracking import trackers
 from precisionctl.trainer.shadow import Shadow
 
-_LARGEST = 1 << 30
+_MAX_BYTES = 1 << 30
 FILE = "metrics.jsonl"
 SHADOWS = "shadow.jsonl"
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step. `loss` is the mean over its target tokens, in nats; `seconds` its wall clock.
+    """One optimizer step. `loss` is the mean over its target tokens, in nats; `seconds` is wall clock time.
 
-    `tokens` counts target tokens since the run began. `fp8` is what the step computed in, in a run that may switch.
+    `tokens` is the number of target tokens since the run began. `fp8` says whether the step computed in FP8, in a run
+    that may switch.
     """
 
     step: int
@@ -40,18 +41,18 @@ class StepMetrics:
     shadow: Shadow | None = None
     cost: StepCost | None = None
     skipped: int | None = None
-    """Where the update was not made, as something was no number: how many running were not."""
+    """If the update was skipped because its loss or gradient norm was not finite, the number skipped in a row."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Without what was not measured, and without the shadow, which has a file of its own."""
+        """The measured values by name, without the shadow, which has its own file."""
         values = {key: value for key, value in vars(self).items() if key not in ("shadow", "cost")}
         values |= vars(self.cost) if self.cost else {}
         return {key: value for key, value in values.items() if value is not None}
 
 
 class MetricsLog:
-    """Appends steps to a run's folder, after dropping those beyond `step`, which the run will make again; and gives
-    them to the trackers, to which `config` describes the run."""
+    """Appends steps to the files in a run's folder, and passes them to trackers, which get `config` as the description
+    of the run. Steps after `step`, which the run will make again, are removed first."""
 
     def __init__(self, folder: Path, step: int, tracking: Tracking, config: Mapping[str, Any]) -> None:
         kept = _keep_up_to(folder / FILE, step)
@@ -64,7 +65,7 @@ class MetricsLog:
         self._trackers, self.notes = trackers(folder, step, tracking, config)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Write one line, and flush it, so that it survives a kill of the process."""
+        """Append a step and flush it, so that it survives a kill of the process."""
         self.tokens = metrics.tokens
         values = metrics.as_dict()
         self._file.write(to_json(values) + "\n")
@@ -82,7 +83,7 @@ class MetricsLog:
             tracker.write(step, values)
 
     def sync(self) -> None:
-        """Wait until the lines are on the disk: before a checkpoint that continues them is."""
+        """Sync the files, to be called before a checkpoint of the same step is written."""
         for file in self._open_files():
             os.fsync(file.fileno())
 
@@ -97,10 +98,10 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics file, up to a line that a kill cut short; a `null` is NaN. Raises DataError for other
-    garbage."""
-    if path.exists() and not (path.is_file() and path.stat().st_size <= _LARGEST):  # nor would a pipe ever end
-        raise DataError(f"not a file of less than {_LARGEST >> 20} MB", where=path)
+    """The steps of a metrics file, without an incomplete last line; `null` becomes NaN. Raises DataError for a file of
+    other contents."""
+    if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_BYTES):  # a pipe would never end
+        raise DataError(f"not a file of less than {_MAX_BYTES >> 20} MB", where=path)
     *whole, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(whole, start=1):
@@ -118,7 +119,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _keep_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """What is kept. The file is replaced atomically."""
+    """Remove the steps after `step` from a file, atomically. Returns the others."""
     kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
     replace_file(path, "".join(to_json(row) + "\n" for row in kept))
     return kept

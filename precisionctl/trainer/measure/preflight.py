@@ -1,5 +1,5 @@
-"""Before anything is loaded: what a run takes, whether that fits into memory and its checkpoints on the disk, and what
-would fit where it does not."""
+"""Checks before anything is loaded: whether a run fits into memory and its checkpoints on the disk, and which changes
+would make it fit."""
 
 import os
 import shutil
@@ -24,13 +24,14 @@ from precisionctl.trainer.saved import run_folder
 from precisionctl.trainer.saved.saving import with_optimizer
 
 MOST_RANKS, MOST_TENSOR = 1024, 8
-"""The most ranks that are suggested: in all, and of tensor-parallel ones, which are of one machine."""
+"""The most ranks that are suggested: in all, and for tensor parallelism, which should stay within one machine."""
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """What a run of `ranks` will take: `memory` of each rank, of which so many bytes are `free`; FLOPs and tokens of an
-    update whose rows are full, and the model's parameters. `alternatives` say what would fit, where it does not."""
+    """What a run on `ranks` ranks will take: `memory` on each rank, of which `free` bytes are available; FLOPs and
+    tokens of an update with full rows; the number of parameters. `alternatives` say in words which changes would make
+    it fit, if it does not."""
 
     ranks: int
     memory: Memory
@@ -46,7 +47,7 @@ class Preflight:
 
 
 def look_ahead(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int) -> Preflight:
-    """Estimate what a run takes on this machine, or on as many of its kind as the ranks need."""
+    """Estimate what a run on this many ranks takes, on machines like this one."""
     gpu = torch.cuda.is_available()
     memory, free = estimate(model, recipe, backend, ranks=ranks, gpu=gpu), free_memory()
     rows, length = recipe.train.batch_size, recipe.data.sequence_length
@@ -56,8 +57,8 @@ def look_ahead(model: ModelShape, recipe: Recipe, backend: BackendName, ranks: i
 
 
 def require_memory(model: ModelShape, recipe: Recipe, backend: BackendName, world: World) -> tuple[str, ...]:
-    """Raise EnvironmentProblem, naming what would fit, where a run does not on some rank; under
-    `train.memory_check = "warn"` that is a note."""
+    """Raise EnvironmentProblem, naming what would fit, if a run does not fit into some rank's memory; with
+    `train.memory_check = "warn"` return that as a note."""
     ahead = look_ahead(model, recipe, backend, world.count)
     needed = ahead.memory.total
     short = int(world.all_reduce_max(torch.tensor(needed - ahead.free)))
@@ -78,20 +79,20 @@ def would_fit(ahead: Preflight) -> str:
 
 
 def free_memory() -> int:
-    """Bytes that a rank may take: of its GPU, or its share of this machine's, within the limit of a container."""
+    """Bytes that are free for a rank: on its GPU, or its share of this machine's memory within a container's limit."""
     if torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[0])
-    try:  # as Linux estimates it
+    try:  # Linux's own estimate
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except OSError:  # elsewhere all that there is
+    except OSError:  # elsewhere all memory
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or "1")
     return min(available, *_container()) // ranks_here
 
 
 def _container(group: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """What cgroups leave, version 2 and 1, less the caches that they count."""
+    """Bytes that cgroups (version 2 and 1) leave free; caches count as free."""
     for limit, used, caches in (
         ("memory.max", "memory.current", "memory.stat"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
@@ -105,13 +106,13 @@ def _container(group: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
 
 
 Change = tuple[str, Recipe, int]
-"""In words, the recipe and the ranks."""
+"""A change in words, the changed recipe, and the number of ranks."""
 
 
 def _fitting(
     model: ModelShape, recipe: Recipe, backend: BackendName, ranks: int, free: int, gpu: bool
 ) -> Iterator[str]:
-    """The least change of each kind that fits."""
+    """The smallest change of each kind with which the run fits, in words."""
     recomputed = replace(recipe, train=replace(recipe.train, recompute="layer"))
     may_recompute = recipe.train.recompute == "none"
     kinds: list[Iterator[Change]] = []  # of changes that need less memory, each from small to large
@@ -169,8 +170,9 @@ def _size(count: int) -> str:
 
 @dataclass(frozen=True)
 class DiskSpace:
-    """Bytes that one checkpoint takes, `each` with its optimizer; bytes that are `free`; and how many `more` of them
-    there will be at a time: `train.keep` and the one that is being written, less those that are there."""
+    """`each` is the bytes of a checkpoint with its optimizer, `free` the bytes free on the disk, and `more` the number
+    of further checkpoints that will be there at a time: `train.keep`, plus the one being written, less those that exist
+    already."""
 
     each: int
     free: int
@@ -182,14 +184,14 @@ class DiskSpace:
 
 
 def checkpoint_bytes(source: Reader) -> int:
-    """What a checkpoint of a run from `source` takes, its optimizer with it."""
+    """The bytes of a checkpoint, with optimizer, of a run that starts from `source`."""
     plan = with_optimizer(make_plan(source, "megatron", dtype=torch.bfloat16))
     return sum(spec.nbytes for spec in plan.targets.values())
 
 
 def disk_space(each: int, train: Train, out: Path) -> DiskSpace:
-    """The space in `out`, which need not be there, for a run whose checkpoints take `each` bytes. One that has ended
-    writes no more."""
+    """The disk space for a run in `out` (which may not exist yet) whose checkpoints take `each` bytes. A run that has
+    reached its last step needs no more."""
     there = run_folder.steps_of(out)
     ended = max(there, default=0) >= train.steps
     more = 0 if ended else train.keep + 1 - min(len(there), train.keep)
@@ -197,7 +199,7 @@ def disk_space(each: int, train: Train, out: Path) -> DiskSpace:
 
 
 def require_disk_space(each: int, train: Train, out: Path) -> DiskSpace:
-    """As `disk_space`. Raises DiskProblem where not even the next checkpoint fits."""
+    """As `disk_space`. Raises DiskProblem if not even one more checkpoint fits."""
     space = disk_space(each, train, out)
     if space.more and space.each > space.free:
         raise DiskProblem(

@@ -1,5 +1,5 @@
-"""Trackers of a run's metrics: TensorBoard, where that is installed, and Weights & Biases, where the recipe names a
-project. Both libraries are optional, and imported here alone."""
+"""Trackers of a run's metrics: TensorBoard if it is installed, Weights & Biases if the recipe names a project. Both
+libraries are optional, and imported only here."""
 
 import importlib.util
 import secrets
@@ -13,14 +13,14 @@ from precisionctl.recipe import Tracking
 
 
 class Tracker(Protocol):
-    """Takes the metrics of steps, by name, until it is closed."""
+    """A destination for the metrics of steps, by name, until it is closed."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 def require(settings: Tracking) -> None:
-    """Raise EnvironmentProblem where what the recipe asks for is not installed."""
+    """Raise EnvironmentProblem if a tracker that the recipe asks for is not installed."""
     if settings.wandb and importlib.util.find_spec("wandb") is None:
         raise EnvironmentProblem(
             f"tracking.wandb is {settings.wandb!r}, and wandb is not installed",
@@ -61,8 +61,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run of a project, whichever process continues it; its files are in `wandb/`. Steps that are made again
-    after a kill are there already, and W&B passes over them."""
+    """One W&B run of a project, also across processes that continue it; its files are in `wandb/`. W&B ignores steps
+    that are made again after a kill."""
 
     def __init__(self, folder: Path, settings: Tracking, config: Mapping[str, Any]) -> None:
         import wandb
@@ -79,7 +79,7 @@ class WeightsAndBiases:
             resume="allow",
             mode="offline" if settings.offline else None,  # else what WANDB_MODE says
             config=dict(config),
-            settings=wandb.Settings(console="off"),  # it would take every drawing of the panel for a line of the log
+            settings=wandb.Settings(console="off"),  # or it would log each redraw of the progress panel
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,1 +1,1 @@
-"""AdamW in FP32 and with the state of FP8-LM, and learning rates."""
+"""Optimizers (AdamW with FP32 state, and with FP8-LM's) and learning rate schedules."""

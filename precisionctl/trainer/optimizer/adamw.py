@@ -1,7 +1,7 @@
 """AdamW over FP32 master weights, and the learning rate of a step.
 
-The arithmetic is torch.optim.AdamW's own, on the masters; the model's parameters are their rounding.
-Gradients of micro-batches are summed in FP32, as Megatron does (accumulate_allreduce_grads_in_fp32).
+torch.optim.AdamW updates the master weights; the model's parameters are their rounding. Gradients of micro-batches are
+summed in FP32, as in Megatron (accumulate_allreduce_grads_in_fp32).
 """
 
 import math
@@ -24,36 +24,41 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class RunOptimizer(Protocol):
-    """The optimizer of a run: MasterAdamW, or `fp8_lm.Fp8LmAdamW`. `steps` is the number of updates made so far;
-    AdamW's bias correction counts them."""
+    """The optimizer of a run: MasterAdamW, or `fp8_lm.Fp8LmAdamW`."""
 
     @property
-    def steps(self) -> int: ...
+    def steps(self) -> int:
+        """The number of updates made so far, for AdamW's bias correction."""
+        ...
+
     @steps.setter
     def steps(self, steps: int) -> None: ...
     @property
-    def parameters(self) -> Mapping[str, nn.Parameter]: ...
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The model's parameters (this rank's shards), by Megatron name."""
+        ...
+
     @property
     def tensors(self) -> Mapping[Kind, Mapping[str, Tensor]]:
-        """What a checkpoint keeps, FP32, by kind and parameter."""
+        """The FP32 tensors that a checkpoint stores, by kind and parameter."""
 
     @property
     def extra_state(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps beside tensors, if anything."""
+        """Plain values that a checkpoint stores besides; empty if there are none."""
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """To be called before the tensors that were saved with it are loaded. Raises KeyError, TypeError, ValueError
-        for anything else."""
+        """Restore `extra_state`, before the tensors saved with it are loaded. Raises KeyError, TypeError or ValueError
+        for a state of another form."""
 
     def loading(self, kind: Kind) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """A context with FP32 tensors to be filled with those of a kind; stored at its end."""
+        """A context with FP32 tensors of a kind to fill in; they take effect at its end."""
         ...
 
     def publish(self) -> None:
-        """Make the model's parameters the rounding of the masters."""
+        """Set the model's parameters to the rounding of the master weights."""
 
     def collect(self) -> None:
-        """Add the gradients of a pass to those of the update."""
+        """Add the gradients of a backward pass to those of the update."""
 
     def reduce(self, world: World) -> None:
         """Sum the gradients over all ranks, after the last pass of an update."""
@@ -64,23 +69,23 @@ class RunOptimizer(Protocol):
         ...
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """The update's gradients, which the optimizer then drops."""
+        """The update's gradients, as `gradients`; the optimizer drops them."""
         ...
 
     def clip(self) -> Tensor:
-        """The global norm of the gradients, FP32 `[]`; they are then scaled down to `clip_norm` if it is above."""
+        """Scale the gradients down if their global norm is above `clip_norm`. Returns the norm before, FP32 `[]`."""
         ...
 
     def step(self, lr: float, skip: Tensor | None = None) -> None:
-        """Update the parameters, and drop the gradients; no update if `skip`, bool `[]`, is True."""
+        """Update the parameters and drop the gradients; if `skip`, bool `[]` on the device, is True, only drop them."""
 
     def notes(self, lr: float) -> Iterable[str]:
-        """What to tell before a run whose highest learning rate this is."""
+        """Notes for the user before a run whose highest learning rate is `lr`."""
         ...
 
 
 def _is_decayed(parameter: Tensor) -> bool:
-    """Biases and norm weights, all vectors, are not."""
+    """Whether a parameter has weight decay: biases and norm weights, all of one dimension, have none."""
     return parameter.dim() > 1
 
 
@@ -90,8 +95,9 @@ def weight_decay(parameter: Tensor, settings: Optimizer) -> float:
 
 
 class MasterAdamW:
-    """`masters`, `exp_avg` and `exp_avg_sq` are FP32 tensors by parameter name, of the parameters' shapes. A parameter
-    that is FP32 is its own master; so are those that FSDP2 shards, and then all of these are sharded as they are."""
+    """AdamW with FP32 state. `masters`, `exp_avg` and `exp_avg_sq` are FP32 tensors by parameter name, of the
+    parameters' shapes. A parameter that is FP32, as all that FSDP2 shards are, is its own master weight. State is
+    sharded like the parameters."""
 
     def __init__(self, module: nn.Module, settings: Optimizer, shards: ModelShards = UNSHARDED) -> None:
         self.parameters = dict(module.named_parameters())
@@ -150,12 +156,12 @@ class MasterAdamW:
                 torch._foreach_copy_([*rounded.values()], [self.masters[name] for name in rounded])
 
     def collect(self) -> None:
-        """Add the model's gradients to the masters', in FP32. In an update's first pass each is freed before the next
-        is widened, so that no more than one is in memory twice."""
+        """Add the model's gradients to the masters', in FP32. In an update's first pass each BF16 gradient is freed
+        before the next is converted, so that at most one is in memory twice."""
         sums, new = [], []
         for name, parameter in self.parameters.items():
             master = self.masters[name]
-            if parameter.grad is None or parameter is master:  # autograd has added it up
+            if parameter.grad is None or parameter is master:  # an FP32 parameter's is summed by autograd
                 continue
             if master.grad is None:
                 master.grad = parameter.grad.float()
@@ -190,7 +196,7 @@ class MasterAdamW:
     def step(self, lr: float, skip: Tensor | None = None) -> None:
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        # as GradScaler tells it: the fused kernel reads it on the device, and changes nothing
+        # GradScaler's way to skip a step: the fused kernel reads the flag on the device and changes nothing
         self._adamw.found_inf = None if skip is None else skip.float()  # type: ignore[attr-defined]
         self._adamw.step()
         self._adamw.zero_grad()
@@ -202,7 +208,7 @@ class MasterAdamW:
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:
-    """The rate of update `step` (the first is 1) in a run of `steps` updates."""
+    """The learning rate of update `step`, counted from 1, in a run of `steps` updates."""
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
     floor = schedule.min_ratio

@@ -1,8 +1,8 @@
-"""Gradients in FP8: a code for each number and a scale for each tensor, summed over ranks as codes.
+"""Gradients in FP8 with one scale for each tensor, all-reduced as codes.
 
-Peng et al., "FP8-LM: Training FP8 Large Language Models" (2023, arXiv 2310.18313), section 2.1. There NCCL adds up
-codes in FP8. Here an all-to-all sends each rank the codes of its shard of every tensor; it adds up their values in
-FP32, and an all-gather sends the codes of the sum to all: the same bytes between ranks, and no sum that overflows.
+Peng et al., "FP8-LM: Training FP8 Large Language Models" (2023, arXiv 2310.18313), section 2.1. There NCCL sums codes
+in FP8. Here an all-to-all sends each rank the codes of its part of every tensor, the rank sums their values in FP32,
+and an all-gather sends the codes of the sum to all: as many bytes between ranks, and sums cannot overflow.
 """
 
 import itertools
@@ -18,28 +18,29 @@ from precisionctl.trainer.parallel.world import World
 
 CODES = torch.float8_e4m3fn
 BUCKET = 1 << 24
-"""Elements that ranks exchange at a time; a larger tensor is exchanged alone."""
+"""Most elements that ranks exchange at a time; a larger tensor is exchanged alone."""
 
 SATURATED = 1e-5
-"""The share of codes that are the largest one beyond which mu is halved."""
+"""If more than this share of the codes sent are the largest code, mu is halved."""
 
 DOUBLED_IN = 1000
-"""Updates in which mu doubles while the share is below."""
+"""Otherwise mu grows so that it doubles in this many updates."""
 
 
 class Fp8Gradients:
-    """The gradients of an update, by parameter, as FP8 codes. What ranks exchange are codes of `mu` times their
-    gradients: the paper's auto-scaling factor."""
+    """The gradients of an update as FP8 codes, by parameter (`held`). Ranks exchange codes of `mu` times their
+    gradients; `mu` is the paper's auto-scaling factor."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        """`parameters` may have one; they have the same names and shapes in all ranks."""
+        """`parameters` are those that may have a gradient, with the same names and shapes on all ranks."""
         self.mu = 1.0
         self.held: dict[str, ScaledTensor] = {}
         self._parameters = parameters
         self._saturated: float | None = None
 
     def all_reduce(self, gradients: dict[str, Tensor], world: World) -> None:
-        """Hold the sum over all ranks of gradients in any dtype, each of which is removed from `gradients` in turn."""
+        """Hold the sum over all ranks of gradients of any dtype. They are removed from `gradients` one by one, to free
+        memory."""
         if world.count == 1:
             for name in [*gradients]:
                 values = gradients.pop(name).float()
@@ -83,7 +84,7 @@ class Fp8Gradients:
         return torch.stack(norms).norm() if norms else next(iter(self._parameters.values())).new_zeros(()).float()
 
     def scale_by(self, factor: Tensor) -> None:
-        """Multiply all of them by `[]`, which changes no code."""
+        """Multiply all gradients by a factor `[]`; only the scales change."""
         for held in self.held.values():
             held.scale_inv.mul_(factor)
 
@@ -91,11 +92,11 @@ class Fp8Gradients:
 def _all_reduce_codes(
     parts: Sequence[Tensor], largest: Tensor, world: World, mu: float
 ) -> tuple[list[ScaledTensor], Tensor]:
-    """The sums of tensors over ranks, `largest` `[tensors]` being their largest magnitudes in any. Also, of the codes
-    that this rank has sent, how many are the largest code, and how many there are: int64 `[2]`."""
+    """The sums of tensors over all ranks; `largest` `[tensors]` are their amaxes over all ranks. Also how many of the
+    codes that this rank has sent are the largest code, and how many it has sent: int64 `[2]`."""
     ends = list(itertools.accumulate(part.numel() for part in parts))
     places = [slice(end - part.numel(), end) for part, end in zip(parts, ends, strict=True)]
-    each = -(-ends[-1] // world.count)  # numbers that a rank adds up; the last one's are filled up with zeros
+    each = -(-ends[-1] // world.count)  # elements that a rank sums; the last rank's are padded with zeros
     here = [slice(*(min(max(at - world.rank * each, 0), each) for at in (place.start, place.stop))) for place in places]
 
     scales = mu * _scale(largest)
@@ -107,9 +108,8 @@ def _all_reduce_codes(
         total[place] *= scale.reciprocal()
 
     amaxes = [total[place].abs().amax() if place.start < place.stop else total.new_zeros(()) for place in here]
-    scales = _scale(
-        world.all_reduce_max(torch.stack(amaxes).nan_to_num(nan=torch.inf))
-    )  # of NaN ranks may find no largest
+    # NaN as infinity, as a maximum over ranks may ignore NaN
+    scales = _scale(world.all_reduce_max(torch.stack(amaxes).nan_to_num(nan=torch.inf)))
     mine = torch.zeros(each, dtype=torch.uint8, device=largest.device)
     for place, scale in zip(here, scales, strict=True):
         mine[place] = _encode(total[place], scale)
@@ -118,17 +118,17 @@ def _all_reduce_codes(
         ScaledTensor(summed[place].clone().view(CODES).view(part.shape), scale.reciprocal()[None])
         for part, place, scale in zip(parts, places, scales, strict=True)
     ]
-    at_most = (codes & 0x7F) == 0x7E  # whatever the sign
-    return held, torch.stack([at_most.sum(), torch.tensor(ends[-1], device=largest.device)])
+    is_largest = (codes & 0x7F) == 0x7E  # of either sign
+    return held, torch.stack([is_largest.sum(), torch.tensor(ends[-1], device=largest.device)])
 
 
 def _scale(largest: Tensor) -> Tensor:
-    """A power of two, as the authors' own program has it (MS-AMP), so that decoding is exact."""
+    """A scale that is a power of two, so that decoding is exact, as in the authors' program (MS-AMP)."""
     return current_scale(largest, CODES, power_of_2=True)
 
 
 def _encode(values: Tensor, scale: Tensor) -> Tensor:
-    """Codes as bytes. What is infinite must not become the largest code and pass for a number: it is NaN."""
+    """Codes as bytes. Infinity becomes NaN, as it would pass for a finite number as the largest code."""
     scaled = values.float() * scale
     limit = FP8_MAX[CODES]
     return scaled.masked_fill_(scaled.isinf(), torch.nan).clamp_(-limit, limit).to(CODES).view(torch.uint8)

@@ -1,8 +1,8 @@
-"""AdamW with the state of FP8-LM: gradients and first moment in FP8, second moment and master weights in FP16, each
-tensor with a scale; 6 bytes for a parameter where FP32 takes 16.
+"""AdamW with FP8-LM's state: gradients and first moment in FP8, second moment and master weights in FP16, each tensor
+with one scale. That is 6 bytes for each parameter, where FP32 takes 16.
 
 Peng et al., "FP8-LM: Training FP8 Large Language Models" (2023, arXiv 2310.18313), section 2.2. The arithmetic is that
-of Transformer Engine's FusedAdam: decoded, updated in FP32, encoded under the scale of its own largest magnitude.
+of Transformer Engine's FusedAdam: state is decoded, updated in FP32, and encoded under a scale from its new amax.
 """
 
 import math
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Moments:
-    """A parameter's master weights and moments. One that is FP32 is its own master."""
+    """The master weight and moments of a parameter. An FP32 parameter is its own master weight."""
 
     def __init__(self, parameter: nn.Parameter, settings: Optimizer) -> None:
         self._settings, self._decay = settings, weight_decay(parameter, settings)
@@ -39,7 +39,7 @@ class Moments:
         }
 
     def update(self, gradient: Tensor, lr: float, step: int) -> None:
-        """One of AdamW's, the `step`-th."""
+        """AdamW's update number `step`, counted from 1, with an FP32 gradient."""
         master, exp_avg, exp_avg_sq = (self.kinds[kind].read() for kind in KINDS)
         adam(master, exp_avg, exp_avg_sq, gradient, self._settings, lr=lr, decay=self._decay, step=step)
         for kind, values in zip(KINDS, (master, exp_avg, exp_avg_sq), strict=True):
@@ -57,12 +57,12 @@ def adam(
     decay: float,
     step: int,
 ) -> None:
-    """Update FP32 tensors in place, operation by operation as TE's kernel does (adam.cu, adam_update), but for products
-    and sums that a GPU fuses."""
+    """Update FP32 tensors in place, operation by operation as TE's kernel (adam.cu, adam_update), except that a GPU
+    fuses products and sums."""
     beta1, beta2 = _fp32(settings.beta1), _fp32(settings.beta2)
     exp_avg.mul_(beta1).add_(gradient * (1 - beta1))
     exp_avg_sq.mul_(beta2).add_((gradient * (1 - beta2)).mul_(gradient))
-    # in FP64, as PyTorch's own root of an FP32 number on a CPU is off by a bit in one of six
+    # In FP64: PyTorch's FP32 square root on a CPU is off by one bit for one number in six
     root = (exp_avg_sq / _fp32(1 - beta2**step)).double().sqrt_().float()
     update = (exp_avg / _fp32(1 - beta1**step)).div_(root.add_(settings.epsilon))
     master.sub_(update.add_(master * decay).mul_(lr))
@@ -76,28 +76,28 @@ class Fp8LmAdamW:
     """FP8-LM as the optimizer of a run (`adamw.RunOptimizer`)."""
 
     def __init__(self, module: nn.Module, settings: Optimizer, *, fused: bool = False) -> None:
-        """`fused` updates by Transformer Engine's FusedAdam, on a GPU."""
+        """With `fused`, on a GPU, updates are made by Transformer Engine's FusedAdam."""
         self.parameters = dict(module.named_parameters())
         self.steps = 0
         self._clip_norm = settings.clip_norm or math.inf
         self._gradients = Fp8Gradients({name: p for name, p in self.parameters.items() if p.requires_grad})
         self._moments: dict[str, Moments | FusedMoments] = {}
         for name, parameter in self.parameters.items():
-            # FusedAdam gives an FP32 parameter a master too, which it then does not use
+            # For an FP32 parameter FusedAdam would allocate a master weight that it does not use
             by_te = fused and parameter.requires_grad and parameter.dtype != torch.float32
             self._moments[name] = _fused_moments(parameter, settings) if by_te else Moments(parameter, settings)
         self._scales: Mapping[str, Mapping[str, float]] = {}
 
     @property
     def tensors(self) -> Mapping[Kind, Mapping[str, Tensor]]:
-        """What a checkpoint keeps, decoded, under Megatron's names for it."""
+        """The tensors that a checkpoint stores, decoded to FP32 when they are read."""
         return {
             kind: LazyTensors({name: each.kinds[kind].read for name, each in self._moments.items()}) for kind in KINDS
         }
 
     @property
     def extra_state(self) -> dict[str, Any]:
-        """The factor `mu`, and the FP32 scales under which the decoded tensors are the same codes again."""
+        """The factor `mu`, and the FP32 scales with which the decoded tensors can be encoded to the same codes."""
         scales = {
             kind: {name: float(each.kinds[kind].scale_inv) for name, each in self._moments.items()} for kind in KINDS
         }
@@ -126,8 +126,8 @@ class Fp8LmAdamW:
                     parameter.copy_(self._moments[name].kinds["param"].read())
 
     def collect(self) -> None:
-        """Nothing to do: those of an update's passes add up in BF16 where autograd leaves them, which takes less memory
-        than FP8 beside it, and loses less."""
+        """Nothing to do: autograd sums the gradients of an update's passes in BF16, which takes less memory, and loses
+        less, than an FP8 sum beside each pass's gradients."""
 
     def reduce(self, world: World) -> None:
         found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
@@ -141,19 +141,17 @@ class Fp8LmAdamW:
         return {name: held.read() for name, held in self._gradients.held.items()}
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """The update's gradients, which the optimizer then drops."""
         taken = self.gradients
         self._gradients.clear()
         return taken
 
     def clip(self) -> Tensor:
-        """The global norm of the gradients, FP32 `[]`; they are then scaled down to `clip_norm` if it is above."""
         norm = self._gradients.norm()
         self._gradients.scale_by((self._clip_norm / (norm.double() + 1e-6)).clamp(max=1.0))
         return norm
 
     def step(self, lr: float, skip: Tensor | None = None) -> None:
-        """Update the parameters, and drop the gradients. `skip` is waited for: FusedAdam cannot skip."""
+        """As RunOptimizer's, but it waits for `skip`, as FusedAdam cannot skip a step on the device."""
         if skip is not None and bool(skip):
             self._gradients.clear()
             return
@@ -176,6 +174,6 @@ class Fp8LmAdamW:
 
 
 def _fused_moments(parameter: nn.Parameter, settings: Optimizer) -> "FusedMoments":
-    from precisionctl.trainer.optimizer.fused_adam_te import FusedMoments  # which imports Transformer Engine
+    from precisionctl.trainer.optimizer.fused_adam_te import FusedMoments  # imports Transformer Engine
 
     return FusedMoments(parameter, settings)

@@ -1,4 +1,4 @@
-"""The state and the update of FP8-LM by Transformer Engine's FusedAdam. Imports Transformer Engine, as `te_modules`."""
+"""FP8-LM's state and update by Transformer Engine's FusedAdam. Importing this imports Transformer Engine."""
 
 import torch  # before Transformer Engine, which needs torch's libraries to be loaded
 from torch import Tensor, nn
@@ -10,8 +10,8 @@ from precisionctl.trainer.optimizer.scaled import ScaledTensor
 
 
 class FusedMoments:
-    """What `fp8_lm.Moments` is, of a BF16 parameter. It has a FusedAdam of its own: one for all would hold the state of
-    all in FP32 during an update."""
+    """`fp8_lm.Moments` for a BF16 parameter, with FusedAdam. Each parameter has its own FusedAdam: one for all would
+    hold the state of all parameters in FP32 during an update."""
 
     def __init__(self, parameter: nn.Parameter, settings: Optimizer) -> None:
         self._parameter = parameter
@@ -29,12 +29,12 @@ class FusedMoments:
         )
         self._adam.initialize_state(parameter, False)
         first = self._adam.state[parameter]["exp_avg"]
-        first._quantizer.set_usage(columnwise=False)  # or Hopper would keep it a second time, transposed, for a GEMM
+        first._quantizer.set_usage(columnwise=False)  # no transposed copy, which Hopper's GEMMs would need
         first.update_usage(rowwise_usage=True, columnwise_usage=False)
 
     @property
     def kinds(self) -> dict[Kind, ScaledTensor]:
-        """FusedAdam's own tensors."""
+        """Views of FusedAdam's tensors."""
         state, scales = self._adam.state[self._parameter], self._adam._scales[self._parameter]
         first = state["exp_avg"]
         return {
@@ -44,8 +44,8 @@ class FusedMoments:
         }
 
     def update(self, gradient: Tensor, lr: float, step: int) -> None:
-        """One of AdamW's, the `step`-th."""
-        self._adam.param_groups[0].update(lr=lr, step=step - 1)  # it counts on from there
+        """AdamW's update number `step`, counted from 1, with an FP32 gradient."""
+        self._adam.param_groups[0].update(lr=lr, step=step - 1)  # it adds one
         self._parameter.decoupled_grad = gradient  # type: ignore[attr-defined]  # FP32, beside a BF16 parameter
         self._adam.step()
         self._parameter.decoupled_grad = None  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Megatron's learning rate schedule, continued from what its checkpoint says.
+"""Megatron's learning rate schedule, continued from a checkpoint.
 
 The arithmetic is that of megatron/core/optimizer_param_scheduler.py (OptimizerParamScheduler.get_lr), which counts
-samples, not updates. What its state leaves out (the rate at which warm-up begins, how WSD decays) is in the arguments.
+samples, not updates. The initial rate of warm-up and WSD's decay are not in its state but in Megatron's arguments.
 """
 
 import math
@@ -18,8 +18,9 @@ _WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 
 @dataclass(frozen=True)
 class MegatronSchedule:
-    """Rates by samples; after update `step` there had been `num_steps` of them. WSD alone decays over its last
-    `wsd_decay_steps` samples, in `wsd_decay_style`."""
+    """Learning rates by number of samples, in the fields of Megatron's scheduler. `num_steps` is the number of samples
+    after update `step`. Only WSD has `wsd_decay_steps`, the samples at the end over which it decays in
+    `wsd_decay_style`. Raises DamagedCheckpoint for values that Megatron would not accept."""
 
     max_lr: float
     min_lr: float
@@ -33,7 +34,6 @@ class MegatronSchedule:
     wsd_decay_style: str = "exponential"
 
     def __post_init__(self) -> None:
-        """Raise DamagedCheckpoint for what Megatron would not accept either."""
         rates = all(isinstance(rate, int | float) for rate in (self.init_lr, self.min_lr, self.max_lr))
         counts = (self.lr_warmup_steps, self.lr_decay_steps, self.num_steps, self.step, self.wsd_decay_steps)
         sound = (
@@ -49,7 +49,7 @@ class MegatronSchedule:
             raise DamagedCheckpoint(f"its schedule is none of Megatron's: {asdict(self)}", do=_SKIP)
 
     def samples(self, step: int, batch_size: int) -> int:
-        """How many there have been after update `step`."""
+        """The number of samples after update `step`."""
         return self.num_steps + (step - self.step) * batch_size
 
     def rate(self, step: int, batch_size: int) -> float:
@@ -73,7 +73,7 @@ class MegatronSchedule:
 
     @property
     def words(self) -> str:
-        """`cosine, 3.00e-04 to 3.00e-05 over 1000 samples, after 512`."""
+        """For the user, e.g. `cosine, 3.00e-04 to 3.00e-05 over 1000 samples, after 512`."""
         return (
             f"{self.lr_decay_style}, {self.max_lr:.2e} to {self.min_lr:.2e} over {self.lr_decay_steps} samples, "
             f"after {self.num_steps}"
@@ -81,7 +81,7 @@ class MegatronSchedule:
 
 
 def _left(style: str, done: float) -> float:
-    """What is left of the way from the highest to the lowest rate."""
+    """The share, 1 to 0, that is left of the way from the highest to the lowest rate when the share `done` is over."""
     match style:
         case "linear":
             return 1.0 - done
@@ -99,13 +99,13 @@ _OLD = {
     "lr_decay_steps": "decay_steps",
     "lr_decay_style": "decay_style",
 }
-"""Names of before megatron-core (load_state_dict, which still takes them)."""
+"""The names before megatron-core, which Megatron's load_state_dict still reads."""
 
 
 def read_schedule(
     common: Mapping[str, Any], args: Mapping[str, Any], step: int, where: object
 ) -> MegatronSchedule | None:
-    """The schedule in a checkpoint's common data, whose run had made `step` updates; None where there is none.
+    """The schedule in a checkpoint's common data, from a run that had made `step` updates; None if there is none.
 
     Raises DamagedCheckpoint for one that is not Megatron's.
     """
@@ -113,11 +113,11 @@ def read_schedule(
     if state is None:
         return None
     with damage("its schedule is none of Megatron's", where, _SKIP):
-        said = {key: state[old] if (old := _OLD.get(key)) in state else state[key] for key in _KEYS}
+        fields = {key: state[old] if (old := _OLD.get(key)) in state else state[key] for key in _KEYS}
         iterations = args.get("lr_wsd_decay_iters")
         wsd = args.get("lr_wsd_decay_samples") if iterations is None else iterations * args["global_batch_size"]
         return MegatronSchedule(
-            **said,
+            **fields,
             init_lr=args.get("lr_warmup_init") or 0.0,
             step=step,
             wsd_decay_steps=wsd or 0,

@@ -1,4 +1,4 @@
-"""Numbers kept in 8 or 16 bits with one scale for each tensor, as Transformer Engine's FusedAdam keeps its state."""
+"""Tensors stored in 8 or 16 bits with one scale each, as Transformer Engine's FusedAdam stores its state."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,13 @@ from torch import Tensor
 from precisionctl.fp8.numerics import FP8_MAX, amax, code_values, encode
 
 _LARGEST = {torch.float8_e4m3fn: FP8_MAX[torch.float8_e4m3fn], torch.float16: torch.finfo(torch.float16).max / 2}
-"""What a tensor's largest magnitude becomes (fused_adam.py, dtype_to_range_map)."""
+"""By dtype, the code that a tensor's amax is scaled to (fused_adam.py, dtype_to_range_map)."""
 
 
 @dataclass(eq=False)
 class ScaledTensor:
-    """`codes` of any shape (E4M3 or FP16) that are decoded by `scale_inv`, FP32 `[1]`. FP32 codes are the values."""
+    """A tensor as `codes` of any shape (E4M3 or FP16) and `scale_inv`, FP32 `[1]`; FP32 codes are the values
+    themselves."""
 
     codes: Tensor
     scale_inv: Tensor
@@ -25,15 +26,17 @@ class ScaledTensor:
         return cls(codes, torch.ones(1, device=like.device))
 
     def read(self) -> Tensor:
-        """The values, FP32, in memory of their own."""
-        worth = code_values(self.codes) if self.codes.dtype == torch.float8_e4m3fn else self.codes.float()
-        return worth * self.scale_inv
+        """The values, as a new FP32 tensor."""
+        numbers = code_values(self.codes) if self.codes.dtype == torch.float8_e4m3fn else self.codes.float()
+        return numbers * self.scale_inv
 
     def write(self, values: Tensor, scale_inv: float | None = None) -> None:
-        """Store FP32 values, under `scale_inv` if that is exact for all of them, as it is if they were read from codes
-        under it; else under the scale that FusedAdam gives them (fused_adam.py, _apply_scale): of the largest
-        magnitude over the largest code. Where that has no finite reciprocal it is 1, and the tensor as good as zero:
-        FusedAdam would make NaN of it."""
+        """Store FP32 values.
+
+        `scale_inv` is used if it represents all of them exactly, as it does if they were read with it. Otherwise the
+        scale is FusedAdam's (fused_adam.py, _apply_scale), amax / largest code; or 1 if the reciprocal of that is not
+        finite. Such a tensor is close to zero, and FusedAdam would make it NaN.
+        """
         if self.codes.dtype == torch.float32:
             self.codes.copy_(values)
             return
@@ -47,23 +50,23 @@ class ScaledTensor:
         scale = inverse.reciprocal()
         usable = scale.isfinite() & (scale > 0)
         scale, inverse = torch.where(usable, scale, 1.0), torch.where(usable, inverse, 1.0)
-        # the kernel that casts to FP8 keeps the reciprocal of the scale, which may be another number than `inverse`
+        # The kernel that casts to FP8 stores the reciprocal of the scale, which may differ from `inverse` by rounding
         self.set(values, scale, scale.reciprocal() if self.codes.dtype == torch.float8_e4m3fn else inverse)
 
     def count_unmoved_by(self, change: float) -> Tensor:
-        """How many FP16 values are so large that a change by this much is rounded away, int64 `[]`."""
+        """The number of FP16 values so large that adding `change` is rounded away, int64 `[]`."""
         exponent = torch.frexp(self.codes.float()).exponent
-        half_a_step = torch.exp2((exponent - 12).float()) * self.scale_inv  # of 11 bits, the first being worth 2^(e-1)
+        half_a_step = torch.exp2((exponent - 12).float()) * self.scale_inv  # 11 bits, the first of which is 2^(e-1)
         return ((half_a_step > change) & (self.codes != 0)).sum()
 
     def zero_underflow(self) -> None:
-        """Set to zero the tensor that FusedAdam has made NaN of, as it was too small for a scale (`write`)."""
+        """Set the tensor to zero if FusedAdam has made it NaN because it was too small for a scale (see `write`)."""
         lost = self.scale_inv.reciprocal().isinf()
         self.codes.view(torch.uint8).masked_fill_(lost, 0)
         self.scale_inv.masked_fill_(lost, 1.0)
 
     def set(self, values: Tensor, scale: Tensor, scale_inv: Tensor) -> None:
-        """Encode values by `scale`, to be decoded by `scale_inv`."""
+        """Encode FP32 values with `scale`, and store `scale_inv` to decode them with."""
         if self.codes.dtype == torch.float16:
             self.codes.copy_(values * scale)
         else:

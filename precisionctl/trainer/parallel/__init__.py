@@ -1,1 +1,1 @@
-"""The processes that train together, and what each has of the model."""
+"""Parallel training: the processes that train together, their shards of the model, and their collectives."""

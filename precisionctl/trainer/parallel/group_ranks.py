@@ -1,9 +1,9 @@
 """The collectives of tensor and expert parallelism within a layer, forward and backward.
 
-Tensor-parallel ranks each have a shard of a layer's GEMMs, as Megatron cuts them (Shoeybi et al., 2019, section 3; with
-sequence parallelism, Korthikanti et al., 2022, section 4.2.2): between those GEMMs all ranks have the same tokens or,
-with `sequence`, each its share of them. Expert-parallel ranks each have some of a layer's experts, and rows of data of
-their own.
+Each tensor-parallel rank has a shard of a layer's GEMMs, cut as by Megatron (Shoeybi et al., 2019, section 3; with
+sequence parallelism, Korthikanti et al., 2022, section 4.2.2). Between those GEMMs all ranks have the same tokens or,
+with `sequence`, each has a part of them. Each expert-parallel rank has some of a layer's experts, and its own rows of
+data.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class _Collective(torch.autograd.Function):
-    """`forward_op` of the values, and `backward_op` of their gradient."""
+    """A collective with another one as its backward: `forward_op` of the values, `backward_op` of their gradient."""
 
     @staticmethod
     def forward(
@@ -44,20 +44,22 @@ def _identity(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _GroupRanks:
+    """This process as rank `rank` of a `group` of `size` ranks; without a group it is alone."""
+
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Without a gradient."""
+        """The sum over the ranks, without gradient."""
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
-        """Without a gradient."""
+        """The maximum over the ranks, without gradient."""
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """All ranks' values, one after the other along dimension 0; without a gradient."""
+        """All ranks' values concatenated along dimension 0, without gradient."""
         if self.size == 1:
             return values
         out = values.new_empty(len(values) * self.size, *values.shape[1:])
@@ -74,11 +76,12 @@ class _GroupRanks:
 
 @dataclass(frozen=True)
 class TensorRanks(_GroupRanks):
-    """Dimension 0 of all values is tokens; `sequence` shards them, so their number must be a multiple of `size`.
+    """The tensor-parallel ranks. Dimension 0 of all values is tokens; with `sequence` these are distributed over the
+    ranks, so their number must be a multiple of `size`.
 
-    A region in which each rank computes with its shard of the weights begins with `enter` and ends with `leave`: the
-    sum of all ranks' results. Gradients inside it are partial sums. `gather` and `copy` together begin a region in two
-    steps, between which all ranks compute the same, with whole gradients.
+    A region in which each rank computes with its shard of the weights begins with `enter` and ends with `leave`, which
+    sums all ranks' results. Gradients inside a region are partial sums. `gather` and `copy` together do what `enter`
+    does, in two steps: between them all ranks compute the same, and gradients are complete.
     """
 
     sequence: bool = False
@@ -90,28 +93,30 @@ class TensorRanks(_GroupRanks):
         return cls(ranks.size(), ranks.get_local_rank(), ranks.get_group(), sequence and ranks.size() > 1)
 
     def enter(self, values: Tensor) -> Tensor:
-        """All tokens; gradients are summed over ranks: an all-gather with a reduce-scatter behind it, or a copy."""
+        """Begin a region: returns all tokens; in the backward gradients are summed over the ranks. An all-gather whose
+        backward is a reduce-scatter or, without `sequence`, `copy`."""
         return _with_backward(values, self.all_gather, self._reduce_scatter) if self.sequence else self.copy(values)
 
     def leave(self, partial: Tensor) -> Tensor:
-        """The sum of all ranks' partial results, of this rank's tokens: a reduce-scatter, or an all-reduce."""
+        """End a region: returns the sum of all ranks' partial results for this rank's tokens. A reduce-scatter or,
+        without `sequence`, an all-reduce."""
         return _with_backward(partial, self._reduce_scatter, self.all_gather) if self.sequence else self.reduce(partial)
 
     def reduce(self, partial: Tensor) -> Tensor:
-        """The sum of all ranks' partial results, of all tokens: an all-reduce."""
+        """The sum of all ranks' partial results for all tokens: an all-reduce."""
         return partial if self.size == 1 else _with_backward(partial, self.all_reduce_sum, _identity)
 
     def gather(self, values: Tensor) -> Tensor:
-        """All tokens, with which all ranks compute the same, so that their gradients are the same: an all-gather."""
+        """All tokens, for a computation that is the same on all ranks, and so are its gradients: an all-gather."""
         return _with_backward(values, self.all_gather, self.local_tokens) if self.sequence else values
 
     def copy(self, values: Tensor) -> Tensor:
-        """What all ranks have alike, for each to compute something else with: the identity, whose gradients are
-        all-reduced."""
+        """The identity, whose gradients are all-reduced: for values that are the same on all ranks, before each
+        computes with its own shard."""
         return values if self.size == 1 else _with_backward(values, _identity, self.all_reduce_sum)
 
     def local_tokens(self, values: Tensor) -> Tensor:
-        """This rank's tokens of all."""
+        """This rank's part of all tokens."""
         return values.chunk(self.size)[self.rank] if self.sequence else values
 
     def _reduce_scatter(self, values: Tensor) -> Tensor:
@@ -121,7 +126,7 @@ class TensorRanks(_GroupRanks):
 
 
 NO_TENSOR_PARALLELISM = TensorRanks()
-"""One rank, which has all of each layer."""
+"""A single rank, which has all of each layer."""
 
 # PyTorch 2.13 has new names for these two, and warns of the old ones
 _all_gather_tensor: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -130,8 +135,8 @@ _reduce_scatter_tensor: Any = getattr(dist, "reduce_scatter_single", None) or di
 
 @dataclass(frozen=True)
 class ExpertRanks(_GroupRanks):
-    """Rank i of `size` has the i-th part of each layer's experts, by number. `replicas` are all ranks with the same
-    experts."""
+    """The expert-parallel ranks: rank i of `size` has the i-th part of each layer's experts, by number. `replicas` is
+    the group of all ranks with the same experts."""
 
     replicas: dist.ProcessGroup | None = None
 
@@ -140,17 +145,16 @@ class ExpertRanks(_GroupRanks):
         """The ranks of the mesh's dimension `expert`, the last but one."""
         ranks = mesh["expert"]
         here, parts = ranks.get_local_rank(), mesh.mesh.movedim(-2, 0).flatten(1)  # `[expert, ranks]`
-        replicas = [dist.new_group(those) for those in parts.tolist()]  # every rank makes all of them
+        replicas = [dist.new_group(those) for those in parts.tolist()]  # every rank must create every group
         return cls(ranks.size(), here, ranks.get_group(), replicas[here])
 
     def local_experts(self, experts: int) -> range:
-        """The numbers of this rank's, of so many."""
+        """The numbers of this rank's experts, of `experts` in all."""
         each = experts // self.size
         return range(self.rank * each, (self.rank + 1) * each)
 
     def token_dispatch(self, counts: Sequence[int], device: torch.device) -> "TokenDispatch":
-        """How tokens that are sorted by expert, `counts[0]` of expert 0 first and so on, get to their experts'
-        ranks."""
+        """How to send tokens to their experts' ranks. They are sorted by expert, with `counts[e]` for expert e."""
         if self.size == 1:
             return TokenDispatch(tuple(counts))
         mine = torch.tensor(counts, device=device).view(self.size, -1)
@@ -164,9 +168,12 @@ class ExpertRanks(_GroupRanks):
 
 @dataclass(frozen=True)
 class TokenDispatch:
-    """`counts` are the tokens of each of this rank's experts. They come from each rank in turn, sorted by expert, and
-    `order` sorts all of them; None where all experts are on this rank. Rank r is `sent[r]` tokens, and `received[r]`
-    come from it."""
+    """The exchange of tokens between expert-parallel ranks.
+
+    `counts` has the number of tokens for each of this rank's experts. Rank r is sent `sent[r]` tokens, and
+    `received[r]` come from it. Those arrive rank by rank, each rank's sorted by expert; the permutation `order` sorts
+    all of them by expert. It is None if all experts are on this rank.
+    """
 
     counts: tuple[int, ...] = ()
     order: Tensor | None = None
@@ -175,13 +182,14 @@ class TokenDispatch:
     group: dist.ProcessGroup | None = None
 
     def dispatch(self, values: Tensor) -> Tensor:
-        """Values of tokens `[tokens, ...]`, sorted by expert, to the ranks of their experts: an all-to-all."""
+        """Send values of tokens `[tokens, ...]`, sorted by expert, to their experts' ranks: an all-to-all. Returns
+        those for this rank's experts, sorted by expert."""
         return (
             values if self.order is None else _with_backward(values, self._to_experts, self._from_experts)[self.order]
         )
 
     def combine(self, values: Tensor) -> Tensor:
-        """The inverse: the experts' outputs back to the ranks of their tokens."""
+        """The inverse: send the experts' outputs back to the ranks of their tokens."""
         if self.order is None:
             return values
         return _with_backward(values[self.order.argsort()], self._from_experts, self._to_experts)

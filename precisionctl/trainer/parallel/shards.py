@@ -1,7 +1,6 @@
-"""Shards: what a rank has of each parameter of a model under tensor and expert parallelism, and whether a model can be
-sharded so.
+"""A rank's shard of each parameter under tensor and expert parallelism, and whether a model can be sharded so.
 
-The rows of the family's table say how a tensor is cut (`param.Parallel`), here as in every Megatron checkpoint.
+How a tensor is cut is in the rows of the family's table (`param.Parallel`), as for every Megatron checkpoint.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,27 +23,28 @@ from precisionctl.recipe import ParallelSettings
 from precisionctl.trainer.parallel.world import ALONE, World, local
 
 _REPLICATED_IN_REGIONS = ("q_layernorm", "k_layernorm", "router")
-"""Modules that all tensor ranks have whole, inside of a region: their gradients there are partial sums."""
+"""Modules that every tensor rank has whole, but inside a region, so that their gradients are partial sums."""
 
 _WITH_ALL_TOKENS = ("linear_q_down_proj", "linear_kv_down_proj", "linear_q_up_proj", "linear_kv_up_proj")
-"""Modules of MLA that see all tokens whatever `sequence` says, so that norms in them have whole gradients."""
+"""Modules of MLA that see all tokens even with `sequence`, so that gradients of norms in them are complete."""
 
 
 class ModelShards:
-    """`tensors`, by Megatron name, of all parameters of a model that the ranks of `world` share."""
+    """This rank's shards of all parameters of a model that is distributed over the ranks of `world`: `tensors`, by
+    Megatron name."""
 
     def __init__(self, tensors: Mapping[str, TensorShard], world: World = ALONE) -> None:
         self.tensors, self.world = tensors, world
 
     @classmethod
     def of(cls, model: ModelShape, dtype: torch.dtype, world: World) -> "ModelShards":
-        """What this rank has of a model whose parameters are of `dtype`."""
+        """This rank's shards of a model with parameters of `dtype`."""
         mine = world.experts.local_experts(model.moe.num_experts) if model.moe else range(0)
         shards = {}
         for row in architecture_of(model.architecture).spelled({}, model):
             if not row.present.in_layout("megatron", model):
                 continue
-            untrained = "{mtp}" in row.megatron  # nothing computes with it, and all ranks have all of it
+            untrained = "{mtp}" in row.megatron  # not computed with, and whole on all ranks
             spec = TensorSpec(row.shape(model), dtype, REPLICATED if untrained else row.parallel)
             replicated = spec.parallel == REPLICATED
             boxes = [whole(spec)] if replicated else shard_boxes(spec, world.tensor.size)[world.tensor.rank]
@@ -55,11 +55,12 @@ class ModelShards:
 
     @cached_property
     def saved(self) -> Mapping[str, TensorShard]:
-        """What this rank saves: all but what tensor ranks have alike, which the first of those saves."""
+        """The shards that this rank saves: what all tensor ranks have is saved only by the first."""
         return {name: each if self.is_own(name) else replace(each, boxes=[]) for name, each in self.tensors.items()}
 
     def is_own(self, name: str) -> bool:
-        """Whether no other tensor rank has the same of a parameter, or this is the first of those."""
+        """Whether this rank stands for its part of a parameter: the tensor ranks have different shards of it, or it is
+        the first of them."""
         return self.world.tensor.rank == 0 or self._is_sharded(name)
 
     def _is_sharded(self, name: str) -> bool:
@@ -67,8 +68,8 @@ class ModelShards:
         return self.tensors[name].spec.parallel != REPLICATED
 
     def contributes_to_sum(self, module: str, role: Role, scattered: bool = False) -> bool:
-        """Whether this rank's statistics of a module's role are to be added to those of other ranks: of what several
-        ranks have alike, only the first one's are. Of a `scattered` output each tensor rank has tokens of its own."""
+        """Whether this rank's statistics of a module's role are added to those of other ranks. Of a tensor that several
+        ranks have, only the first rank's are. With `scattered`, each tensor rank has other tokens of the output."""
         tensor, data = self.world.tensor, self.world.data_rank
         if role == "weight" and data >= (self.world.experts.size if ".experts." in module else 1):
             return False
@@ -82,8 +83,8 @@ class ModelShards:
         return role in different.get(shard.spec.parallel.kind, ())
 
     def all_reduce_partial(self, masters: Mapping[str, Tensor]) -> None:
-        """Sum over tensor ranks the gradients of parameters that all of them have whole, and of whose gradients each
-        has a partial sum."""
+        """All-reduce over the tensor ranks, in place, the gradients of parameters that every rank has whole but whose
+        gradients are partial sums."""
         ranks, partial = self.world.tensor, []
         for name, master in masters.items():
             modules = name.split(".")
@@ -103,11 +104,12 @@ class ModelShards:
             gradient.copy_(summed.view_as(gradient))
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The norm of all gradients together, FP32 `[]`: what several ranks have alike counts once."""
+        """The norm of all gradients together, FP32 `[]`. What several ranks have is counted once."""
         tensor, experts = self.world.tensor, self.world.experts
         if tensor.size == experts.size == 1:
             return _norm(gradients.values())
-        squares = torch.zeros((2, 2), device=next(iter(gradients.values())).device)  # [of dealt-out experts, sharded]
+        # Indexed by whether parameters are of distributed experts, and whether tensor ranks have different shards
+        squares = torch.zeros((2, 2), device=next(iter(gradients.values())).device)
         for of_experts in (False, True):
             for sharded in (False, True):
                 those = [
@@ -122,7 +124,7 @@ class ModelShards:
 
 
 UNSHARDED = ModelShards({})
-"""What one process has: all of each parameter."""
+"""Of one process, which has all of each parameter."""
 
 
 def _norm(gradients: Iterable[Tensor]) -> Tensor:
@@ -131,7 +133,7 @@ def _norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def check(model: ModelShape, sizes: ParallelSettings) -> None:
-    """Raise RecipeError for a model that so many tensor and expert ranks cannot share."""
+    """Raise RecipeError for a model that cannot be divided evenly over these tensor and expert ranks."""
     moe = model.moe
     shared = {
         "attention heads": model.num_attention_heads,

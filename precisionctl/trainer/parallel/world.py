@@ -1,12 +1,12 @@
-"""World: the processes that train together under torchrun, and what each has of the model.
+"""World: the processes that train together under torchrun, and their collectives.
 
-Data parallelism is PyTorch's FSDP2: each parameter is sharded by its rows, the whole layer is there only while it
-computes, and gradients are summed in FP32. A sharded parameter is FP32, and so its own master weight; what layers
-compute with is its rounding, the very values that one process has. Tensor parallelism is below that: modules are made
-with a rank's shard of each parameter (`group_ranks`), and that is what FSDP2 shards again.
+Data parallelism is PyTorch's FSDP2: each parameter is sharded by rows, a layer is gathered only while it computes, and
+gradients are reduced in FP32. A sharded parameter is FP32 and so its own master weight; layers compute with its
+rounding, which is the same as in one process. Under tensor parallelism modules are created with a rank's shard of each
+parameter (`group_ranks`), which FSDP2 shards again.
 
-A few words (who is ready, who failed) go through the key-value store of `ranks`, tensors through a process group: those
-on GPUs by NCCL, those on the CPU by gloo, so that what hosts tell each other waits for no GPU.
+Short messages (who is ready, who failed) go through the key-value store of `ranks`. Tensors go through a process group:
+those on GPUs by NCCL, those on the CPU by gloo, so that exchanges between hosts do not wait for GPUs.
 """
 
 import os
@@ -31,17 +31,17 @@ from precisionctl.trainer.parallel.group_ranks import NO_TENSOR_PARALLELISM, Exp
 Module = TypeVar("Module", bound=nn.Module)
 
 _SPEAKING = 2.0
-"""Seconds for the one rank that reports an error: torchrun stops all others when the first one ends."""
+"""Seconds that the rank which reports an error has for it: torchrun stops all ranks as soon as one has ended."""
 
 
 class World:
-    """`mesh` is `[replicate, shard, tensor]`: the model is sharded over `shard * tensor` ranks, and there are
-    `replicate` such copies. `tensor` ranks share rows of data; all others have rows of their own. None is one process,
-    which has all of the model and waits for nobody. With `whole` FSDP2 shards nothing, and the optimizer sums gradients
-    itself.
+    """All ranks of a training run, seen from this one.
 
-    `expert_mesh`, under expert parallelism, is `[replicate, shard, expert, tensor]`: the same ranks, of which `shard`
-    are those with the same experts.
+    `mesh` is `[replicate, shard, tensor]`: the model is sharded over `shard * tensor` ranks, and there are `replicate`
+    such copies. Ranks along `tensor` have the same rows of data, all others their own. Without a mesh there is one
+    process, in which all collectives do nothing. With `whole` FSDP2 does not shard, and the optimizer reduces gradients
+    itself. `expert_mesh`, under expert parallelism, is `[replicate, shard, expert, tensor]` of the same ranks; those
+    along its `shard` have the same experts.
     """
 
     def __init__(
@@ -62,23 +62,24 @@ class World:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether FSDP2 shards parameters, which are then whole only while their layer computes."""
+        """Whether FSDP2 shards parameters, so that they are gathered only while their layer computes."""
         return self._mesh is not None and not self._whole
 
     @property
     def writes(self) -> bool:
-        """Whether this rank saves its part of the model: the ranks of the first copy do."""
+        """Whether this rank saves its part of the model, as the ranks of the first copy do."""
         return self._mesh is None or self._mesh.get_local_rank("replicate") == 0
 
     def sharded_experts(self, module: Module, dtype: torch.dtype) -> Module:
-        """As `sharded`, of experts under expert parallelism: only some of the ranks have them."""
+        """As `sharded`, for experts under expert parallelism, which only some of the ranks have."""
         return module if self._expert_mesh is None else self._fully_shard(module, dtype, self._expert_mesh)
 
     def sharded(self, module: Module, dtype: torch.dtype) -> Module:
-        """The module, of whose parameters this rank keeps its rows from now on, in FP32; it computes in `dtype`.
+        """Shard a module's parameters by FSDP2, if this World does, and return the module. Its parameters become FP32;
+        it computes in `dtype`.
 
-        Modules in it that are sharded already are left as they are. So is what is frozen and FP32 (the bias of a
-        router): it is small, and computes in FP32.
+        Submodules that are already sharded are left alone, and so are frozen FP32 parameters (a router's bias), which
+        are small and computed with in FP32.
         """
         return self._fully_shard(module, dtype, self._mesh) if self.shards_parameters and self._mesh else module
 
@@ -88,34 +89,35 @@ class World:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         sharded = fully_shard(module, mesh=mesh["replicate", "shard"], mp_policy=policy, ignored_params=kept)
         sharded.set_gradient_divide_factor(1.0)  # losses are divided by the targets of all ranks
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
         return module
 
     def reshard(self, module: nn.Module) -> None:
-        """Free what FSDP2 has gathered, after passes without a backward, which would have done so."""
+        """Free the parameters that FSDP2 has gathered, after passes without a backward, which would free them."""
         if isinstance(module, FSDPModule):
             module.reshard()
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Over all ranks, of values of the same shape."""
+        """The sum over all ranks of values of the same shape."""
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
-        """Over all ranks, of values of the same shape."""
+        """The maximum over all ranks of values of the same shape."""
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def sum_over_data_ranks(self, values: Tensor) -> Tensor:
-        """Over all rows of data, of values of the same shape: what tensor ranks have alike counts once."""
+        """The sum over ranks with different rows of data, of values of the same shape: of tensor ranks, which have the
+        same value, only the first is counted."""
         return self.all_reduce_sum(values if self.tensor.rank == 0 else torch.zeros_like(values))
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        """`[ranks, n]`, a part for each rank; returns what they all had for this one."""
+        """Send row r of `parts` `[ranks, n]` to rank r; returns what all ranks sent to this one, `[ranks, n]`."""
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts)
         return received
 
     def all_gather(self, part: Tensor) -> Tensor:
-        """`[n]` of each rank, as `[ranks, n]`."""
+        """The parts `[n]` of all ranks, as `[ranks, n]`."""
         parts = part.new_empty(self.count, len(part))
         dist.all_gather(list(parts), part)
         return parts
@@ -128,7 +130,7 @@ class World:
         return values
 
     def barrier(self) -> None:
-        """Wait until all ranks are here. Raises OutputError where one failed."""
+        """Wait until all ranks have got here. Raises OutputError if one failed."""
         self._barriers += 1
         name = f"met {self._barriers}"
         if self.first:
@@ -149,8 +151,8 @@ def local(values: Tensor) -> Tensor:
 
 @contextmanager
 def together() -> Iterator[Ranks]:
-    """The ranks that torchrun or Slurm describe. Where one fails all end, and one of them raises the reason: the others
-    raise SystemExit."""
+    """The ranks that torchrun or Slurm describe. If one fails all end; one rank raises the reason, the others raise
+    SystemExit."""
     ranks = from_environment()
     try:
         with ranks.together():
@@ -164,8 +166,8 @@ def together() -> Iterator[Ranks]:
         if not speaks:
             time.sleep(_SPEAKING)
             raise SystemExit(1) from None
-        if ranks.first:  # the store ends with it: wait until all have asked who speaks, but not for one that is dead
-            until = time.monotonic() + _SPEAKING / 2  # the others leave after all of it
+        if ranks.first:  # the store dies with this process: wait until all have asked who speaks, unless one is dead
+            until = time.monotonic() + _SPEAKING / 2  # before the others leave
             with suppress(Exception):
                 while ranks.store.add("speaks", 0) < ranks.count and time.monotonic() < until:
                     time.sleep(0.02)
@@ -179,7 +181,7 @@ def together() -> Iterator[Ranks]:
 
 @contextmanager
 def world(ranks: Ranks, recipe: Recipe) -> Iterator[World]:
-    """The World of a run of this recipe. Raises RecipeError where so many ranks cannot share its work."""
+    """The World of a run of this recipe. Raises RecipeError as `check`."""
     check(ranks.count, recipe)
     if ranks.count == 1:
         yield World()
@@ -202,7 +204,7 @@ def world(ranks: Ranks, recipe: Recipe) -> Iterator[World]:
 
 
 def _meshes(device: str, count: int, sizes: ParallelSettings) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Tensor ranks are neighbours, as they exchange most; then expert ranks."""
+    """The meshes of a World. Tensor ranks are neighbours, as they communicate most; then expert ranks."""
     shard = count // (sizes.replicate * sizes.tensor)
     mesh = init_device_mesh(
         device, (sizes.replicate, shard, sizes.tensor), mesh_dim_names=("replicate", "shard", "tensor")
@@ -214,12 +216,12 @@ def _meshes(device: str, count: int, sizes: ParallelSettings) -> tuple[DeviceMes
 
 
 def shards_parameters(count: int, recipe: Recipe) -> bool:
-    """Whether FSDP2 shards the parameters of a run of so many ranks. FP8-LM's optimizer has whole ones."""
+    """Whether FSDP2 shards the parameters of a run on `count` ranks. FP8-LM's optimizer needs whole ones."""
     return count > 1 and recipe.optimizer.preset != "fp8-lm"
 
 
 def check(count: int, recipe: Recipe) -> None:
-    """Raise RecipeError for a recipe that does not fit so many ranks."""
+    """Raise RecipeError for a recipe that does not fit `count` ranks."""
     sizes = recipe.parallel
     if count % (sizes.replicate * sizes.tensor):
         of = f" of {sizes.tensor} tensor-parallel ranks" if sizes.tensor > 1 else ""
@@ -231,7 +233,7 @@ def check(count: int, recipe: Recipe) -> None:
     if shard % sizes.expert:
         raise RecipeError(
             f"parallel.expert = {sizes.expert} does not divide the {shard} ranks that share a copy of the model",
-            do="Ranks of experts are taken from those with rows of their own: of all, divided by tensor and replicate.",
+            do="Choose a divisor of that number, which is all ranks divided by parallel.tensor and parallel.replicate.",
         )
     if recipe.train.batch_size % rows:
         raise RecipeError(

@@ -1,1 +1,1 @@
-"""A run as checkpoints on the disk, and what it takes from one."""
+"""The checkpoints of a run: saving, loading, and the run's folder."""

@@ -1,5 +1,5 @@
-"""What a run loads from a checkpoint: its weights always; optimizer, schedule, position in the data, random number
-generators and FP8 state unless they are skipped. By parameter, whichever way Megatron stored them.
+"""Load a checkpoint into a run: always the weights; optimizer, schedule, position in the data, random generator states
+and FP8 state unless they are skipped. The optimizer is loaded by parameter, whichever way Megatron stored it.
 
 `saving.py` is the inverse.
 """
@@ -32,31 +32,32 @@ from precisionctl.trainer.saved.run_folder import Saved, read_saved
 Load = Literal["full", "weights"]
 StatePart = Literal["optimizer", "schedule", "data", "rng", "fp8"]
 _OF_THE_RUN: tuple[StatePart, ...] = ("optimizer", "schedule", "data", "rng")
-"""What `--load weights` skips: FP8 state is of the weights, not of the run."""
+"""What `--load weights` skips. FP8 state is not among it, as it belongs to the weights."""
 
 COLLECTED = "collected in BF16 training"
-"""The producer of a state that a BF16 run recorded."""
+"""The `producer` of state that a BF16 run recorded."""
 
 RNG = "precisionctl_rng/shard_0_1"
-"""Not Megatron's `rng_state`, which holds what no run of ours draws from."""
+"""Key of our random generator states. Megatron's `rng_state` has generators that our runs do not use."""
 
 OPTIMIZER = "precisionctl_optimizer/shard_0_1"
-"""What an optimizer keeps beside Megatron's tensors."""
+"""Key of the optimizer's state that Megatron has no tensors for."""
 
 _WITHOUT = "Use --skip optimizer, or --load weights."
 
 
 def what_to_load(source: Reader, load: Load | None, skip: Collection[StatePart]) -> tuple[Load, frozenset[StatePart]]:
-    """Full or weights (where nothing is said, full if there is an optimizer), and what is skipped."""
+    """`full` or `weights` (if not given, `full` if there is an optimizer), and the parts that are skipped."""
     load = load or ("full" if "optimizer" in skip or has_optimizer(source) else "weights")
     return load, frozenset(skip) | frozenset(_OF_THE_RUN if load == "weights" else ())
 
 
 def schedule_of(source: Reader, skipped: Collection[StatePart], overrides: Sequence[str]) -> MegatronSchedule | None:
-    """The schedule that continues: that of a checkpoint of Megatron's, or of a run of ours that continued such a one.
+    """The checkpoint's schedule of learning rates, if the run continues it: Megatron's, or that of a run of ours which
+    continued Megatron's.
 
-    None is the recipe's: where the command line sets a key of it, and of a run of ours that had its recipe's. Raises
-    DamagedCheckpoint.
+    None means the recipe's schedule: if it is skipped, if the command line sets learning rates, and for a run of ours
+    that had its recipe's. Raises DamagedCheckpoint for a schedule that makes no sense.
     """
     if "schedule" in skipped or sets_rates(overrides) or not of_megatron(source):
         return None
@@ -66,17 +67,15 @@ def schedule_of(source: Reader, skipped: Collection[StatePart], overrides: Seque
 
 
 def sets_rates(overrides: Sequence[str]) -> bool:
-    """Whether the command line says what the learning rates are to be."""
+    """Whether the command line sets learning rates."""
     return any(override.strip().startswith(("optimizer.lr", "schedule.")) for override in overrides)
 
 
 def first_step(source: Reader, skipped: Collection[StatePart], steps: int) -> int:
-    """How many of its `steps` a new run has behind it. Raises CheckpointError where there is no optimizer to take, and
-    RecipeError where no step is left."""
+    """The step that a new run starts after: the checkpoint's, or 0 if the schedule is skipped. Raises CheckpointError
+    if the optimizer is wanted and there is none, RecipeError if no step of `steps` is left."""
     if "optimizer" not in skipped and not has_optimizer(source):
-        raise CheckpointError(
-            "no optimizer state that can be read", where=source.path, do="Use --skip optimizer, or --load weights."
-        )
+        raise CheckpointError("no optimizer state that can be read", where=source.path, do=_WITHOUT)
     first = 0 if "schedule" in skipped else source.iteration or 0
     if first >= steps:
         raise RecipeError(
@@ -87,10 +86,10 @@ def first_step(source: Reader, skipped: Collection[StatePart], steps: int) -> in
 
 
 def load_run(run: Run, source: Reader, skipped: Collection[StatePart]) -> None:
-    """Load into a new run what is not skipped. Everything is checked before anything is loaded.
+    """Load the parts that are not skipped into a new run. Everything is checked before anything is loaded.
 
-    Raises CheckpointError where there is no such part, MissingTensor and UnmappedTensor where an optimizer is not the
-    model's, and RecipeError where no step is left.
+    Raises CheckpointError for a part that is not there, MissingTensor and UnmappedTensor for an optimizer that does not
+    fit the model, RecipeError if no step is left.
     """
     run.step = first_step(source, skipped, run.recipe.train.steps)
     if "optimizer" not in skipped and has_optimizer(source):
@@ -106,7 +105,7 @@ def load_run(run: Run, source: Reader, skipped: Collection[StatePart]) -> None:
 
 
 def loading_notes(run: Run, source: Reader, skipped: Collection[StatePart], overrides: Sequence[str]) -> Iterator[str]:
-    """What was loaded from a checkpoint that no run of ours wrote, and what was skipped of any."""
+    """Notes for the user: what was taken from another program's checkpoint, and what is left behind."""
     if not of_megatron(source):
         return
     foreign = _saved(source) is None
@@ -121,7 +120,7 @@ def loading_notes(run: Run, source: Reader, skipped: Collection[StatePart], over
         why = "as --set says" if sets_rates(overrides) else "as the checkpoint has no schedule"
         yield f"learning rates: the recipe's, {why}, from step {source.iteration or 0} on"
     if "data" not in skipped and foreign:
-        yield "data: from their first row, as another program took its own"
+        yield "data: from the first row, as the checkpoint is another program's, with its own order of data"
     with suppress(DamagedCheckpoint):
         if "optimizer" in skipped and source.optimizer_specs:
             yield "the checkpoint's optimizer state is left behind"
@@ -132,7 +131,7 @@ def _saved(source: Reader) -> Saved | None:
 
 
 def load_weights(source: Reader, run: Run) -> None:
-    """Fill the master weights, in FP32 from whatever dtype, and round them into the model."""
+    """Load the master weights, converted to FP32 from any dtype, and set the model's weights to their rounding."""
     plan = make_plan(source, "megatron", dtype=torch.float32)
     with run.optimizer.loading("param") as masters:
         convert(plan, source, LiveModel(run.model.model, masters, shards=run.model.shards.tensors))
@@ -140,19 +139,19 @@ def load_weights(source: Reader, run: Run) -> None:
 
 
 def has_optimizer(source: Reader) -> TypeGuard[MegatronReader]:
-    """Whether there is an optimizer whose state is known by parameter. Raises DamagedCheckpoint."""
+    """Whether there is an optimizer whose state can be read by parameter. Raises as `optimizer_specs`."""
     return of_megatron(source) and any(name.startswith(f"{STATE}exp_avg.") for name in optimizer_specs(source))
 
 
 def optimizer_specs(source: MegatronReader) -> Mapping[str, TensorSpec]:
-    """The optimizer's tensors. Raises DamagedCheckpoint where they are not those of the model."""
+    """The optimizer's tensors. Raises DamagedCheckpoint where they do not fit the model."""
     with _how_to_continue():
         return source.optimizer_specs
 
 
 @contextmanager
 def _how_to_continue() -> Iterator[None]:
-    """Replaces the advice of an error, which is a conversion's, by one for a run."""
+    """Replace the advice of a DamagedCheckpoint, which is for conversions, by advice for a run."""
     try:
         yield
     except DamagedCheckpoint as error:
@@ -160,27 +159,28 @@ def _how_to_continue() -> Iterator[None]:
 
 
 def plan_optimizer(source: MegatronReader, run: Run) -> Plan:
-    """How masters and moments come from a checkpoint.
+    """The plan for loading FP32 master weights and moments.
 
-    A parameter that is FP32 may be its own master, and one that is not trained have neither. Raises MissingTensor or
-    UnmappedTensor, with a table, where the optimizer is not that of the model.
+    A parameter stored in FP32 may lack a master weight, as it is its own, and a frozen parameter may lack all. Raises
+    MissingTensor or UnmappedTensor, with a table, if the optimizer does not fit the model.
     """
     found, parameters = optimizer_specs(source), run.optimizer.parameters
     frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
     wanted = {f"{STATE}{kind}.{name}": (kind, name) for kind in KINDS for name in run.model.shards.tensors}
-    spared = {
+    optional = {
         key
         for key, (kind, name) in wanted.items()
         if name in frozen or (kind == "param" and source.specs[name].dtype == torch.float32)
     }
-    missing = [key for key in wanted if key not in found and key not in spared]
+    missing = [key for key in wanted if key not in found and key not in optional]
     checks.check_names(missing, [key for key in found if key not in wanted], _WITHOUT, source.path)
     plan = make_plan(source, "megatron", optimizer=True)
     return replace(plan, jobs=tuple(job for job in plan.jobs if job.name in found))
 
 
 def load_optimizer(source: MegatronReader, run: Run) -> None:
-    """Fill masters and moments, and the number of updates; masters that are not there stay as they are."""
+    """Load master weights, moments and the number of updates. Master weights that are not there stay as `load_weights`
+    left them. Raises as `plan_optimizer`, and DamagedCheckpoint for flat buckets that do not fit the weights."""
     plan = plan_optimizer(source, run)
     if isinstance(source, TorchDistReader) and source.in_buckets and run.world.first:
         with _how_to_continue():
@@ -188,7 +188,7 @@ def load_optimizer(source: MegatronReader, run: Run) -> None:
     if isinstance(source, TorchDistReader) and OPTIMIZER in source.objects:
         with damage("what no optimizer of ours keeps", source.path, _WITHOUT):
             run.optimizer.load_extra_state(source.read_object(OPTIMIZER))
-    for kind in KINDS:  # one after another: an optimizer with fewer bits then has one kind at a time in FP32
+    for kind in KINDS:  # one after the other, so that an optimizer with fewer bits has only one kind in FP32 at a time
         jobs = tuple(job for job in plan.jobs if job.name.startswith(f"{STATE}{kind}."))
         with run.optimizer.loading(kind) as tensors:
             named = {f"{STATE}{kind}.{name}": tensor for name, tensor in tensors.items()}
@@ -200,7 +200,7 @@ def load_optimizer(source: MegatronReader, run: Run) -> None:
 
 
 def updates(source: MegatronReader) -> int:
-    """Adam's count of updates, where Megatron's optimizers keep it."""
+    """Adam's count of updates, from where Megatron's optimizers keep it. Raises CheckpointError if it is not there."""
     with damage("an optimizer that is not Megatron's", source.path, _WITHOUT):
         inner, group = _settings(source)
         step = inner.get("state", {}).get("common_step", group.get("step", source.iteration))
@@ -210,7 +210,8 @@ def updates(source: MegatronReader) -> int:
 
 
 def _settings(source: MegatronReader) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What an optimizer (the first of several) says beside its tensors, and its group of parameters that decay."""
+    """The state dict of an optimizer (the first of several) without tensors, and its group of parameters with weight
+    decay."""
     found = next(iter(optimizer_settings(source)), {})
     inner = found.get("optimizer", found)
     groups = inner.get("param_groups") or [{}]
@@ -218,7 +219,7 @@ def _settings(source: MegatronReader) -> tuple[Mapping[str, Any], Mapping[str, A
 
 
 def other_settings(source: MegatronReader, settings: Optimizer) -> str:
-    """Where the optimizer of a checkpoint has other numbers than the recipe, in words; empty where they agree."""
+    """In words, which hyperparameters of the checkpoint's optimizer differ from the recipe's; empty if none does."""
     with damage("an optimizer that is not Megatron's", source.path, _WITHOUT):
         group = _settings(source)[1]
         beta1, beta2 = group.get("betas", (None, None))
@@ -238,10 +239,10 @@ def other_settings(source: MegatronReader, settings: Optimizer) -> str:
 
 
 def load_rng(source: TorchDistReader) -> None:
-    """Restore the generators, if a run of ours saved them."""
+    """Restore the random generators, if a run of ours saved their states. Raises DamagedCheckpoint."""
     if RNG in source.objects:
         state = source.read_object(RNG)
-        with damage("states of generators that are none", source.path):
+        with damage("invalid states of random generators", source.path):
             torch.set_rng_state(state["torch_rng_state"])
             if torch.cuda.is_available():
                 torch.cuda.set_rng_state(state["cuda_rng_state"])

@@ -1,8 +1,8 @@
-"""The folder of a run: which run is there, its newest iteration, which iterations are kept, and a rollback.
+"""The folder of a run: which run it is, its newest iteration, which iterations are kept, and a rollback.
 
-Each checkpoint is one iteration of a Megatron `torch_dist` directory. `precisionctl/run.json` in it says the step, the
-position in the data, and which run this is; only what has one is ever removed. `rollback.json` says that the guard has
-taken the run back.
+Each checkpoint is one iteration of a Megatron `torch_dist` directory. `precisionctl/run.json` in it has the step, the
+position in the data, and the identity of the run; only iterations with this file are ever removed. `rollback.json`
+records that the guard has taken the run back.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule
 from precisionctl.untrusted.safe_files import has_file, read_file
 
 RUN_FILE = Path("precisionctl/run.json")
-_PARTIAL = ".partial"  # what Output builds
+_PARTIAL = ".partial"  # the suffix of a directory that Output is building
 _REMOVED = ".removed"
 _KEYS_NOT_IN_IDENTITY = (
     "parallel.replicate",
@@ -49,14 +49,15 @@ _KEYS_NOT_IN_IDENTITY = (
     *(f"guard.{key.name}" for key in fields(GuardSettings)),
     *(f"tracking.{key.name}" for key in fields(Tracking)),
 )
-"""Recipe keys that change no number of a run; `data.path` and `data.blend` are covered by what is in the files.
-A guard, and the bound on skipped steps, change none until they act, and then a user must be able to change them."""
+"""Recipe keys that are not part of a run's identity, as they change no number of it. Instead of `data.path` and
+`data.blend` the contents of the files are. A guard and the bound on skipped steps change nothing until they act, and
+then the user must be able to change them."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What `run.json` says. `identity` is everything that makes a run this one, by name; `guard` the state of its
-    guard, if it has one; `schedule` the one of Megatron that it continues, if it does; `skips` its SkippedSteps."""
+    """The contents of `run.json`. `identity` is as from `identity`; `guard` is `Guard.saved_state`, if the run has one;
+    `schedule` are the fields of the MegatronSchedule that it continues, if it does; `skips` those of SkippedSteps."""
 
     step: int
     position: int
@@ -67,19 +68,20 @@ class Saved:
 
 
 def identity(source: Reader, data: str, recipe: Recipe, **start: object) -> dict[str, Any]:
-    """The source by its files' sizes and times and by its model, the data by their tokens, the recipe key by key,
-    and how it starts."""
+    """Everything that determines a run's numbers, by name: the source (its files' sizes and times, its model), the
+    fingerprint of the `data`'s tokens, the recipe key by key, and how it starts. Another value means another run."""
     state = [source.path / sidecar.RELATIVE] if source.path else []
     files = [file for file in (*source.files, *state) if file.is_file()]
     stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     keys = {key: value for key, value in _flat(asdict(recipe)).items() if key not in _KEYS_NOT_IN_IDENTITY}
     keys |= _flat({"model": asdict(source.model)})
     if recipe.schedule.kind == "constant" and not recipe.precision.schedule:
-        del keys["train.steps"]  # no rate and no precision depends on it: such a run may be made longer
+        del keys["train.steps"]  # no learning rate and no precision depends on it, so such a run may be extended
     return {"source": hashlib.sha256(json.dumps(stats).encode()).hexdigest(), "data": data, **start, **keys}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with keys joined by dots."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -87,7 +89,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_place(out: Path, checkpoint: Path) -> None:
-    """Raise OutputError for a run's folder that its checkpoint is in, or that is a file."""
+    """Raise OutputError if a run's folder contains the checkpoint that it starts from, or is a file."""
     if out.exists() and not out.is_dir():
         raise OutputError("--out is a folder, and a file is there", where=out, do="Choose another --out.")
     if out.resolve() in (checkpoint.resolve(), *checkpoint.resolve().parents):
@@ -99,9 +101,10 @@ def check_place(out: Path, checkpoint: Path) -> None:
 
 
 def newest(out: Path) -> TorchDistReader | None:
-    """The newest iteration of a run's folder. A kill may have come before the tracker was written.
+    """The newest iteration in a run's folder, or None. It is found by name, as a kill may have come before the tracker
+    was written.
 
-    Raises OutputError where there are checkpoints that no run of ours wrote.
+    Raises OutputError if there are checkpoints that no run of ours wrote.
     """
     steps = _iterations(out, "")
     others = [path for path in (*steps.values(), *_iterations(out, _PARTIAL).values()) if not _is_ours(path)]
@@ -114,36 +117,37 @@ def newest(out: Path) -> TorchDistReader | None:
 
 
 def steps_of(out: Path) -> list[int]:
-    """The steps of the iterations in a folder; none where there is no folder."""
+    """The steps of the iterations in a folder; empty if there is no folder."""
     return [*_iterations(out, "")]
 
 
 def _iterations(out: Path, suffix: str) -> dict[int, Path]:
-    """What is in a run's folder under the names of iterations, with a suffix, by step."""
+    """The directories in a run's folder named `iter_<step><suffix>`, by step."""
     paths = out.iterdir() if out.is_dir() else ()
     matches = ((re.fullmatch(rf"iter_(\d{{7,}}){re.escape(suffix)}", path.name), path) for path in paths)
     return {int(match[1]): path for match, path in matches if match}
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a run of ours wrote this; a kill may have left an iteration with no file in it yet."""
+    """Whether a run of ours wrote this iteration. One that was killed early may have left a directory without files."""
     begun = path.name.endswith(_PARTIAL) and not any(file.is_file() for file in path.rglob("*"))
     return begun or (path / RUN_FILE).is_file()
 
 
 def read_saved(reader: TorchDistReader) -> Saved | None:
-    """None where another program wrote the checkpoint. Raises DamagedCheckpoint."""
+    """The `run.json` of a checkpoint; None if another program wrote the checkpoint. Raises DamagedCheckpoint for one
+    that is not what a run writes."""
     file = reader.path / RUN_FILE
     if not has_file(file, reader.path):
         return None
     try:
         saved = Saved(**json.loads(read_file(file, reader.path)))
-        saved = replace(saved, guard=saved.guard and numbers(saved.guard))  # its gaps
+        saved = replace(saved, guard=saved.guard and numbers(saved.guard))  # a gap that is NaN is null in JSON
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"not what a run writes: {error}", where=file) from None
     if not (type(saved.step) is type(saved.position) is int and isinstance(saved.identity, dict)):
         raise DamagedCheckpoint("not what a run writes: a value of the wrong type", where=file)
-    if saved.guard is not None and not _is_kept(saved.guard):
+    if saved.guard is not None and not _is_guard_state(saved.guard):
         raise DamagedCheckpoint("not what a run writes: what its guard keeps is of the wrong type", where=file)
     if saved.schedule is not None:
         with damage("not what a run writes: its schedule", file):
@@ -159,15 +163,16 @@ def read_saved(reader: TorchDistReader) -> Saved | None:
 
 
 def recipe_of_run(reader: Reader) -> Recipe | None:
-    """What the run of ours that wrote a checkpoint computes in, and how it keeps its optimizer: those sections of its
-    recipe. None where another program wrote it. Raises DamagedCheckpoint and RecipeError."""
+    """A recipe with the precision and optimizer sections of the run of ours that wrote a checkpoint; None if another
+    program wrote it. Raises DamagedCheckpoint and RecipeError for a `run.json` that makes no sense."""
     if not isinstance(reader, TorchDistReader) or (saved := read_saved(reader)) is None:
         return None
     keys = {key: value for key, value in saved.identity.items() if key.startswith(("precision.", "optimizer."))}
     return recipe_of(keys, reader.path / RUN_FILE)
 
 
-def _is_kept(guard: object) -> bool:
+def _is_guard_state(guard: object) -> bool:
+    """Whether a value from a file has the types of `Guard.saved_state`."""
     match guard:
         case {"gaps": list(gaps), "bf16_until": int(), **more} if more.keys() <= {"recent", "switched"}:
             recent, switched = more.get("recent", []), more.get("switched", 0)
@@ -180,7 +185,7 @@ def _is_kept(guard: object) -> bool:
 
 
 def check_same(saved: Saved, wanted: Mapping[str, Any], out: Path) -> None:
-    """Raise OutputError, naming what differs, where `out` holds another run."""
+    """Raise OutputError, naming what differs, if the run in `out` has another identity than `wanted`."""
     found, plain = (json.loads(to_json(each)) for each in (saved.identity, wanted))
     differing = sorted(key for key in {**found, **plain} if found.get(key) != plain.get(key))
     if differing:
@@ -192,14 +197,14 @@ def check_same(saved: Saved, wanted: Mapping[str, Any], out: Path) -> None:
 
 
 def sign(partial: Path, saved: Saved) -> None:
-    """Write `run.json` before anything else: only what has one may be pruned."""
+    """Write `run.json` into a new iteration, before anything else, as only iterations with it may be pruned."""
     (partial / RUN_FILE).parent.mkdir()
     (partial / RUN_FILE).write_text(to_json(asdict(saved), indent=1))
 
 
 def prune(out: Path, step: int, keep: int) -> None:
-    """Remove iterations before `step` beyond `keep`, and what kills left of others. They are renamed first: half an
-    iteration must not look complete."""
+    """Remove iterations older than `step` except the newest `keep - 1`, and what kills left of unfinished ones. They
+    are renamed first, so that a half-removed iteration does not look complete."""
     older = {number: path for number, path in _iterations(out, "").items() if number < step and _is_ours(path)}
     for number in sorted(older, reverse=True)[keep - 1 :]:
         older[number].rename(older[number].with_name(older[number].name + _REMOVED))
@@ -213,10 +218,12 @@ ROLLBACK_FILE = "rollback.json"
 
 @dataclass(frozen=True)
 class Rollback:
-    """At `step` the loss (None: not finite) was above `before`, the mean before the switch to FP8 after step
-    `switched`, by more than `bound`, so the run went back to step `back_to`. Written to the run's folder, this is what
-    holds the run in BF16 from then on. Its steps since `back_to` are no longer in `metrics.jsonl`, as they are made
-    again."""
+    """At `step` the loss (None: not finite) was above `before` by more than the share `bound`, so the run went back to
+    step `back_to`. `before` is the mean loss before the switch to FP8, which was after step `switched`.
+
+    It is kept in the run's folder and holds the run in BF16 from then on. Steps after `back_to` are removed from
+    `metrics.jsonl`, as they are made again.
+    """
 
     step: int
     loss: float | None
@@ -232,6 +239,7 @@ class Rollback:
 
     @property
     def words(self) -> str:
+        """It in a sentence for the user."""
         loss = "is not a number" if self.loss is None else f"{self.loss:.4f} is {self.jump:.1%} above {self.before:.4f}"
         return (
             f"guard: at step {self.step} the loss {loss}, the bound after the switch to FP8 at step "
@@ -240,12 +248,12 @@ class Rollback:
 
 
 def write_rollback(folder: Path, rollback: Rollback) -> None:
-    """Written atomically."""
+    """Write `rollback.json` atomically."""
     replace_file(folder / ROLLBACK_FILE, json.dumps(asdict(rollback), indent=1))
 
 
 def read_rollback(folder: Path) -> Rollback | None:
-    """None where there was none. Raises DamagedCheckpoint."""
+    """The rollback of a run; None if there was none. Raises DamagedCheckpoint for a file that makes no sense."""
     file = folder / ROLLBACK_FILE
     if not file.is_file():
         return None

@@ -1,8 +1,8 @@
-"""Runs as checkpoints: model, optimizer, FP8 state, random number generators and companions as an iteration of a
-Megatron `torch_dist` directory, written atomically.
+"""Save a run as an iteration of a Megatron `torch_dist` directory, atomically: model, optimizer, FP8 state, random
+generator states and companion files.
 
-A save begins, writes and ends. Beginning and ending are few small files, and barriers of all ranks; a thread of each
-rank writes. With `train.async_save` it writes a copy, and the run goes on meanwhile.
+A save begins, writes and ends. Beginning and ending write a few small files and have barriers for all ranks; tensors
+are written by a thread on each rank. With `train.async_save` that thread writes a copy while the run goes on.
 """
 
 from collections.abc import Mapping
@@ -38,20 +38,21 @@ from precisionctl.trainer.saved.loading import COLLECTED, OPTIMIZER, RNG
 from precisionctl.trainer.saved.run_folder import Saved, prune, sign
 
 PRODUCER = "precisionctl"
+"""The `producer` of state that an FP8 run recorded."""
 
 _WRITTEN, _WRITING, _FAILED = range(3)
-"""Stages of a save on one rank; the largest of all ranks' counts."""
+"""Stages of a save on one rank. The stage on all ranks is the largest of theirs."""
 
 _POLL_SECONDS = 0.05
 
 
 class Saver:
-    """Saves a run in `out`, an iteration at a time. `identity` says which run it is, `companions` travel with it, and
-    so does the FP8 state in `sidecar_state` beside the run's own. `encodings` are those of the source's weights: a
-    weight that training leaves as it is can be stored as the same codes again.
+    """Saves a run as iterations in the folder `out`. `identity` says which run it is (`run_folder.identity`). The
+    `companions`, and the FP8 state in `sidecar_state` that the run does not use, are saved with it. `encodings` are
+    those of the source's weights, from which a weight that training did not change can become the same codes again.
 
-    The bytes are the same for any number of ranks, and whether the run waits or goes on. What is under an iteration's
-    name is complete. Raises DiskProblem.
+    The bytes are the same for any number of ranks, with `async_save` or without. An iteration under its final name is
+    complete. Raises DiskProblem.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class Saver:
         self._companions, self._sidecar_state, self._encodings = companions, sidecar_state, encodings
         self._pending: PendingSave | None = None
         self.newest: int | None = None
-        """The step of the last checkpoint that is complete."""
+        """The step of the last complete checkpoint of this Saver; None if there is none yet."""
 
     def save(self) -> None:
-        """Save the run as it stands, then drop iterations beyond `train.keep`; or begin to. A pending save is waited
-        for: there is never more than one copy."""
+        """Save the run and remove iterations beyond `train.keep`; with `async_save`, begin to. Waits for a pending
+        save first, so that there is never more than one copy in memory."""
         self.finish()
         iteration = self._begin()
         in_background, live = self._run.recipe.train.async_save, _live_model(self._run)
@@ -81,33 +82,33 @@ class Saver:
             self.finish()
 
     def poll(self) -> None:
-        """End the pending save if all ranks have written it. Raises what one of them has met."""
+        """End the pending save if all ranks have written it. Raises the error of a rank that failed."""
         if self._pending is None:
             return
         pending, world = self._pending, self._run.world
         slowest = int(world.all_reduce_max(torch.tensor(pending.stage)))
         if slowest == _FAILED:
             pending.raise_error()
-            world.barrier()  # where another rank says what it was
+            world.barrier()  # raises, as the rank that failed does not get here
         if slowest == _WRITTEN:
             self._pending = None
             self._end(pending.iteration)
 
     def finish(self) -> None:
-        """Wait for the pending save, and end it. Raises what a rank has met. Ranks keep polling meanwhile, so that one
-        which is killed is noticed as it is in an update."""
+        """Wait for the pending save, and end it. Raises the error of a rank that failed. Ranks keep polling meanwhile:
+        the collective in `poll` notices a rank that was killed."""
         while self._pending:
             self.poll()
             if self._pending:
                 self._pending.thread.join(_POLL_SECONDS)
 
     def _begin(self) -> "_Iteration":
-        """Make files of their final sizes, with holes for the tensors, in a partial directory."""
+        """Create the files in a partial directory, in their final sizes, with holes for the tensors."""
         run = self._run
         output = Output(self._out / directory_name(run.step))
         stored = dict(run.model.shards.tensors)
         for name, parameter in run.optimizer.parameters.items():
-            if not isinstance(parameter, DTensor):  # those are FP32 in memory, and stored in the model's dtype
+            if not isinstance(parameter, DTensor):  # FSDP's are FP32 in memory, but stored in the model's dtype
                 stored[name] = replace(stored[name], spec=replace(stored[name].spec, dtype=parameter.dtype))
         plan = with_optimizer(make_plan(LiveModel(run.model.model, {}, shards=stored), "megatron"))
         writer = TorchDistWriter(
@@ -143,8 +144,8 @@ class Saver:
 
 @dataclass(frozen=True)
 class _Iteration:
-    """What a checkpoint is to be, as the run was when the save began: of FP8 state, what its modules compute with, what
-    the run has `collected` in BF16, and what it only carries."""
+    """A checkpoint to be written, of the run as it was when the save began. It has three kinds of FP8 state: what its
+    modules compute with (`fp8`), what a BF16 run has `collected`, and what is only `carried` along."""
 
     step: int
     plan: Plan
@@ -155,7 +156,7 @@ class _Iteration:
     carried: Fp8States | None
 
     def of_its_weights(self, states: Fp8States | None) -> Fp8States | None:
-        """State that is the run's own, bound to the weights that are written."""
+        """The run's own state with the digest of the weights that are written."""
         if states is None:
             return None
         model = replace(self.plan, jobs=tuple(job for job in self.plan.jobs if not job.name.startswith(STATE)))
@@ -163,7 +164,7 @@ class _Iteration:
 
 
 class PendingSave:
-    """A save whose tensors a thread is writing; None where this rank writes none."""
+    """A save whose tensors are being written by a thread. `tensors` is None on a rank that writes none."""
 
     def __init__(self, iteration: _Iteration, tensors: LiveModel | Snapshot | None) -> None:
         self.iteration = iteration
@@ -173,18 +174,18 @@ class PendingSave:
 
     @property
     def stage(self) -> int:
-        """How far it is on this rank."""
+        """The stage of the save on this rank."""
         if self.thread.is_alive():
             return _WRITING
         return _FAILED if self._error else _WRITTEN
 
     def raise_error(self) -> None:
-        """Raise what the thread has met, if anything."""
+        """Raise the thread's error, if any."""
         if self._error:
             raise self._error
 
     def _write(self, tensors: LiveModel | Snapshot | None) -> None:
-        """Write this rank's rows, and wait until they are on the disk."""
+        """Write this rank's rows and sync them."""
         if tensors is None:
             return
         try:
@@ -199,7 +200,7 @@ class PendingSave:
 
 
 def with_optimizer(plan: Plan) -> Plan:
-    """The plan of a model, and of the optimizer's tensors of each kind behind it."""
+    """A model's plan with, for each kind, a job and an FP32 target for every parameter's optimizer tensor added."""
     jobs, targets = [*plan.jobs], dict(plan.targets)
     for kind in KINDS:
         for job in plan.jobs:
@@ -210,7 +211,7 @@ def with_optimizer(plan: Plan) -> Plan:
 
 
 def _live_model(run: Run) -> LiveModel:
-    """What this rank saves: parameters and what the optimizer keeps, by Megatron's names."""
+    """The tensors that this rank saves: parameters and the optimizer's, by Megatron's names."""
     kinds: dict[str, Mapping[str, Tensor]] = {"": run.optimizer.parameters}
     kinds |= {f"{STATE}{kind}.": tensors for kind, tensors in run.optimizer.tensors.items()}
     shards = {prefix + name: shard for prefix in kinds for name, shard in run.model.shards.saved.items()}
@@ -224,8 +225,8 @@ def _live_model(run: Run) -> LiveModel:
 
 
 def _fp8_states(run: Run, carried: Fp8States | None) -> tuple[Fp8States | None, Fp8States | None]:
-    """The state of modules that compute in FP8, during steps in BF16 as their recorder has it; and what a BF16 run
-    collects, which has grown out of what was `carried`."""
+    """The state of the modules that compute in FP8 (from the recorder while the run computes in BF16), and the state
+    that a BF16 run has collected, which continues what was `carried`."""
     recipe, recorded = run.recipe.precision.delayed, run.recorder.states() if run.recorder else {}
     live = {
         name: state
@@ -242,8 +243,8 @@ def _fp8_states(run: Run, carried: Fp8States | None) -> tuple[Fp8States | None, 
 
 
 def _megatron_state(run: Run) -> CarriedRun:
-    """Optimizer and schedule as Megatron spells them (optimizer.py, optimizer_param_scheduler.py: state_dict), and
-    under keys of our own the random number generators and what the optimizer keeps beside tensors."""
+    """Optimizer and schedule in Megatron's form (optimizer.py, optimizer_param_scheduler.py: state_dict), and under our
+    own keys random generator states and the optimizer's extra state."""
     settings, schedule, train = run.recipe.optimizer, run.recipe.schedule, run.recipe.train
     group = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}
     rates: dict[str, object]

@@ -1,1 +1,1 @@
-"""Files of training data: one module for each kind, which recognises its own files. What none knows is text."""
+"""Formats of training data files: one module for each, which recognises its own files. All other files are text."""

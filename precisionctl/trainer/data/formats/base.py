@@ -1,4 +1,4 @@
-"""What a kind of file is: something that recognises its files and gives their records one by one."""
+"""Format: recognises files of one kind and reads their records one by one."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file. `records` reads on as it is asked to, and raises DataError, with the place, for what is
-    no such file; OSError passes through."""
+    """A file format. `records` reads lazily, and raises DataError, with the place, for a file that is not in the
+    format; OSError passes through."""
 
     recognises: Callable[[Path], bool]
     records: Callable[[Path], Iterator[Record]]
 
 
 def a_row(value: object, where: str) -> Record:
-    """A record of what a file holds. Raises DataError where that is no JSON object."""
+    """A record of a parsed value. Raises DataError if it is not a JSON object."""
     if not isinstance(value, dict):
         raise DataError(f"a row must be a JSON object, not {str(value)[:60]!r}", where=where)
     return Record(where, value)

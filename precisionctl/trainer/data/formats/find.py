@@ -1,4 +1,4 @@
-"""The records of whatever is at a path: a file, or a directory of them. A file that no format recognises is text."""
+"""The records of a file or a directory of files. A file that no format recognises is text."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +10,8 @@ from precisionctl.trainer.data.formats.base import Format, Record
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file, or all visible files below a directory in the order of their paths. Raises DataError for a path where
-    none is."""
+    """The file, or all visible files below a directory in the order of their paths. Raises DataError for a directory
+    without files, or with a Megatron data set."""
     if not path.is_dir():
         return [path]
     inside = (file for file in path.rglob("*") if file.is_file())
@@ -29,7 +29,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def records(files: list[Path]) -> Iterator[Record]:
-    """Record after record. Raises DataError for a file that cannot be read or is not what its name says."""
+    """All records of these files, lazily. Raises DataError for a file that cannot be read or is not in its format."""
     known: list[Format] = discover(formats, "FORMAT")
     for file in files:
         try:
@@ -40,7 +40,7 @@ def records(files: list[Path]) -> Iterator[Record]:
 
 
 def text_records(path: Path) -> Iterator[Record]:
-    """A UTF-8 file of any other kind is one document. Raises DataError for one that is not UTF-8."""
+    """A UTF-8 file as one document. Raises DataError for one that is not UTF-8."""
     try:
         yield Record(str(path), {"text": path.read_text(encoding="utf-8-sig")})
     except UnicodeDecodeError as error:

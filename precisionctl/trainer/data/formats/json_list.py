@@ -17,7 +17,7 @@ def _recognises(path: Path) -> bool:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    """One object after another: the list need not fit into memory."""
+    """The objects of the list, one by one, as it may not fit into memory."""
     number, text = 0, _Text(path)
     try:
         text.skip("[")
@@ -35,14 +35,15 @@ def _records(path: Path) -> Iterator[Record]:
 
 
 class _Text:
-    """The file's text from where it has been read to."""
+    """A file's text that is read and parsed step by step."""
 
     def __init__(self, path: Path) -> None:
         self._pieces = _pieces(path)
         self._left = ""
 
     def skip(self, expected: str) -> str:
-        """Go beyond white space and one of the `expected` characters, and return it; none is the end of the file."""
+        """Skip white space and one of the `expected` characters, and return it; if `expected` is empty, the file must
+        end there."""
         while not (left := self._left.lstrip()) and self._more():
             pass
         if (left[:1] not in expected) if left else expected:
@@ -64,7 +65,8 @@ class _Text:
             return value
 
     def _more(self, at_least: int = 0) -> bool:
-        """Read on; twice as much each time for one long value, so that reading it anew costs little."""
+        """Read more text, at least `at_least` characters: as much again for a long value, so that parsing it again from
+        its start takes linear time in all."""
         added: list[str] = []
         while sum(len(piece) for piece in added) <= at_least and (piece := next(self._pieces, "")):
             added.append(piece)

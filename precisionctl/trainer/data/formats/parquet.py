@@ -33,12 +33,12 @@ def _records(path: Path) -> Iterator[Record]:
                     yield Record(f"{path}, row {number}", _present(row))
     except (ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno:
-            raise  # the disk's; pyarrow's own have no number
-        raise DataError(f"not a sound parquet file: {error}", where=path) from None
+            raise  # the system's; pyarrow's own OSErrors have no errno
+        raise DataError(f"not a valid parquet file: {error}", where=path) from None
 
 
 def _present(value: Any) -> Any:
-    """Without keys that hold nothing: a column of messages has every key that any message has."""
+    """A value without keys that are None: in a column of messages every message has the keys of all."""
     if isinstance(value, dict):
         return {key: _present(item) for key, item in value.items() if item is not None}
     return [_present(item) for item in value] if isinstance(value, list) else value

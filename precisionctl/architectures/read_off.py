@@ -1,0 +1,192 @@
+"""A table read off a directory, for a model that no file here describes: from Hugging Face to Hugging Face alone.
+
+Every tensor is a row of its own, as it is. Which of them are the weights of GEMMs that an FP8 recipe computes in FP8 is
+read from where they stand and what they are called; shapes that an engine does not take are told by the engine's own
+rules. What is not sure to be such a weight stays as it is: that costs bytes, and encoding it would cost the model.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from precisionctl.architectures.param_map import Architecture, Place, Row
+from precisionctl.model_shape import ModelShape
+from precisionctl.param import Layout, TensorSpec
+
+VALUES = (torch.bfloat16, torch.float16, torch.float32)
+"""What is rounded to the dtype that is asked for, as codes are decoded to it. Tensors of other dtypes travel as they
+are."""
+
+
+@dataclass(frozen=True)
+class TensorRow(Row):
+    """One tensor of a directory, of the shape that it has. `megatron` is only its name in a plan.
+
+    That is its own name; of one of several numbered experts, `experts.3.w1.weight`, it is `experts.w1.weight3`, for
+    FP8 state is one of all experts of a linear, as in Megatron.
+    """
+
+    stored: tuple[int, ...] = ()
+    expert: bool = False
+
+    @property
+    def of_experts(self) -> bool:
+        return self.expert
+
+    def shape(self, model: ModelShape) -> tuple[int, ...]:
+        return self.stored
+
+    def shapes(self, model: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        return (self.stored,)
+
+    def places(self, model: ModelShape) -> Iterator[Place]:
+        yield {}
+
+    def count(self, model: ModelShape) -> int:
+        return 1
+
+
+class ReadOff(Architecture):
+    """The table of no family: its rows are the tensors that there are."""
+
+    def spelled(  # type: ignore[override]
+        self,
+        stored: Mapping[str, TensorSpec],
+        model: ModelShape,
+        respelled: bool = False,
+        wanted: Collection[str] = (),
+    ) -> tuple[Row, ...]:
+        return tuple(rows(stored))
+
+
+READ_OFF = ReadOff(model_types={}, rows=(), config=())
+
+
+def rows(stored: Mapping[str, TensorSpec]) -> Iterator[TensorRow]:
+    """A row for each tensor, in the order of their names, in which numbers count as numbers."""
+    reasons = why_not_gemms(stored)
+    names = {name: name for name in stored} | _experts(stored)
+    for name in sorted(stored, key=_in_order):
+        spec = stored[name]
+        yield TensorRow(
+            name,
+            names[name],
+            (),
+            gemm=name not in reasons,
+            keeps_dtype=not (spec.is_codes or spec.dtype in VALUES) or bool(_KEPT.fullmatch(_leaf(name))),
+            stored=spec.shape,
+            expert=names[name] != name,
+        )
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+\.weight)")
+
+
+def _experts(stored: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """The plan's names of weights of experts that are numbered without a gap, by their own."""
+    found: dict[str, dict[int, str]] = defaultdict(dict)
+    for name in stored:
+        if match := _EXPERT.fullmatch(name):
+            found[f"{match[1]}.{match[3]}"][int(match[2])] = name
+    return {
+        name: f"{fused}{number}"
+        for fused, numbered in found.items()
+        if numbered.keys() == set(range(len(numbered))) and fused not in stored
+        for number, name in numbered.items()
+    }
+
+
+_KEPT = re.compile(r"A_log|D|dt_bias|(?:e_score_)?correction_bias|expert_bias")
+"""Tensors that keep their dtype: state-space parameters and biases of a choice, which are FP32 for a reason."""
+
+_NEVER: Mapping[str, re.Pattern[str]] = {
+    "a norm": re.compile(r".*norm.*|ln|ln_.+"),
+    "an embedding": re.compile(r".*embed.*|(?:.+_)?emb|wte|wpe|.*position_bias.*|relative_attention_bias|rel_pos.*"),
+    "a head": re.compile(r"(?:.+_)?head|score|classifier|qa_outputs"),
+    "of multi-token prediction": re.compile(r"eh_proj"),
+}
+"""What the last word of a matrix's module says: that it is no GEMM's weight, or one that no engine reads as codes."""
+
+_UNLESS_ASKED: Mapping[str, re.Pattern[str]] = {
+    "of a tower or projector": re.compile(
+        r".*(?:vision|visual|audio|speech|image|projector|connector|resampler|aligner|merger).*|vit|siglip|clip|mm_.+"
+    ),
+    "a router or gate": re.compile(
+        r"gate|wg|wgate|gate_attn|.*_gate|.*gate_preact|router|.*_router|in_proj_(?:ba|b|a)|(?:f_a|f_b|a|b|f|g)_proj"
+    ),
+    "of an indexer": re.compile(r"indexer|compressor"),
+    "of a state-space model's step": re.compile(r"x_proj|dt_proj"),
+    "of a convolution": re.compile(r".*conv\d?d?"),
+    "of a residual connection": re.compile(r".*hyper_connection.*|altup.*"),
+}
+"""What any word of a matrix's name may say: that it is not encoded unless somebody asks for it. Whole words, between
+dots: `gate` is a router, `gate_proj` is not. Small, or costly to round: who chooses experts or tokens, how fast a state
+is forgotten, and what sees and hears."""
+
+_OUTSIDE = "outside of the layers"
+
+
+def why_not_gemms(stored: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """The tensors that are no weights of GEMMs to compute in FP8, and why not, in words."""
+    text = any("language_model" in name.split(".") for name in stored)
+    transposed = {_leaf_module(name) for name in stored if _is_transposed(name, stored)}
+    found = {}
+    for name, spec in stored.items():
+        why = _why_never(name, spec) or ("stored as [in, out]" if _leaf_module(name) in transposed else None)
+        if why := why or _why_unasked(name.split("."), text):
+            found[name] = why
+    return found
+
+
+def may_be_asked_for(why: str) -> bool:
+    """Whether a matrix that is not encoded for this reason is a linear's all the same."""
+    return why in _UNLESS_ASKED or why == _OUTSIDE
+
+
+def _why_never(name: str, spec: TensorSpec) -> str | None:
+    if len(spec.shape) != 2 or not (name.endswith((".weight", "]"))):
+        return "no matrix of a linear"
+    if not (spec.is_codes or spec.dtype in VALUES):
+        return "no values"
+    return _says(name.removesuffix(".weight").rpartition(".")[2])[0]
+
+
+def _why_unasked(words: list[str], text: bool) -> str | None:
+    if text and "language_model" not in words and not words[0].startswith("mtp"):
+        return "of a tower or projector"
+    said = [why for word in words[:-1] if (why := _says(word)[1])]
+    if said:
+        return said[0]
+    return None if any(word.isdecimal() for word in words) else _OUTSIDE
+
+
+@lru_cache(maxsize=1 << 12)  # a million names are made of a few words
+def _says(word: str) -> tuple[str | None, str | None]:
+    """Why a matrix is not encoded that a word ends the name of, and one that has it anywhere in its name."""
+    never, unasked = (
+        next((why for why, pattern in reasons.items() if pattern.fullmatch(word)), None)
+        for reasons in (_NEVER, _UNLESS_ASKED)
+    )
+    return never, unasked
+
+
+def _is_transposed(name: str, stored: Mapping[str, TensorSpec]) -> bool:
+    """Whether a matrix is as long as its bias the other way around, as that of a Conv1D of GPT-2's."""
+    bias, shape = stored.get(f"{name.removesuffix('weight')}bias"), stored[name].shape
+    return bias is not None and len(shape) == 2 and shape[0] != shape[1] and bias.shape == shape[1:]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _leaf_module(name: str) -> str:
+    return _leaf(name.removesuffix(".weight"))

@@ -1,0 +1,84 @@
+"""Elements: the numbers that codes are, before any scale; and how files pack those of four bits.
+
+An encoding is an element, a grid of scales (`fp8/encoding.py`) and a packing. Rows of codes of four bits are bytes in
+memory, as they are in files: two in each, the first in its low half (`fp8/nibbles.py`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Element:
+    """The numbers that codes can be: `name` in words, and the `largest`.
+
+    `dtype` is that of codes in memory, bytes for those of four bits, and `stored` PyTorch's name for what files have.
+    `of_amax` is the number that the largest magnitude under a scale becomes.
+    """
+
+    name: str
+    dtype: torch.dtype
+    stored: str
+    largest: float
+    of_amax: float
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.dtype == torch.uint8 else 8
+
+    def differing(self, a: Tensor, b: Tensor) -> int:
+        """How many codes of two tensors are not the same."""
+        bits = a.view(torch.uint8) ^ b.view(torch.uint8)
+        return int((bits != 0).sum()) if self.bits == 8 else int(((bits & 15) != 0).sum() + (bits > 15).sum())
+
+
+def _fp8(name: str, dtype: torch.dtype, largest: float) -> Element:
+    return Element(name, dtype, str(dtype).removeprefix("torch."), largest, largest)
+
+
+E4M3 = _fp8("E4M3", torch.float8_e4m3fn, 448.0)
+E5M2 = _fp8("E5M2", torch.float8_e5m2, 57344.0)
+E4M3_FNUZ = _fp8("E4M3 FNUZ", torch.float8_e4m3fnuz, 240.0)
+E5M2_FNUZ = _fp8("E5M2 FNUZ", torch.float8_e5m2fnuz, 57344.0)
+E2M1 = Element("E2M1", torch.uint8, "float4_e2m1fn_x2", 6.0, 6.0)
+INT4 = Element("INT4", torch.uint8, "int4", 7.0, 7.5)
+"""Stored as the number plus 8. compressed-tensors divides twice the amax by 15, so that one of the two signs has 8."""
+
+_BY_DTYPE: Mapping[torch.dtype, Element] = {each.dtype: each for each in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
+
+
+def element_of(dtype: torch.dtype) -> Element:
+    """The element whose codes are stored in a dtype of eight bits."""
+    return _BY_DTYPE[dtype]
+
+
+_CODES_IN_WORD: Mapping[torch.dtype, int] = {torch.uint8: 2, torch.int8: 2, torch.int32: 8}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the four-bit codes of a weight `[rows, columns]` in a format of some `name` stand in a file: under the
+    weight's name and a `suffix`, in words of a dtype, the first code in the lowest bits; `[rows, words]`, or with the
+    words in blocks of so many."""
+
+    name: str
+    element: Element
+    word: torch.dtype
+    suffix: str = ""
+    block: int | None = None
+
+    @property
+    def codes_in_word(self) -> int:
+        return _CODES_IN_WORD[self.word]
+
+    def row_bytes(self, columns: int) -> int:
+        """Of a row of so many codes, of whole words."""
+        return -(-columns // self.codes_in_word) * self.word.itemsize
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Of the stored tensor."""
+        words = -(-columns // self.codes_in_word)
+        return (rows, words) if self.block is None else (rows, words // self.block, self.block)

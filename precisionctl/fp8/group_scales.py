@@ -1,0 +1,149 @@
+"""The scales of four-bit groups: what NVFP4, MXFP4 and INT4 store for the largest magnitude of each group.
+
+An amax is FP32 `[rows, groups]`, finite. No scale is zero, so that codes can always be made again.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from precisionctl.fp8 import nibbles
+from precisionctl.fp8.nibbles import NibbleFormat
+
+NVFP4_GROUP, MXFP4_GROUP, INT4_GROUP = 16, 32, 128
+"""Inputs that share a scale; INT4's as in the preset W4A16, others have 32 or 64."""
+
+E2M1_MAX, E4M3_MAX = 6.0, 448.0
+_SMALLEST_E4M3 = 2.0**-9
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+
+
+def nvfp4_global(amax: Tensor, *, divisor: bool) -> Tensor:
+    """The scale of a whole tensor, or of those that share it, FP32: the multiplier `amax / 2688` of ModelOpt and
+    Transformer Engine, or compressed-tensors' divisor `2688 / amax`; 1 for a tensor of zeros. One of the two is not
+    the other's reciprocal, to the bit, so the one that is stored decides of everything."""
+    largest = torch.full_like(amax, E2M1_MAX * E4M3_MAX, dtype=torch.float32)
+    usable = torch.where(amax > 0, amax.float().clamp(min=_SMALLEST_NORMAL * E2M1_MAX * E4M3_MAX), largest)
+    return largest / usable if divisor else usable / largest
+
+
+def nvfp4_scales(amax: Tensor, global_scale: Tensor, *, divisor: bool, largest: float = E2M1_MAX) -> Tensor:
+    """What is stored for each group, E4M3: `amax / (6 * global)`, or for a divisor `amax / 6 * global`, rounded to
+    E4M3 and at least 2^-9; 1 for zeros. FP32 throughout, as ModelOpt computes it (nvfp4_tensor.py,
+    get_weights_scaling_factor). `largest` in place of 6 is the number that amax is to become."""
+    wanted = amax / largest * global_scale if divisor else amax / (largest * global_scale)
+    stored = wanted.clamp(_SMALLEST_E4M3, E4M3_MAX)
+    return torch.where(amax > 0, stored, 1.0).to(torch.float8_e4m3fn)
+
+
+def nvfp4_multipliers(stored: Tensor, global_scale: Tensor, *, divisor: bool) -> Tensor:
+    """What codes are multiplied by, FP32: the E4M3 scale times the global one, or divided by it, rounded once, as
+    ModelOpt and compressed-tensors do before they multiply with the code."""
+    return stored.float() / global_scale if divisor else stored.float() * global_scale
+
+
+def mxfp4_scales(amax: Tensor) -> Tensor:
+    """What is stored for each group, E8M0: the power of two 2^(e - 2) for an amax of 2^e * m, or twice that where m is
+    1.75 or more, which is where E2M1, if it went on, would round to 8 (compressed-tensors, `round_to_power_2`).
+
+    So 6 is the number nearest to whatever is clamped to it. OCP's own rule (MX 1.0, 6.3) also clamps what is nearer to
+    8; ModelOpt's, a power of two for which nothing exceeds 6, has coarser steps in a third of all groups. Of Gaussian
+    weights this rule gives 19.0 dB, OCP's 18.9, ModelOpt's 18.5, and the better one of two exponents for each group,
+    by squared error, 19.1: so there is no search.
+    """
+    exponent = (amax.float().view(torch.int32) + (1 << 21)) >> 23
+    finite = (exponent - 2).clamp(0, 252)  # under 253, 6 is infinite in FP32
+    return finite.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def int4_scales(amax: Tensor) -> Tensor:
+    """What is stored for each group of symmetric INT4, BF16: `amax / 7.5`, half the steps from -8 to 7
+    (compressed-tensors, `calculate_qparams`); 1 for zeros."""
+    stored = (amax / torch.full_like(amax, 7.5)).bfloat16()
+    return torch.where(stored > 0, stored, 1.0)
+
+
+def least_error(
+    values: Tensor,
+    form: NibbleFormat,
+    candidates: Sequence[Tensor],
+    multipliers: Callable[[Tensor], Tensor],
+    scratch: Tensor,
+) -> Tensor:
+    """Of several scales for each group of `values` `[rows, columns]`, as they are stored, `[rows, groups]` each, that
+    which loses least, by squared error. `multipliers` says what codes are multiplied by, FP32; `scratch` is as
+    `nibbles.encode` takes it.
+
+    A later one must be better by a thousandth than those before: the last bits of a sum depend on the machine.
+    """
+    first, *others = candidates
+    best, least = first.float(), nibbles.squared_error(values, form, multipliers(first), scratch)
+    for stored in others:
+        error = nibbles.squared_error(values, form, multipliers(stored), scratch)
+        better = error < least * (1 - 2.0**-10)
+        best, least = torch.where(better, stored.float(), best), torch.where(better, error, least)
+    return best.to(first.dtype)
+
+
+def nvfp4_scales_of(values: Tensor, amax: Tensor, global_scale: Tensor, scratch: Tensor, *, divisor: bool) -> Tensor:
+    """`nvfp4_scales`, or those that bring amax to 4 instead of 6 where less is lost by it ("four over six"): the steps
+    between 4 and 6 are the coarsest. 0.4 to 0.8 dB more, of Gaussian weights 21.2 in place of 20.4."""
+    candidates = [nvfp4_scales(amax, global_scale, divisor=divisor, largest=number) for number in (6.0, 4.0)]
+
+    def multipliers(stored: Tensor) -> Tensor:
+        return nvfp4_multipliers(stored, global_scale, divisor=divisor)
+
+    return least_error(values, "E2M1", candidates, multipliers, scratch)
+
+
+def int4_scales_of(values: Tensor, amax: Tensor, scratch: Tensor) -> Tensor:
+    """`int4_scales`, or those of 0.9 or 0.8 of amax where less is lost by clamping the largest: 0.5 dB more in groups
+    of 32 and 0.7 in groups of 128."""
+    candidates = [int4_scales(amax * part) for part in (1.0, 0.9, 0.8)]
+    return least_error(values, "INT4", candidates, Tensor.float, scratch)
+
+
+def zero_points(words: Tensor, rows: int) -> Tensor:
+    """INT4 numbers, FP32 `[rows, columns]`, of int32 `[ceil(rows / 8), columns]`, each of eight numbers of a column:
+    as compressed-tensors packs zero points."""
+    by_column = nibbles.unpack(_laid_out(words.t()).view(torch.uint8))
+    return by_column[:, :rows].t().float() - 8
+
+
+def packed_zero_points(zeros: Tensor) -> Tensor:
+    """The inverse of `zero_points`."""
+    codes = zeros.new_zeros(zeros.shape[1], -(-len(zeros) // 8) * 8, dtype=torch.uint8)
+    codes[:, : len(zeros)] = zeros.t() + 8
+    return _laid_out(nibbles.pack(codes).view(torch.int32).t())
+
+
+def _laid_out(words: Tensor) -> Tensor:
+    """The same with the strides of its shape; what `contiguous` gives has others where one dimension is 1."""
+    return torch.empty(words.shape, dtype=words.dtype).copy_(words)
+
+
+_SPAN_IN_E4M3 = 14
+"""From 6 * 2^6 = 384 down to 0.5 * 2^-8 = 2^-9, with 1.5 * 2^-8 between its neighbours."""
+
+
+def exact_in_fp8(stored: Tensor, empty: Tensor, block: tuple[int, int]) -> Tensor:
+    """Whether what MXFP4 holds is E4M3 exactly under one power of two for each block of so many rows and groups, bool
+    `[down, across]`: that which brings the block's largest number just below 448. `stored` are E8M0 scales
+    `[rows, groups]`; `empty`, bool, where all codes of a group are zeros, whose scale means nothing.
+
+    Always so where blocks are groups (MXFP8). A False may still be exact, where the numbers of the extreme groups
+    happen to be near those of the others.
+    """
+    exponents = stored.view(torch.uint8).int()
+    down, across = -(-len(stored) // block[0]), -(-stored.shape[1] // block[1])
+    filling = (0, across * block[1] - stored.shape[1], 0, down * block[0] - len(stored))
+    highest, lowest = (
+        F.pad(exponents.masked_fill(empty, none), filling, value=none)
+        .view(down, block[0], across, block[1])
+        .transpose(1, 2)
+        .flatten(2)
+        for none in (-1, 256)
+    )
+    return highest.amax(2) - lowest.amin(2) <= _SPAN_IN_E4M3

@@ -1,0 +1,42 @@
+"""Which weights of a plan are to be FP8, where the user says more than a table: by patterns of their names."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from precisionctl.architectures.read_off import may_be_asked_for, why_not_gemms
+from precisionctl.engines.serving import in_step
+from precisionctl.errors import RecipeError
+from precisionctl.planning.plan import Plan
+
+
+def choose(plan: Plan, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Plan:
+    """The plan to Hugging Face's layout with other weights as those of FP8 GEMMs.
+
+    A pattern is the shell's, and must match the whole name of a module as the directory has it, which is a weight's
+    without `.weight`. What engines want in one form with a weight goes with it. What is excluded stays, whatever
+    includes it. Raises RecipeError for a pattern that chooses nothing.
+    """
+    gemms = {name for job in plan.jobs if job.row.gemm for name in job.writes}
+    reasons = why_not_gemms(plan.targets)
+    linears = [name for name in plan.targets if name in gemms or may_be_asked_for(reasons.get(name, ""))]
+    wanted, unwanted = (_groups(linears, patterns) for patterns in (include, exclude))
+    chosen = (gemms | {name for name in linears if in_step(name) in wanted}) - {
+        name for name in linears if in_step(name) in unwanted
+    }
+    jobs = (replace(job, row=replace(job.row, gemm=not chosen.isdisjoint(job.writes))) for job in plan.jobs)
+    return replace(plan, jobs=tuple(jobs))
+
+
+def _groups(linears: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """The groups of the weights that patterns match."""
+    found = set()
+    for pattern in patterns:
+        groups = {in_step(name) for name in linears if fnmatchcase(name.removesuffix(".weight"), pattern)}
+        if not groups:
+            raise RecipeError(
+                f"no weight of a linear is called {pattern!r}",
+                do="Patterns match whole names of modules, such as 'model.visual.*'; `inspect` lists them.",
+            )
+        found |= groups
+    return found

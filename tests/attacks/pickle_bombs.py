@@ -1,0 +1,73 @@
+"""Pickles that ask for gigabytes or centuries, and the process in which they are read."""
+
+import io
+import json
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from precisionctl.fp8.opcodes import dumps
+
+GIGABYTE = 1 << 30
+SHARED = pickle.EMPTY_TUPLE + (pickle.DUP + pickle.TUPLE2) * 60
+"""Opcodes of a tuple both parts of which are one tuple, and so on: 2**60 parts for who walks through it."""
+MEMOIZED = pickle.EMPTY_TUPLE + b"".join(b"q%bh%b\x86" % (bytes([i]), bytes([i])) for i in range(60))
+
+
+def pickled(*opcodes: bytes) -> bytes:
+    return pickle.PROTO + b"\x04" + b"".join(opcodes) + pickle.STOP
+
+
+def called(module: str, name: str, *arguments: bytes) -> bytes:
+    """Opcodes of `name(*arguments)`."""
+    function = pickle.GLOBAL + f"{module}\n{name}\n".encode()
+    return function + pickle.MARK + b"".join(arguments) + pickle.TUPLE + pickle.REDUCE
+
+
+def constant(value: object) -> bytes:
+    return dumps(value)[2:-1]
+
+
+def list_of(item: bytes) -> bytes:
+    return pickle.EMPTY_LIST + item + pickle.APPEND
+
+
+PAIRS = list_of(SHARED + pickle.NONE + pickle.TUPLE2)
+HASHES: Mapping[str, bytes] = {
+    "a key": pickle.EMPTY_DICT + SHARED + pickle.NONE + pickle.SETITEM,
+    "a key of the memo": pickle.EMPTY_DICT + MEMOIZED + pickle.NONE + pickle.SETITEM,
+    "keys": pickle.EMPTY_DICT + pickle.MARK + SHARED + pickle.NONE + pickle.SETITEMS,
+    "a part of a key": pickle.EMPTY_DICT + SHARED + pickle.TUPLE1 + pickle.NONE + pickle.SETITEM,
+    "a dict at once": pickle.MARK + SHARED + pickle.NONE + pickle.DICT,
+    "an item": pickle.EMPTY_SET + pickle.MARK + SHARED + pickle.ADDITEMS,
+    "a frozen set": pickle.MARK + SHARED + pickle.FROZENSET,
+    "an ordered dict": called("collections", "OrderedDict", PAIRS),
+    "a set": called("__builtin__", "set", list_of(SHARED)),
+    "a bytearray": called("__builtin__", "bytearray", constant(GIGABYTE)),
+    "a bytearray by its new name": called("builtins", "bytearray", constant(GIGABYTE)),
+    "a state for what has none": SHARED + constant({"a": 1}) + pickle.BUILD,
+}
+
+
+def detonate(how: str, paths: Iterable[Path]) -> dict[str, str]:
+    """What is said of each, by path."""
+    command = [sys.executable, str(Path(__file__).with_name("detonate.py")), how, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-5000:]
+    said: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def archived(content: bytes) -> bytes:
+    """An archive of torch.save with another pickle in it."""
+    saved, changed = io.BytesIO(), io.BytesIO()
+    torch.save(torch.ones(3), saved)
+    with zipfile.ZipFile(saved) as before, zipfile.ZipFile(changed, "w") as after:
+        for name in before.namelist():
+            after.writestr(name, content if name.endswith("/data.pkl") else before.read(name))
+    return changed.getvalue()

@@ -1,0 +1,86 @@
+"""Pico models of transformers and the GPTs that compute the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pico
+import torch
+from in_memory import InMemory, to_megatron
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from precisionctl.architectures.families import from_hf_config
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.model_shape import ModelShape
+from precisionctl.precision import PRESETS
+from precisionctl.trainer.model.gpt import GPT
+from precisionctl.trainer.model.loss import loss
+
+VOCABULARY = pico.SIZES["vocab_size"]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in pico.FAMILIES} | {
+    "llama stretched": ("llama-2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama to be stretched": (
+        "llama-2",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "qwen2 with YaRN": ("qwen2", {"rope_parameters": pico.YARN_ROPE}),
+    "phi3 turned in part": (
+        "phi3",
+        {
+            "rope_parameters": pico.LONG_ROPE
+            | {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "partial_rotary_factor": 0.75},
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "gemma3 stretched": (
+        "gemma3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "mistral with a window longer than the text": ("mistral", {"sliding_window": 99}),
+    "exaone4 without a window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+}
+"""Families, and what else is changed in them. Their windows, and the contexts that rope scaling starts from, are
+shorter than the texts below."""
+
+
+def converted(theirs: PreTrainedModel, directory: Path) -> InMemory:
+    """A model as its family's table makes it for Megatron, its vocabulary padded."""
+    theirs.save_pretrained(directory)
+    return to_megatron(HuggingFaceReader(directory))
+
+
+def as_gpt(made: InMemory) -> GPT:
+    model = GPT(made.model, PRESETS["bf16"], dtype=torch.float32)
+    model.load_state_dict(dict(made.tensors))
+    return model
+
+
+def everywhere(tokens: Tensor) -> Tensor:
+    return torch.ones_like(tokens, dtype=torch.bool)
+
+
+def backward(logits: Tensor, tokens: Tensor) -> None:
+    loss(logits, tokens, everywhere(tokens), VOCABULARY)[0].backward()
+
+
+def same_state(one: Any, other: Any) -> bool:
+    return all(
+        torch.equal(one.roles[role].scale, other.roles[role].scale)
+        and torch.equal(one.roles[role].amax_history, other.roles[role].amax_history)
+        for role in one.roles
+    )
+
+
+def tiny_shape() -> ModelShape:
+    return from_hf_config(transformers_model("llama-2", num_key_value_heads=2).config.to_dict())
+
+
+def transformers_model(family: str, **changes: Any) -> PreTrainedModel:
+    """Weights large enough for attention to be far from uniform."""
+    return pico.make(family, initializer_range=0.12, **changes)

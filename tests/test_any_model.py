@@ -1,0 +1,247 @@
+"""Models that no table here describes: decoded, encoded, inspected and verified by a table that is read off them."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import any_models
+import fp8_directories
+import pico
+import pytest
+import torch
+from any_models import assert_as_tabled, check_there_and_back, export, same, stored
+from conversions import carry_out, run, tree
+from safetensors.torch import save_file
+
+from precisionctl.architectures.read_off import rows, why_not_gemms
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.commands.codes import engine_named
+from precisionctl.commands.plan_command import plan_command
+from precisionctl.commands.request import Request
+from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.param import TensorSpec
+from precisionctl.planning.make_plan import make_plan
+from precisionctl.precision import PRESETS, Precision
+from precisionctl.readiness.assess import assess
+from precisionctl.reports.inspect import describe
+from precisionctl.verify.engine_rules import check
+
+SHOWN = {
+    "qwen3_next": "dynamic",  # gated delta net, experts one by one
+    "qwen3_vl_moe": "block",  # a wrapper; experts in one tensor
+    "gemma3": "mxfp8",  # a wrapper with the older prefix
+    "bamba": "dynamic",  # state-space layers; infinity in config.json
+    "t5": "block",  # encoder and decoder
+}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_codes_are_those_of_a_slow_reference_and_decode_to_its_values(tmp_path: Path, kind: str) -> None:
+    any_models.save(tmp_path / "source", kind)
+    check_there_and_back(tmp_path / "source", tmp_path, SHOWN[kind])
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "gemma3"])
+def test_transformers_computes_with_an_export_what_it_does_with_our_decoding_of_it(tmp_path: Path, kind: str) -> None:
+    model = any_models.save(tmp_path / "source", kind)
+    export(tmp_path / "source", tmp_path / "fp8", "block", "transformers")
+    run(tmp_path / "fp8", tmp_path / "back", "hf", "bf16", workers=1)
+    coded, decoded = (any_models.load_whole(type(model), tmp_path / name) for name in ("fp8", "back"))
+    assert torch.equal(any_models.logits(coded), any_models.logits(decoded))
+
+
+AS_TABLED = ("llama-all-biases", "qwen3-moe", "phi3", "nemotron-biases", "gemma3", "gpt-oss", "deepseek-v3", "gpt-neox")
+"""Of each way to lay out a layer one family; tests/soak has them all."""
+
+
+@pytest.mark.parametrize("family", AS_TABLED)
+def test_a_family_has_the_same_bytes_by_its_own_table(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pico.save(tmp_path / "source", family, dtype=torch.bfloat16)
+    assert_as_tabled(tmp_path, "dynamic", monkeypatch)
+
+
+@pytest.mark.parametrize("spelling", ["compressed-tensor", "modelopt-tensor"])
+def test_what_is_static_has_the_same_scales_by_its_own_table(
+    tmp_path: Path, spelling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp8_directories.make(tmp_path / "source", spelling, family="mixtral")
+    assert_as_tabled(tmp_path, "static", monkeypatch)
+
+
+def matrices(
+    *names: str, shape: tuple[int, ...] = (64, 32), dtype: torch.dtype = torch.bfloat16
+) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(shape, dtype) for name in names}
+
+
+def test_what_is_no_gemm_is_told_from_what_has_almost_its_name() -> None:
+    pairs = {
+        "model.layers.0.mlp.gate.weight": "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.mlp.shared_expert_gate.weight": "model.layers.0.mlp.shared_expert.gate_up_proj.weight",
+        "model.layers.0.linear_attn.in_proj_ba.weight": "model.layers.0.linear_attn.in_proj_qkvz.weight",
+        "model.layers.0.self_attn.indexer.wq_b.weight": "model.layers.0.self_attn.wq_b.weight",
+        "model.layers.0.self_attn.q_norm.weight": "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mixer.dt_proj.weight": "model.layers.0.mixer.in_proj.weight",
+        "lm_head.weight": "model.layers.0.mlp.experts.3.down_proj.weight",
+        "model.layers.61.embed_tokens.weight": "model.layers.61.self_attn.o_proj.weight",
+        "model.layers.61.eh_proj.weight": "model.layers.60.self_attn.o_proj.weight",
+        "model.layers.61.shared_head.head.weight": "model.layers.61.mlp.experts.gate_up_proj[0]",
+        "model.vision_tower.encoder.layers.0.mlp.fc1.weight": "model.decoder.layers.0.fc1.weight",
+        "model.layers.0.mlp.experts.gate_up_proj_bias[1]": "transformer.h.0.attn.c_attn.weight",
+    }
+    reasons = why_not_gemms(matrices(*pairs, *pairs.values()))
+    assert reasons.keys() == pairs.keys() - {"model.layers.0.mlp.experts.gate_up_proj_bias[1]"} | set()
+
+
+def test_matrices_that_are_stored_transposed_are_left_alone_wherever_the_class_is_used() -> None:
+    square = matrices("h.0.attn.c_proj.weight", shape=(32, 32)) | matrices("h.0.mlp.c_proj.weight", shape=(128, 32))
+    biases = {"h.0.attn.c_proj.bias": TensorSpec((32,), torch.bfloat16)}
+    assert not why_not_gemms(square | biases).keys() & square.keys()
+    biases["h.0.mlp.c_proj.bias"] = TensorSpec((32,), torch.bfloat16)
+    assert why_not_gemms(square | biases).keys() >= square.keys()
+
+
+def test_experts_have_one_state_for_each_linear_unless_a_number_is_missing() -> None:
+    numbered = [f"layers.0.experts.{number}.w1.weight" for number in (*range(11), 12)]
+    assert {row.of_experts for row in rows(matrices(*numbered))} == {False}
+    ordered = [row.megatron for row in rows(matrices(*numbered[:11]))]
+    assert ordered == [f"layers.0.experts.w1.weight{number}" for number in range(11)]
+
+
+@pytest.fixture(scope="module")
+def wrapper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("wrapper")
+    any_models.save(path, "gemma3")
+    return path
+
+
+def test_patterns_take_in_and_leave_out_with_all_that_is_fused(tmp_path: Path, wrapper: Path) -> None:
+    def codes(**patterns: tuple[str, ...]) -> set[str]:
+        request = Request.export(wrapper, tmp_path / "out", "vllm", "dynamic", **patterns)
+        return {name.removesuffix(".weight") for name in plan_command(request).plan.codes}
+
+    plain, seen = codes(), codes(include=("vision_tower.*",))
+    assert all("language_model" in name for name in plain) and plain < seen
+    assert all(name.startswith("vision_tower.") for name in seen - plain)
+    assert not any("embed" in name for name in seen)
+    without = codes(exclude=("*.0.self_attn.q_proj", "*.1.mlp.*"))
+    stem = "language_model.model.layers."
+    attention = {f"{stem}0.self_attn.{part}_proj" for part in "qkv"}
+    assert plain - without == attention | {f"{stem}1.mlp.{part}_proj" for part in ("gate", "up", "down")}
+    assert codes(include=("vision_tower.*",), exclude=("vision_tower.*",)) == plain
+    kept = Precision(fp8=True, keep_bf16=("*.v_proj",))
+    assert plain - codes(recipe=kept) == {f"{stem}{layer}.self_attn.{part}_proj" for layer in (0, 1) for part in "qkv"}  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="no weight of a linear is called 'q_proj'"):
+        codes(exclude=("q_proj",))
+
+
+def test_names_of_ignored_modules_are_those_in_files_and_in_memory(tmp_path: Path, wrapper: Path) -> None:
+    ignored = export(wrapper, tmp_path / "out").plan.quantization["ignore"]
+    seen = "vision_tower.encoder.layers.0.mlp.fc1", "language_model.model.embed_tokens"
+    assert {*seen, f"model.{seen[0]}", "model.language_model.embed_tokens", "lm_head"} <= set(ignored)
+
+
+def test_a_name_that_is_part_of_another_ignores_that_one_alone(tmp_path: Path) -> None:
+    """ModelOpt's readers look for parts of names."""
+    any_models.save(tmp_path / "source", "git")
+    export(tmp_path / "source", tmp_path / "fp8", "mxfp8")
+    assert check(open_checkpoint(tmp_path / "fp8"), engine_named("vllm")) == []
+    ignored = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "outpu[t]" in ignored and "output" not in ignored
+
+
+def test_what_needs_a_table_is_refused_by_name_with_how_to_get_one(tmp_path: Path, wrapper: Path) -> None:
+    refused = [
+        Request(wrapper, tmp_path / "out", "megatron"),
+        Request.export(wrapper, tmp_path / "out", "vllm", "dynamic", kv_cache="fp8"),
+        Request.export(wrapper, tmp_path / "out", "vllm", "dynamic", ranks=2),
+        Request.export(
+            wrapper, tmp_path / "out", "vllm", "dynamic", recipe=Precision(fp8=True, num_layers_at_end_in_bf16=1)
+        ),
+    ]
+    for request in refused:
+        with pytest.raises(UnknownArchitecture, match=r"`gemma3`.*text model is a gemma3_text.*one file with a table"):
+            plan_command(request)
+    with pytest.raises(UnknownArchitecture, match="`gemma3`"):
+        make_plan(open_checkpoint(wrapper), "megatron")
+    with pytest.raises(PrecisionError, match="no weight is left"):
+        plan_command(Request.export(wrapper, tmp_path / "out", "vllm", "dynamic", exclude=("language_model.*",)))
+
+
+def test_inspect_says_of_each_matrix_what_becomes_of_it(wrapper: Path) -> None:
+    reader = open_checkpoint(wrapper)
+    found = {each["pattern"]: each["why_not_fp8"] for each in describe(reader)["linears"]}
+    assert found["language_model.model.layers.*.self_attn.q_proj.weight"] is None
+    assert found["vision_tower.encoder.layers.*.mlp.fc1.weight"] == "of a tower or projector"
+    assert found["language_model.model.embed_tokens.weight"] == "an embedding"
+    assert assess(reader, None, lambda total: nullcontext(lambda done: None)).measured == {"weight": 14}
+
+
+def test_codes_of_a_model_without_a_table_come_back_as_they_were(tmp_path: Path) -> None:
+    any_models.save(tmp_path / "source", "glm4_moe")
+    export(tmp_path / "source", tmp_path / "fp8", "block")
+    run(tmp_path / "fp8", tmp_path / "bf16", "hf", "bf16", workers=1)
+    run(tmp_path / "bf16", tmp_path / "again", "hf", "fp8", workers=1)
+    before, after = tree(tmp_path / "fp8"), tree(tmp_path / "again")
+    assert before["model.safetensors"] == after["model.safetensors"]
+    assert json.loads(before["config.json"]) == json.loads(after["config.json"])
+
+
+def test_tensors_of_any_shape_and_dtype_travel(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "model.layers.0.mlp.up_proj.weight": torch.randn(48, 32, generator=generator).bfloat16(),
+        "model.layers.0.mlp.ragged.weight": torch.randn(17, 3, generator=generator).bfloat16(),
+        "model.layers.0.A_log": torch.randn(8, generator=generator),
+        "model.layers.{layer}.odd": torch.randn(2, 3, 4, 5, generator=generator).bfloat16(),
+        "logit_scale": torch.randn((), generator=generator).bfloat16(),
+        "nothing": torch.empty(0, 4).bfloat16(),
+        "steps": torch.arange(7),
+        "small": torch.arange(7, dtype=torch.int8).reshape(7, 1),
+        "mask": torch.tensor([True, False]),
+        "wide": torch.randn(3, generator=generator).double(),
+    }
+    save_file(tensors, _made(tmp_path / "source") / "model.safetensors")
+    (tmp_path / "source" / "config.json").write_text(
+        '{"model_type": "of_tomorrow", "limit": {"__float__": "Infinity"}}'
+    )
+    export(tmp_path / "source", tmp_path / "fp8")
+    run(tmp_path / "fp8", tmp_path / "back", "hf", "bf16", workers=2, verify=True)
+    back = stored(tmp_path / "back")
+    assert same(tmp_path / "source", tmp_path / "fp8") and back.keys() == tensors.keys()
+    for name in tensors.keys() - {"model.layers.0.mlp.up_proj.weight"}:
+        assert back[name].dtype == tensors[name].dtype and torch.equal(back[name], tensors[name]), name
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["limit"] == {"__float__": "Infinity"}
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
+def test_integers_beside_a_quantization_are_not_taken_for_values(tmp_path: Path) -> None:
+    tensors = {"model.layers.0.mlp.up_proj.weight": torch.zeros(16, 8, dtype=torch.uint8)}
+    save_file(tensors, _made(tmp_path / "source") / "model.safetensors")
+    config = {"model_type": "of_tomorrow", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PrecisionError, match=r"up_proj.weight` is uint8: codes of a kind"):
+        run(tmp_path / "source", tmp_path / "out", "hf", "bf16", workers=1)
+
+
+def test_any_number_of_workers_writes_the_same_bytes_and_a_dry_run_none(tmp_path: Path) -> None:
+    any_models.save(tmp_path / "source", "glm4_moe")
+    request = Request.export(tmp_path / "source", tmp_path / "out", "vllm", "dynamic")
+    planned = plan_command(request).plan.describe()
+    assert planned["model"] == {"architecture": "glm4_moe"} and not (tmp_path / "out").exists()
+    trees = []
+    for workers in (1, 2):
+        carry_out(Request.export(tmp_path / "source", tmp_path / "out", "vllm", "dynamic"), workers=workers)
+        trees.append(tree(tmp_path / "out"))
+        (tmp_path / "out").rename(tmp_path / f"out {workers}")
+    assert trees[0] == trees[1]
+
+
+def test_a_recipe_that_counts_no_layers_asks_for_no_number_of_them() -> None:
+    assert not PRESETS["fp8-block"].counts_layers and Precision(fp8=True, num_layers_at_start_in_bf16=1).counts_layers
