@@ -58,8 +58,8 @@ class Chunk:
     """A box of a logical tensor and where its row-major bytes are.
 
     `place` is a file, in which they start at byte `offset`, or a live tensor of the box's shape, or makes the rows of a
-    whole tensor as they are read. `only` is set where this process reads or writes just a part of the box, because
-    other ranks have the rest.
+    whole tensor as they are read. `only` is the part of the box that this process reads or writes, if other ranks have
+    the rest.
     """
 
     box: Box
