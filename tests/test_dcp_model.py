@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from transformers import PreTrainedModel
 
+from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index, read_index, write_index
 from precisionctl.checkpoints.open import open_checkpoint
-from precisionctl.errors import CheckpointError, PrecisionctlError, RecipeError, UnknownFormat
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, RecipeError, UnknownFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -164,6 +165,17 @@ def test_what_the_model_has_no_place_for_and_what_is_missing_is_refused(tmp_path
     ):
         with pytest.raises(PrecisionctlError, match=message):
             conversions.run(made, tmp_path / "out", "hf", reference=config)
+
+
+def test_pieces_that_overlap_are_refused(tmp_path: Path) -> None:
+    made = save(tmp_path / "dcp", {"model.norm.weight": torch.ones(6, 4)})
+    (made / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    index = read_index(made)
+    span = index.tensors["model.norm.weight"].pieces[0].span
+    halves = (DcpPiece((0, 0), (3, 4), span), DcpPiece((2, 0), (3, 4), span))
+    write_index(made, Index({"model.norm.weight": DcpTensor((6, 4), torch.float32, halves)}, {}))
+    with pytest.raises(DamagedCheckpoint, match="do not make one tensor"):
+        open_checkpoint(made)
 
 
 def test_a_name_that_poses_as_an_expert_of_a_stack_is_refused(tmp_path: Path) -> None:
