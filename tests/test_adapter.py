@@ -320,6 +320,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
         lambda: linear(Q, 64, 64),
         "an expression that is not read",
     ),
+    "alternatives without end": (
+        {"alpha_pattern": {"(.|.)" * 40 + "!": 3}},
+        lambda: linear(Q, 64, 64),
+        "an expression that is not read",
+    ),
     "half an expression": ({"alpha_pattern": {"(q_proj": 3}}, lambda: linear(Q, 64, 64), "expression that is not read"),
     "a switch of a word": ({"use_dora": "yes"}, lambda: linear(Q, 64, 64), "neither true nor false"),
     "parameters in a word": ({"target_parameters": "experts"}, lambda: linear(Q, 64, 64), "not a list of names"),
