@@ -197,11 +197,11 @@ def _memory(cost: "StepCost") -> str:
     return host if cost.gpu_bytes is None else f"{size(cost.gpu_bytes)} of the GPU, {host}"
 
 
-def _sparkline(losses: Sequence[float], width: int = 40) -> str:
-    """The curve in one line of blocks: each the mean of its share of the steps."""
+def _sparkline(losses: Sequence[float]) -> str:
+    """The loss curve as at most 40 block characters, each the mean of an equal share of the steps."""
     if not losses:
         return ""
-    count = min(width, len(losses))
+    count = min(40, len(losses))
     cuts = [number * len(losses) // count for number in range(count + 1)]
     means = [fmean(losses[start:end]) for start, end in pairwise(cuts)]
     low, span = min(means), max(means) - min(means)

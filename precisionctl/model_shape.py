@@ -25,7 +25,8 @@ class MoE:
     over all experts (`pre_softmax`) or over the chosen ones, or `sigmoid` divided by the sum over the chosen
     ones; then times `topk_scaling_factor`. With groups, only experts of the `group_topk` best of `num_groups` are
     chosen from; a group is worth the sum of its `group_scores` best experts. `expert_bias` is added for the choice
-    alone, `router_bias` to the logits.
+    alone, `router_bias` to the logits. With `shared_expert_gate`, what the shared experts give is multiplied by the
+    sigmoid of one more projection of the token.
     """
 
     num_experts: int
@@ -41,6 +42,7 @@ class MoE:
     num_groups: int | None = None
     group_topk: int | None = None
     group_scores: int | None = None
+    shared_expert_gate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size"):
@@ -71,6 +73,8 @@ class MoE:
             used |= dict.fromkeys(("moe.num_groups", "moe.group_topk", "moe.group_scores"))
         if self.score_function == "sigmoid":
             used["moe.pre_softmax"] = None
+        if self.shared_ffn_hidden_size is None:
+            used["moe.shared_expert_gate"] = None
         return used if any(self.layer_freq) else {}
 
 
@@ -97,14 +101,21 @@ class ModelShape:
     """What both layouts agree on about a decoder-only transformer.
 
     `architecture` is the Hugging Face `model_type`. `qkv_bias`, `proj_bias` and `mlp_bias` are the biases that
-    Hugging Face's tensors have; Megatron has one switch for all linears and one for QKV alone. `zero_centered_gamma`
+    Hugging Face's tensors have; Megatron has one switch for all linears and one for QKV alone. `norm_bias` says whether
+    LayerNorms have biases in Hugging Face; in Megatron they all have. `zero_centered_gamma`
     and `hf_zero_centered_gamma` say whether norms store their factor less one, in Megatron and in Hugging Face.
 
     `window_layers` has an entry for each layer: whether the sliding window is its (None: all layers' where there
     is one). `rotary_base_local` is the rotary base of those, without scaling. `rope_scaling` is Hugging Face's
-    mapping, with `rope_type`. `query_pre_attn_scalar` to the power -1/2 scales attention's logits (None: the size
-    of a head does). `embedding_multiplier` is rounded to the embedding's dtype. `glu_offset` is added to a gated
-    MLP's linear half, both halves clamped to `activation_clamp` before (the gate from above alone).
+    mapping, with `rope_type`. `rope_layers` has an entry for each layer: whether it has rotary embeddings (None: all
+    have). `rotary_interleaved` ones turn neighbouring channels, others those of two halves. `query_pre_attn_scalar` to
+    the power -1/2 scales attention's logits (None: the size of a head does). `qk_layernorm` is a norm of each head's
+    query and key, and with `qk_layernorm_over_heads` one of all heads together.
+
+    `pre_layernorms` are norms of what attention and MLP read, `post_layernorms` of what they give, before it is
+    multiplied by `residual_multiplier` and added. With `parallel_residual` both read the same hidden states, and with
+    `shared_layernorm` through one norm. `embedding_multiplier` is rounded to the embedding's dtype. `glu_offset` is
+    added to a gated MLP's linear half, both halves clamped to `activation_clamp` before (the gate from above alone).
     """
 
     architecture: str
@@ -134,19 +145,26 @@ class ModelShape:
     rope_scaling: Mapping[str, Any] | None = None
     sliding_window: int | None = None
     window_layers: tuple[bool, ...] | None = None
+    rope_layers: tuple[bool, ...] | None = None
     qk_layernorm: bool = False
+    qk_layernorm_over_heads: bool = False
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     softmax_offset: bool = False
     embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    pre_layernorms: bool = True
     post_layernorms: bool = False
     parallel_residual: bool = False
+    shared_layernorm: bool = False
     tied_embeddings: bool = False
     qkv_bias: bool = False
     proj_bias: bool = False
     mlp_bias: bool = False
     output_bias: bool = False
+    norm_bias: bool = True
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
     mla: MLA | None = None
@@ -171,7 +189,8 @@ class ModelShape:
             raise DamagedCheckpoint(f"{self.num_attention_heads} heads in {self.num_query_groups} query groups")
         for product in ("qkv_size", "projection_size", "query_size", "key_value_size"):
             check_size(getattr(self, product), product, 4 * LARGEST)
-        by_layer = {"window_layers": self.window_layers, "moe_layer_freq": self.moe.layer_freq if self.moe else None}
+        freq = self.moe.layer_freq if self.moe else None
+        by_layer = {"window_layers": self.window_layers, "rope_layers": self.rope_layers, "moe_layer_freq": freq}
         for field, entries in by_layer.items():
             if entries is not None and len(entries) != self.num_layers:
                 raise DamagedCheckpoint(f"{field} has {len(entries)} entries for {self.num_layers} layers")
@@ -198,6 +217,11 @@ class ModelShape:
         return self.num_attention_heads * head
 
     @property
+    def key_size(self) -> int:
+        """Rows of the keys of all groups."""
+        return self.num_query_groups * self.kv_channels
+
+    @property
     def latent_size(self) -> int:
         """Rows of MLA's joint down-projection of keys, values and the one positional key."""
         return self.mla.kv_lora_rank + self.mla.qk_pos_emb_head_dim if self.mla else 0
@@ -206,7 +230,7 @@ class ModelShape:
     def key_value_size(self) -> int:
         """Rows of the key and value projection: of MLA's latents, else of all groups."""
         if self.mla is None:
-            return 2 * self.num_query_groups * self.kv_channels
+            return 2 * self.key_size
         return self.num_attention_heads * (self.mla.qk_head_dim + self.mla.v_head_dim)
 
     @property
@@ -222,6 +246,11 @@ class ModelShape:
     def shared_fc1_size(self) -> int:
         return self._fc1(self.moe.shared_ffn_hidden_size or 0) if self.moe else 0
 
+    @property
+    def shared_expert_gates(self) -> int:
+        """Rows of the projection that makes the shared experts' gate: one for all of them."""
+        return 1
+
     def _fc1(self, size: int) -> int:
         return 2 * size if self.gated_linear_unit else size
 
@@ -235,12 +264,27 @@ class ModelShape:
         return not self.tied_embeddings
 
     @property
+    def one_layernorm(self) -> bool:
+        """Whether attention and MLP read one norm."""
+        return self.pre_layernorms and self.parallel_residual and self.shared_layernorm
+
+    @property
+    def fused_layernorms(self) -> bool:
+        """Whether norms before attention and MLP are part of the linears that read them (but not before latent
+        attention and experts, where there is no such linear)."""
+        return self.pre_layernorms and not self.one_layernorm
+
+    @property
     def learned_positions(self) -> bool:
         return self.position_embedding == "learned_absolute"
 
     @property
     def shared_experts(self) -> bool:
         return self.moe is not None and self.moe.shared_ffn_hidden_size is not None
+
+    @property
+    def shared_expert_gate(self) -> bool:
+        return self.moe is not None and self.moe.shared_expert_gate
 
     @property
     def expert_bias(self) -> bool:
@@ -268,10 +312,10 @@ class ModelShape:
 
         What no layer uses is None, and no difference. Nor are STORED and TENSORS, which whoever reads tensors sees.
         """
-        mine, others = self._used(), other._used()
+        mine, others = self.used(), other.used()
         return {name: (mine[name], others[name]) for name in mine if mine[name] != others.get(name, mine[name])}
 
-    def _used(self) -> dict[str, object]:
+    def used(self) -> dict[str, object]:
         """The fields that say what is computed, of experts and latent attention too; None where no layer uses one."""
         used = {name: value for name, value in vars(self).items() if name not in (*STORED, *TENSORS)}
         moe = self.moe.used() if self.moe else {}
@@ -288,11 +332,17 @@ class ModelShape:
             used |= dict.fromkeys(("sliding_window", "window_layers", "rotary_base_local"))
         elif all(windows):
             used["window_layers"] = None
+        if not (self.pre_layernorms and self.parallel_residual):
+            used["shared_layernorm"] = None
+        if not self.qk_layernorm:
+            used["qk_layernorm_over_heads"] = None
+        if all(self.rope_layers or ()):
+            used["rope_layers"] = None
         if not self.gated_linear_unit:
             used |= dict.fromkeys(("activation_clamp", "glu_offset"))
         if self.learned_positions:
             rotary = ("rotary_base", "rotary_base_local", "rotary_percent", "rotary_interleaved", "rope_scaling")
-            used |= dict.fromkeys(rotary)
+            used |= dict.fromkeys((*rotary, "rope_layers"))
         elif (self.rope_scaling or {}).get("rope_type") not in ("dynamic", "longrope"):
             used["max_position_embeddings"] = None
         return used
@@ -340,7 +390,7 @@ STORED = (
 )
 """Fields that say how a model is named, padded and stored, in one layout or the other, and not what it computes."""
 
-TENSORS = ("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "mtp_num_layers")
+TENSORS = ("qkv_bias", "proj_bias", "mlp_bias", "output_bias", "norm_bias", "mtp_num_layers")
 """Fields that say which tensors there are beside those that every model has. Biases of zeros, which one layout may have
 and the other not, change no function, and no logits come from prediction layers."""
 
@@ -366,6 +416,7 @@ _SIZES = (
 _REALS = (
     *("norm_epsilon", "rotary_base", "rotary_base_local", "rotary_percent", "activation_clamp"),
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier"),
+    *("residual_multiplier", "logit_multiplier"),
 )
 
 

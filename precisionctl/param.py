@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from precisionctl.fp8.elements import Element, Packing, element_of
+from precisionctl.fp8.encoding import CODES
 
 Layout = Literal["hf", "megatron"]
 
@@ -101,6 +102,11 @@ class TensorSpec:
     @cached_property
     def nbytes(self) -> int:
         return self.rows * self.width * self.dtype.itemsize
+
+    @property
+    def is_codes(self) -> bool:
+        """Whether it holds codes, which are numbers only with their scales."""
+        return self.packing is not None or self.dtype in CODES
 
     @property
     def element(self) -> Element:

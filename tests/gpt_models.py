@@ -6,9 +6,8 @@ from typing import Any
 import pico
 import torch
 from in_memory import InMemory, to_megatron
-from pico import FAMILIES, NO_TOKENS, SIZES
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from precisionctl.architectures.families import from_hf_config
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -43,6 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family 
         },
     ),
     "mistral with a window longer than the text": ("mistral", {"sliding_window": 99}),
+    "exaone4 without a window": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
 }
 """Families, and what else is changed in them. Their windows, and the contexts that rope scaling starts from, are
@@ -84,8 +84,3 @@ def tiny_shape() -> ModelShape:
 def transformers_model(family: str, **changes: Any) -> PreTrainedModel:
     """Weights large enough for attention to be far from uniform."""
     return pico.make(family, initializer_range=0.12, **changes)
-
-
-def shape(family: str) -> ModelShape:
-    config = AutoConfig.for_model(**({"model_type": "llama"} | SIZES | NO_TOKENS | FAMILIES[family]))
-    return from_hf_config(config.to_dict())

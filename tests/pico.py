@@ -1,12 +1,18 @@
 """Models small enough to make on the spot, of real architectures, by transformers itself."""
 
 import re
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+from precisionctl.architectures.families import architecture_of, from_hf_config
+from precisionctl.model_shape import TENSORS, ModelShape
 
 SIZES: dict[str, Any] = {
     "vocab_size": 250,
@@ -39,18 +45,28 @@ LONG_ROPE = {
 }
 
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
-_DEEPSEEK = {
+_EXPERTS = {
     "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
     "moe_intermediate_size": 32,
     "n_routed_experts": 8,
     "num_experts_per_tok": 4,
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
+}
+_DEEPSEEK = {
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}
+
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.25,
+    "attention_multiplier": 0.125,
+    "logits_scaling": 0.5,
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -135,25 +151,169 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.8},
     },
-}
-"""What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
-
-PARALLEL_RESIDUAL: dict[str, dict[str, Any]] = {
+    "gemma": {"model_type": "gemma", "head_dim": 32},
+    "glm4": {"model_type": "glm4", "head_dim": 16},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": {
+        "model_type": "olmo3",
+        "num_hidden_layers": 4,
+        "sliding_window": 8,
+        "rope_scaling": YARN_ROPE | {"beta_fast": 32.0, "beta_slow": 1.0},
+    },
+    "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "qwen2-moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [0],
+    },
+    "granite": {"model_type": "granite", **_GRANITE, "mlp_bias": True},
+    "granite-moe": {"model_type": "granitemoe", **_GRANITE, "num_local_experts": 4},
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4},
+    "smollm3-window": {
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 8,
+    },
+    "seed-oss": {"model_type": "seed_oss", "head_dim": 32},
+    "ministral": {
+        "model_type": "ministral",
+        "head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": 8},
+    "cohere": {"model_type": "cohere", "logit_scale": 0.5},
+    "cohere2": {"model_type": "cohere2", "logit_scale": 0.5, "num_hidden_layers": 4, "sliding_window": 8},
+    "ernie4-5": {"model_type": "ernie4_5", "head_dim": 32},
+    "exaone4": {"model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 8},
+    "arcee": {"model_type": "arcee"},
+    "minimax-m2": {
+        "model_type": "minimax_m2",
+        "head_dim": 16,
+        "rotary_dim": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+    },
+    "dots1": {
+        "model_type": "dots1",
+        **_EXPERTS,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    },
+    "glm4-moe-lite": {
+        "model_type": "glm4_moe_lite",
+        **_DEEPSEEK,
+        "q_lora_rank": 24,
+        "rms_norm_eps": 1e-6,  # that of latents' norms, whatever config.json says
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+    },
+    "internlm3": {"model_type": "internlm3", "head_dim": 16},
+    "stablelm": {"model_type": "stablelm", "use_qkv_bias": True},
+    "phi": {"model_type": "phi"},
     "gpt-j": {"model_type": "gptj", **_GPT, "rotary_dim": 8},
     "gpt-neox": {"model_type": "gpt_neox", "num_key_value_heads": 4},
+    "glm4-moe": {"model_type": "glm4_moe", **_EXPERTS, "head_dim": 32, "use_qk_norm": True, "attention_bias": True},
 }
-"""Families that Megatron-Core does not have."""
+"""What each named family is made of, beside SIZES: settings of its config, and `model_type` where that is not Llama."""
 
 ALSO = {"kimi_k2": "deepseek_v3"}
 """Names of families whose class has another one; transformers does not know these."""
 
 
+@cache
+def shape(family: str) -> ModelShape:
+    """What a family's config.json describes, without making the model."""
+    return from_hf_config(AutoConfig.for_model(**settings(family)).to_dict())
+
+
+def settings(family: str) -> dict[str, Any]:
+    """Of its config."""
+    return {"model_type": "llama"} | SIZES | NO_TOKENS | FAMILIES[family]
+
+
+def first_of_each(kinds: Callable[[str], set[Any]], families: Iterable[str] = FAMILIES) -> list[str]:
+    """The families that have one of the `kinds` that none before them has."""
+    chosen: list[str] = []
+    known: set[Any] = set()
+    for family in families:
+        if new := kinds(family) - known:
+            chosen.append(family)
+            known |= new
+    return chosen
+
+
+def representing(kinds: Callable[[str], set[Any]], families: Iterable[str] = FAMILIES) -> list[Any]:
+    """Parameters of a slow test: families. All but the first of each of the `kinds` are marked `soak`: they run in
+    `make soak` alone."""
+    first, families = first_of_each(kinds, families), list(families)
+    return [pytest.param(family, marks=[] if family in first else [pytest.mark.soak]) for family in families]
+
+
+def block_kinds(family: str) -> set[Any]:
+    """What a family's layers are made of: what tests are for that train."""
+    model = shape(family)
+    fields = ("softmax_offset", "normalization", "position_embedding", "gated_linear_unit", "qk_layernorm_over_heads")
+    fields += ("pre_layernorms", "post_layernorms", "parallel_residual", "shared_expert_gate")
+    made = {(name, getattr(model, name)) for name in fields}
+    return made | {("experts", model.moe is not None), ("latent attention", model.mla is not None)}
+
+
+def rows(family: str) -> set[Any]:
+    """The kinds of a family's rows: what becomes of a parameter on its way to Megatron and back."""
+    model = shape(family)
+    table = [row for row in architecture_of(model.architecture).spelled({}, model) if row.count(model)]
+    return {
+        (row.megatron, repr(row.rearrangement), row.parallel, len(row.hf), row.present.in_layout("hf", model))
+        for row in table
+        if row.present.in_layout("megatron", model)
+    }
+
+
+def switches(family: str) -> set[Any]:
+    """What a family's model computes otherwise than a plain Llama: fields of ModelShape, and of a choice the value."""
+    used, plain = shape(family).used(), ModelShape("", *[1] * 9).used()
+    return {
+        (name, value["rope_type"] if isinstance(value, dict) else value if isinstance(value, str | bool) else True)
+        for name, value in used.items()
+        if value is not None and value != plain.get(name) and name not in _SIZES
+    } | {(name, getattr(shape(family), name)) for name in TENSORS}
+
+
+def gemms(family: str) -> set[Any]:
+    """The linears that compute in FP8."""
+    model = shape(family)
+    table = architecture_of(model.architecture).spelled({}, model)
+    there = (row for row in table if row.count(model) and row.present.in_layout("megatron", model))
+    return {row.megatron for row in there if row.gemm and "{mtp}" not in row.megatron}
+
+
+def fp8_sizes(family: str) -> dict[str, int]:
+    """Settings with which a family's sizes are those that FP8 GEMMs take."""
+    latent = shape(family).mla
+    if latent is None:
+        return {}
+    return {"qk_rope_head_dim": 16} | ({"q_lora_rank": 32} if latent.q_lora_rank else {})
+
+
+_SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("norm_epsilon", "rotary_base", "max_position_embeddings", "moe.num_experts", "moe.topk", "moe.ffn_hidden_size"),
+    *("moe.layer_freq", "mla.kv_lora_rank", "mla.qk_head_dim", "mla.qk_pos_emb_head_dim", "mla.v_head_dim"),
+)
+
+
 def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A randomly initialised model whose biases and norms are random too, so that a mix-up shows."""
     torch.manual_seed(seed)
-    known = FAMILIES | PARALLEL_RESIDUAL
-    settings = {"model_type": "llama"} | SIZES | NO_TOKENS | known[family] | changes
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    config = AutoConfig.for_model(**settings(family) | changes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(r"norm|ln_|bias$|sinks$", name):
@@ -171,8 +331,8 @@ def as_its_config_says(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def save(directory: Path, family: str = "llama-3", *, max_shard_size: str = "5GB", **settings: Any) -> PreTrainedModel:
+def save(directory: Path, family: str = "llama-3", *, max_shard_size: str = "5GB", **changes: Any) -> PreTrainedModel:
     """Make a model and let transformers save it."""
-    model = make(family, **settings)
+    model = make(family, **changes)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model

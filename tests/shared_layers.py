@@ -50,10 +50,12 @@ SIZES = {
 }
 """How many ranks, and how they share a model."""
 
-EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v3")
-DENSE = ("llama-3", "llama-all-biases", "qwen2", "qwen3", "phi3", "nemotron-biases", "gpt2", "gemma2", "gemma3")
+FAMILIES = pico.first_of_each(
+    lambda family: {*pico.rows(family), *pico.switches(family)},
+    [family for family in pico.FAMILIES if pico.shape(family).num_query_groups % 2 == 0],
+)
 CASES = [
-    *((how, family) for how in ("tensor", "sequence") for family in (*DENSE, *EXPERTS)),
+    *((how, family) for how in ("tensor", "sequence") for family in FAMILIES),
     *((how, family) for how in ("sequence and data", "tensor in copies") for family in ("llama-3", "mixtral")),
     *((how, family) for how in SIZES if "experts" in how for family in ("mixtral", "gpt-oss", "deepseek-v3")),
 ]
@@ -61,9 +63,8 @@ ROWS, LENGTH = 4, 16
 
 
 def source_of(family: str) -> InMemory:
-    changes = {"num_key_value_heads": 2} if family == "gemma2" else {}
     with tempfile.TemporaryDirectory() as folder:
-        pico.save(Path(folder), family, **changes)
+        pico.save(Path(folder), family)
         return to_megatron(open_checkpoint(Path(folder)))
 
 

@@ -9,11 +9,13 @@ import fp8_directories
 import pico
 import pytest
 import torch
-from any_models import assert_as_tabled, check_there_and_back, export, same, stored
+from any_models import assert_as_tabled, check_there_and_back, export, same, stored, untabled
 from conversions import carry_out, run, tree
 from safetensors.torch import save_file
 
+from precisionctl.architectures.families import read_model
 from precisionctl.architectures.read_off import rows, why_not_gemms
+from precisionctl.checkpoints import huggingface
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
@@ -70,6 +72,12 @@ def test_what_is_static_has_the_same_scales_by_its_own_table(
     assert_as_tabled(tmp_path, "static", monkeypatch)
 
 
+@pytest.fixture(autouse=True)
+def no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind that gets a table one day is one without, here."""
+    monkeypatch.setattr(huggingface, "read_model", untabled)
+
+
 def matrices(
     *names: str, shape: tuple[int, ...] = (64, 32), dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, TensorSpec]:
@@ -86,6 +94,7 @@ def test_what_is_no_gemm_is_told_from_what_has_almost_its_name() -> None:
         "model.layers.0.mixer.dt_proj.weight": "model.layers.0.mixer.in_proj.weight",
         "lm_head.weight": "model.layers.0.mlp.experts.3.down_proj.weight",
         "model.layers.61.embed_tokens.weight": "model.layers.61.self_attn.o_proj.weight",
+        "model.layers.61.eh_proj.weight": "model.layers.60.self_attn.o_proj.weight",
         "model.layers.61.shared_head.head.weight": "model.layers.61.mlp.experts.gate_up_proj[0]",
         "model.vision_tower.encoder.layers.0.mlp.fc1.weight": "model.decoder.layers.0.fc1.weight",
         "model.layers.0.mlp.experts.gate_up_proj_bias[1]": "transformer.h.0.attn.c_attn.weight",
@@ -151,7 +160,10 @@ def test_a_name_that_is_part_of_another_ignores_that_one_alone(tmp_path: Path) -
     assert "outpu[t]" in ignored and "output" not in ignored
 
 
-def test_what_needs_a_table_is_refused_by_name_with_how_to_get_one(tmp_path: Path, wrapper: Path) -> None:
+def test_what_needs_a_table_is_refused_by_name_with_how_to_get_one(
+    tmp_path: Path, wrapper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface, "read_model", read_model)
     refused = [
         Request(wrapper, tmp_path / "out", "megatron"),
         Request.export(wrapper, tmp_path / "out", "vllm", "dynamic", kv_cache="fp8"),

@@ -8,7 +8,7 @@ import pytest
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.demo import report, story
-from precisionctl.demo.story import Ran, Told
+from precisionctl.demo.story import CommandRun, DemoResults
 from precisionctl.errors import DestinationExists, PrecisionctlError
 from precisionctl.tokens.tokenizer import Tokenizer
 from precisionctl.trainer.data import load_rows
@@ -45,20 +45,20 @@ def test_a_command_that_fails_ends_the_story(tmp_path: Path) -> None:
         story.Shell(tmp_path, lambda line: None)("inspect nothing-here")
 
 
-def ran(result: Any, code: int = 0) -> Ran:
-    return Ran("precisionctl ...", json.dumps(result), code, 1.0)
+def ran(result: Any, code: int = 0) -> CommandRun:
+    return CommandRun("precisionctl ...", json.dumps(result), code, 1.0)
 
 
-def compared(*statuses: str) -> Ran:
+def compared(*statuses: str) -> CommandRun:
     return ran({"tensors": [{"status": status} for status in statuses]}, int("differs" in statuses))
 
 
-def told(**changes: Any) -> Told:
+def told(**changes: Any) -> DemoResults:
     same = compared("exact", "exact")
     perplexity = {run: ran({"perplexity": 100.0, "precision": "bfloat16"}) for run in ("bf16", "fp8", "fp8-vllm")}
     gaps = ran({"runs": [{"run": "fp8", "mean": 0.001}, {"run": "fp8-cold", "mean": 0.05}]})
     answers: dict[str, Any] = {"there": same, "gaps": gaps, "state": same, "last_bit": same, "rules": ran([])}
-    return Told(**(answers | {"codes": same, "perplexity": perplexity, "ran": [same]} | changes))
+    return DemoResults(**(answers | {"codes": same, "perplexity": perplexity, "ran": [same]} | changes))
 
 
 def write_runs(folder: Path, **losses: list[float]) -> Path:
@@ -72,7 +72,7 @@ def write_runs(folder: Path, **losses: list[float]) -> Path:
     return folder
 
 
-def verdicts(told: Told, folder: Path) -> list[str]:
+def verdicts(told: DemoResults, folder: Path) -> list[str]:
     return [row[2] for row in report.table(told, folder).rows]
 
 
@@ -93,7 +93,7 @@ def test_what_is_as_promised_is_said_to_be(tmp_path: Path) -> None:
     ],
     ids=lambda broken: next(iter(broken)),
 )
-def test_what_is_not_as_promised_is_said_too(tmp_path: Path, broken: dict[str, Ran]) -> None:
+def test_what_is_not_as_promised_is_said_too(tmp_path: Path, broken: dict[str, CommandRun]) -> None:
     folder = write_runs(tmp_path, fp8_cold=[3.3, 2.2], sft=[5.0] * 10 + [4.0] * 10)
     assert verdicts(told(**broken), folder).count("NO") == 1
 

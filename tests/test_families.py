@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from precisionctl.architectures.families import from_hf_config, from_megatron_args, supported, to_hf_config
-from precisionctl.architectures.megatron_args import to_megatron_args
+from precisionctl.architectures.megatron_args import otherwise_in_megatron, to_megatron_args
 from precisionctl.checkpoints.base import read_tensor
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.commands.plan_command import plan_command
@@ -36,8 +36,7 @@ from precisionctl.param import Parallelism, TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.verify.compare import compare
 
-IN_MEGATRON = list(pico.FAMILIES)
-ALL = [*IN_MEGATRON, *pico.PARALLEL_RESIDUAL]
+ALL = list(pico.FAMILIES)
 
 
 def opened(directory: Path, family: str, **settings: Any) -> HuggingFaceReader:
@@ -62,7 +61,7 @@ def test_there_is_a_model_of_every_family_and_a_line_in_the_docs() -> None:
     assert own | pico.ALSO.keys() == supported().keys() and own >= {*pico.ALSO.values()}
 
 
-@pytest.mark.parametrize("family", IN_MEGATRON)
+@pytest.mark.parametrize("family", ALL)
 def test_to_megatron_and_back_gives_every_bit_back(tmp_path: Path, family: str) -> None:
     reader = opened(tmp_path, family)
     assert_same(to_hf(to_megatron(reader)).tensors, values(reader))
@@ -79,12 +78,6 @@ def test_names_that_only_megatron_bridge_has_are_told(tmp_path: Path) -> None:
     notes = plan_command(Request(tmp_path / "hf", tmp_path / "megatron", "megatron")).notes
     assert any("Megatron-Bridge's names" in note for note in notes)
     assert plan_command(Request(tmp_path / "hf", tmp_path / "copy", "hf")).notes == ()
-
-
-@pytest.mark.parametrize("family", pico.PARALLEL_RESIDUAL)
-def test_a_parallel_residual_goes_to_hugging_face_alone(tmp_path: Path, family: str) -> None:
-    with pytest.raises(MappingError, match="parallel residual, which Megatron-Core does not"):
-        make_plan(opened(tmp_path, family), "megatron")
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -142,14 +135,16 @@ def test_a_config_says_that_there_is_no_window_where_the_class_has_one(family: s
 
 
 UNTOLD = {
-    "llama-3": {"rope_scaling": None},  # its original context is not Megatron's constant
     "llama-attention-bias": {"mlp_bias": True},  # one switch for all linears
     "phi3": {"architecture": "llama"},  # the same function
+    "internlm3": {"architecture": "llama"},
+    "seed-oss": {"architecture": "qwen2"},
+    "ministral": {"architecture": "mistral"},
 }
 """What Megatron's arguments have no words for, and what is read instead."""
 
 
-@pytest.mark.parametrize("family", [f for f in IN_MEGATRON if f != "phi3-long" and not f.startswith("gemma")])
+@pytest.mark.parametrize("family", [f for f in ALL if not otherwise_in_megatron(pico.shape(f))])
 def test_megatrons_arguments_describe_the_model_and_its_family(family: str) -> None:
     model = from_hf_config(pico.make(family).config.to_dict()).padded(1)
     found = from_megatron_args(to_megatron_args(model), model.padded_vocab_size, "args")
@@ -403,7 +398,7 @@ def test_an_optimizer_goes_along_as_parallel_as_its_parameters(tmp_path: Path) -
         make_plan(source, "megatron", optimizer=True)
 
 
-@pytest.mark.parametrize("family", IN_MEGATRON)
+@pytest.mark.parametrize("family", ALL)
 def test_a_stray_tensor_is_refused_in_every_family(tmp_path: Path, family: str) -> None:
     reader = opened(tmp_path, family)
     specs = {**reader.specs, "model.layers.0.stranger.weight": TensorSpec((1,), torch.bfloat16)}

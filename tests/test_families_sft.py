@@ -2,42 +2,20 @@
 
 import json
 import random
-import string
 from pathlib import Path
 
+import pico
 import pytest
 import torch
 from click.testing import Result
 from command_line import run
-from kinds import one_of_each
-from tokenizers import Tokenizer, models
-from training import CHAT_TEMPLATE, SMALL, WORDS, make_source
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from training import SMALL, WORDS, make_source
+from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.evaluate import load
 from precisionctl.trainer.measure.metrics import FILE as METRICS
 from precisionctl.trainer.measure.metrics import read_metrics
-
-FAMILIES = {
-    "llama-2": {},
-    "llama-3": {},
-    "mistral": {},
-    "mixtral": {},
-    "qwen2": {},
-    "qwen3": {},
-    "qwen3-moe": {},
-    "phi3": {},
-    "nemotron": {},
-    "gemma2": {},
-    "gemma3": {},
-    "gpt2": {},
-    "gpt-oss": {},
-    "deepseek-v2": {"qk_rope_head_dim": 16},
-    "deepseek-v3": {"qk_rope_head_dim": 16, "q_lora_rank": 32},
-}
-"""By the name in pico.py, with sizes that an FP8 GEMM takes."""
-
 
 LOGITS_APART = 0.3
 """Of the norm of BF16's: a router may choose another expert for what FP8 rounds. Codes taken for weights are 1.5."""
@@ -52,21 +30,9 @@ def make_chats(file: Path) -> Path:
     return file
 
 
-def spell_out(folder: Path) -> None:
-    """A tokenizer of characters: transformers makes a Qwen2's its own kind, which knows no words."""
-    characters = ["\u0120", *string.ascii_lowercase, *string.digits, "<", ">"]
-    vocabulary = {token: number for number, token in enumerate(["<eos>", *characters])}
-    bpe = Tokenizer(models.BPE(vocabulary, []))
-    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", chat_template=CHAT_TEMPLATE).save_pretrained(
-        folder
-    )
-
-
-@pytest.mark.parametrize("family", one_of_each(FAMILIES))
+@pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
 def test_ten_steps_of_fine_tuning_in_fp8_and_transformers_computes_the_export(family: str, tmp_path: Path) -> None:
-    source = make_source(tmp_path / "hf", family=family, **FAMILIES[family])
-    if family == "qwen2":
-        spell_out(source)
+    source = make_source(tmp_path / "hf", family=family, **pico.fp8_sizes(family))
     keys = SMALL | {"train.steps": 10, "train.save_every": 10, "data.sequence_length": 64}
     settings = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
     chats = make_chats(tmp_path / "chats.jsonl")

@@ -7,7 +7,6 @@ import pico
 import pytest
 import torch
 from command_line import run
-from kinds import one_of_each
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training import SMALL, make_source, make_text
@@ -17,11 +16,6 @@ from precisionctl.architectures.families import architecture_of, from_hf_config
 from precisionctl.architectures.param_map import names
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.evaluate import load
-
-EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2-groups", "deepseek-v3")
-FAMILIES = ("qwen3", "phi3-long", "nemotron", "gpt2", "gemma2", "gemma3", *EXPERTS)
-SETTINGS = dict.fromkeys(("deepseek-v2-groups", "deepseek-v3"), {"q_lora_rank": 32, "qk_rope_head_dim": 16})
-"""Sizes that an FP8 GEMM takes."""
 
 
 @pytest.fixture
@@ -45,7 +39,7 @@ def perplexity(checkpoint: Path, data: Path) -> float:
     return float(json.loads(done.stdout)["perplexity"])
 
 
-@pytest.mark.parametrize("family", one_of_each(FAMILIES))
+@pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
 def test_an_fp8_run_learns_and_a_run_in_two_parts_is_the_same_run(family: str, tmp_path: Path, data: Path) -> None:
     assert_learns_alike_in_two_parts(family, "fp8", tmp_path, data)
 
@@ -56,7 +50,7 @@ def test_a_bf16_run_learns_and_a_run_in_two_parts_is_the_same_run(family: str, t
 
 
 def assert_learns_alike_in_two_parts(family: str, precision: str, tmp_path: Path, data: Path) -> None:
-    source = make_source(tmp_path / "hf", family=family, **SETTINGS.get(family, {}))
+    source = make_source(tmp_path / "hf", family=family, **pico.fp8_sizes(family))
     train(source, data, tmp_path / "whole", precision, 4)
     train(source, data, tmp_path / "parts", precision, 2)
     train(source, data, tmp_path / "parts", precision, 4)
@@ -67,9 +61,9 @@ def assert_learns_alike_in_two_parts(family: str, precision: str, tmp_path: Path
     assert perplexity(tmp_path / "whole", data) < 0.99 * perplexity(source, data)
 
 
-@pytest.mark.parametrize("family", one_of_each(FAMILIES))
+@pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
 def test_what_was_trained_is_what_transformers_then_computes(family: str, tmp_path: Path, data: Path) -> None:
-    source = make_source(tmp_path / "hf", family=family, **SETTINGS.get(family, {}))
+    source = make_source(tmp_path / "hf", family=family, **pico.fp8_sizes(family))
     train(source, data, tmp_path / "run", "bf16", 2)
     assert run("convert", tmp_path / "run", tmp_path / "back", "--to", "hf").exit_code == 0
     theirs = pico.as_its_config_says(AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32))
@@ -78,15 +72,6 @@ def test_what_was_trained_is_what_transformers_then_computes(family: str, tmp_pa
     with torch.no_grad():
         expected = theirs(tokens).logits
         torch.testing.assert_close(ours.float()(tokens)[..., :80], expected, rtol=0, atol=1e-5 * float(expected.std()))
-
-
-@pytest.mark.parametrize("family", pico.PARALLEL_RESIDUAL)
-def test_a_parallel_residual_is_refused_with_the_reason(family: str, tmp_path: Path, data: Path) -> None:
-    source = make_source(tmp_path / "hf", family=family)
-    for command in (("resume", source, "--precision", "bf16", "--out", tmp_path / "run"), ("eval", source)):
-        refused = run(*command, "--data", data)
-        assert refused.exit_code == 1
-        assert "parallel residual" in " ".join(refused.stderr.split())
 
 
 def test_multi_token_prediction_layers_go_through_training_as_they_are(tmp_path: Path, data: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemWriter
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from precisionctl.checkpoints.foreign import MISTAKABLE, TENSORS, UNREAD
+from precisionctl.checkpoints.foreign import TENSORS, UNREAD
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import UnknownFormat
 
@@ -79,11 +79,11 @@ def hub_entry(main: str | None, *snapshots: str) -> Callable[[Path], object]:
 
 # what is there, what it is told to be, and what is said to do
 MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "an adapter": (files("adapter_config.json", "adapter_model.safetensors"), "adapter of PEFT", "merge_and_unload"),
+    "an adapter": (files("adapter_config.json", "adapter_model.safetensors"), "adapter of PEFT", "--reference BASE"),
     "an adapter beside a model": (
         lambda d: (pico.save(d, "llama-2"), files("adapter_config.json")(d)),
         "adapter of PEFT",
-        "merge_and_unload",
+        "--reference BASE",
     ),
     "a model with adapters in it": (
         renamed(lambda name: name.replace("q_proj.", "q_proj.base_layer.")),
@@ -173,14 +173,12 @@ def test_commands_take_a_path_with_spaces(tmp_path: Path) -> None:
 def test_every_one_is_documented_and_no_other() -> None:
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
     words = {"path": "DIR", "found": "FOUND"}
-    assert rows[1:] == [(one.what, one.sign, one.do.format(**words)) for one in (*MISTAKABLE, *TENSORS, *UNREAD)]
+    assert rows[1:] == [(one.what, one.sign, one.do.format(**words)) for one in (*TENSORS, *UNREAD)]
 
 
 def test_every_one_is_tried_here() -> None:
     tried = [what for _, what, _ in MADE.values()] + ["a file of a checkpoint"]
-    assert [
-        one.what for one in (*MISTAKABLE, *TENSORS, *UNREAD) if not any(re.search(t, one.what) for t in tried)
-    ] == []
+    assert [one.what for one in (*TENSORS, *UNREAD) if not any(re.search(t, one.what) for t in tried)] == []
 
 
 def test_a_bare_model_with_tied_embeddings_is_mended_as_the_message_says(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """How codes of four bits decode and come back: all of them under every scale, and what the real tools say of theirs.
 
-`golden/four_bits.safetensors` has eight rows of one weight as llm-compressor 0.14 (compressed-tensors 0.19) and
-ModelOpt 0.47 have stored them on a CPU, with groups of zeros, tiny groups and ties, as `SCHEME/<end of its name>`.
-`SCHEME/expected` is what the tool itself decompresses, BF16; the metadata has its `quantization_config`.
+The golden files are what llm-compressor and ModelOpt have stored of one weight (golden/four_bit.py).
 """
 
 import json
@@ -23,23 +21,22 @@ from precisionctl.fp8.encoding import Encoding, GlobalScale
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import coded_weights, complete_encoding
 
-GOLDEN = Path(__file__).parent / "golden" / "four_bits.safetensors"
-SCHEMES = ["MXFP4", "MXFP4A16", "NVFP4", "NVFP4A16", "W4A16", "W4A16_ASYM", "W4A16_G32", "W4A16_G32_ASYM"]
+GOLDEN = Path(__file__).parent / "golden" / "four_bit"
+SCHEMES = ["MXFP4", "NVFP4", "NVFP4A16", "W4A16", "W4A16_ASYM", "W4A16_G32", "W4A16_G32_ASYM"]
 NAMES = [*(f"ct-{name}" for name in SCHEMES), "modelopt-nvfp4", "modelopt-mxfp4"]
 MODULE = "model.layers.0.self_attn.k_proj."
 
 
 @cache
 def golden(name: str) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """The `quantization_config` of a scheme, and its tensors."""
-    with safe_open(GOLDEN, "pt") as file:
-        ends = {key.partition("/")[2]: file.get_tensor(key) for key in file.keys() if key.startswith(f"{name}/")}
-        return json.loads(file.metadata()[name]), ends
+    """The `quantization_config` of a scheme, and its tensors; `decoded` is what the tool makes of them."""
+    with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
+        return json.loads(file.metadata()["quantization_config"]), {key: file.get_tensor(key) for key in file.keys()}
 
 
 def read(config: dict[str, object], tensors: dict[str, Tensor]) -> tuple[Tensor, Encoding]:
     """A weight's codes as bytes, and its encoding."""
-    named = {f"{MODULE}{end}": each for end, each in tensors.items() if end != "expected"}
+    named = {f"{MODULE}{end}": each for end, each in tensors.items() if end != "decoded"}
     specs = {name: TensorSpec(tuple(each.shape), each.dtype) for name, each in named.items()}
     weight = coded_weights({"quantization_config": config}, specs)[f"{MODULE}weight"]
     packed = named[weight.codes].contiguous().view(torch.uint8)
@@ -53,9 +50,9 @@ def test_what_the_real_tools_store_decodes_to_what_they_say_and_comes_back(name:
     codes, encoding = read(config, tensors)
     values = encoding.decode_rows(codes, 0).bfloat16()
     if name == "modelopt-nvfp4":
-        assert torch.equal(values, tensors["expected"])
+        assert torch.equal(values, tensors["decoded"])
     else:
-        assert torch.equal(values.view(torch.int16), tensors["expected"].view(torch.int16))
+        assert torch.equal(values.view(torch.int16), tensors["decoded"].view(torch.int16))
     assert torch.equal(encoding.encode_rows(values, 0), codes)
 
 
@@ -121,31 +118,35 @@ def test_every_byte_of_int4_decodes_under_every_zero_point_and_comes_back(zero: 
     ("name", "damage", "message"),
     [
         ("ct-NVFP4", {"weight_scale": None}, "no .*weight_scale for its codes"),
-        ("ct-NVFP4", {"weight_scale": torch.ones(8, 8)}, r"weight_scale has shape \[8, 8\] \(float32\).*NVFP4"),
-        ("ct-NVFP4", {"weight_scale": torch.ones(8, 4).to(torch.float8_e4m3fn)}, r"weight_scale has shape \[8, 4\]"),
-        ("ct-NVFP4", {"weight_scale": (-torch.ones(8, 8)).to(torch.float8_e4m3fn)}, "negative, infinite or NaN"),
+        ("ct-NVFP4", {"weight_scale": torch.ones(16, 8)}, r"weight_scale has shape \[16, 8\] \(float32\).*NVFP4"),
+        ("ct-NVFP4", {"weight_scale": torch.ones(16, 4).to(torch.float8_e4m3fn)}, r"weight_scale has shape \[16, 4\]"),
+        ("ct-NVFP4", {"weight_scale": (-torch.ones(16, 8)).to(torch.float8_e4m3fn)}, "negative, infinite or NaN"),
         ("ct-NVFP4", {"weight_global_scale": None}, "no .*weight_global_scale for its codes"),
         ("ct-NVFP4", {"weight_global_scale": torch.ones(8)}, r"weight_global_scale has shape \[8\], not \[\] or \[1\]"),
         ("ct-NVFP4", {"weight_global_scale": torch.zeros(1)}, "weight_global_scale holds 0, which is no global scale"),
         ("ct-NVFP4", {"weight_global_scale": torch.full((1,), torch.nan)}, "weight_global_scale holds nan"),
         ("ct-NVFP4", {"weight_global_scale": torch.full((1,), -1.0)}, "weight_global_scale holds -1"),
         ("ct-NVFP4", {"weight_global_scale": torch.full((1,), 1e-38)}, "no global scale of these scales"),
-        ("ct-NVFP4", {"weight_packed": torch.zeros(8, 0, dtype=torch.uint8)}, "weight_scale has shape"),
-        ("ct-NVFP4", {"weight_packed": torch.zeros(8, 64, dtype=torch.int32)}, "weight_packed is int32.*NVFP4"),
-        ("ct-MXFP4", {"weight_scale": torch.full((8, 4), 255, dtype=torch.uint8)}, "negative, infinite or NaN"),
+        ("ct-NVFP4", {"weight_packed": torch.zeros(16, 0, dtype=torch.uint8)}, "weight_scale has shape"),
+        ("ct-NVFP4", {"weight_packed": torch.zeros(16, 64, dtype=torch.int32)}, "weight_packed is int32.*NVFP4"),
+        ("ct-MXFP4", {"weight_scale": torch.full((16, 4), 255, dtype=torch.uint8)}, "negative, infinite or NaN"),
         (
             "ct-W4A16",
-            {"weight_shape": torch.tensor([8, 127])},
-            r"holds \[8, 127\] for codes of \[8, 128\]",
+            {"weight_shape": torch.tensor([16, 127])},
+            r"holds \[16, 127\] for codes of \[16, 128\]",
         ),
-        ("ct-W4A16", {"weight_shape": torch.tensor([8, 128, 1])}, r"weight_shape has shape \[3\], not \[2\]"),
+        ("ct-W4A16", {"weight_shape": torch.tensor([16, 128, 1])}, r"weight_shape has shape \[3\], not \[2\]"),
         ("ct-W4A16", {"weight_shape": None}, "no .*weight_shape for its codes"),
         ("ct-W4A16_ASYM", {"weight_zero_point": None}, "no .*weight_zero_point for its codes"),
         ("ct-W4A16_ASYM", {"weight_zero_point": torch.zeros(8, 1).int()}, r"weight_zero_point has shape \[8, 1\]"),
         ("ct-W4A16", {"weight_g_idx": torch.zeros(128).int()}, "weight_g_idx"),
         ("modelopt-nvfp4", {"weight_scale_2": None}, "no .*weight_scale_2 for its codes"),
         ("modelopt-nvfp4", {"weight_scale_2": torch.tensor(torch.inf)}, "weight_scale_2 holds inf"),
-        ("modelopt-mxfp4", {"weight_scale": torch.zeros(8, 8, dtype=torch.uint8)}, r"weight_scale has shape \[8, 8\]"),
+        (
+            "modelopt-mxfp4",
+            {"weight_scale": torch.zeros(16, 8, dtype=torch.uint8)},
+            r"weight_scale has shape \[16, 8\]",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_one_error(name: str, damage: dict[str, Tensor | None], message: str) -> None:

@@ -238,20 +238,17 @@ def test_fixed_scales_of_inputs_are_recorded_amaxes_and_one_recorded_since_gets_
 def test_training_on_from_four_bits_begins_with_what_they_decode_to_and_inspect_and_eval_take_them(
     tmp_path: Path,
 ) -> None:
-    """`resume` of NVFP4: masters are the decoded codes in FP32. After it, every weight has another scale. `eval` tells
-    that only weights are of four bits: inputs meet them in BF16."""
+    """After a step of `resume`, every weight has another scale, of the same format. `eval` tells that only weights are
+    of four bits: inputs meet them in BF16. It reads a model as `resume` does."""
     training.make_text(tmp_path / "text.txt")
     source = training.make_source(tmp_path / "made")
     four_bit_directories.make(tmp_path / "source", "ct-nvfp4a16", vocab_size=80)
     for file in source.glob("tokenizer*"):
         (tmp_path / "source" / file.name).write_bytes(file.read_bytes())
     run(tmp_path / "source", tmp_path / "fp32", "hf", precision="fp32")
-    losses = []
-    for each in ("source", "fp32"):
-        changes = {"train__steps": 2}
-        made = training.settings(tmp_path / each, tmp_path / "text.txt", tmp_path / f"run-{each}", **changes)
-        losses.append(training.run(made)[2])
-    assert len(losses[0]) == 2 and losses[0] == losses[1]
+    changes = {"train__steps": 1}
+    made = training.settings(tmp_path / "source", tmp_path / "text.txt", tmp_path / "run-source", **changes)
+    assert len(training.run(made)[2]) == 1
     notes = run(tmp_path / "run-source", tmp_path / "back", "hf", precision="fp8")
     assert any("7 have blocks with new scales" in note for note in notes)
     assert stored(tmp_path / "back").keys() == stored(tmp_path / "source").keys()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpt_models import shape
+from pico import shape
 from training import WORDS, make_source, make_text, settings
 
 from precisionctl.checkpoints.open import open_checkpoint

@@ -10,7 +10,6 @@ import pico
 import pytest
 import torch
 from conversions import run
-from kinds import one_of_each
 from safetensors.torch import load_file, save_file
 from training import make_text, settings
 from training import run as train
@@ -34,7 +33,7 @@ from precisionctl.reports.inspect import describe, tables
 # The digest
 
 
-@pytest.mark.parametrize("family", one_of_each(pico.FAMILIES))
+@pytest.mark.parametrize("family", pico.representing(pico.rows))
 def test_the_digest_of_the_same_weights_is_the_same_in_every_layout_and_dtype(family: str, tmp_path: Path) -> None:
     pico.save(tmp_path / "hf", family)
     reader = HuggingFaceReader(tmp_path / "hf")

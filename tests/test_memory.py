@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from gpt_models import shape
+from pico import representing, shape, switches
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -61,9 +61,7 @@ def saved(model: ModelShape, made: Recipe) -> int:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8-delayed"])
-@pytest.mark.parametrize(
-    "family", ["llama-2", "qwen3", "nemotron", "gpt2", "gemma2", "gpt-oss", "mixtral", "qwen3-moe", "deepseek-v3"]
-)
+@pytest.mark.parametrize("family", representing(switches))
 def test_activations_are_what_autograd_keeps(family: str, name: str) -> None:
     """StoredTensors 5 % below (positions, masks, indices) and 10 % above, for every kind of layer."""
     model, made = shape(family), recipe(name)

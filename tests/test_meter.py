@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpt_models import shape
+from pico import shape
 from training import make_source, make_text, run, settings
 
 from precisionctl.checkpoints.open import open_checkpoint

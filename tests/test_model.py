@@ -69,6 +69,16 @@ MATTERS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek-v3", {"moe.score_function": "softmax"}),
     ("deepseek-v3", {"moe.topk_scaling_factor": 1.0}),
     ("deepseek-v3", {"rope_scaling": pico.YARN_ROPE}),
+    ("glm4", {"rotary_interleaved": False}),
+    ("smollm3", {"rope_layers": None}),
+    ("cohere2", {"rope_layers": None}),
+    ("exaone4", {"rope_layers": None}),
+    ("granite", {"residual_multiplier": 1.0}),
+    ("granite", {"logit_multiplier": 1.0}),
+    ("granite", {"query_pre_attn_scalar": None}),
+    ("gpt-neox", {"parallel_residual": False}),
+    ("olmo3", {"rotary_base_local": None}),
+    ("dots1", {"window_layers": None}),
 ]
 """What no tensor's shape shows."""
 
@@ -290,6 +300,7 @@ def trained(name: str, model: ModelShape) -> bool:
     only Megatron has."""
     kept_as_it_is = name.endswith("expert_bias") or name.startswith("mtp.")
     only_megatrons = {"linear_qkv.bias": not model.qkv_bias, "linear_proj.bias": not model.proj_bias}
+    only_megatrons |= dict.fromkeys(("input_layernorm.bias", "final_layernorm.bias"), not model.norm_bias)
     only_megatrons |= {"linear_fc1.bias": not model.mlp_bias, "linear_fc2.bias": not model.mlp_bias}
     return not (kept_as_it_is or only_megatrons.get(".".join(name.split(".")[-2:]), False))
 

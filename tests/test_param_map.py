@@ -1,4 +1,6 @@
-"""Every row of every family: `split` is the inverse of `merge`, and lowering moves what the row moves."""
+"""Every kind of row that a family has: `split` is the inverse of `merge`, and lowering moves what the row moves."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +21,13 @@ def all_rows(table: Architecture) -> list[Row]:
     return [each for row in table.rows for each in ((row,) if isinstance(row, Row) else (*row.first, *row.second))]
 
 
-ROWS = [
-    pytest.param(row, id=row.megatron)
-    for table in {id(t): t for t in supported().values()}.values()
-    for row in all_rows(table)
-]
+def kind(row: Row) -> tuple[Any, ...]:
+    """What `merge` and `split` depend on."""
+    return len(row.hf), row.sizes, repr(row.rearrangement)
+
+
+KINDS = {kind(row): row for table in supported().values() for row in all_rows(table)}
+ROWS = [pytest.param(row, id=row.megatron) for row in KINDS.values()]
 
 
 MODEL = ModelShape("llama", 1, 3, 4, 4, 2, 2, 5, 5, 8)
@@ -118,7 +122,7 @@ def test_padded_rows_are_cut_off_whatever_they_hold() -> None:
 
 
 def test_an_unknown_family_is_refused_with_the_list_of_known_ones() -> None:
-    with pytest.raises(UnknownArchitecture, match="unsupported architecture `mamba`.*llama, mistral"):
+    with pytest.raises(UnknownArchitecture, match="unsupported architecture `mamba`.*llama, .*mistral"):
         architecture_of("mamba")
 
 

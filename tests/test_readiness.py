@@ -25,7 +25,7 @@ from precisionctl.fp8.state import DelayedScaling, Fp8State, Fp8States, RoleStat
 from precisionctl.fp8.statistics import SCALINGS, Statistics
 from precisionctl.readiness import thresholds
 from precisionctl.readiness.history import headroom, read_history
-from precisionctl.readiness.judge import judge, place, shortened
+from precisionctl.readiness.judge import judge, shortened, split_name
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "switching.md"
@@ -360,12 +360,12 @@ def test_patterns_match_what_they_stand_for_and_nothing_else(chosen):
 def test_a_kind_in_every_layer_and_all_of_a_layer_become_patterns():
     assert shortened({m for m in MODULES if m.endswith("fc2")}, MODULES) == ("decoder.layers.*.mlp.linear_fc2",)
     assert shortened({MODULES[0], MODULES[1]}, MODULES) == ("decoder.layers.0.*",)
-    assert place("mtp.layers.0.transformer_layer.mlp.linear_fc1") == (
+    assert split_name("mtp.layers.0.transformer_layer.mlp.linear_fc1") == (
         "mtp.layers",
         0,
         "transformer_layer.mlp.linear_fc1",
     )
-    assert place("output_layer") == ("", None, "output_layer")
+    assert split_name("output_layer") == ("", None, "output_layer")
 
 
 @pytest.mark.parametrize("precision", ["keep", "bf16"])

@@ -215,9 +215,3 @@ def test_a_page_without_a_place_is_told_before_anything_is_measured(tmp_path):
 @pytest.mark.parametrize("option", ["--html", "--fp8-state"])
 def test_options_of_the_verdict_need_it(tmp_path, option):
     assert run("inspect", tmp_path, option, tmp_path).exit_code == 2
-
-
-def test_a_family_without_fp8_training_is_one_error(tmp_path):
-    pico.save(tmp_path, "gpt-j")
-    result = run("inspect", tmp_path, "--fp8")
-    assert result.exit_code == 1 and "Megatron-Core does not" in result.stderr

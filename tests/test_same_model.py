@@ -95,6 +95,7 @@ READ: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("swiglu", "squared_relu", "quick_geglu", "bias_gelu_fusion"), (True, False)),
     "multi_latent_attention": (True, False),
     **dict.fromkeys(("moe_router_pre_softmax", "moe_router_enable_expert_bias"), (True, False)),
+    **dict.fromkeys(("moe_shared_expert_gate",), (True, False)),
     **dict.fromkeys(("group_query_attention", "untie_embeddings_and_output_weights"), (True, False)),
     **dict.fromkeys(("rotary_percent", "moe_router_topk_scaling_factor", "glu_linear_offset"), (0.5,)),
     **dict.fromkeys(("activation_func_clamp_value", "softmax_scale"), (0.7,)),
@@ -113,6 +114,7 @@ READ: dict[str, tuple[Any, ...]] = {
     "yarn_beta_slow": (3.0,),
     "window_size": ((3, 0), (-1, 0), None),
     "window_attn_skip_freq": (2, 3, [1] * 3, None),
+    "no_rope_freq": (2, [1, 0, 1, 0], None),
     "softmax_type": ("learnable", "off-by-one", "vanilla"),
     "moe_layer_freq": (2, [0, 1, 1, 1, 1, 1, 1]),
     "moe_router_score_function": ("softmax", "sigmoid"),
@@ -192,6 +194,8 @@ EXPERTS = dataclasses.replace(
 )
 NO_WINDOW = dataclasses.replace(DENSE, sliding_window=None, window_layers=None, rotary_base_local=None)
 LATENT = dataclasses.replace(DENSE, mla=MLA(6, 6, 4, 4, 6))
+PARALLEL = dataclasses.replace(DENSE, parallel_residual=True)
+NORMED = dataclasses.replace(DENSE, qk_layernorm=True)
 LEARNED = dataclasses.replace(DENSE, position_embedding="learned_absolute", rotary_base_local=None)
 LONG: dict[str, Any] = {
     "rope_type": "longrope",
@@ -217,6 +221,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "sliding_window": 2,
             "rope_scaling": {"rope_type": "linear", "factor": 4.0},
             "window_layers": (False, True),
+            "rope_layers": (False, True),
             "qk_layernorm": True,
             "query_pre_attn_scalar": 9.0,
             "attn_logit_softcapping": 0.1,
@@ -224,6 +229,9 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "softmax_offset": True,
             "embedding_multiplier": 3.0,
             "post_layernorms": True,
+            "pre_layernorms": False,
+            "residual_multiplier": 0.5,
+            "logit_multiplier": 2.0,
             "parallel_residual": True,
             "tied_embeddings": True,
             "num_query_groups": 4,
@@ -236,6 +244,8 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
         }.items()
     ),
     (NO_WINDOW, {"num_layers": 1}),
+    (PARALLEL, {"shared_layernorm": True}),
+    (NORMED, {"qk_layernorm_over_heads": True}),
     (LEARNED, {"max_position_embeddings": 64}),
     (dataclasses.replace(DENSE, rope_scaling=LONG), {"max_position_embeddings": 64}),
     *(
@@ -254,6 +264,7 @@ CHANGES: list[tuple[ModelShape, dict[str, Any]]] = [
             "shared_ffn_hidden_size": 16,
             "expert_bias": False,
             "router_bias": True,
+            "shared_expert_gate": True,
         }.items()
     ),
     *((LATENT, {f"mla.{name}": 8}) for name in (field.name for field in dataclasses.fields(MLA))),
@@ -263,8 +274,14 @@ ALL_EXPERTS = with_fields(EXPERTS, {"moe.layer_freq": (True, True)})
 NO_GATE = dataclasses.replace(DENSE, gated_linear_unit=False)
 NO_GROUPS = with_fields(EXPERTS, {"moe.num_groups": None, "moe.group_topk": None, "moe.group_scores": None})
 SIGMOID = with_fields(EXPERTS, {"moe.score_function": "sigmoid"})
+NO_SHARED = with_fields(EXPERTS, {"moe.shared_ffn_hidden_size": None})
 UNUSED: list[tuple[ModelShape, dict[str, Any]]] = [
     (DENSE, {"max_position_embeddings": 64}),
+    (DENSE, {"rope_layers": (True, True)}),
+    (DENSE, {"shared_layernorm": True}),
+    (DENSE, {"qk_layernorm_over_heads": True}),
+    (LEARNED, {"rope_layers": (True, False)}),
+    (NO_SHARED, {"moe.shared_expert_gate": True}),
     (DENSE, {"query_pre_attn_scalar": 4}),
     (DENSE, {"moe": dataclasses.replace(EXPERTS.moe, layer_freq=(False, False))}),
     (DENSE, {"rope_scaling": {"rope_type": "linear", "factor": 1.0}}),
@@ -330,15 +347,18 @@ def test_gpt_lists_every_field_of_a_model() -> None:
     assert {field.name for field in dataclasses.fields(ModelShape)} | groups == NAMES == COMPUTED.keys()
 
 
+def _other_than(value: object) -> object:
+    return not value if isinstance(value, bool) else 0.5
+
+
 @pytest.mark.parametrize(
     ("model", "change"),
     [
-        *((DENSE, {name: True}) for name in ("rotary_interleaved", "parallel_residual", "output_bias")),
         (DENSE, {"position_embedding": "alibi"}),
         (DENSE, {"normalization": "ScaleNorm"}),
         (EXPERTS, {"moe.score_function": "sqrtsoftplus"}),
-        *((LATENT, {name: 0.5 if value else 2}) for name, value in BESIDE_MLA.items()),
-        *((EXPERTS, {name: True}) for name in BESIDE_EXPERTS),
+        *((LATENT, {name: _other_than(value)}) for name, value in BESIDE_MLA.items()),
+        *((EXPERTS, {name: _other_than(value)}) for name, value in BESIDE_EXPERTS.items()),
     ],
     ids=str,
 )

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import in_memory
+import pico
 import pytest
 import torch
 from click.testing import CliRunner
-from kinds import one_of_each
 from safetensors.torch import load_file
 from scoring import TOKENS, in_fp32, save
 from te_exports import export, make_source
@@ -121,7 +121,9 @@ def test_it_generates_one_token_after_another_with_a_cache_and_leaves_its_scales
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", one_of_each(["mixtral", "qwen3-moe", "deepseek-v3", "gpt2", "phi3", "gemma3"]))
+@pytest.mark.parametrize(
+    "family", pico.representing(pico.block_kinds, ["mixtral", "qwen3-moe", "deepseek-v3", "gpt2", "phi3", "gemma3"])
+)
 def test_other_families_compute_as_eval_does(tmp_path: Path, family: str) -> None:
     sizes = {"q_lora_rank": 32, "qk_rope_head_dim": 16} if family == "deepseek-v3" else {}
     out = export(make_source(tmp_path / "hf", family, **sizes), tmp_path / "out")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpt_models import shape
+from pico import shape
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import contents, losses, run_with_kills, settings

@@ -8,7 +8,6 @@ import pico
 import pytest
 import torch
 from checkpoint_mutations import changed_configs
-from kinds import one_of_each
 from transformers import AutoModelForCausalLM
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -22,7 +21,7 @@ TOKENS = torch.arange(3, 51).view(1, -1)  # beyond every window, and beyond the 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", one_of_each(FAMILIES))
+@pytest.mark.parametrize("family", pico.representing(pico.block_kinds, FAMILIES))
 def test_no_key_that_changes_the_logits_goes_unnoticed(tmp_path: Path, family: str) -> None:
     pico.save(tmp_path, family)
     one, path = HuggingFaceReader(tmp_path), tmp_path / "config.json"

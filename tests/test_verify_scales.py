@@ -22,6 +22,7 @@ from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.cli import main
 from precisionctl.fp8 import numerics, sidecar
+from precisionctl.fp8.elements import E4M3
 from precisionctl.fp8.state import Fp8State, Fp8States, RoleState
 from precisionctl.reports.verify import tables
 from precisionctl.verify.compare import Comparison, compare
@@ -214,7 +215,7 @@ def test_no_scale_that_an_amax_gives_falls_below_the_floor(outlier: float, numbe
     ):
         values = values.clone()
         values[3, 5] = outlier
-        scale = numerics.rounded_up(numerics.scale_inv(values.abs().max(), torch.float8_e4m3fn), numbers)
+        scale = numerics.rounded_up(numerics.scale_inv(values.abs().max(), E4M3), numbers)
         codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
         numerics.encode_by_scale_inv(values, scale, codes, numerics.scratch_for(values))
         losses = Losses(256, 256, (256, 256))

@@ -2,6 +2,7 @@
 looked at of one that was made."""
 
 import random
+import string
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,14 @@ PLAIN_RECIPES = ("bf16", "fp8-block", "fp8-current", "fp8-delayed", "mxfp8", "sf
 
 def make_source(folder: Path, **settings: Any) -> Path:
     """A Hugging Face directory."""
-    save_pico(folder, vocab_size=80, **settings)
-    names = ["<eos>", "<user>", "<assistant>", "<end>", "?", *WORDS]
-    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model = save_pico(folder, vocab_size=80, **settings)
+    if model.config.model_type == "qwen2":  # transformers makes its tokenizer one of its own kind, which knows no words
+        characters = ["<eos>", "\u0120", *string.ascii_lowercase, *string.digits, "<", ">"]
+        words = Tokenizer(models.BPE({token: number for number, token in enumerate(characters)}, []))
+    else:
+        names = ["<eos>", "<user>", "<assistant>", "<end>", "?", *WORDS]
+        words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="?"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", chat_template=CHAT_TEMPLATE)
     tokenizer.save_pretrained(folder)
     return folder

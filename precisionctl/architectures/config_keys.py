@@ -91,20 +91,22 @@ class Always:
 class Only:
     """A key that could say otherwise: what the table was made for is `value`, which is also the default.
 
-    `field` of ModelShape has `means` then.
+    `field` of ModelShape has `means` then. `absent` is what the family's class takes for a key that is not there, where
+    that is another value.
     """
 
     key: str
     value: Any
     field: str = ""
     means: Any = None
+    absent: Any = None
 
     @property
     def keys(self) -> tuple[str, ...]:
         return (self.key,)
 
     def read(self, config: Config, where: object) -> Fields:
-        found = config.get(self.key)
+        found = config.get(self.key, self.absent)
         if found is not None and found != self.value:
             raise UnknownArchitecture(
                 f"no {config.get('model_type')} known here has {self.key}={shown(found)}",
@@ -229,8 +231,7 @@ def sliding_window(
         window = config.get("sliding_window", absent)
         if window is None or (switch and not config.get(switch)):
             return {}
-        listed = config.get("layer_types")
-        windows = local(config, layers(config, where)) if listed is None else _local(listed, where)
+        windows = layers_in_window(config, where, local)
         if not any(windows):
             return {}
         return {"sliding_window": window, "window_layers": None if all(windows) else tuple(windows)}
@@ -239,12 +240,24 @@ def sliding_window(
         if model.sliding_window is None:
             return {"sliding_window": None} if absent and not switch else {}
         config: dict[str, Any] = {"sliding_window": model.sliding_window}
-        if model.window_layers is not None:
-            config["layer_types"] = [_LAYER_TYPES[local] for local in model.window_layers]
+        if model.window_layers is not None or local is not everywhere:
+            config["layer_types"] = layer_types(model)
         return config | ({switch: True} if switch else {})
 
     keys = ("sliding_window", "layer_types", *also, *((switch,) if switch else ()))
     return Rule(keys, read, write)
+
+
+def layers_in_window(config: Config, where: object, local: Callable[[Config, int], list[bool]]) -> list[bool]:
+    """Whether each layer has the window: as `layer_types` lists them, else as the family has them."""
+    listed = config.get("layer_types")
+    return local(config, layers(config, where)) if listed is None else _local(listed, where)
+
+
+def layer_types(model: ModelShape) -> list[str]:
+    """What each layer sees, in the words of config.json."""
+    windows = model.window_layers or (model.sliding_window is not None,) * model.num_layers
+    return [_LAYER_TYPES[in_window] for in_window in windows]
 
 
 _LAYER_TYPES = {True: "sliding_attention", False: "full_attention"}
@@ -268,3 +281,13 @@ def everywhere(config: Config, layers: int) -> list[bool]:
 def every_other(config: Config, layers: int) -> list[bool]:
     """True for the first layer, the third, and so on."""
     return [layer % 2 == 0 for layer in range(layers)]
+
+
+def all_but_every(number: int, key: str = "") -> Callable[[Config, int], list[bool]]:
+    """True for every layer but each of this number; `key` may say another one."""
+
+    def local(config: Config, layers: int) -> list[bool]:
+        every = size({key: number} | dict(config), key, "config.json") if key else number
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+
+    return local

@@ -3,6 +3,7 @@
 from precisionctl.architectures.config_keys import (
     SILU,
     SIZES,
+    Always,
     Config,
     Entry,
     Fields,
@@ -52,7 +53,19 @@ def _write_shared(model: ModelShape) -> Config:
     return {"n_shared_experts": shared // model.moe.ffn_hidden_size if model.moe and shared else None}
 
 
-COMMON: tuple[Entry, ...] = (
+EXPERTS_OF_A_LAYER: tuple[Entry, ...] = (
+    Key("moe.num_experts", "n_routed_experts"),
+    Key("moe.topk", "num_experts_per_tok"),
+    Key("moe.ffn_hidden_size", "moe_intermediate_size"),
+    Rule(("n_shared_experts",), _read_shared, _write_shared),
+)
+
+EXPERTS: tuple[Entry, ...] = (
+    *EXPERTS_OF_A_LAYER,
+    Rule(("first_k_dense_replace",), _read_layers, _write_layers),
+)
+
+LATENT_ATTENTION: tuple[Entry, ...] = (
     *SIZES,
     SILU,
     Rule(("num_attention_heads",), _read_attention, _write_attention),
@@ -62,12 +75,37 @@ COMMON: tuple[Entry, ...] = (
     Key("mla.qk_pos_emb_head_dim", "qk_rope_head_dim"),
     Key("mla.v_head_dim", "v_head_dim"),
     Only("attention_bias", False),
-    Key("moe.num_experts", "n_routed_experts"),
-    Key("moe.topk", "num_experts_per_tok"),
-    Key("moe.ffn_hidden_size", "moe_intermediate_size"),
+)
+
+SIGMOID: tuple[Entry, ...] = (
+    Only("scoring_func", "sigmoid"),
+    Only("topk_method", "noaux_tc"),
+    Always("moe.score_function", "sigmoid"),
+    Always("moe.expert_bias", True),
+)
+"""V3's router: scores that are divided by the sum over the chosen ones, and a bias that only chooses."""
+
+
+def groups(number: int, best: int) -> Rule:
+    """V3's groups of experts, worth their two best; with the defaults of the family's class."""
+
+    def read(config: Config, where: object) -> Fields:
+        found = config.get("n_group", number)
+        if found in (None, 1):
+            return {}
+        return {"moe.num_groups": found, "moe.group_topk": config.get("topk_group", best), "moe.group_scores": 2}
+
+    def write(model: ModelShape) -> Config:
+        found = (model.moe.num_groups, model.moe.group_topk) if model.moe else (None, None)
+        return {"n_group": found[0] or 1, "topk_group": found[1] or 1}
+
+    return Rule(("n_group", "topk_group"), read, write)
+
+
+COMMON: tuple[Entry, ...] = (
+    *LATENT_ATTENTION,
+    *EXPERTS,
     Only("moe_layer_freq", 1),
-    Rule(("first_k_dense_replace",), _read_layers, _write_layers),
-    Rule(("n_shared_experts",), _read_shared, _write_shared),
     Key("norm_epsilon", "rms_norm_eps", 1e-6),
     rope(),
     tied(False),

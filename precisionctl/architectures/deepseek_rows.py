@@ -1,23 +1,19 @@
-"""Rows of DeepSeek-V2 and V3: latent attention, leading dense layers, routed and shared experts.
+"""Rows of DeepSeek-V2 and V3, and of families with the same experts: latent attention, leading dense layers, routed and
+shared experts, layers of multi-token prediction.
 
-Rows of multi-token prediction layers are the decoder's under other names, and what joins them.
+Rows of a prediction layer are the decoder's under other names, and what joins them.
 """
 
-from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT
-from precisionctl.architectures.moe_rows import EXPERTS, MOE_NORM, ROUTER
+from precisionctl.architectures.llama_rows import EMBEDDING, FINAL_NORM, MLP, MLP_NORM, OUTPUT, SEPARATE_NORM
+from precisionctl.architectures.moe_rows import EXPERT_BIAS, EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
 from precisionctl.architectures.param_map import Alias, Either, Row, renamed, when
-from precisionctl.architectures.rearrange import GAMMA, GATE_UP
-from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
+from precisionctl.architectures.rearrange import GAMMA
+from precisionctl.param import COLUMNS, ROWS
 
 _QUERY_LATENT = when("query_latent")
 
-_ATTENTION = (
-    Row(
-        "model.layers.{layer}.input_layernorm.weight",
-        "decoder.layers.{layer}.input_layernorm.weight",
-        ("hidden_size",),
-        GAMMA,
-    ),
+ATTENTION = (
+    *SEPARATE_NORM,
     Row(
         "model.layers.{layer}.self_attn.q_proj.weight",
         "decoder.layers.{layer}.self_attention.linear_q_proj.weight",
@@ -76,47 +72,7 @@ _ATTENTION = (
     ),
 )
 
-_MOE = (
-    *MOE_NORM,
-    *ROUTER,
-    Row(
-        "model.layers.{layer}.mlp.gate.e_score_correction_bias",
-        "decoder.layers.{layer}.mlp.router.expert_bias",
-        ("moe.num_experts",),
-        present=when("expert_bias"),
-        layers="moe",
-        keeps_dtype=True,  # FP32: rounded, it would choose other experts
-    ),
-    Row(
-        (
-            "model.layers.{layer}.mlp.shared_experts.gate_proj.weight",
-            "model.layers.{layer}.mlp.shared_experts.up_proj.weight",
-        ),
-        "decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight",
-        ("shared_fc1_size", "hidden_size"),
-        GATE_UP,
-        GATED_ROWS,
-        present=when("shared_experts"),
-        layers="moe",
-        gemm=True,
-    ),
-    Row(
-        "model.layers.{layer}.mlp.shared_experts.down_proj.weight",
-        "decoder.layers.{layer}.mlp.shared_experts.linear_fc2.weight",
-        ("hidden_size", "moe.shared_ffn_hidden_size"),
-        parallel=COLUMNS,
-        present=when("shared_experts"),
-        layers="moe",
-        gemm=True,
-    ),
-)
-
-DECODER = (*EMBEDDING, *_ATTENTION, *MLP_NORM, *MLP, *_MOE, *EXPERTS, *FINAL_NORM, *OUTPUT)
-
-_HF = {"model.layers.{layer}.": "model.layers.{mtp_layer}."}
-_MEGATRON = {"decoder.layers.{layer}.": "mtp.layers.{mtp}.transformer_layer."}
-
-MTP: tuple[Row | Either, ...] = (
+_BEFORE = (
     Row("model.layers.{mtp_layer}.enorm.weight", "mtp.layers.{mtp}.enorm.weight", ("hidden_size",), GAMMA),
     Row("model.layers.{mtp_layer}.hnorm.weight", "mtp.layers.{mtp}.hnorm.weight", ("hidden_size",), GAMMA),
     Row(  # the embedding's half, then the hidden state's, on both sides
@@ -125,15 +81,46 @@ MTP: tuple[Row | Either, ...] = (
         ("hidden_size", "doubled_hidden_size"),
         parallel=ROWS,
     ),
-    *renamed((*_ATTENTION, *MLP_NORM, *MLP, *_MOE), _HF, _MEGATRON),
-    *(Either(renamed(each.first, _HF, _MEGATRON), renamed(each.second, _HF, _MEGATRON)) for each in EXPERTS),
-    Row(
-        "model.layers.{mtp_layer}.shared_head.norm.weight",
-        "mtp.layers.{mtp}.final_layernorm.weight",
-        ("hidden_size",),
-        GAMMA,
-    ),
 )
+
+_AFTER = Row(
+    "model.layers.{mtp_layer}.shared_head.norm.weight",
+    "mtp.layers.{mtp}.final_layernorm.weight",
+    ("hidden_size",),
+    GAMMA,
+)
+
+_HF = {"model.layers.{layer}.": "model.layers.{mtp_layer}."}
+_MEGATRON = {"decoder.layers.{layer}.": "mtp.layers.{mtp}.transformer_layer."}
+
+
+def decoder(attention: tuple[Row, ...]) -> tuple[Row | Either, ...]:
+    """All but prediction layers; `attention` are the rows of a layer up to its second norm."""
+    return (
+        *EMBEDDING,
+        *attention,
+        *MLP_NORM,
+        *MLP,
+        *MOE_NORM,
+        *ROUTER,
+        *EXPERT_BIAS,
+        *SHARED_EXPERTS,
+        *EXPERTS,
+        *FINAL_NORM,
+        *OUTPUT,
+    )
+
+
+def prediction(attention: tuple[Row, ...]) -> tuple[Row | Either, ...]:
+    """Layers of multi-token prediction, of the same attention."""
+    layer = (*attention, *MLP_NORM, *MLP, *MOE_NORM, *ROUTER, *EXPERT_BIAS, *SHARED_EXPERTS)
+    return (
+        *_BEFORE,
+        *renamed(layer, _HF, _MEGATRON),
+        *(Either(renamed(each.first, _HF, _MEGATRON), renamed(each.second, _HF, _MEGATRON)) for each in EXPERTS),
+        _AFTER,
+    )
+
 
 MTP_ALIASES = (
     Alias(

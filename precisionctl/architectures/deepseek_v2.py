@@ -6,7 +6,7 @@ Megatron sums the best `topk / group_topk`.
 
 from precisionctl.architectures.config_keys import Always, Config, Fields, Key, Only, Rule
 from precisionctl.architectures.deepseek_keys import COMMON
-from precisionctl.architectures.deepseek_rows import DECODER
+from precisionctl.architectures.deepseek_rows import ATTENTION, decoder
 from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.errors import UnknownArchitecture, shown
@@ -37,7 +37,7 @@ def _write_groups(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"deepseek_v2": "DeepseekV2ForCausalLM"},
-    rows=DECODER,
+    rows=decoder(ATTENTION),
     config=(
         *COMMON,
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),

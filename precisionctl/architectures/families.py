@@ -14,7 +14,7 @@ from precisionctl.discover import discover
 from precisionctl.errors import DamagedCheckpoint, PrecisionctlError, UnknownArchitecture, at, shown
 from precisionctl.model_shape import MLA, TENSORS, ModelShape, MoE, UntabledModel
 
-_FIRST = ("llama",)
+_FIRST = ("llama", "mistral", "qwen2")
 """Families to take first where the same arguments describe several, as they do a Llama, a Yi and a Mistral without a
 window."""
 
@@ -135,14 +135,12 @@ def from_megatron_args(
 def models_of_megatron_args(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> list[ModelShape]:
     """The model as one of each family that it fits: a Llama, a Yi, a Mistral without a window are the same."""
     model = read_megatron_args(args, padded_vocab_size, where)
-    known = sorted(supported(), key=lambda name: (name not in _FIRST, name))
+    known = (*_FIRST, *sorted(supported().keys() - {*_FIRST}))
     return [found for name in known if (found := _as_family(model, name)) is not None]
 
 
 def _as_family(model: ModelShape, model_type: str) -> ModelShape | None:
     """The same model as one of this family, if writing and reading its config.json gives it back."""
-    if architecture_of(model_type).refused:
-        return None
     try:
         told = from_hf_config(to_hf_config(dataclasses.replace(model, architecture=model_type), ""))
     except (PrecisionctlError, AttributeError, TypeError):  # a setting or a part that the family does not have

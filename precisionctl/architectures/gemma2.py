@@ -27,19 +27,23 @@ from precisionctl.architectures.llama_rows import ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
 from precisionctl.architectures.rope import rope
 
-COMMON: tuple[Entry, ...] = (
+OF_ALL_GEMMAS: tuple[Entry, ...] = (
     *SIZES,
     HEADS,
     ATTENTION_BIAS,
-    activation("hidden_activation", GELU_TANH, "gelu_pytorch_tanh"),
     Only("use_bidirectional_attention", False),
     Always("zero_centered_gamma", True),
     Always("hf_zero_centered_gamma", True),
-    Always("post_layernorms", True),
     Rule((), lambda config, where: {"embedding_multiplier": math.sqrt(size(config, "hidden_size", where))}),
-    Key("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
     Key("norm_epsilon", "rms_norm_eps", 1e-6),
     tied(True),
+)
+
+COMMON: tuple[Entry, ...] = (
+    *OF_ALL_GEMMAS,
+    activation("hidden_activation", GELU_TANH, "gelu_pytorch_tanh"),
+    Always("post_layernorms", True),
+    Key("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
 )
 
 ARCHITECTURE = Architecture(

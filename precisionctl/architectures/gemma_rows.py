@@ -1,19 +1,33 @@
-"""Rows that Gemma 2 and 3 have beside Llama's: a norm before and one after each block."""
+"""Rows of families with norms after attention and MLP, before these are added: Gemma 2 and 3 have them beside the norms
+before a block, OLMo 2 and others instead of these."""
 
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, EMBEDDING, FINAL_NORM, MLP, OUTPUT
 from precisionctl.architectures.param_map import Row
 from precisionctl.architectures.rearrange import GAMMA
 
-ROWS = (
-    *EMBEDDING,
-    *ATTENTION_NORM,
-    *ATTENTION,
+POST_ATTENTION_NORM = (
     Row(
         "model.layers.{layer}.post_attention_layernorm.weight",
         "decoder.layers.{layer}.self_attention.linear_proj.post_layernorm.weight",
         ("hidden_size",),
         GAMMA,
     ),
+)
+
+POST_MLP_NORM = (
+    Row(
+        "model.layers.{layer}.post_feedforward_layernorm.weight",
+        "decoder.layers.{layer}.mlp.linear_fc2.post_layernorm.weight",
+        ("hidden_size",),
+        GAMMA,
+    ),
+)
+
+ROWS = (
+    *EMBEDDING,
+    *ATTENTION_NORM,
+    *ATTENTION,
+    *POST_ATTENTION_NORM,
     Row(
         "model.layers.{layer}.pre_feedforward_layernorm.weight",
         "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
@@ -21,12 +35,7 @@ ROWS = (
         GAMMA,
     ),
     *MLP,
-    Row(
-        "model.layers.{layer}.post_feedforward_layernorm.weight",
-        "decoder.layers.{layer}.mlp.linear_fc2.post_layernorm.weight",
-        ("hidden_size",),
-        GAMMA,
-    ),
+    *POST_MLP_NORM,
     *FINAL_NORM,
     *OUTPUT,
 )

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: from Hugging Face to Hugging Face alone.
+"""GPT-NeoX and Pythia.
 
 Traps: attention and MLP have norms of their own but are added together; `query_key_value` is q, k, v by head, as in
 Megatron.
@@ -17,12 +17,11 @@ from precisionctl.architectures.config_keys import (
     activation,
     tied,
 )
-from precisionctl.architectures.param_map import Architecture, Row, when
+from precisionctl.architectures.llama_rows import EMBEDDING, OUTPUT, PROJ_BIAS, QKV_BIASES
+from precisionctl.architectures.param_map import Architecture, Row, renamed
 from precisionctl.architectures.rope import KEYS, read_rope, rotary_parameters
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
-
-_ATTENTION_BIAS = when("qkv_bias")
 
 
 def _read_rope(config: Config, where: object) -> Fields:
@@ -45,9 +44,7 @@ def _read_bias(config: Config, where: object) -> Fields:
 ARCHITECTURE = Architecture(
     model_types={"gpt_neox": "GPTNeoXForCausalLM"},
     rows=(
-        Row(
-            "gpt_neox.embed_in.weight", "embedding.word_embeddings.weight", ("vocab_size", "hidden_size"), parallel=ROWS
-        ),
+        *renamed(EMBEDDING, {"model.embed_tokens": "gpt_neox.embed_in"}),
         Row(
             "gpt_neox.layers.{layer}.input_layernorm.weight",
             "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
@@ -70,7 +67,7 @@ ARCHITECTURE = Architecture(
             "decoder.layers.{layer}.self_attention.linear_qkv.bias",
             ("qkv_size",),
             parallel=ROWS,
-            present=_ATTENTION_BIAS,
+            present=QKV_BIASES,
         ),
         Row(
             "gpt_neox.layers.{layer}.attention.dense.weight",
@@ -83,7 +80,7 @@ ARCHITECTURE = Architecture(
             "gpt_neox.layers.{layer}.attention.dense.bias",
             "decoder.layers.{layer}.self_attention.linear_proj.bias",
             ("hidden_size",),
-            present=_ATTENTION_BIAS,
+            present=PROJ_BIAS,
         ),
         Row(
             "gpt_neox.layers.{layer}.post_attention_layernorm.weight",
@@ -122,7 +119,7 @@ ARCHITECTURE = Architecture(
         ),
         Row("gpt_neox.final_layer_norm.weight", "decoder.final_layernorm.weight", ("hidden_size",)),
         Row("gpt_neox.final_layer_norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
-        Row("embed_out.weight", "output_layer.weight", ("vocab_size", "hidden_size"), parallel=ROWS),
+        *renamed(OUTPUT, {"lm_head": "embed_out"}),
     ),
     config=(
         *SIZES,
@@ -142,5 +139,4 @@ ARCHITECTURE = Architecture(
         "gpt_neox.layers.{layer}.attention.masked_bias",
         "gpt_neox.layers.{layer}.attention.rotary_emb.inv_freq",
     ),
-    refused="a parallel residual",
 )

@@ -1,4 +1,4 @@
-"""GPT-J: from Hugging Face to Hugging Face alone.
+"""GPT-J.
 
 Traps: attention and MLP read the same norm and are added together; rotary channels are neighbouring pairs; the head
 has a bias.
@@ -6,7 +6,8 @@ has a bias.
 
 from precisionctl.architectures.config_keys import Always, Config, Fields, Rule, size, tied
 from precisionctl.architectures.gpt2 import SIZES
-from precisionctl.architectures.param_map import Architecture, Row
+from precisionctl.architectures.llama_rows import EMBEDDING, OUTPUT, OUTPUT_BIAS, PROJ_BIAS, QKV_BIASES
+from precisionctl.architectures.param_map import Architecture, Row, renamed
 from precisionctl.architectures.rearrange import QKV
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import COLUMNS, ROWS
@@ -27,15 +28,15 @@ def _write_rotary(model: ModelShape) -> Config:
 ARCHITECTURE = Architecture(
     model_types={"gptj": "GPTJForCausalLM"},
     rows=(
-        Row("transformer.wte.weight", "embedding.word_embeddings.weight", ("vocab_size", "hidden_size"), parallel=ROWS),
+        *renamed(EMBEDDING, {"model.embed_tokens": "transformer.wte"}),
         Row(
             "transformer.h.{layer}.ln_1.weight",
-            "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
+            "decoder.layers.{layer}.input_layernorm.weight",
             ("hidden_size",),
         ),
         Row(
             "transformer.h.{layer}.ln_1.bias",
-            "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_bias",
+            "decoder.layers.{layer}.input_layernorm.bias",
             ("hidden_size",),
         ),
         Row(
@@ -51,11 +52,29 @@ ARCHITECTURE = Architecture(
             gemm=True,
         ),
         Row(
+            (
+                "transformer.h.{layer}.attn.q_proj.bias",
+                "transformer.h.{layer}.attn.k_proj.bias",
+                "transformer.h.{layer}.attn.v_proj.bias",
+            ),
+            "decoder.layers.{layer}.self_attention.linear_qkv.bias",
+            ("qkv_size",),
+            QKV,
+            ROWS,
+            present=QKV_BIASES,
+        ),
+        Row(
             "transformer.h.{layer}.attn.out_proj.weight",
             "decoder.layers.{layer}.self_attention.linear_proj.weight",
             ("hidden_size", "projection_size"),
             parallel=COLUMNS,
             gemm=True,
+        ),
+        Row(
+            "transformer.h.{layer}.attn.out_proj.bias",
+            "decoder.layers.{layer}.self_attention.linear_proj.bias",
+            ("hidden_size",),
+            present=PROJ_BIAS,
         ),
         Row(
             "transformer.h.{layer}.mlp.fc_in.weight",
@@ -84,8 +103,8 @@ ARCHITECTURE = Architecture(
         ),
         Row("transformer.ln_f.weight", "decoder.final_layernorm.weight", ("hidden_size",)),
         Row("transformer.ln_f.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
-        Row("lm_head.weight", "output_layer.weight", ("vocab_size", "hidden_size"), parallel=ROWS),
-        Row("lm_head.bias", "output_layer.bias", ("vocab_size",), parallel=ROWS),
+        *OUTPUT,
+        *OUTPUT_BIAS,
     ),
     config=(
         *SIZES,
@@ -93,6 +112,7 @@ ARCHITECTURE = Architecture(
         Always("mlp_bias", True),
         Always("output_bias", True),
         Always("parallel_residual", True),
+        Always("shared_layernorm", True),
         tied(False),
     ),
     derived=(
@@ -100,5 +120,4 @@ ARCHITECTURE = Architecture(
         "transformer.h.{layer}.attn.masked_bias",
         "transformer.h.{layer}.attn.embed_positions",
     ),
-    refused="a parallel residual",
 )

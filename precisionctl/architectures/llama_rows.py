@@ -21,6 +21,16 @@ EMBEDDING = (
     ),
 )
 
+SEPARATE_NORM = (
+    Row(
+        "model.layers.{layer}.input_layernorm.weight",
+        "decoder.layers.{layer}.input_layernorm.weight",
+        ("hidden_size",),
+        GAMMA,
+    ),
+)
+"""Of a norm that is no part of a linear, as Megatron-Core calls it."""
+
 ATTENTION_NORM = (
     Row(
         "model.layers.{layer}.input_layernorm.weight",
@@ -30,7 +40,7 @@ ATTENTION_NORM = (
     ),
 )
 
-ATTENTION = (
+QKV_LINEAR = (
     Row(
         (
             "model.layers.{layer}.self_attn.q_proj.weight",
@@ -55,6 +65,9 @@ ATTENTION = (
         ROWS,
         present=QKV_BIASES,
     ),
+)
+
+QK_NORMS = (
     Row(
         "model.layers.{layer}.self_attn.q_norm.weight",
         "decoder.layers.{layer}.self_attention.q_layernorm.weight",
@@ -69,6 +82,26 @@ ATTENTION = (
         GAMMA,
         present=when("qk_layernorm"),
     ),
+)
+
+QK_NORMS_OVER_HEADS = (
+    Row(
+        "model.layers.{layer}.self_attn.q_norm.weight",
+        "decoder.layers.{layer}.self_attention.q_layernorm.weight",
+        ("query_size",),
+        GAMMA,
+        ROWS,
+    ),
+    Row(
+        "model.layers.{layer}.self_attn.k_norm.weight",
+        "decoder.layers.{layer}.self_attention.k_layernorm.weight",
+        ("key_size",),
+        GAMMA,
+        ROWS,
+    ),
+)
+
+PROJ = (
     Row(
         "model.layers.{layer}.self_attn.o_proj.weight",
         "decoder.layers.{layer}.self_attention.linear_proj.weight",
@@ -83,6 +116,8 @@ ATTENTION = (
         present=PROJ_BIAS,
     ),
 )
+
+ATTENTION = (*QKV_LINEAR, *QK_NORMS, *PROJ)
 
 MLP_NORM = (
     Row(
@@ -130,6 +165,67 @@ MLP = (
     ),
 )
 
+UNGATED_MLP = (
+    Row(
+        "model.layers.{layer}.mlp.up_proj.weight",
+        "decoder.layers.{layer}.mlp.linear_fc1.weight",
+        ("fc1_size", "hidden_size"),
+        parallel=ROWS,
+        gemm=True,
+    ),
+    Row(
+        "model.layers.{layer}.mlp.up_proj.bias",
+        "decoder.layers.{layer}.mlp.linear_fc1.bias",
+        ("fc1_size",),
+        parallel=ROWS,
+        present=MLP_BIAS,
+    ),
+    Row(
+        "model.layers.{layer}.mlp.down_proj.weight",
+        "decoder.layers.{layer}.mlp.linear_fc2.weight",
+        ("hidden_size", "ffn_hidden_size"),
+        parallel=COLUMNS,
+        gemm=True,
+    ),
+    Row(
+        "model.layers.{layer}.mlp.down_proj.bias",
+        "decoder.layers.{layer}.mlp.linear_fc2.bias",
+        ("hidden_size",),
+        present=MLP_BIAS,
+    ),
+)
+
+JOINED_MLP = (
+    Row(  # gate, then up, on both sides
+        "model.layers.{layer}.mlp.gate_up_proj.weight",
+        "decoder.layers.{layer}.mlp.linear_fc1.weight",
+        ("fc1_size", "hidden_size"),
+        parallel=GATED_ROWS,
+        gemm=True,
+    ),
+    Row(
+        "model.layers.{layer}.mlp.down_proj.weight",
+        "decoder.layers.{layer}.mlp.linear_fc2.weight",
+        ("hidden_size", "ffn_hidden_size"),
+        parallel=COLUMNS,
+        gemm=True,
+    ),
+)
+
+NORM_BIASES = (
+    Row(
+        "model.layers.{layer}.input_layernorm.bias",
+        "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_bias",
+        ("hidden_size",),
+    ),
+    Row(
+        "model.layers.{layer}.post_attention_layernorm.bias",
+        "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_bias",
+        ("hidden_size",),
+    ),
+    Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
+)
+
 FINAL_NORM = (Row("model.norm.weight", "decoder.final_layernorm.weight", ("hidden_size",), GAMMA),)
 
 OUTPUT = (
@@ -142,6 +238,8 @@ OUTPUT = (
         present=UNTIED,
     ),
 )
+
+OUTPUT_BIAS = (Row("lm_head.bias", "output_layer.bias", ("padded_vocab_size",), VOCABULARY, ROWS),)
 
 TIED = Alias("lm_head.weight", of="model.embed_tokens.weight", switch="tied_embeddings")
 

@@ -20,8 +20,8 @@ _USUAL: Mapping[str, Any] = {
 }
 # what no table here has, and a model with it would be another one
 WITHOUT = (
-    *("attention_output_gate", "qk_l2_norm", "no_rope_freq", "experimental_attention_variant", "moe_latent_size"),
-    *("linear_attention_freq", "heterogeneous_block_specs", "is_hybrid_model", "moe_shared_expert_gate"),
+    *("attention_output_gate", "qk_l2_norm", "experimental_attention_variant", "moe_latent_size"),
+    *("linear_attention_freq", "heterogeneous_block_specs", "is_hybrid_model"),
     *("apply_residual_connection_post_layernorm", "moe_apply_probs_on_input", "moe_router_topk_limited_devices"),
     *("head_wise_attn_gate", "rotary_base_per_layer", "enable_hyper_connections", "use_mup"),
 )
@@ -46,6 +46,7 @@ _MOE = {  # argument, field of MoE
     "moe_router_topk": "topk",
     "moe_ffn_hidden_size": "ffn_hidden_size",
     "moe_shared_expert_intermediate_size": "shared_ffn_hidden_size",
+    "moe_shared_expert_gate": "shared_expert_gate",
     "moe_router_score_function": "score_function",
     "moe_router_pre_softmax": "pre_softmax",
     "moe_router_enable_expert_bias": "expert_bias",
@@ -85,6 +86,8 @@ def to_megatron_args(model: ModelShape) -> dict[str, Any]:
         "rotary_percent": model.rotary_percent,
         "window_size": window,  # distances to the left and right; Hugging Face counts the token itself
         "window_attn_skip_freq": None if model.window_layers is None else [int(each) for each in model.window_layers],
+        # only where there are such layers: megatron-core before 0.12 does not know the word
+        **({"no_rope_freq": [int(not each) for each in model.rope_layers]} if model.rope_layers else {}),
         **({"softmax_type": "learnable"} if model.softmax_offset else {}),
         "mtp_num_layers": model.mtp_num_layers or None,
         "vocab_size": model.vocab_size,
@@ -223,6 +226,7 @@ def _read(args: Mapping[str, Any], padded_vocab_size: int, where: object) -> Mod
         rope_scaling=scaling,
         sliding_window=window,
         window_layers=_read_window_layers(args.get("window_attn_skip_freq"), num_layers) if window else None,
+        rope_layers=_read_rope_layers(args.get("no_rope_freq"), num_layers),
         qk_layernorm=bool(args.get("qk_layernorm")) and mla is None,
         query_pre_attn_scalar=None if scale is None else round(float(scale) ** -2, 9),
         softmax_offset=_one_of(args, "softmax_type", ("vanilla", "learnable"), "vanilla", where) == "learnable",
@@ -288,6 +292,15 @@ def _read_window_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | N
     return tuple(bool(each) for each in frequency)
 
 
+def _read_rope_layers(frequency: Any, num_layers: int) -> tuple[bool, ...] | None:
+    """`N`: every N-th layer has no rotary embeddings; a list: 1 where a layer has none."""
+    if not frequency:
+        return None
+    if isinstance(frequency, int):
+        return tuple(layer % frequency != 0 for layer in range(1, num_layers + 1))
+    return tuple(not each for each in frequency)
+
+
 def _read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, where: object) -> MoE | None:
     if not args.get("num_experts"):
         return None
@@ -309,6 +322,7 @@ def _read_moe(args: Mapping[str, Any], num_layers: int, biased: bool, where: obj
     sigmoid = found.get("score_function") == "sigmoid"  # to which the other way means nothing
     found["pre_softmax"] = bool(found.get("pre_softmax")) and not sigmoid
     found["expert_bias"] = bool(found.get("expert_bias"))
+    found["shared_expert_gate"] = bool(found.get("shared_expert_gate"))
     factor = args.get("moe_router_topk_scaling_factor") or 1.0
     return MoE(**(defaults | found), topk_scaling_factor=factor)
 

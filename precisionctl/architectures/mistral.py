@@ -1,4 +1,4 @@
-"""Mistral: Llama's tensors, a sliding window and no biases.
+"""Mistral and Ministral: Llama's tensors, a sliding window and no biases.
 
 Trap: Hugging Face's window counts the token itself, Megatron's the tokens to its left.
 """
@@ -12,7 +12,7 @@ from precisionctl.architectures.rope import rope
 COMMON: tuple[Entry, ...] = (*SIZES, HEADS, SILU, sliding_window(everywhere, absent=4096), tied(False))
 
 ARCHITECTURE = Architecture(
-    model_types={"mistral": "MistralForCausalLM"},
+    model_types={"mistral": "MistralForCausalLM", "ministral": "MinistralForCausalLM"},
     rows=LLAMA.rows,
     config=(*COMMON, Key("norm_epsilon", "rms_norm_eps", 1e-6), rope()),
     aliases=(TIED,),

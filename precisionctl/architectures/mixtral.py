@@ -46,6 +46,18 @@ def _write_experts(model: ModelShape) -> Config:
 
 EXPERTS_EVERYWHERE = Rule((), _read_experts, _write_experts)
 
+EXPERTS = Either(
+    (
+        Row("model.layers.{layer}.block_sparse_moe.gate.weight", *_ROUTER, layers="moe"),
+        *experts(
+            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
+            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
+            "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
+        ),
+    ),
+    (Row("model.layers.{layer}.mlp.gate.weight", *_ROUTER, layers="moe"), *FUSED),
+)
+
 ARCHITECTURE = Architecture(
     model_types={"mixtral": "MixtralForCausalLM"},
     rows=(
@@ -53,17 +65,7 @@ ARCHITECTURE = Architecture(
         *ATTENTION_NORM,
         *ATTENTION,
         *MOE_NORM,
-        Either(
-            (
-                Row("model.layers.{layer}.block_sparse_moe.gate.weight", *_ROUTER, layers="moe"),
-                *experts(
-                    "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
-                    "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
-                    "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
-                ),
-            ),
-            (Row("model.layers.{layer}.mlp.gate.weight", *_ROUTER, layers="moe"), *FUSED),
-        ),
+        EXPERTS,
         *FINAL_NORM,
         *OUTPUT,
     ),

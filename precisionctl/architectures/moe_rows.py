@@ -4,7 +4,7 @@ Experts come under a number each, as transformers saves them, or fused in one te
 transformers 5 has them in memory.
 """
 
-from precisionctl.architectures.param_map import Either, Row
+from precisionctl.architectures.param_map import Either, Row, when
 from precisionctl.architectures.rearrange import GAMMA, GATE_UP, SAME
 from precisionctl.param import COLUMNS, GATED_ROWS
 
@@ -24,6 +24,43 @@ ROUTER = (
         "decoder.layers.{layer}.mlp.router.weight",
         ("moe.num_experts", "hidden_size"),
         layers="moe",
+    ),
+)
+
+EXPERT_BIAS = (
+    Row(
+        "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+        "decoder.layers.{layer}.mlp.router.expert_bias",
+        ("moe.num_experts",),
+        present=when("expert_bias"),
+        layers="moe",
+        keeps_dtype=True,  # FP32: rounded, it would choose other experts
+    ),
+)
+"""For the choice of experts alone."""
+
+SHARED_EXPERTS = (
+    Row(
+        (
+            "model.layers.{layer}.mlp.shared_experts.gate_proj.weight",
+            "model.layers.{layer}.mlp.shared_experts.up_proj.weight",
+        ),
+        "decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight",
+        ("shared_fc1_size", "hidden_size"),
+        GATE_UP,
+        GATED_ROWS,
+        present=when("shared_experts"),
+        layers="moe",
+        gemm=True,
+    ),
+    Row(
+        "model.layers.{layer}.mlp.shared_experts.down_proj.weight",
+        "decoder.layers.{layer}.mlp.shared_experts.linear_fc2.weight",
+        ("hidden_size", "moe.shared_ffn_hidden_size"),
+        parallel=COLUMNS,
+        present=when("shared_experts"),
+        layers="moe",
+        gemm=True,
     ),
 )
 

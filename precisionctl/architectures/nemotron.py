@@ -17,15 +17,14 @@ from precisionctl.architectures.llama_rows import (
     ATTENTION_NORM,
     EMBEDDING,
     FINAL_NORM,
-    MLP_BIAS,
     MLP_NORM,
     OUTPUT,
     ROTARY,
     TIED,
+    UNGATED_MLP,
 )
 from precisionctl.architectures.param_map import Architecture, Row
 from precisionctl.architectures.rope import rope
-from precisionctl.param import COLUMNS, ROWS
 
 ARCHITECTURE = Architecture(
     model_types={"nemotron": "NemotronForCausalLM"},
@@ -44,33 +43,7 @@ ARCHITECTURE = Architecture(
             "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_bias",
             ("hidden_size",),
         ),
-        Row(
-            "model.layers.{layer}.mlp.up_proj.weight",
-            "decoder.layers.{layer}.mlp.linear_fc1.weight",
-            ("fc1_size", "hidden_size"),
-            parallel=ROWS,
-            gemm=True,
-        ),
-        Row(
-            "model.layers.{layer}.mlp.up_proj.bias",
-            "decoder.layers.{layer}.mlp.linear_fc1.bias",
-            ("fc1_size",),
-            parallel=ROWS,
-            present=MLP_BIAS,
-        ),
-        Row(
-            "model.layers.{layer}.mlp.down_proj.weight",
-            "decoder.layers.{layer}.mlp.linear_fc2.weight",
-            ("hidden_size", "ffn_hidden_size"),
-            parallel=COLUMNS,
-            gemm=True,
-        ),
-        Row(
-            "model.layers.{layer}.mlp.down_proj.bias",
-            "decoder.layers.{layer}.mlp.linear_fc2.bias",
-            ("hidden_size",),
-            present=MLP_BIAS,
-        ),
+        *UNGATED_MLP,
         *FINAL_NORM,
         Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",)),
         *OUTPUT,

@@ -171,8 +171,7 @@ class Architecture:
     """One family: its table of rows, and how its config.json says a ModelShape.
 
     `model_types` maps each Hugging Face `model_type` to its class. `derived` are Hugging Face tensors that a model
-    makes again by itself, as patterns with `{layer}`. `refused` says why Megatron-Core cannot hold the family, and
-    `note` what else whoever converts one should know.
+    makes again by itself, as patterns with `{layer}`. `note` is what else whoever converts one should know.
     """
 
     model_types: Mapping[str, str]
@@ -180,7 +179,6 @@ class Architecture:
     config: tuple[Entry, ...]
     aliases: tuple[Alias, ...] = ()
     derived: tuple[str, ...] = ()
-    refused: str = ""
     note: str = ""
 
     def spelled(

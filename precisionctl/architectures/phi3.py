@@ -18,6 +18,7 @@ from precisionctl.architectures.llama_rows import (
     ATTENTION_NORM,
     EMBEDDING,
     FINAL_NORM,
+    JOINED_MLP,
     MLP_NORM,
     OUTPUT,
     ROTARY,
@@ -27,7 +28,7 @@ from precisionctl.architectures.param_map import Architecture, Row
 from precisionctl.architectures.rearrange import QKV, Joined
 from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import COLUMNS, GATED_ROWS, ROWS
+from precisionctl.param import COLUMNS, ROWS
 
 
 def _write_original(model: ModelShape) -> Config:
@@ -57,20 +58,7 @@ ARCHITECTURE = Architecture(
             gemm=True,
         ),
         *MLP_NORM,
-        Row(  # gate, then up, on both sides
-            "model.layers.{layer}.mlp.gate_up_proj.weight",
-            "decoder.layers.{layer}.mlp.linear_fc1.weight",
-            ("fc1_size", "hidden_size"),
-            parallel=GATED_ROWS,
-            gemm=True,
-        ),
-        Row(
-            "model.layers.{layer}.mlp.down_proj.weight",
-            "decoder.layers.{layer}.mlp.linear_fc2.weight",
-            ("hidden_size", "ffn_hidden_size"),
-            parallel=COLUMNS,
-            gemm=True,
-        ),
+        *JOINED_MLP,
         *FINAL_NORM,
         *OUTPUT,
     ),

@@ -5,6 +5,7 @@ Trap: before experts, the norm is Megatron's `pre_mlp_layernorm`; in a dense lay
 
 from precisionctl.architectures.config_keys import (
     Config,
+    Entry,
     Fields,
     Key,
     Rule,
@@ -46,6 +47,20 @@ def _write_layers(model: ModelShape) -> Config:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
+SCORES = Rule(
+    ("norm_topk_prob",),
+    lambda config, where: {"moe.pre_softmax": not config.get("norm_topk_prob")},
+    lambda model: {"norm_topk_prob": not (model.moe and model.moe.pre_softmax)},
+)
+
+EXPERT_KEYS: tuple[Entry, ...] = (
+    Key("moe.num_experts", "num_experts", older="num_local_experts"),
+    Key("moe.topk", "num_experts_per_tok"),
+    Key("moe.ffn_hidden_size", "moe_intermediate_size"),
+    Rule(("mlp_only_layers", "decoder_sparse_step"), _read_layers, _write_layers),
+    SCORES,
+)
+
 ARCHITECTURE = Architecture(
     model_types={"qwen3_moe": "Qwen3MoeForCausalLM"},
     rows=(
@@ -62,15 +77,7 @@ ARCHITECTURE = Architecture(
     ),
     config=(
         *COMMON,
-        Key("moe.num_experts", "num_experts", older="num_local_experts"),
-        Key("moe.topk", "num_experts_per_tok"),
-        Key("moe.ffn_hidden_size", "moe_intermediate_size"),
-        Rule(("mlp_only_layers", "decoder_sparse_step"), _read_layers, _write_layers),
-        Rule(
-            ("norm_topk_prob",),
-            lambda config, where: {"moe.pre_softmax": not config.get("norm_topk_prob")},
-            lambda model: {"norm_topk_prob": not (model.moe and model.moe.pre_softmax)},
-        ),
+        *EXPERT_KEYS,
         sliding_window(everywhere, switch="use_sliding_window", absent=4096),
     ),
     aliases=(TIED,),

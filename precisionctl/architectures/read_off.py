@@ -7,8 +7,9 @@ rules. What is not sure to be such a weight stays as it is: that costs bytes, an
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -16,8 +17,9 @@ from precisionctl.architectures.param_map import Architecture, Place, Row
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, TensorSpec
 
-VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
-"""What is rounded to the dtype that is asked for. Tensors of other dtypes travel as they are."""
+VALUES = (torch.bfloat16, torch.float16, torch.float32)
+"""What is rounded to the dtype that is asked for, as codes are decoded to it. Tensors of other dtypes travel as they
+are."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,17 @@ class TensorRow(Row):
 class ReadOff(Architecture):
     """The table of no family: its rows are the tensors that there are."""
 
-    def spelled(self, stored: Mapping[str, TensorSpec], model: ModelShape, respelled: bool = False) -> tuple[Row, ...]:  # type: ignore[override]
+    def spelled(  # type: ignore[override]
+        self,
+        stored: Mapping[str, TensorSpec],
+        model: ModelShape,
+        respelled: bool = False,
+        wanted: Collection[str] = (),
+    ) -> tuple[Row, ...]:
         return tuple(rows(stored))
 
 
-READ_OFF = ReadOff(model_types={}, rows=(), config=(), refused="no table of rows here")
+READ_OFF = ReadOff(model_types={}, rows=(), config=())
 
 
 def rows(stored: Mapping[str, TensorSpec]) -> Iterator[TensorRow]:
@@ -69,7 +77,7 @@ def rows(stored: Mapping[str, TensorSpec]) -> Iterator[TensorRow]:
             names[name],
             (),
             gemm=name not in reasons,
-            keeps_dtype=spec.dtype not in VALUES or bool(_KEPT.fullmatch(_leaf(name))),
+            keeps_dtype=not (spec.is_codes or spec.dtype in VALUES) or bool(_KEPT.fullmatch(_leaf(name))),
             stored=spec.shape,
             expert=names[name] != name,
         )
@@ -103,6 +111,7 @@ _NEVER: Mapping[str, re.Pattern[str]] = {
     "a norm": re.compile(r".*norm.*|ln|ln_.+"),
     "an embedding": re.compile(r".*embed.*|(?:.+_)?emb|wte|wpe|.*position_bias.*|relative_attention_bias|rel_pos.*"),
     "a head": re.compile(r"(?:.+_)?head|score|classifier|qa_outputs"),
+    "of multi-token prediction": re.compile(r"eh_proj"),
 }
 """What the last word of a matrix's module says: that it is no GEMM's weight, or one that no engine reads as codes."""
 
@@ -145,19 +154,28 @@ def may_be_asked_for(why: str) -> bool:
 def _why_never(name: str, spec: TensorSpec) -> str | None:
     if len(spec.shape) != 2 or not (name.endswith((".weight", "]"))):
         return "no matrix of a linear"
-    if spec.dtype not in VALUES:
+    if not (spec.is_codes or spec.dtype in VALUES):
         return "no values"
-    words = name.removesuffix(".weight").rpartition(".")[2]
-    return next((why for why, pattern in _NEVER.items() if pattern.fullmatch(words)), None)
+    return _says(name.removesuffix(".weight").rpartition(".")[2])[0]
 
 
 def _why_unasked(words: list[str], text: bool) -> str | None:
     if text and "language_model" not in words and not words[0].startswith("mtp"):
         return "of a tower or projector"
-    for why, pattern in _UNLESS_ASKED.items():
-        if any(pattern.fullmatch(word) for word in words[:-1]):
-            return why
+    said = [why for word in words[:-1] if (why := _says(word)[1])]
+    if said:
+        return said[0]
     return None if any(word.isdecimal() for word in words) else _OUTSIDE
+
+
+@lru_cache(maxsize=1 << 12)  # a million names are made of a few words
+def _says(word: str) -> tuple[str | None, str | None]:
+    """Why a matrix is not encoded that a word ends the name of, and one that has it anywhere in its name."""
+    never, unasked = (
+        next((why for why, pattern in reasons.items() if pattern.fullmatch(word)), None)
+        for reasons in (_NEVER, _UNLESS_ASKED)
+    )
+    return never, unasked
 
 
 def _is_transposed(name: str, stored: Mapping[str, TensorSpec]) -> bool:

@@ -73,6 +73,35 @@ def rope(
     return Rule(keys, read, write)
 
 
+def rope_by_kind(base: float, local_base: float) -> Rule:
+    """Rotary embeddings of layers without a window and with one, whose base is their own and which have no scaling: by
+    kind of layer in transformers 5. transformers 4 has the usual keys, and perhaps `rope_local_base_freq`."""
+
+    def read(config: Config, where: object) -> Fields:
+        parameters = rotary_parameters(config, where)
+        if not {"full_attention", "sliding_attention"} & parameters.keys():
+            local = config.get("rope_local_base_freq", local_base)
+            fields = read_rope(config, where, parameters, base, 1.0)
+            return {**fields, "rotary_base_local": real(local, "rope_local_base_freq", where)}
+        by_kind = [parameters.get(kind) or {} for kind in ("full_attention", "sliding_attention")]
+        if not all(isinstance(each, dict) for each in by_kind):
+            raise DamagedCheckpoint(f"rotary parameters are {shown(parameters)}", where=where)
+        beside = {key: value for key, value in config.items() if key != "rope_theta"}
+        everywhere, in_window = (
+            read_rope(beside, where, each, default, 1.0)
+            for each, default in zip(by_kind, (base, local_base), strict=True)
+        )
+        if in_window["rope_scaling"]:
+            raise UnknownArchitecture("rotary scaling in layers with a window", where=where)
+        return {**everywhere, "rotary_base_local": in_window["rotary_base"]}
+
+    def write(model: ModelShape) -> Config:
+        config: dict[str, Any] = {"rope_theta": model.rotary_base, "rope_local_base_freq": model.rotary_base_local}
+        return config | ({"rope_scaling": dict(model.rope_scaling)} if model.rope_scaling else {})
+
+    return Rule((*KEYS, "rope_local_base_freq"), read, write)
+
+
 def rotary_parameters(config: Config, where: object, key: str = "rope_parameters") -> Mapping[str, Any]:
     """What config.json says of rotary embeddings, under either of its keys."""
     parameters = config.get(key) or config.get("rope_scaling") or {}

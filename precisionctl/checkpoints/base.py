@@ -45,16 +45,25 @@ class Box:
         return Box(row, rows, column, columns) if rows > 0 and columns > 0 else None
 
 
+class Computed(Protocol):
+    """Rows of a tensor that are stored nowhere as they are read."""
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        """Rows `[row, row + rows)` as `[rows, columns]`, of the tensor's dtype: the same, however they are cut."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A box of a logical tensor and where its row-major bytes are.
 
-    `place` is a file, in which they start at byte `offset`, or a live tensor of the box's shape. `only` is set where
-    this process reads or writes just a part of the box, because other ranks have the rest.
+    `place` is a file, in which they start at byte `offset`, or a live tensor of the box's shape, or makes the rows of a
+    whole tensor as they are read. `only` is the part of the box that this process reads or writes, if other ranks have
+    the rest.
     """
 
     box: Box
-    place: Path | Tensor
+    place: "Path | Tensor | Computed"
     offset: int = 0
     only: Box | None = None
 
@@ -118,6 +127,11 @@ class Reader(Protocol):
         ...
 
     @property
+    def own_companions(self) -> Companions:
+        """Those of them that the checkpoint has itself, where others are a reference's."""
+        ...
+
+    @property
     def iteration(self) -> int | None:
         """The training step; None if there is none."""
         ...
@@ -134,13 +148,14 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Hints:
-    """What the user says about a Megatron checkpoint that does not say it itself: its `family`, if there is no
-    config.json; the `companions` of another directory of the same model; the order of columns in a grouped linear's FP8
-    state (`grouped_columns`)."""
+    """What the user says about a checkpoint that does not say it itself: its `family`, if it is Megatron's and there is
+    no config.json; the directory of the same model, or of an adapter's base, that `--reference` names (`reference`),
+    and its `companions`; the order of columns in a grouped linear's FP8 state (`grouped_columns`)."""
 
     family: str | None = None
     companions: Companions | None = None
     grouped_columns: ColumnOrder | None = None
+    reference: Path | None = None
 
 
 NO_HINTS = Hints()
@@ -237,6 +252,8 @@ def read_rows(source: Chunked, name: str, row: int, rows: int, out: Tensor | Non
         into = _window(out, part, row, 0)
         if isinstance(chunk.place, Tensor):
             into.copy_(_window(chunk.place.detach(), part, chunk.box.row, chunk.box.column))
+        elif not isinstance(chunk.place, Path):
+            into.copy_(_window(chunk.place.rows(part.row, part.rows), part, part.row, 0))
         elif into.is_contiguous():
             _read(chunk, part, into)
         else:

@@ -43,12 +43,6 @@ class Foreign:
         raise UnknownFormat(self.what + beside, where=path, do=do)
 
 
-def check_path(path: Path) -> None:
-    """Raise UnknownFormat for a path that a Reader would recognise although it is something else (MISTAKABLE)."""
-    for foreign in MISTAKABLE:
-        foreign.check(path, path)
-
-
 def check_tensors(reader: Reader, path: Path) -> None:
     """Raise UnknownFormat for an open checkpoint whose tensor names show that it is something else."""
     for foreign in TENSORS:
@@ -114,18 +108,6 @@ def _snapshot(path: Path) -> str | None:
         main = ""
     return shlex.quote(main if main in there else there[-1])
 
-
-MISTAKABLE = (
-    Foreign(
-        "an adapter of PEFT (LoRA), without the model that it changes",
-        "`adapter_config.json`",
-        "Merge it into its model, with peft: `python -c 'import sys; from peft import AutoPeftModelForCausalLM as M; "
-        "M.from_pretrained(sys.argv[1]).merge_and_unload().save_pretrained(sys.argv[2])' {path} OUT`, copy the "
-        "tokenizer's files to OUT, and give OUT.",
-        _has("adapter_config.json"),
-    ),
-)
-"""Formats that some Reader would recognise; looked for before any is opened."""
 
 _HEAD = re.compile(
     r"(?:.+\.)?(?:score|classifier|qa_outputs|v_head|value_head|reward_head|regression_head)\.(?:.+\.)?weight"

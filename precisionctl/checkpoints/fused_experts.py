@@ -1,4 +1,5 @@
-"""Experts that Hugging Face stores as one tensor: `mlp.experts.gate_up_proj` of shape `[experts, ...]`.
+"""Experts that Hugging Face stores as one tensor: `mlp.experts.gate_up_proj` of shape `[experts, ...]`, in Granite
+`block_sparse_moe.input_linear.weight`.
 
 Logical tensors are one per expert, so such a tensor is read as its slices `name[0]`, `name[1]`, ..., each of which is
 contiguous. In MXFP4, as gpt-oss has it, `experts.gate_up_proj_blocks` is bytes `[experts, rows, columns / 32, 16]` with
@@ -17,7 +18,7 @@ from precisionctl.errors import DamagedCheckpoint, ShapeMismatch
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.mxfp4 import BLOCKS_OF_16
 
-_FUSED = re.compile(r".+\.experts\.[a-z_]+")
+_FUSED = re.compile(r".+\.(?:experts\.[a-z_]+|block_sparse_moe\.(?:input|output)_linear\.weight)")
 _SLICE = re.compile(rf"({_FUSED.pattern})\[(\d+)\]")
 
 _MOST_SLICES = 1 << 18

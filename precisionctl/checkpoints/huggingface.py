@@ -32,8 +32,13 @@ MAX_SHARD_SIZE = 5_000_000_000
 
 
 def recognise(path: Path) -> bool:
-    """A directory with a config.json and files of weights (or an index that names some)."""
-    return (path / "config.json").exists() and spelling_of(path) is not None
+    """A directory with a config.json and files of weights (or an index that names some). An adapter's may be those of
+    its base."""
+    return (
+        not (path / "adapter_config.json").exists()
+        and (path / "config.json").exists()
+        and spelling_of(path) is not None
+    )
 
 
 class HuggingFaceReader:
@@ -78,6 +83,10 @@ class HuggingFaceReader:
     @property
     def container(self) -> str:
         return self._spelling.name
+
+    @property
+    def own_companions(self) -> Companions:
+        return self.companions
 
     def _places(self) -> dict[str, tuple[Path, StoredTensor]]:
         found: dict[str, tuple[Path, StoredTensor]] = {}
@@ -269,7 +278,7 @@ def _check_packed(specs: Mapping[str, TensorSpec], path: Path) -> None:
     """Raise PrecisionError for a matrix of integers in a directory of codes: it is codes that nothing here reads, which
     would lose their meaning without the `quantization_config`."""
     for name, spec in specs.items():
-        if spec.dtype in _PACKED and len(spec.shape) > 1 and name.endswith(_OF_WEIGHTS):
+        if spec.packing is None and spec.dtype in _PACKED and len(spec.shape) > 1 and name.endswith(_OF_WEIGHTS):
             dtype = str(spec.dtype).removeprefix("torch.")
             raise PrecisionError(
                 f"`{name}` is {dtype}: codes of a kind that cannot be read",

@@ -18,7 +18,6 @@ def open_checkpoint(path: Path, iteration: int | None = None, hints: Hints = NO_
     """
     if not path.exists():
         raise UnknownFormat("no such file or directory", where=path)
-    foreign.check_path(path)
     containers: list[Container] = discover(checkpoints, "CONTAINER")
     for container in containers:
         if container.recognise(path):

@@ -22,7 +22,7 @@ def main(debug: bool) -> None:
     """
 
 
-FIRST_DAY = (
+COMMANDS = (
     inspect,
     convert,
     calibrate,
@@ -35,5 +35,7 @@ FIRST_DAY = (
     doctor,
     demo,
 )
-for command in FIRST_DAY:
+"""In the order in which a user first needs them, which is also that of `--help`."""
+
+for command in COMMANDS:
     main.add_command(command)

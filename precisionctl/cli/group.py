@@ -1,4 +1,4 @@
-"""What all commands share: one panel for an error, JSON on stdout."""
+"""Shared by all commands: errors as one panel, and results as JSON on stdout."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from precisionctl.errors import DamagedCheckpoint, EnvironmentProblem, Precision
 
 
 class Commands(click.Group):
-    """A group in which every error is one panel and exit code 1; `--debug` shows where it came from."""
+    """A click group that shows every error as one panel and exits with 1; `--debug` shows the traceback."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         _replace_closed_streams()
@@ -23,7 +23,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
-            raise  # click's own; it ends quietly when `head` has enough
+            raise  # click handles these itself; a closed pipe (`| head`) ends the program silently
         except Exception as error:
             if ctx.params["debug"]:
                 raise
@@ -33,11 +33,11 @@ class Commands(click.Group):
             ctx.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order of a first day, not of the alphabet
+        return list(self.commands)  # in the order of their registration, not of the alphabet
 
 
 def unexpected(error: Exception) -> PrecisionctlError:
-    """What to tell of an error that no part of the program has foreseen."""
+    """An unforeseen error as one that has advice: a lack of memory, too deep recursion, or a bug."""
     what = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate memory" in what:
         return EnvironmentProblem(
@@ -56,15 +56,15 @@ def unexpected(error: Exception) -> PrecisionctlError:
 
 
 def _replace_closed_streams() -> None:
-    """Have what a shell closed (`>&-`) go nowhere. Its number is free: the next file that is opened would get it, and
-    all that is printed."""
+    """Replace standard streams that the shell closed (`>&-`) by /dev/null. Their file descriptors are free, so the next
+    file that is opened would get one of them, and with it all that is printed."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
 
 
 def print_json(result: Any) -> None:
-    """A command's result as JSON on stdout; what JSON has no number for is a string."""
+    """Print a command's result as JSON on stdout; infinity and NaN become strings."""
     click.echo(json.dumps(_numbers(result), indent=2))
 
 

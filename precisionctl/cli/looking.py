@@ -116,7 +116,7 @@ def verify(
 
 
 def compare_checkpoints(a: Path, b: Path, fp8: bool, fp8_state: Path | None, json_wanted: bool) -> bool:
-    """Print how two checkpoints differ; whether they are equal."""
+    """Print the differences of two checkpoints. Returns whether they are equal."""
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.fp8 import sidecar
@@ -136,8 +136,8 @@ def compare_checkpoints(a: Path, b: Path, fp8: bool, fp8_state: Path | None, jso
 
 
 def check_codes(path: Path, json_wanted: bool) -> bool:
-    """Print whether each FP8 weight is the same codes after BF16; whether all are. Raises PrecisionError for a
-    checkpoint that has none."""
+    """Print for each FP8 weight whether decoding to BF16 and encoding again gives the same codes. Returns whether all
+    do. Raises PrecisionError for a checkpoint without FP8 weights."""
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.errors import PrecisionError
@@ -157,8 +157,8 @@ def check_codes(path: Path, json_wanted: bool) -> bool:
 
 
 def check_rules(path: Path, target: str, ranks: int, json_wanted: bool) -> bool:
-    """Print the rules of an engine that a directory breaks; whether it has FP8 weights that the engine can load all the
-    same."""
+    """Print the rules of an engine that a directory breaks. Returns whether the directory has FP8 weights and the
+    engine can load them."""
     from precisionctl import console
     from precisionctl.checkpoints.open import open_checkpoint
     from precisionctl.commands.codes import engine_named
@@ -252,8 +252,8 @@ def evaluate(
     if tasks:
         from precisionctl.evaluate.harness import run_tasks
 
-        of_tasks = run_tasks(reader, tasks.split(","), limit=limit)
-        lines, result = report.of_tasks(of_tasks), of_tasks
+        result = run_tasks(reader, tasks.split(","), limit=limit)
+        lines = report.task_lines(result)
     else:
         from precisionctl.evaluate import evaluate as measure
 

@@ -1,4 +1,4 @@
-"""The words of the command line: kinds of arguments, and options that several commands share."""
+"""Parameter types of the command line, and options that several commands share."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import click
 from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 
 GO_ON = 75
-"""The exit code of what was stopped, is saved, and goes on with the same command: sysexits.h's EX_TEMPFAIL."""
+"""Exit code of a command that was stopped and saved, so that the same command continues (EX_TEMPFAIL of sysexits.h)."""
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_PATH = click.Path(path_type=Path)
@@ -23,7 +23,8 @@ Command = Callable[..., Any]
 
 
 class CheckpointPath(click.Path):
-    """Something that exists. The name of a model on the Hub is told from a path that was mistyped."""
+    """A path that exists. For a missing one that looks like a model's name on the Hub, the error says how to download
+    it."""
 
     name = "path"
 
@@ -40,7 +41,7 @@ CHECKPOINT = CheckpointPath(exists=True, path_type=Path)
 
 
 class Percent(click.ParamType[float]):
-    """`1%` or `0.01`: the same ratio."""
+    """A ratio, written `1%` or `0.01`."""
 
     name = "percent"
 
@@ -53,7 +54,7 @@ class Percent(click.ParamType[float]):
 
 
 class Size(click.ParamType[int]):
-    """`5GB` or a number of bytes; units are powers of 1000."""
+    """A number of bytes, written `5GB` or without a unit; units are powers of 1000."""
 
     name = "size"
 
@@ -65,7 +66,7 @@ class Size(click.ParamType[int]):
 
 
 class Duration(click.ParamType[timedelta]):
-    """`3:55:00`: hours, minutes and seconds."""
+    """A duration in hours, minutes and seconds, written `3:55:00`."""
 
     name = "h:mm:ss"
 
@@ -96,8 +97,8 @@ iteration_option = click.option("--iteration", type=int, help="Iteration of a Me
 
 
 def megatron_fp8_options(command: Command) -> Command:
-    """Megatron's flags of FP8, not shown in the help, handed to a command as the overrides that they stand for, in
-    `megatron`."""
+    """Add Megatron's FP8 flags, hidden in the help. The command gets them in `megatron`, as the recipe overrides that
+    they stand for."""
 
     @wraps(command)
     def with_megatron(*arguments: Any, **named: Any) -> Any:
@@ -122,7 +123,7 @@ def megatron_fp8_options(command: Command) -> Command:
 
 @dataclass(frozen=True)
 class Writing:
-    """How a checkpoint is written, whatever it is."""
+    """The options of every command that writes a checkpoint."""
 
     workers: int
     verify: bool
@@ -132,7 +133,7 @@ class Writing:
 
 
 def writing_options(command: Command) -> Command:
-    """Options of every command that writes a checkpoint, handed to it as one `how`."""
+    """Add the options of every command that writes a checkpoint. The command gets them in `how`, a `Writing`."""
     options = (
         click.option("--workers", type=POSITIVE, default=2, show_default=True, help="Processes that copy and cast."),
         click.option("--verify", is_flag=True, help="Read the result back and compare it, before it appears."),
@@ -152,7 +153,7 @@ def writing_options(command: Command) -> Command:
 
 
 def parallelism_options(command: Command) -> Command:
-    """The sizes of a Megatron run, handed to a command as one `parallelism`."""
+    """Add the options of Megatron's parallel sizes. The command gets them in `parallelism`, a `Parallelism`."""
     sizes = {
         "--tp": ("tensor", 1, "Tensor-parallel size to write for."),
         "--pp": ("pipeline", 1, "Pipeline-parallel size to write for."),

@@ -1,4 +1,4 @@
-"""Commands that train: resume, and the demo of it all."""
+"""Commands that run a model: resume, calibrate and demo."""
 
 from pathlib import Path
 from typing import Any
@@ -144,8 +144,8 @@ def demo(out: Path) -> None:
         console.show_lines([line])
 
     story.prepare(out, say)
-    told = story.tell(out, say)
-    measured = report.table(told, out)
-    report.write(told, out, measured)
+    results = story.run(out, say)
+    measured = report.table(results, out)
+    report.write(results, out, measured)
     console.show_tables([measured])
     say(f"The curves: {out / report.PICTURE}. The page: {out / report.PAGE}")

@@ -125,8 +125,8 @@ def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
 
 
 def precision_of(recipe: str | None, overrides: tuple[str, ...] = ()) -> "Precision | None":
-    """How a recipe computes FP8 GEMMs, where one is named or something is said over it; the command says by itself that
-    it wants FP8."""
+    """The FP8 precision of a recipe with overrides (without a name: of `fp8-delayed`), FP8 even in a BF16 recipe since
+    the command asks for it; None if neither is given."""
     from precisionctl.recipe import load_recipe
 
     if not (recipe or overrides):
@@ -135,7 +135,7 @@ def precision_of(recipe: str | None, overrides: tuple[str, ...] = ()) -> "Precis
 
 
 def do(request: "Request", how: Writing) -> None:
-    """Show the plan of a request, or carry it out; of several ranks, each plans it and the first one speaks."""
+    """Show the plan of a request, or carry it out. With several ranks, each plans it and only the first prints."""
     from precisionctl import console
     from precisionctl.commands.plan_command import plan_command
     from precisionctl.conversion.command import check_room
@@ -169,14 +169,15 @@ def do(request: "Request", how: Writing) -> None:
 
 
 def carry_out(request: "Request", how: Writing) -> "tuple[PlannedCommand | None, Findings | None]":
-    """The command, None at other ranks than the first; and what was found out, None where nothing was left to do."""
+    """Plan and execute a request. Returns the command (None on all ranks but the first), and the findings (None if the
+    checkpoint was complete already)."""
     from precisionctl import console
     from precisionctl.commands.plan_command import plan_command
     from precisionctl.conversion import ranks
     from precisionctl.conversion.command import execute
 
     here = ranks.from_environment()
-    with here.together():  # planning too: what stops one rank there is told to the others
+    with here.together():  # planning too: an error on one rank is raised on all
         command = plan_command(request)
         total = (2 if how.verify else 1) * command.plan.nbytes // here.count
         with console.bytes_progress("writing", total, quiet=not here.first) as on_bytes:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
+    adapter_notes,
     companion_notes,
     in_bf16_notes,
     input_scale_notes,
@@ -81,7 +82,7 @@ def for_engine(request: Request, source: Source) -> Result:
     else:
         notes += kv_cache.left_out(source.encodings, source.plan)
     notes += [*left_behind_notes(reader), *in_bf16_notes(source.plan, precision, policy.refused)]
-    notes += [*missing_notes(reader), *companion_notes(reader)]
+    notes += [*adapter_notes(reader), *missing_notes(reader), *companion_notes(reader)]
     serve = engine.serve(request.destination, request.ranks, fp8_cache=request.kv_cache is not None)
     notes.append(f"Serve it with: {serve}")
     card = _card(request, source, plan, engine, form)
@@ -117,7 +118,7 @@ def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: We
     if code:
         facts["code of its own"] = f"{', '.join(code)}: the engine needs to be told to trust it"
     command = engine.serve(beside(name), request.ranks, fp8_cache=request.kv_cache is not None)
-    kept = modules_in_bf16(source.plan, plan.codes)
+    kept = modules_in_bf16(source.plan, set(plan.codes))
     return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model)
 
 
@@ -139,7 +140,12 @@ def as_before(request: Request, source: Source) -> Result:
     assert encodings is not None, "there were codes before"
     policy = AsBefore(encodings, known.current, fixed_hold=source.fixed_scales is not None)
     plan = encode(source.plan, policy)
-    notes = [*left_behind_notes(reader), *companion_notes(reader), *known_state_notes(known, carried=True)]
+    notes = [
+        *left_behind_notes(reader),
+        *adapter_notes(reader),
+        *companion_notes(reader),
+        *known_state_notes(known, carried=True),
+    ]
     card = _card_as_before(request.destination.name, source.plan, policy)
     return Result(plan, notes, known.current or known.outdated, encodings=encodings, card=card)
 

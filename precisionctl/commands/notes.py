@@ -6,6 +6,7 @@ from pathlib import Path
 
 from precisionctl.architectures.families import models_of_megatron_args, table_of
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
+from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader, in_four_bits
 from precisionctl.checkpoints.companions import is_tokenizer
 from precisionctl.checkpoints.encodings_file import WeightEncodings
@@ -83,6 +84,16 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
     older = sidecar.find(reader.path)
     if older and reader.fp8 and (names := older.modules.keys() - reader.fp8.modules.keys()):
         yield f"Older FP8 state of {len(names)} modules, which the run kept in BF16, stays behind."
+
+
+def adapter_notes(reader: Reader) -> Iterator[str]:
+    """What an adapter does to its base."""
+    if isinstance(reader, AdapterReader):
+        changed, replaced = len(reader.changes), len(reader.replaced)
+        yield (
+            f"Of the base's {len(reader.base.specs)} tensors the adapter changes {changed} and replaces {replaced}; "
+            "the others are the base's."
+        )
 
 
 def companion_notes(reader: Reader) -> Iterator[str]:

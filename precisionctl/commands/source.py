@@ -91,12 +91,15 @@ def _open(request: Request) -> Reader:
     """The Reader, opened with the user's hints."""
     reference, order = request.reference, request.grouped_columns
     companions = _companions_of(reference) if reference else None
-    reader = open_checkpoint(request.source, request.iteration, Hints(request.architecture, companions, order))
+    reader = open_checkpoint(
+        request.source, request.iteration, Hints(request.architecture, companions, order, reference)
+    )
     if order is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
     if request.architecture is None and reference is None:
         return reader
-    if not of_megatron(reader) or "config.json" in reader.own_companions.files:
+    named = request.architecture is not None and not of_megatron(reader)
+    if named or "config.json" in reader.own_companions.files:
         raise RecipeError(
             "the checkpoint has a config.json, which says what it is", do="Leave --architecture and --reference out."
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
+    adapter_notes,
     companion_notes,
     input_scale_notes,
     left_behind_notes,
@@ -43,6 +44,7 @@ def with_te_state(request: Request, source: Source) -> Result:
         *input_scale_notes(recorded, request.fp8_state),
         *left_behind_notes(reader),
         *missing_notes(reader),
+        *adapter_notes(reader),
         *companion_notes(reader),
         f'Load it with: precisionctl.te.load_te("{request.destination}")',
     ]

@@ -7,6 +7,7 @@ from functools import partial
 from precisionctl.checkpoints.megatron.carried_run import NO_RUN, CarriedRun, carry_run, of_megatron
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
+    adapter_notes,
     code_notes,
     companion_notes,
     decoded_notes,
@@ -54,6 +55,7 @@ def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     plan, reader = source.plan, source.reader
     yield from family_notes(reader, request.to, told=request.architecture is not None)
     yield from left_behind_notes(reader, carried=source.trained is not None)
+    yield from adapter_notes(reader)
     yield from companion_notes(reader)
     if of_megatron(reader):
         yield from padding_notes(reader.model, plan.model)

@@ -1,11 +1,12 @@
 """Encode weights in FP8: a first pass over a job's values finds the scales, a second one makes the codes."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from precisionctl.checkpoints.base import Chunked, read_rows
 from precisionctl.conversion.buffers import Buffers
 from precisionctl.conversion.findings import Findings
 from precisionctl.errors import PrecisionError
@@ -52,13 +53,21 @@ class Encoder:
     """Encodes jobs of a plan into tensors of these `specs`, which are written by `put`.
 
     `carried` are the encodings that values had before, by the target's names: blocks whose values have not changed keep
-    their scales. `read` reads weights that other jobs encode but that share a scale with this job's.
+    their scales. `read` reads weights that other jobs encode but that share a scale with this job's. `before` has the
+    codes that weights had, by the same names, if they are still stored somewhere.
     """
 
     def __init__(
-        self, specs: Mapping[str, TensorSpec], carried: Mapping[str, Encoding], buffers: Buffers, put: Put, read: Read
+        self,
+        specs: Mapping[str, TensorSpec],
+        carried: Mapping[str, Encoding],
+        buffers: Buffers,
+        put: Put,
+        read: Read,
+        before: Chunked | None = None,
     ) -> None:
         self._specs, self._carried, self._buffers, self._put, self._read = specs, carried, buffers, put, read
+        self._before = before
         self.found = Findings()
         """What was found out; the Worker puts new Findings here for each job."""
 
@@ -80,13 +89,21 @@ class Encoder:
             codes = self._buffers.to_write(encoding.element.dtype, len(values), self._specs[name].width)
             encoding.encode_rows(values, row if name in made else 0, codes, self._buffers.scratch)
             if name in changed:
-                changed[name] += seen[name].changed(values, codes, row)
+                changed[name] += self._changed(name, row, codes, values, seen[name])
             if name in underflows:  # of sixteen numbers zero is one that many values become
                 underflows[name].see(values, codes)
             self._put(name, row, codes)
         self.found.zeroed |= {name: seen.share for name, seen in underflows.items() if seen.share > UNDERFLOW}
         self.found.changed |= changed
         self.put_input_scales(encode)
+
+    def _changed(self, name: str, row: int, codes: Tensor, values: Tensor, seen: BlockScales) -> int:
+        """How many codes differ from those of before; if these are gone, from those that the old scales would give."""
+        stored = self._before.specs.get(name) if self._before else None
+        if self._before is None or stored is None or stored != replace(self._specs[name], parallel=stored.parallel):
+            return seen.changed(values, codes, row)
+        before = read_rows(self._before, name, row, len(codes))
+        return stored.element.differing(before, codes)
 
     def _first_pass(self, encode: Encode, pieces: Callable[[], Iterable[ValuePiece]]) -> dict[str, BlockScales]:
         """Find the scales of each tensor, except those whose scales are found row by row in the second pass."""

@@ -15,10 +15,10 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Chunk, Chunked, Reader
 from precisionctl.conversion.worker import Nowhere, TensorSource, Worker
 from precisionctl.fp8.encoding import Encoding
+from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
@@ -30,8 +30,7 @@ _ROWS = 4
 
 def digest_weights(reader: Reader) -> str:
     """The digest of an open checkpoint's weights: SHA-256 in hexadecimal. Raises as `make_plan` and `read_rows`."""
-    only_hf = table_of(reader.model).refused
-    return _digest(make_plan(reader, "hf" if only_hf else "megatron"), reader)
+    return _digest(make_plan(reader, "hf" if isinstance(reader.model, UntabledModel) else "megatron"), reader)
 
 
 def digest_written(plan: Plan, written: Chunked) -> str:

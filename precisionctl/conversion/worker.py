@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Chunk, Chunked, check_rows, read_rows, rows_held, whole, write_rows
 from precisionctl.conversion.buffers import WIDEST, Buffers
 from precisionctl.conversion.encoder import Encoder, ValuePiece
@@ -66,7 +67,8 @@ class Worker:
         self._plan, self._reader, self._writer = plan, reader, writer
         self._collect_weight_amax, self._carried = collect_weight_amax, carried
         self._buffers = Buffers()
-        self._encoder = Encoder(writer.specs, carried, self._buffers, self._put, self._pieces)
+        before = reader.base if isinstance(reader, AdapterReader) else None
+        self._encoder = Encoder(writer.specs, carried, self._buffers, self._put, self._pieces, before)
 
     def do(self, job: Job) -> Findings:
         """Do a job. Returns what was found out.

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint from nothing: a tokenizer trained on the text, and a small Llama at random."""
+"""A Hugging Face checkpoint for the demo: a tokenizer trained on its text, and a small random Llama."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 VOCABULARY = 2048
 TOKENIZER_FILES = 60
-"""Enough text for a small vocabulary."""
+"""How many files the tokenizer is trained on: enough text for a small vocabulary."""
 
 END, USER, ASSISTANT = "<|end|>", "<|user|>", "<|assistant|>"
 CHAT_TEMPLATE = (
@@ -21,11 +21,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_checkpoint(folder: Path, text: Path, seed: int = 0) -> None:
+def make_checkpoint(folder: Path, text: Path) -> None:
     """Write a random BF16 Llama of 2.4 million parameters with a tokenizer for the files in `text`."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = _train_tokenizer(text)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=192,
@@ -43,7 +43,7 @@ def make_checkpoint(folder: Path, text: Path, seed: int = 0) -> None:
 
 
 def _train_tokenizer(text: Path) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: no text is unknown to it."""
+    """A byte-level BPE tokenizer, which can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

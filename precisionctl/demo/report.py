@@ -1,4 +1,4 @@
-"""What the demo measured, stated good or bad: a table, the curves, and a page with both."""
+"""The demo's results, good or bad: a table, the loss curves, and a page with both."""
 
 import os
 import platform
@@ -8,22 +8,24 @@ from typing import Any
 
 import torch
 
-from precisionctl.demo.story import BRANCH, Ran, Told
+from precisionctl.demo.story import BRANCH, CommandRun, DemoResults
 from precisionctl.reports import page, plot
 from precisionctl.reports.curves import Curve, read_curve
 from precisionctl.reports.table import Table, percent
 
 AIM = 0.01
-"""The mean gap that NVIDIA published for Llama2-7B in FP8 with delayed scaling is within one percent of BF16."""
+"""The largest mean gap to BF16 that counts as good: NVIDIA published a gap within one percent for Llama2-7B in FP8 with
+delayed scaling."""
 
 EARLY_STEPS = 20
-"""Steps after the switch in which a cold start shows."""
+"""Steps after the switch to FP8 in which a cold start is visible."""
 
 PICTURE, PAGE = "curves.png", "report.html"
 
 
 def curves(folder: Path) -> list[Curve]:
-    """BF16 throughout, and what was branched from it; runs that went on from weights alone come after the branches."""
+    """The loss curves of BF16 and of the FP8 runs; those that continued from weights alone are drawn after the
+    branches' last step."""
     seeded, cold = _curve(folder, "fp8"), _curve(folder, "fp8-cold")
     bf16 = {**_curve(folder, "start"), **_curve(folder, "bf16"), **_later(_curve(folder, "bf16-on"))}
     return [
@@ -42,18 +44,20 @@ def _later(losses: Mapping[int, float]) -> Mapping[int, float]:
     return {BRANCH + step: loss for step, loss in losses.items()}
 
 
-def table(told: Told, folder: Path) -> Table:
-    """One row for each thing that the project promises: what was measured, and whether it is as promised."""
+def table(results: DemoResults, folder: Path) -> Table:
+    """A row for each promise of the project: what was measured, and whether it is as promised."""
     rows = [
-        _exact("Hugging Face to Megatron: tensors that are the same to the last bit", told.there),
-        *_gaps(told.gaps.result["runs"]),
+        _exact("Hugging Face to Megatron: tensors that are the same to the last bit", results.there),
+        *_gaps(results.gaps.result["runs"]),
         _early(folder),
-        _exact("FP8 checkpoint to Hugging Face and back: weights and FP8 state the same to the last bit", told.state),
-        _exact("Going on in FP8 from there and from the checkpoint itself: the same to the last bit", told.last_bit),
-        _fell("SFT in BF16 from the FP8 checkpoint: loss, first and last ten steps", _curve(folder, "sft")),
-        _kept("The export keeps vLLM's rules", told.rules),
-        _exact("Its codes are the encoding of the trained weights", told.codes),
-        *_perplexities(told.perplexity),
+        _exact(
+            "FP8 checkpoint to Hugging Face and back: weights and FP8 state the same to the last bit", results.state
+        ),
+        _exact("Going on in FP8 from there and from the checkpoint itself: the same to the last bit", results.last_bit),
+        _decrease("SFT in BF16 from the FP8 checkpoint: loss, first and last ten steps", _curve(folder, "sft")),
+        _rules("The export keeps vLLM's rules", results.rules),
+        _exact("Its codes are the encoding of the trained weights", results.codes),
+        *_perplexities(results.perplexity),
     ]
     return Table("What was measured", ("", "measured", "as promised"), rows)
 
@@ -65,7 +69,7 @@ def _verdict(good: bool) -> str:
     return "yes" if good else "NO"
 
 
-def _exact(what: str, ran: Ran) -> TableRow:
+def _exact(what: str, ran: CommandRun) -> TableRow:
     tensors = ran.result["tensors"]
     equal = sum(tensor["status"] in ("exact", "encoded") for tensor in tensors)
     return what, f"{equal} of {len(tensors)} tensors", _verdict(ran.code == 0)
@@ -95,18 +99,18 @@ def _worst_early(folder: Path, run: str, bf16: Curve) -> float:
     return max(early, key=abs)
 
 
-def _fell(what: str, losses: Mapping[int, float]) -> TableRow:
+def _decrease(what: str, losses: Mapping[int, float]) -> TableRow:
     values = list(losses.values())
     first, last = sum(values[:10]) / 10, sum(values[-10:]) / 10
     return what, f"{first:.3f}, {last:.3f}", _verdict(last < first)
 
 
-def _kept(what: str, ran: Ran) -> TableRow:
+def _rules(what: str, ran: CommandRun) -> TableRow:
     findings = ran.result
     return what, f"{len(findings)} broken" if findings else "all", _verdict(ran.code == 0)
 
 
-def _perplexities(evals: Mapping[str, Ran]) -> list[TableRow]:
+def _perplexities(evals: Mapping[str, CommandRun]) -> list[TableRow]:
     names = {"bf16": "BF16 run", "fp8": "FP8 run", "fp8-vllm": "FP8 export"}
     reference = evals["bf16"].result["perplexity"]
     rows = []
@@ -119,17 +123,17 @@ def _perplexities(evals: Mapping[str, Ran]) -> list[TableRow]:
     return rows
 
 
-def write(told: Told, folder: Path, measured: Table) -> None:
-    """The picture and the page, in the demo's folder."""
+def write(results: DemoResults, folder: Path, measured: Table) -> None:
+    """Write the picture and the page into the demo's folder."""
     drawn = curves(folder)
     plot.write_png(drawn, folder / PICTURE)
-    minutes = sum(ran.seconds for ran in told.ran) / 60
+    minutes = sum(ran.seconds for ran in results.ran) / 60
     intro = (
         f"A random Llama of 2.4 million parameters, trained on the sources of Python's standard library: from BF16 to "
         f"FP8, to Hugging Face and back, to BF16 fine-tuning, and out to FP8 inference. {minutes:.1f} minutes on "
         f"{os.cpu_count()} cores of {platform.machine()}, Python {platform.python_version()}, PyTorch "
         f"{torch.__version__}; FP8 emulated with Transformer Engine's arithmetic."
     )
-    timed = Table("Commands", ("", "seconds"), [(ran.line, f"{ran.seconds:.1f}") for ran in told.ran])
+    timed = Table("Commands", ("", "seconds"), [(ran.line, f"{ran.seconds:.1f}") for ran in results.ran])
     parts = [page.paragraph(intro), plot.svg(drawn), page.html_table(measured), page.html_table(timed)]
     (folder / PAGE).write_text(page.page("From BF16 to FP8 and back", parts), encoding="utf-8")

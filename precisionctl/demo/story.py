@@ -1,4 +1,4 @@
-"""The whole story on one machine: every step after the model is made is a command that a user has."""
+"""The commands of the demo: every step after the model is made is a `precisionctl` command as a user runs it."""
 
 import json
 import subprocess
@@ -31,14 +31,16 @@ warmup_steps = 20
 """
 
 START, BRANCH, ON, SFT = 150, 280, 30, 40
-"""Steps: BF16 up to here; the branches up to here; going on from weights alone; fine-tuning."""
+"""Steps: last step of the common BF16 run; last step of the branches; length of the runs from weights alone; length of
+the fine-tuning."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Ran:
-    """A command that was run in the demo's folder: what it printed, how it ended, and how long it took."""
+class CommandRun:
+    """A command that was run in the demo's folder: its line, its `output` on stdout, its exit `code`, and the
+    `seconds` that it took."""
 
     line: str
     output: str
@@ -47,25 +49,26 @@ class Ran:
 
     @property
     def result(self) -> Any:
-        """What it printed under `--json`."""
+        """The result that it printed with `--json`."""
         return json.loads(self.output)
 
 
 @dataclass(frozen=True)
 class Shell:
-    """Runs `precisionctl` in a folder, showing each command line and what it prints."""
+    """Runs `precisionctl` in a folder, and shows each command line and its output. `ran` lists the runs."""
 
     folder: Path
     say: Say
-    ran: list[Ran] = field(default_factory=list)
+    ran: list[CommandRun] = field(default_factory=list)
 
-    def __call__(self, line: str, *, may_differ: bool = False) -> Ran:
-        """Raises PrecisionctlError where the command fails; `may_differ` lets exit code 1 be an answer."""
+    def __call__(self, line: str, *, may_differ: bool = False) -> CommandRun:
+        """Run a command line (split at spaces). Raises PrecisionctlError if it fails; with `may_differ`, exit code 1 is
+        a result, not a failure."""
         self.say(f"\n$ precisionctl {line}")
         start = time.perf_counter()
         command = [sys.executable, "-m", "precisionctl", *line.split()]
         done = subprocess.run(command, cwd=self.folder, stdout=subprocess.PIPE, text=True)
-        ran = Ran(f"precisionctl {line}", done.stdout, done.returncode, time.perf_counter() - start)
+        ran = CommandRun(f"precisionctl {line}", done.stdout, done.returncode, time.perf_counter() - start)
         if "--json" not in line and ran.output:
             self.say(ran.output.rstrip())
         if ran.code != 0 and not (may_differ and ran.code == 1):
@@ -75,21 +78,27 @@ class Shell:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the commands of the story answered."""
+class DemoResults:
+    """The runs of commands whose results the report shows.
 
-    there: Ran
-    gaps: Ran
-    state: Ran
-    last_bit: Ran
-    rules: Ran
-    codes: Ran
-    perplexity: dict[str, Ran]
-    ran: Sequence[Ran]
+    there: `verify` after Hugging Face to Megatron. gaps: `compare` of the runs' losses. state: `verify --fp8` after
+    Megatron to Hugging Face and back. last_bit: `verify --fp8` of the runs that continued from there and from the
+    checkpoint itself. rules, codes: `verify` of the export by vLLM's rules, and of its codes. perplexity: `eval` by
+    folder. ran: all commands.
+    """
+
+    there: CommandRun
+    gaps: CommandRun
+    state: CommandRun
+    last_bit: CommandRun
+    rules: CommandRun
+    codes: CommandRun
+    perplexity: dict[str, CommandRun]
+    ran: Sequence[CommandRun]
 
 
 def prepare(folder: Path, say: Say) -> None:
-    """Text, tokenizer, random model and recipe. Raises DestinationExists where `folder` is there already."""
+    """Write text, tokenizer, random model and recipe into `folder`. Raises DestinationExists if it exists."""
     if folder.exists():
         raise DestinationExists("a demo was run there", where=folder, do="Remove it or choose another --out.")
     folder.mkdir(parents=True)
@@ -100,8 +109,8 @@ def prepare(folder: Path, say: Say) -> None:
     say("and a random Llama of 2.4 million parameters in hf/; the settings of all runs in demo.toml.")
 
 
-def tell(folder: Path, say: Say) -> Told:
-    """Run every command of the story in `folder`, which `prepare` has made."""
+def run(folder: Path, say: Say) -> DemoResults:
+    """Run every command of the demo in `folder`, which `prepare` has made."""
     shell = Shell(folder, say)
     shell("convert hf megatron --to megatron")
     there = shell("verify hf megatron --json", may_differ=True)
@@ -115,7 +124,7 @@ def tell(folder: Path, say: Say) -> Told:
     codes = shell("verify fp8 fp8-vllm --json", may_differ=True)
     held_out = "--data text/held-out --sequence-length 128 --json"
     perplexity = {name: shell(f"eval {name} {held_out}") for name in ("bf16", "fp8", "fp8-vllm")}
-    return Told(there, gaps, state, last_bit, rules, codes, perplexity, shell.ran)
+    return DemoResults(there, gaps, state, last_bit, rules, codes, perplexity, shell.ran)
 
 
 def _to(steps: int) -> str:
@@ -123,7 +132,8 @@ def _to(steps: int) -> str:
 
 
 def _train(shell: Shell) -> None:
-    """BF16 pretraining, and three branches from its end with the optimizer: the same data, other precisions."""
+    """BF16 pretraining, and three branches that continue it with the optimizer on the same data: in BF16, in FP8 seeded
+    by warm-up, and in FP8 from a cold start."""
     run = "--recipe demo.toml --out"
     shell(f"resume megatron --precision bf16 {run} start {_to(START)}")
     shell(f"resume start --precision bf16 {run} bf16 {_to(BRANCH)}")
@@ -131,8 +141,9 @@ def _train(shell: Shell) -> None:
     shell(f"resume start --precision fp8 --cold-start {run} fp8-cold {_to(BRANCH)}")
 
 
-def _there_and_back(shell: Shell) -> tuple[Ran, Ran]:
-    """The FP8 checkpoint through Hugging Face and back, and on from there; beside it, on from the checkpoint itself."""
+def _there_and_back(shell: Shell) -> tuple[CommandRun, CommandRun]:
+    """Convert the FP8 checkpoint to Hugging Face and back, and continue training from the result and from the
+    checkpoint itself. Returns the comparisons of the state and of the two runs."""
     run = f"--load weights --recipe demo.toml {_to(ON)} --out"
     shell("convert fp8 fp8-hf --to hf")
     shell("convert fp8-hf fp8-back --to megatron --precision fp8")

@@ -31,7 +31,7 @@ _USABLE = Demand(
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of scales that load; llm-compressor writes the model's own."""
+"""The dtypes of scales that every engine loads; llm-compressor writes scales in the model's dtype."""
 
 _CONV1D = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.(c_attn|c_proj|c_fc)\.weight")
 """GPT-2's linears, stored as `[in, out]`."""
@@ -89,7 +89,7 @@ class Engine:
         return (self.command + options).format(path=shlex.quote(str(path)), ranks=ranks)
 
     def lacks(self, config: Mapping[str, Any]) -> list[str]:
-        """The keys that it looks for in a config.json in vain."""
+        """The keys that the engine requires and this config.json lacks."""
         return [key for asked in self.keys for key in asked.lacks(config)]
 
     def check(
@@ -100,9 +100,9 @@ class Engine:
         ranks: int = 1,
         hf_quant_config: Mapping[str, Any] | None = None,
     ) -> list[Finding]:
-        """Every rule that a directory breaks on so many GPUs. `config` is config.json, `specs` all stored tensors with
-        their scales, `read` gives a scale's value, and `hf_quant_config` is what hf_quant_config.json says, if there is
-        one."""
+        """Every rule that a directory breaks if the engine serves it on `ranks` GPUs. `config` is config.json, `specs`
+        are all stored tensors, scales included, `read` returns a scale's value by its name, and `hf_quant_config` is
+        the content of hf_quant_config.json, if there is one."""
         try:
             return self._findings(config, specs, read, ranks, hf_quant_config)
         except PrecisionctlError as error:
@@ -117,9 +117,9 @@ class Engine:
         hf_quant_config: Mapping[str, Any] | None,
     ) -> list[Finding]:
         method, scales = recognise(config), stored_scales(config, specs)
-        said = [finding for asked in self.keys for finding in asked.findings(config)]
+        missing_keys = [finding for required in self.keys for finding in required.findings(config)]
         if method is None:
-            return said  # plain BF16 or FP16: every engine loads it
+            return missing_keys  # plain BF16 or FP16: every engine loads it
         quantization = config["quantization_config"]
         scheme = method.read(quantization).narrowed(scales, specs).scheme
         if (method.name, scheme) not in self.reads or method.spelling is None:
@@ -130,14 +130,16 @@ class Engine:
         served = ServingLayout.of(config, ranks)
         shapes = (self.check_shape(name, specs[name], scheme, served) for name in scales)
         return [
-            *said,
-            *_uncommon(scales, specs, self.quantisation),
-            *_misshapen(found, self.scales),
+            *missing_keys,
+            *_other_codes(scales, specs, self.quantisation),
+            *_wrong_scales(found, self.scales),
             *_USABLE.findings(found),
             *(finding for finding in shapes if finding),
-            *_unnamed(found, self.ignores.get((method.name, scheme)) or self.ignores[method.name], self.quantisation),
-            *_torn(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
-            *_unequal(scales, read, self.fused, (*FUSED, LATENT) if self.fuses else FUSED),
+            *_wrongly_ignored(
+                found, self.ignores.get((method.name, scheme)) or self.ignores[method.name], self.quantisation
+            ),
+            *_partly_quantized(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
+            *_unequal_in_group(scales, read, self.fused, (*FUSED, LATENT) if self.fuses else FUSED),
             *_unequal_experts(scales, read, self.experts),
             *self.check_experts(scales, method.name, scheme),
             *Demand(cache_scales_of_latents, self.latents).findings(found),
@@ -151,7 +153,7 @@ class Engine:
         return Finding(name, what, self.quantisation if self._unread(name) else rule) if what else None
 
     def refusal(self, name: str, spec: TensorSpec, scheme: str, served: ServingLayout) -> str | None:
-        """What is wrong with a weight of this shape as FP8 codes, in words; None for nothing."""
+        """Why the engine refuses a weight of this shape as FP8 codes, in words; None if it takes it."""
         if self._unread(name):
             return "codes of a class that is no linear are taken for weights"
         return served.refusal(name, spec, scheme, self.ragged)
@@ -172,14 +174,15 @@ def engines() -> dict[str, Engine]:
     return {engine.name: engine for engine in found}
 
 
-def _uncommon(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule) -> Iterator[Finding]:
-    """No engine takes other codes than E4M3 for weights."""
+def _other_codes(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule) -> Iterator[Finding]:
+    """Weights whose codes are not E4M3, which no engine takes."""
     for name in scales:
         if specs[name].dtype != CODES:
             yield Finding(name, f"{str(specs[name].dtype).removeprefix('torch.')} codes", rule)
 
 
-def _misshapen(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Finding]:
+def _wrong_scales(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Finding]:
+    """Scales of a shape or dtype that the scheme does not have."""
     specs, scheme = directory.specs, directory.scheme
     exponents = {"block": (*FLOATS, torch.float8_e8m0fnu), "mxfp8": (torch.uint8, torch.float8_e8m0fnu)}
     dtypes = exponents.get(scheme, FLOATS)
@@ -193,8 +196,8 @@ def _misshapen(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Find
                 yield Finding(name, f"{stored.dtype}, not {spec.dtype}", rule)
 
 
-def _unnamed(directory: QuantizedDirectory, ignoring: Ignoring, rule: EngineRule) -> Iterator[Finding]:
-    """A linear is either FP8 codes or ignored; anything else is read as what it is not."""
+def _wrongly_ignored(directory: QuantizedDirectory, ignoring: Ignoring, rule: EngineRule) -> Iterator[Finding]:
+    """Linears that are FP8 codes and ignored, or neither: the engine would misread both."""
     for name in _linears(directory.specs):
         module = name.removesuffix(".weight")
         ignored = ignoring.leaves_out(directory.quantization, module)
@@ -229,18 +232,20 @@ def _experts(names: Iterable[str]) -> dict[tuple[str, str], list[str]]:
     return found
 
 
-def _torn(
+def _partly_quantized(
     scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule, fused: Iterable[tuple[str, ...]]
 ) -> Iterator[Finding]:
+    """Fused linears, or a layer's experts, of which only some are FP8 codes."""
     for group in (*_groups(specs, fused), *_experts(specs).values()):
         quantised = [name for name in group if name in scales]
         if quantised and len(quantised) < len(group):
             yield Finding(quantised[0], "FP8 codes, but not all that it is fused with", rule)
 
 
-def _unequal(
+def _unequal_in_group(
     scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: EngineRule, fused: Iterable[tuple[str, ...]]
 ) -> Iterator[Finding]:
+    """Fused linears with static scales that differ."""
     for group in _groups(scales, fused):
         static = [scales[name] for name in group if name in scales and scales[name].input is not None]
         for kind in ("weight", "input"):
@@ -252,6 +257,7 @@ def _unequal(
 def _unequal_experts(
     scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: EngineRule
 ) -> Iterator[Finding]:
+    """Layers whose experts have static input scales that differ."""
     for experts in _experts(scales).values():
         inputs = {float(read(tensors.input)) for name in experts if (tensors := scales[name]).input is not None}
         if len(inputs) > 1:

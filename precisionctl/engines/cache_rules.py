@@ -1,4 +1,7 @@
-"""What engines make of the scales of an FP8 KV cache: scale_inv, as stored, of keys and values of a layer."""
+"""Rules on the scales of an FP8 KV cache: one scale_inv for the keys and one for the values of each layer.
+
+Each function yields where a directory breaks a rule, and how; an engine pairs it with its own text and source.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,13 +12,13 @@ from precisionctl.engines.rule import Breaches, QuantizedDirectory
 from precisionctl.engines.serving import LATENT
 
 _SCALE = re.compile(r"(.+\.self_attn)\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v)|qkv_proj\.)?([kv])_scale")
-"""What vLLM's and SGLang's loaders look for (both: maybe_remap_kv_scale_name in weight_utils.py)."""
+"""The names that vLLM's and SGLang's loaders look for (both: maybe_remap_kv_scale_name in weight_utils.py)."""
 
 _LAYER = re.compile(r"(.+\.self_attn)\..+")
 
 
 def cache_without_scales(directory: QuantizedDirectory) -> Breaches:
-    """A cache that is to be FP8, of which nothing says how to cast into it."""
+    """An FP8 cache without scales of keys and values in every layer."""
     if not _is_fp8(directory):
         return
     scaled = {(match[1], match[2]) for match in map(_SCALE.fullmatch, directory.specs) if match}
@@ -32,13 +35,13 @@ def attention_and_kind(name: str) -> tuple[str, str] | None:
 
 
 def cache_without_notice(directory: QuantizedDirectory) -> Breaches:
-    """A cache that is to be FP8, beside other weights than those of compressed-tensors."""
+    """An FP8 cache in a directory that is not compressed-tensors."""
     if _is_fp8(directory) and directory.method != "compressed-tensors":
         yield "config.json", "a KV cache in FP8"
 
 
 def cache_unsaid(directory: QuantizedDirectory) -> Breaches:
-    """Scales of a cache, and no word that it is to be FP8."""
+    """Scales of a cache that the config does not declare to be FP8."""
     if not _is_fp8(directory) and directory.method != "fp8":
         yield from ((name, "a scale of the KV cache, which nothing says to be FP8") for name in _scales(directory)[:1])
 
@@ -90,7 +93,7 @@ def cache_scales_of_latents(directory: QuantizedDirectory) -> Breaches:
 
 
 def cache_scales_of_projections(directory: QuantizedDirectory) -> Breaches:
-    """ModelOpt's names."""
+    """Scales under ModelOpt's names, which are those of the projections."""
     for name in _scales(directory):
         if not name.endswith((".self_attn.k_scale", ".self_attn.v_scale")):
             yield name, "not named self_attn.k_scale or self_attn.v_scale"
@@ -98,7 +101,7 @@ def cache_scales_of_projections(directory: QuantizedDirectory) -> Breaches:
 
 
 def cache_scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:
-    """Values that BF16 does not hold."""
+    """Scales, in `fp8` and `modelopt`, that are not exact in BF16: the first."""
     for name in _scales(directory) if directory.method in ("fp8", "modelopt") else ():
         value = directory.read(name).float()
         if not torch.equal(value.bfloat16().float(), value):
@@ -107,7 +110,8 @@ def cache_scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:
 
 
 def cache_by(*strategies: str) -> Callable[[QuantizedDirectory], Breaches]:
-    """A `kv_cache_scheme` of compressed-tensors that is none of these, or not symmetric, or made while running."""
+    """A `kv_cache_scheme` of compressed-tensors whose strategy is none of these, or that is dynamic or not
+    symmetric."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         scheme = directory.quantization.get("kv_cache_scheme")

@@ -1,4 +1,5 @@
-"""What some engines ask of a directory beside its scales and shapes: what breaks it, to be paired with their rules."""
+"""Demands that only some engines make. Each function yields where a directory breaks a demand, and how; an engine pairs
+it with its own text and source."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ CONFIG = "config.json"
 
 
 def unsaid_activations(*methods: str) -> Callable[[QuantizedDirectory], Breaches]:
-    """No word of how inputs are scaled, in these methods."""
+    """A config of one of these quant methods without `activation_scheme`."""
 
     def broken(directory: QuantizedDirectory) -> Breaches:
         if directory.method in methods and "activation_scheme" not in directory.quantization:
@@ -22,19 +23,19 @@ def unsaid_activations(*methods: str) -> Callable[[QuantizedDirectory], Breaches
 
 
 def unsaid_blocks(directory: QuantizedDirectory) -> Breaches:
-    """Blocks of scales of which the config says nothing."""
+    """Block scales without a `weight_block_size` in the config."""
     if _unsized(directory) and (name := _first(directory, per_tensor=False)):
         yield CONFIG, f"no weight_block_size, and {name} has blocks"
 
 
 def unsaid_tensors(directory: QuantizedDirectory) -> Breaches:
-    """One scale for a tensor, of which the config says nothing: `weight_block_size` has to be null."""
+    """A scale per tensor without a `weight_block_size` in the config, which would have to be null."""
     if _unsized(directory) and (name := _first(directory, per_tensor=True)):
         yield CONFIG, f"no weight_block_size, and {name} has one scale"
 
 
 def scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:
-    """Scales of weights or inputs, in compressed-tensors, that BF16 does not hold: the first."""
+    """Scales of weights or inputs, in compressed-tensors, that are not exact in BF16: the first."""
     scales = directory.scales.values() if directory.method == "compressed-tensors" else ()
     for name in (name for each in scales for name in each.names if directory.specs[name].dtype == torch.float32):
         value = directory.read(name).reshape(-1)
@@ -45,13 +46,13 @@ def scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:
 
 
 SMALLEST, LARGEST = 2.0**-63, 2.0**25
-"""Of scale_inv. Below the first, the product of a weight's and an input's is no normal number of FP32; above the
-second, every code but zero stands for a number beyond FP16 (2^-9 times it is 2^16)."""
+"""Limits of scale_inv. Below SMALLEST, the product of a weight's and an input's scale_inv is not a normal number of
+FP32; above LARGEST, every code but zero decodes to a number beyond FP16 (the smallest code, 2^-9, to 2^16)."""
 
 
 def scales_of_no_use(directory: QuantizedDirectory) -> Breaches:
-    """Scales of weights, inputs and caches that are no positive number, or not within the above: the first of each
-    tensor. MXFP8's exponents may be as small as they are, for GEMMs add them; an input has no exponents."""
+    """Scales of weights, inputs and caches that are not between SMALLEST and LARGEST: the first of each tensor. MXFP8's
+    exponents have no lower limit, since GEMMs add them."""
     named = dict.fromkeys(name for scales in directory.scales.values() for name in scales.names)
     for name in [*named, *cache_scales({"quantization_config": directory.quantization}, directory.specs)]:
         stored = directory.read(name)
@@ -100,7 +101,7 @@ def exponents_named(wanted: str) -> Callable[[QuantizedDirectory], Breaches]:
 
 
 def stored_as_one(directory: QuantizedDirectory) -> Breaches:
-    """Codes of all experts of a layer in one tensor."""
+    """Codes of all experts of a layer, stored in one tensor."""
     for name in directory.scales:
         if name.endswith("]"):
             yield name.partition("[")[0], "FP8 codes of all experts in one tensor"
@@ -140,7 +141,7 @@ def _strings(holder: object, key: str) -> list[str]:
 
 
 def said_twice_differently(directory: QuantizedDirectory) -> Breaches:
-    """ModelOpt's two files, of which this engine reads the other one."""
+    """ModelOpt's hf_quant_config.json that contradicts config.json."""
     nested_config = directory.hf_quant_config.get("quantization") if directory.hf_quant_config else None
     if directory.method != "modelopt" or not isinstance(nested_config, Mapping):
         return

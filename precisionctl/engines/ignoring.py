@@ -1,4 +1,4 @@
-"""Which linears a `quantization_config` leaves out: every engine reads the list of their names in its own way."""
+"""Which linears a `quantization_config` leaves unquantized. Each engine matches its list of names differently."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Ignoring:
     matches: Callable[[str, str], bool]
 
     def leaves_out(self, quantization: Mapping[str, Any], module: str) -> bool:
-        """Whether a linear is no target, or one that is ignored."""
+        """Whether a linear is not quantized: it is no target, or it is on the list."""
         entries = next((found for key in self.keys if (found := quantization.get(key))), ())
         groups = quantization.get("config_groups")  # without any, all linears are targets
         listed = list(groups.values()) if isinstance(groups, Mapping) else []
@@ -70,11 +70,12 @@ def by_part_or_glob(entry: str, module: str) -> bool:
 
 
 SECONDS = 0.5
-"""Patterns are whoever's wrote the config, and there are short ones that would take for ever."""
+"""Time limit of a match. Patterns come from an untrusted config, and even a short one can take exponential time."""
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Raises PrecisionError for what is no pattern, and for one that takes too long."""
+    """Whether a regular expression matches at the start of a name. Raises PrecisionError for one that is invalid or
+    takes too long."""
     try:
         return regex.match(pattern, module, timeout=SECONDS) is not None
     except (regex.error, TimeoutError) as problem:

@@ -1,4 +1,4 @@
-"""Keys that engines look for in config.json and transformers 5 does not write: what of them a config lacks."""
+"""Keys that engines require in config.json and transformers 5 does not write, and which of them a config lacks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,11 +33,14 @@ def of_models(model_types: tuple[str, ...], *keys: str) -> MissingKeys:
 
 
 def rotary_of_transformers_4(config: Mapping[str, Any]) -> Iterator[str]:
-    """What transformers 4 called `rope_parameters`; where those differ by kinds of layers, it had other words."""
-    said = config.get("rope_parameters")
-    if not isinstance(said, Mapping) or any(isinstance(value, Mapping) for value in said.values()):
+    """The keys of transformers 4 that a config with `rope_parameters` lacks. Configs whose `rope_parameters` differ by
+    kind of layer have no counterpart there."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         return
-    scaled = said.get("rope_type", "default") != "default"
-    partly = said.get("partial_rotary_factor", 1) != 1
-    older = {"rope_theta": "rope_theta" in said, "partial_rotary_factor": partly}
-    yield from (key for key, there in {**older, "rope_scaling": scaled}.items() if there and key not in config)
+    required = {
+        "rope_theta": "rope_theta" in rope,
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1) != 1,
+        "rope_scaling": rope.get("rope_type", "default") != "default",
+    }
+    yield from (key for key, needed in required.items() if needed and key not in config)

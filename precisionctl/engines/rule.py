@@ -1,4 +1,4 @@
-"""What an inference engine asks of a directory, and where one does not keep to it."""
+"""The rules of inference engines, and the findings where a directory breaks one."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ from precisionctl.quant_methods.base import Scales, Spelling
 
 @dataclass(frozen=True)
 class EngineRule:
-    """What an engine requires, and the `source` that says so. Where a `fatal` rule is broken, the engine does not load
-    the directory or answers wrongly; where another is, it loses accuracy or speed."""
+    """A requirement of an engine: its `text`, and the `source` (a file of the engine) that states it. If a `fatal` rule
+    is broken, the engine does not load the directory or computes wrong results; otherwise it loses accuracy or
+    speed."""
 
     text: str
     source: str
@@ -22,7 +23,7 @@ class EngineRule:
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that a checkpoint breaks, and where."""
+    """A rule that a checkpoint breaks: `where` (a tensor or a file), and `what` is wrong there."""
 
     where: str
     what: str
@@ -34,9 +35,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class QuantizedDirectory:
-    """A directory of FP8 codes as rules see it: its `quantization_config`, the `method` and `scheme` that it names and
-    how those are spelled, all of the stored tensors, the `scales` of those that are codes, `read`, which gives a
-    scale's value, and `hf_quant_config`, what hf_quant_config.json says, where there is one."""
+    """A directory of FP8 codes, as the rules see it.
+
+    quantization: the `quantization_config` of config.json. method, scheme: the quant method and scheme that it names.
+    spelling: the names and shapes of that method's scales. specs: all stored tensors, by name. scales: the names of the
+    scales of each weight that is codes. read: returns a scale's value by its name. hf_quant_config: the content of
+    hf_quant_config.json, if there is one.
+    """
 
     quantization: Mapping[str, Any]
     method: str
@@ -49,12 +54,12 @@ class QuantizedDirectory:
 
 
 Breaches = Iterator[tuple[str, str]]
-"""Where a demand is not kept to (a tensor or a file), and what is wrong there."""
+"""Where a demand is not met (a tensor or a file), and what is wrong there."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """A rule that some engines have, and what finds, in a directory, where it is broken and how."""
+    """A rule, and `broken`, the function that finds where a directory breaks it and how."""
 
     broken: Callable[[QuantizedDirectory], Breaches]
     rule: EngineRule

@@ -1,7 +1,8 @@
-"""Shapes that an engine refuses: what each GPU has of a linear, by its name, and whether the engine's kernels take it.
+"""Shapes that an engine refuses: the part of each linear that a GPU gets, and whether the engine's kernels take it.
 
-Under tensor parallelism engines cut most linears by their outputs, and those that follow them by their inputs; linears
-of one input are computed as one. A grid of scales is cut and joined with its weight, so a block must not be.
+Under tensor parallelism engines split most linears along their outputs, and those that follow them along their inputs;
+linears with the same input are fused. Block scales are split and fused together with their weight, so no block may
+cross such a boundary.
 """
 
 import re
@@ -13,7 +14,8 @@ from precisionctl.param import GEMM_ALIGNMENT, TensorSpec
 from precisionctl.quant_methods.base import SQUARE
 
 LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
-"""Computed as one in DeepSeek's attention. The second has 576 rows, and each engine but transformers serves that."""
+"""Fused in DeepSeek's attention. The second has 576 rows, not a multiple of 128; all engines but transformers serve it.
+"""
 
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -22,11 +24,11 @@ FUSED = (
     ("w1", "w3"),
     ("in_proj_qkv", "in_proj_z"),
 )
-"""Linears that every engine here computes as one, with one scale where scales are per tensor."""
+"""Linears that every engine here but transformers fuses; with per-tensor scales, they have one scale."""
 
 Ragged = Literal["never", "alone", "last"]
-"""Which linears may have a last block of scales that is cut off, on one GPU: none; those that are not fused with
-others; or also the last of several that are fused."""
+"""Which linears may end in a partial block of scales, on one GPU: none; those that are not fused with others; or also
+the last of several that are fused."""
 
 _STORED_FUSED = ("qkv_proj", "gate_up_proj")
 _BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj")
@@ -35,13 +37,14 @@ _EXPERTS = re.compile(r"(.+\.experts)\.\d+\..+")
 
 
 def in_step(weight: str) -> str:
-    """The name of the group that a weight is in: engines want all weights of a group in FP8, or none."""
+    """The name of the group of a weight: engines require all weights of a group in FP8, or none."""
     match = _EXPERTS.fullmatch(weight)
     return match[1] if match else fused(weight)
 
 
 def fused(weight: str) -> str:
-    """The name of the linear that an engine makes of a weight's and of those that it computes with it as one."""
+    """The name of the linear that an engine fuses a weight's linear into: that of the group's first one; its own if it
+    is not fused."""
     module = weight.removesuffix(".weight")
     stem, _, linear = module.rpartition(".")
     group = next((group for group in (*FUSED, LATENT) if linear in group), None)
@@ -50,8 +53,8 @@ def fused(weight: str) -> str:
 
 @dataclass(frozen=True)
 class ServingLayout:
-    """A model that is served on `ranks` GPUs with tensor parallelism: its `heads` of queries, and its `groups` of keys
-    and values."""
+    """A model that is served on `ranks` GPUs with tensor parallelism: the number of its query `heads`, and of its
+    key-value heads (`groups`)."""
 
     heads: int
     groups: int
@@ -68,7 +71,7 @@ class ServingLayout:
         return cls(found[0], found[1], ranks)
 
     def refusal(self, name: str, spec: TensorSpec, scheme: str, ragged: Ragged) -> str | None:
-        """What is wrong with the shape of a weight `[out, in]` under a scheme; None for nothing."""
+        """Why an engine refuses the shape of a weight `[out, in]` under a scheme, in words; None if it takes it."""
         linear = name.removesuffix(".weight").rpartition(".")[2]
         parts, columns = self._parts(linear, spec.rows), spec.columns
         cut = linear in (*_BY_OUTPUTS, *_STORED_FUSED) and self.ranks > 1
@@ -93,7 +96,7 @@ class ServingLayout:
     def _may_be_ragged(self, linear: str, parts: list[int], ragged: Ragged) -> bool:
         group = next((group for group in (*FUSED, LATENT) if linear in group), (linear,))
         if ragged == "never":
-            return sum(parts) < SQUARE[0]  # one row of scales is for all of them
+            return sum(parts) < SQUARE[0]  # a single row of scales covers all of them
         if any(rows % SQUARE[0] for rows in parts[:-1]):
             return False
         if ragged == "last" or group == LATENT:
@@ -101,7 +104,7 @@ class ServingLayout:
         return len(group) == len(parts) == 1
 
     def _parts(self, linear: str, rows: int) -> list[int]:
-        """The rows of each of the linears that a stored one consists of."""
+        """The number of rows of each linear that is fused in a stored one; of one that is not fused, its own."""
         if linear == "gate_up_proj":
             return [rows // 2, rows - rows // 2]
         if linear == "qkv_proj":
@@ -110,8 +113,8 @@ class ServingLayout:
         return [rows]
 
     def _share(self, linear: str, rows: int) -> int:
-        """The rows that each GPU gets, 0 where they cannot be cut. Heads of keys and values are copied where there are
-        more GPUs than heads."""
+        """The number of rows that each GPU gets, 0 if they cannot be split. With more GPUs than key-value heads, those
+        heads are replicated."""
         if linear == "q_proj" and self.heads % self.ranks:
             return 0
         if linear in ("k_proj", "v_proj") and self.ranks > self.groups:

@@ -3,7 +3,7 @@
 A plan without such a pass writes values.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -65,7 +65,7 @@ def encode(plan: Plan, policy: Policy) -> Plan:
     return replace(plan, jobs=jobs, targets=targets, quantization=quantization, files=policy.files(quantization))
 
 
-def modules_in_bf16(plan: Plan, codes: Collection[str]) -> list[str]:
+def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
     """Modules of a plan of values with a matrix that is not among the `codes`, among them those whose matrix is stored
     under another name (a tied `lm_head`): they are modules all the same to a loader."""
     matrices = [name for name, spec in plan.targets.items() if len(spec.shape) == 2 and name not in codes]

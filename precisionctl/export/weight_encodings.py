@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from precisionctl.checkpoints import encodings_file
+from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Chunk, Reader, whole
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
@@ -26,6 +27,8 @@ from precisionctl.quant_methods.base import QuantMethod, Scales, recognise, sibl
 def weight_encodings(reader: Reader) -> WeightEncodings | None:
     """How a checkpoint's weights are codes, or were, by the names that a Hugging Face directory has for them when
     it is written. None where they never were, or nothing is known of it."""
+    if isinstance(reader, AdapterReader):
+        return weight_encodings(reader.base)
     encodings = stored_weight_encodings(reader)
     method = method_of(encodings)
     if method and method.spelling is None:  # gpt-oss: codes have names of their own, and are `[out, in]` under them

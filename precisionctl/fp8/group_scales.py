@@ -6,13 +6,14 @@ An amax is FP32 `[rows, groups]`, finite. No scale is zero, so that codes can al
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from precisionctl.fp8 import nibbles
 from precisionctl.fp8.nibbles import NibbleFormat
 
-NVFP4_GROUP, MXFP4_GROUP = 16, 32
-"""Inputs that share a scale."""
+NVFP4_GROUP, MXFP4_GROUP, INT4_GROUP = 16, 32, 128
+"""Inputs that share a scale; INT4's as in the preset W4A16, others have 32 or 64."""
 
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 _SMALLEST_E4M3 = 2.0**-9
@@ -53,7 +54,8 @@ def mxfp4_scales(amax: Tensor) -> Tensor:
     by squared error, 19.1: so there is no search.
     """
     exponent = (amax.float().view(torch.int32) + (1 << 21)) >> 23
-    return (exponent - 2).clamp(0, 252).to(torch.uint8).view(torch.float8_e8m0fnu)
+    finite = (exponent - 2).clamp(0, 252)  # under 253, 6 is infinite in FP32
+    return finite.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def int4_scales(amax: Tensor) -> Tensor:
@@ -64,45 +66,43 @@ def int4_scales(amax: Tensor) -> Tensor:
 
 
 def least_error(
-    values: Tensor, form: NibbleFormat, candidates: Sequence[Tensor], multipliers: Callable[[Tensor], Tensor]
+    values: Tensor,
+    form: NibbleFormat,
+    candidates: Sequence[Tensor],
+    multipliers: Callable[[Tensor], Tensor],
+    scratch: Tensor,
 ) -> Tensor:
     """Of several scales for each group of `values` `[rows, columns]`, as they are stored, `[rows, groups]` each, that
-    which loses least, by squared error. `multipliers` says what codes are multiplied by, FP32.
+    which loses least, by squared error. `multipliers` says what codes are multiplied by, FP32; `scratch` is as
+    `nibbles.encode` takes it.
 
     A later one must be better by a thousandth than those before: the last bits of a sum depend on the machine.
     """
-    scratch = torch.empty(nibbles.SCRATCH)
-    packed = torch.empty(len(values), values.shape[1] // 2, dtype=torch.uint8)
-    decoded = torch.empty(values.shape)
-    best, least = candidates[0], None
-    for stored in candidates:
-        scales = multipliers(stored)
-        nibbles.encode(values, form, scales, packed, scratch)
-        nibbles.decode(packed, form, scales, decoded, scratch)
-        error = decoded.sub_(values).square_().view(*scales.shape, -1).sum(-1)
-        if least is None:
-            least = error
-            continue
+    first, *others = candidates
+    best, least = first.float(), nibbles.squared_error(values, form, multipliers(first), scratch)
+    for stored in others:
+        error = nibbles.squared_error(values, form, multipliers(stored), scratch)
         better = error < least * (1 - 2.0**-10)
-        best = torch.where(better, stored.view(best.dtype), best)
-        least = torch.where(better, error, least)
-    return best
+        best, least = torch.where(better, stored.float(), best), torch.where(better, error, least)
+    return best.to(first.dtype)
 
 
-def nvfp4_scales_of(values: Tensor, amax: Tensor, global_scale: Tensor, *, divisor: bool) -> Tensor:
+def nvfp4_scales_of(values: Tensor, amax: Tensor, global_scale: Tensor, scratch: Tensor, *, divisor: bool) -> Tensor:
     """`nvfp4_scales`, or those that bring amax to 4 instead of 6 where less is lost by it ("four over six"): the steps
     between 4 and 6 are the coarsest. 0.4 to 0.8 dB more, of Gaussian weights 21.2 in place of 20.4."""
     candidates = [nvfp4_scales(amax, global_scale, divisor=divisor, largest=number) for number in (6.0, 4.0)]
-    return least_error(
-        values, "E2M1", candidates, lambda stored: nvfp4_multipliers(stored, global_scale, divisor=divisor)
-    )
+
+    def multipliers(stored: Tensor) -> Tensor:
+        return nvfp4_multipliers(stored, global_scale, divisor=divisor)
+
+    return least_error(values, "E2M1", candidates, multipliers, scratch)
 
 
-def int4_scales_of(values: Tensor, amax: Tensor) -> Tensor:
+def int4_scales_of(values: Tensor, amax: Tensor, scratch: Tensor) -> Tensor:
     """`int4_scales`, or those of 0.9 or 0.8 of amax where less is lost by clamping the largest: 0.5 dB more in groups
     of 32 and 0.7 in groups of 128."""
     candidates = [int4_scales(amax * part) for part in (1.0, 0.9, 0.8)]
-    return least_error(values, "INT4", candidates, Tensor.float)
+    return least_error(values, "INT4", candidates, Tensor.float, scratch)
 
 
 def zero_points(words: Tensor, rows: int) -> Tensor:
@@ -122,3 +122,28 @@ def packed_zero_points(zeros: Tensor) -> Tensor:
 def _laid_out(words: Tensor) -> Tensor:
     """The same with the strides of its shape; what `contiguous` gives has others where one dimension is 1."""
     return torch.empty(words.shape, dtype=words.dtype).copy_(words)
+
+
+_SPAN_IN_E4M3 = 14
+"""From 6 * 2^6 = 384 down to 0.5 * 2^-8 = 2^-9, with 1.5 * 2^-8 between its neighbours."""
+
+
+def exact_in_fp8(stored: Tensor, empty: Tensor, block: tuple[int, int]) -> Tensor:
+    """Whether what MXFP4 holds is E4M3 exactly under one power of two for each block of so many rows and groups, bool
+    `[down, across]`: that which brings the block's largest number just below 448. `stored` are E8M0 scales
+    `[rows, groups]`; `empty`, bool, where all codes of a group are zeros, whose scale means nothing.
+
+    Always so where blocks are groups (MXFP8). A False may still be exact, where the numbers of the extreme groups
+    happen to be near those of the others.
+    """
+    exponents = stored.view(torch.uint8).int()
+    down, across = -(-len(stored) // block[0]), -(-stored.shape[1] // block[1])
+    filling = (0, across * block[1] - stored.shape[1], 0, down * block[0] - len(stored))
+    highest, lowest = (
+        F.pad(exponents.masked_fill(empty, none), filling, value=none)
+        .view(down, block[0], across, block[1])
+        .transpose(1, 2)
+        .flatten(2)
+        for none in (-1, 256)
+    )
+    return highest.amax(2) - lowest.amin(2) <= _SPAN_IN_E4M3

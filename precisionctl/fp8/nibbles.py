@@ -93,24 +93,47 @@ def _bands(values: Tensor, scratch: Tensor, buffers: int) -> Iterator[tuple[slic
         yield slice(row, row + step), work.view(buffers, -1).unbind()
 
 
+def squared_error(values: Tensor, form: NibbleFormat, scales: Tensor, scratch: Tensor) -> Tensor:
+    """What `encode` loses of `values` `[rows, columns]` in each group: the sum of the squared differences, FP32
+    `[rows, groups]`, of `scales`' shape."""
+    error = torch.empty_like(scales)
+    for rows, buffers in _bands(values, scratch, 3):
+        quotients, nearest, other = (buffer[: values[rows].numel()] for buffer in buffers)
+        quotients.view(values[rows].shape).copy_(values[rows])
+        groups = quotients.view(*scales[rows].shape, -1).div_(scales[rows].unsqueeze(-1))
+        if form == "E2M1":
+            _count_steps(quotients, nearest, other).sub_(other)
+            quotients.abs_()
+        else:
+            torch.round(quotients, out=nearest).clamp_(-8, 7)
+        quotients.sub_(nearest).square_()
+        torch.sum(groups, -1, out=error[rows])
+    return error.mul_(scales).mul_(scales)
+
+
 _ONE, _SIX = 0x3F800000, 0x40C00000  # 1.0 and 6.0 in FP32
 _SIGN_OFF, _EXPONENT, _TO_HALF_ULP = 0x7FFFFFFF, 0x7F800000, 22 << 23
 
 
-def _to_e2m1(values: Tensor, magnitudes: Tensor, powers: Tensor) -> Tensor:
-    """Codes, int32, of FP32 values, which are overwritten; the others are FP32 buffers of the same size.
+def _count_steps(values: Tensor, sums: Tensor, powers: Tensor) -> Tensor:
+    """Round FP32 values to magnitudes of E2M1: these are `sums - powers`, two buffers of the same size. Returns sums.
 
     To a magnitude, the power of two that is 2^22 times its own (at least that of 1) is added: the sum's last bit is
-    worth a step of E2M1 there, and the FPU rounds to it, ties to even. The sum's low bits then count steps, and a power
-    of two above 1 has two codes more below it than steps of its own.
+    worth a step of E2M1 there, and the FPU rounds to it, ties to even. So the sum's low bits count steps, from 6 on.
     """
-    bits, exponents, signs = magnitudes.view(torch.int32), powers.view(torch.int32), values.view(torch.int32)
-    torch.bitwise_and(signs, _SIGN_OFF, out=bits)
+    bits, exponents = sums.view(torch.int32), powers.view(torch.int32)
+    torch.bitwise_and(values.view(torch.int32), _SIGN_OFF, out=bits)
     bits.clamp_(max=_SIX)
     torch.bitwise_and(bits, _EXPONENT, out=exponents)
-    exponents.clamp_(min=_ONE).add_(_TO_HALF_ULP + 6)  # 6, and 2 * (127 + 22) below, are together 0 modulo 8
-    magnitudes.add_(powers)
-    bits.add_(exponents.bitwise_right_shift_(22)).bitwise_and_(7)
+    exponents.clamp_(min=_ONE).add_(_TO_HALF_ULP + 6)
+    return sums.add_(powers)
+
+
+def _to_e2m1(values: Tensor, sums: Tensor, powers: Tensor) -> Tensor:
+    """Codes, int32, of FP32 values, which are overwritten; the others are FP32 buffers of the same size. Below a power
+    of two above 1 there are two codes more than steps of its own; 6, and 2 * (127 + 22), are together 0 modulo 8."""
+    bits, signs = _count_steps(values, sums, powers).view(torch.int32), values.view(torch.int32)
+    bits.add_(powers.view(torch.int32).bitwise_right_shift_(22)).bitwise_and_(7)
     return bits.bitwise_or_(signs.bitwise_right_shift_(28).bitwise_and_(8))
 
 

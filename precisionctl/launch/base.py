@@ -27,17 +27,21 @@ FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 
 _BRIDGE_FEATURES = {
     *("attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier", "post_layernorms"),
-    *("rotary_base_local", "query_pre_attn_scalar"),
+    *("rotary_base_local", "query_pre_attn_scalar", "pre_layernorms", "qk_layernorm_over_heads"),
 }
 """Fields of ModelShape that Megatron-Core ignores and Megatron-Bridge's own modules compute (models/gemma:
-gemma2_provider.py, gemma3_provider.py)."""
+gemma2_provider.py, gemma3_provider.py; exaone4, olmoe, minimax_m2)."""
+
+_BRIDGED = ("gemma", "gemma2", "gemma3_text", "exaone4", "olmoe", "minimax_m2")
+"""Families for which Megatron-Bridge has such modules."""
 
 
 def left_to_provider(model: ModelShape) -> list[str]:
     """The fields of a model that only a model provider of Megatron-Bridge computes. Raises UnknownArchitecture for a
     model with fields that neither such a provider nor Megatron-Core computes."""
     other = otherwise_in_megatron(model)
-    if missing := [field for field in other if field not in _BRIDGE_FEATURES]:
+    bridged = _BRIDGE_FEATURES if model.architecture in _BRIDGED else ()
+    if missing := [field for field in other if field not in bridged]:
         raise UnknownArchitecture(
             f"Megatron-Core computes `{model.architecture}` otherwise: {', '.join(missing)}",
             do="`precisionctl resume` trains it as it is.",

@@ -17,7 +17,7 @@ _VALUES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("max_position_embeddings", "seq_length", "normalization", "norm_epsilon", "position_embedding_type"),
     *("rotary_base", "rotary_percent", "rope_scaling_factor", "rotary_seq_len_interpolation_factor", "rope_type"),
-    *("window_size", "window_attn_skip_freq", "softmax_type", "attention_dropout", "hidden_dropout"),
+    *("window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_type", "attention_dropout", "hidden_dropout"),
     *("make_vocab_size_divisible_by", "padded_vocab_size", "glu_linear_offset", "activation_func_clamp_value"),
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     *("rotary_scaling_factor", "mscale", "mscale_all_dim", "num_experts", "moe_layer_freq", "moe_router_topk"),
@@ -29,6 +29,7 @@ _SWITCHES = (
     *("group_query_attention", "swiglu", "squared_relu", "quick_geglu", "add_qkv_bias", "qk_layernorm"),
     *("rotary_interleaved", "apply_layernorm_1p", "untie_embeddings_and_output_weights", "use_rope_scaling"),
     *("multi_latent_attention", "moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_grouped_gemm"),
+    "moe_shared_expert_gate",
 )
 _OFF = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
 """Arguments that are on by default, each with the flag that turns it off."""

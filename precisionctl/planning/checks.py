@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from precisionctl.architectures.param_map import Architecture, Row
+from precisionctl.architectures.param_map import Row
 from precisionctl.errors import MappingError, MissingTensor, PrecisionError, ShapeMismatch, UnmappedTensor
 from precisionctl.fp8.encoding import CODES
 from precisionctl.model_shape import ModelShape, UntabledModel
@@ -79,13 +79,11 @@ def check_division(row: Row, model: ModelShape, parallelism: Parallelism) -> Non
         )
 
 
-def check_megatron_has(model: ModelShape, architecture: Architecture) -> None:
+def check_megatron_has(model: ModelShape) -> None:
     """Raise MappingError for a model that Megatron-Core cannot build, or that no table leads there."""
-    do = "It can be read, exported and verified as a Hugging Face directory."
     if isinstance(model, UntabledModel):
         raise model.why
-    if architecture.refused:
-        raise MappingError(f"{model.architecture} has {architecture.refused}, which Megatron-Core does not", do=do)
+    do = "It can be read, exported and verified as a Hugging Face directory."
     if model.moe and model.add_bias_linear and not model.moe.router_bias:  # it has one switch for all biases
         raise MappingError(
             f"{model.architecture} with attention_bias has no place in Megatron-Core: routers and experts would have "

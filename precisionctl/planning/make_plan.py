@@ -15,7 +15,6 @@ from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Alias, Row, filled, names
 from precisionctl.architectures.read_off import TensorRow
 from precisionctl.errors import MappingError, MissingTensor, at
-from precisionctl.fp8.encoding import CODES
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
 from precisionctl.planning import checks
@@ -64,7 +63,7 @@ def make_plan(
     with at(source.path or ""):
         architecture = table_of(source.model)
         if target == "megatron":
-            checks.check_megatron_has(source.model, architecture)
+            checks.check_megatron_has(source.model)
         rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled, wanted)
         stored = _with_mtp(source, rows)
         model = stored.padded(parallelism.tensor) if target == "megatron" else stored
@@ -161,7 +160,7 @@ def _targets(
     specs: Mapping[str, TensorSpec],
     dtype: torch.dtype | None,
 ) -> dict[str, TensorSpec]:
-    kept = [torch.bfloat16 if specs[name].dtype in CODES else specs[name].dtype for name in job.reads]
+    kept = [torch.bfloat16 if specs[name].is_codes else specs[name].dtype for name in job.reads]
     made = None if job.row.keeps_dtype else dtype
     if made is None:
         made = torch.bfloat16 if not kept else kept[0]

@@ -59,15 +59,15 @@ EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 class CodeFormat:
     """What the codes of a weight are, and where the rest of its encoding is: a row of a method's table.
 
-    `block` says how many rows and columns share a scale, of one of the dtypes `scales`. Without a `packing` codes are
-    FP8, of the element that their dtype says. The others are names of tensors beside the weight's own scales: a global
-    scale, FP32, which `divides` or multiplies those of blocks; zero points, INT4, packed along rows; the `shape` of the
-    weight; and the fixed global scale of its `input`.
+    `block` says how many rows and columns share a scale, of one of the dtypes `scales`, or of any. Without a `packing`
+    codes are FP8, of the element that their dtype says. The others are names of tensors beside the weight's own scales:
+    a global scale, FP32, which `divides` or multiplies those of blocks; zero points, INT4, packed along rows; the
+    `shape` of the weight; and the fixed global scale of its `input`.
     """
 
     block: Block
     packing: Packing | None = None
-    scales: tuple[torch.dtype, ...] = (*FLOATS, *EXPONENTS)
+    scales: tuple[torch.dtype, ...] = ()
     global_scale: str | None = None
     divides: bool = False
     zero_points: str | None = None
@@ -335,7 +335,9 @@ def _coded(
     for form, spec in fitting.items():
         size = sized(form.block, spec)
         grid = grid_shape(spec.rows, spec.columns, size)
-        if specs[scale].dtype not in form.scales or _without_ones(specs[scale].shape) != _without_ones(grid):
+        if (form.scales and specs[scale].dtype not in form.scales) or _without_ones(
+            specs[scale].shape
+        ) != _without_ones(grid):
             continue
         further = [
             _of_shape(sibling(weight, kind), shapes, specs, where) if kind else None

@@ -147,7 +147,7 @@ def _judge_role(
     measured = [one for one in measured if one.elements]
     findings = [*_by_statistics(measured, role)]
     history = None
-    never = [] if _is_dead(measured) else [_NEVER]  # no pass records an amax of zeros
+    never = [] if _is_all_zero(measured) else [_NEVER]  # the amax of a tensor of zeros is never recorded
     if states and not part and role in IN_USE:
         findings += never
     if states and part:
@@ -165,15 +165,15 @@ _NEVER = RoleFinding("recalibrate", "never recorded", ("delayed",), "never recor
 _OUTDATED = RoleFinding("recalibrate", "other weights", ("delayed",), "recorded with other weights than these")
 
 
-def _is_dead(measured: Sequence[Statistics]) -> bool:
-    """Whether nothing but zeros was measured."""
+def _is_all_zero(measured: Sequence[Statistics]) -> bool:
+    """Whether something was measured, and every element of it is 0."""
     return bool(measured) and all(one.amax == 0 for one in measured)
 
 
 def _by_statistics(measured: Sequence[Statistics], role: Role) -> Iterator[RoleFinding]:
     if not measured:
         return
-    if _is_dead(measured):
+    if _is_all_zero(measured):
         yield RoleFinding("watch", "dead", SCALINGS, "dead: every element is 0")
     if any(one.nonfinite for one in measured):
         yield RoleFinding(
@@ -207,7 +207,7 @@ def _by_history(history: History) -> Iterator[RoleFinding]:
 
 
 def _is_stale(weights: Sequence[Statistics], recorded: Tensor) -> bool:
-    """Whether what was recorded of a weight, of any expert, is far from its own amax."""
+    """Whether the recorded amax of a weight, or of any expert, differs from its own by more than STALE."""
     own = torch.tensor([one.amax for one in weights], dtype=torch.float64)
     if len(own) != recorded.numel():
         return False
@@ -223,7 +223,7 @@ def _verdict(scaling: Scaling, gemms: Sequence[str], roles: Sequence[RoleHealth]
     margin = _modules_with("margin", scaling, concerned) - kept
     if scaling == "delayed":
         again |= set(gemms) if not states else set()
-    # A history says whether delayed scaling saturates; what underflows, only elements do
+    # A history alone shows whether delayed scaling saturates, so it suffices; underflow is only seen in elements
     unjudged = [
         health.role
         for health in concerned
@@ -245,22 +245,23 @@ def _count(roles: Iterable[Role]) -> dict[Role, int]:
     return dict(Counter(roles))
 
 
-_PLACE = re.compile(r"(?P<group>.*?layers)\.(?P<layer>\d+)\.(?P<kind>.+)")
+_IN_LAYER = re.compile(r"(?P<group>.*?layers)\.(?P<layer>\d+)\.(?P<kind>.+)")
 
 
-def place(module: str) -> tuple[str, int | None, str]:
+def split_name(module: str) -> tuple[str, int | None, str]:
     """`decoder.layers.7.mlp.linear_fc1` as group, layer and kind: `decoder.layers`, 7, `mlp.linear_fc1`. A module
     outside any layer is a kind of its own."""
-    match = _PLACE.fullmatch(module)
+    match = _IN_LAYER.fullmatch(module)
     return (match["group"], int(match["layer"]), match["kind"]) if match else ("", None, module)
 
 
 def shortened(modules: set[str], all_modules: Sequence[str]) -> tuple[str, ...]:
-    """Patterns that match these of all modules and no others: one for a kind in every layer, one for all of a layer."""
+    """Patterns, as of fnmatch, that match `modules` and no others of `all_modules`: where possible one for a kind of
+    module in every layer, or for all modules of a layer; else the module's name."""
     kinds: dict[str, None] = {}
     layers: dict[str, None] = {}
     for module in all_modules:
-        group, layer, kind = place(module)
+        group, layer, kind = split_name(module)
         if layer is not None:
             kinds[f"{group}.*.{kind}"] = layers[f"{group}.{layer}.*"] = None
     patterns, left = [], dict.fromkeys(module for module in all_modules if module in modules)

@@ -1,5 +1,5 @@
-"""Every limit that a verdict rests on, with where it comes from. docs/switching.md says the same, and a test holds
-the two together. Where nothing is published, the source says so and why the value is what it is."""
+"""Every limit that a verdict depends on, and its source. docs/switching.md lists the same limits, which a test checks.
+The source of a limit that is not published is `ours`, and its docstring says why it has this value."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from precisionctl.fp8.statistics import UNDERFLOW as UNDERFLOW_SHARE
 
 @dataclass(frozen=True)
 class Threshold:
-    """A limit, as it is shown, and its source."""
+    """A limit: its `value`, how it is `shown` to people, and the `source` of the value."""
 
     value: float
     shown: str
@@ -20,25 +20,25 @@ SATURATION = Threshold(1e-5, "0.001 %", "FP8-LM, arXiv 2310.18313, section 2.1")
 """Share of elements at the largest code. Above it FP8-LM's automatic scaling halves the scale."""
 
 FEWEST = Threshold(10, "10 elements", "ours")
-"""Saturated elements that are passed over whatever their share: each new record amax of a healthy tensor saturates one
-or a few by a little, and a share of 0.001 % of a small calibration is less than that."""
+"""Fewer saturated elements than this are ignored whatever their share: each new largest amax of a healthy tensor
+saturates one or a few elements slightly, and those can be more than 0.001 % of a small calibration."""
 
 UNDERFLOW = Threshold(UNDERFLOW_SHARE, "1 %", "ours")
-"""Share of elements that become zero; exports tell of it too."""
+"""Share of elements that become zero; exports report it too."""
 
 KURTOSIS = Threshold(1000.0, "1,000", "Bondarenko et al., arXiv 2306.12929, table 2")
 """In that table 8-bit activations under one scale per tensor cost quality in every model whose average kurtosis is
 1,018 or more, and next to nothing in those of 201 or less."""
 
 GROWTH = Threshold(4.0, "4 times", "ours")
-"""Newest amaxes over oldest ones. Two of the 18 binades that E4M3 spans, gone within one window of the history; batches
-alone move an amax by less."""
+"""Ratio of the newest amaxes to the oldest. A growth of 4 takes two of the 18 binades of E4M3 within one history; the
+differences between batches are smaller."""
 
 TREND_ROWS = Threshold(8, "8 rows", "ours")
-"""Recorded rows below which a history has no trend: quarters of less than two rows are single batches."""
+"""Recorded rows that a history needs for a trend: below this, a quarter of the history is a single batch."""
 
 STALE = Threshold(STALE_FACTOR, "2 times", "ours")
-"""How far a recorded weight amax may be from the weights' own; `convert` makes it anew beyond that as well."""
+"""The factor by which a recorded weight amax may differ from the weights' own; beyond it, `convert` recomputes it."""
 
 ALL = {
     "saturation": SATURATION,

@@ -1,7 +1,7 @@
-"""The weights of a checkpoint, measured: every element, in a few buffers, whatever the checkpoint's format.
+"""Statistics of every element of a checkpoint's weights, in bounded memory and for any format.
 
-Blocks are those of Megatron's tensors, in which q, k and v and gate and up stand together, so the reader's tensors are
-mapped on their way as in a conversion.
+The blocks of block scaling are those of Megatron's tensors, in which q, k and v, and gate and up, are fused. So the
+tensors are mapped to Megatron's while they are read, as in a conversion.
 """
 
 from collections import Counter
@@ -11,7 +11,6 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.base import Reader
 from precisionctl.conversion.processes import in_processes, one_torch_thread
 from precisionctl.conversion.worker import Nowhere, Worker
@@ -20,12 +19,13 @@ from precisionctl.fp8.health import measure
 from precisionctl.fp8.numerics import BLOCK
 from precisionctl.fp8.state import DelayedScaling, Fp8States
 from precisionctl.fp8.statistics import Statistics
+from precisionctl.model_shape import UntabledModel
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Job, Plan
 
 
 class _Amax(Worker):
-    """Takes the amax of what a job would write."""
+    """Computes the amax of the tensor that a job would write."""
 
     def amax(self, job: Job) -> Tensor:
         self._largest = torch.zeros(())
@@ -37,42 +37,42 @@ class _Amax(Worker):
 
 
 class _Measurer(Worker):
-    """Measures what a job would write: rows arrive in order, and are measured so many at a time, however they arrive,
-    that sums come out the same to the last bit from any format."""
+    """Measures the tensor that a job would write. Rows arrive in order, in pieces that depend on the format; they are
+    regrouped into steps of fixed size, so that sums are the same to the last bit for every format."""
 
     def measure(self, job: Job, amax: Tensor, delayed_scale: Tensor | None) -> Statistics:
         self._amax, self._delayed_scale = amax, delayed_scale
         self._statistics, self._waiting = Statistics(), torch.empty(0)
         self.do(job)
-        self._take(len(self._waiting))
+        self._measure_first(len(self._waiting))
         return self._statistics
 
     def _put(self, name: str, row: int, values: Tensor) -> None:
         self._waiting = torch.cat([self._waiting, values]) if len(self._waiting) else values.clone()  # of a buffer
         step = max(1, _AT_ONCE // (values.shape[1] * BLOCK)) * BLOCK
         while len(self._waiting) >= step:
-            self._take(step)
+            self._measure_first(step)
 
-    def _take(self, rows: int) -> None:
-        taken, self._waiting = self._waiting[:rows], self._waiting[rows:]
-        found = measure(taken, _CODES, self._delayed_scale, square=True, amax=self._amax)
+    def _measure_first(self, rows: int) -> None:
+        first, self._waiting = self._waiting[:rows], self._waiting[rows:]
+        found = measure(first, _CODES, self._delayed_scale, square=True, amax=self._amax)
         self._statistics = self._statistics.merge(found)
 
 
 _CODES = DelayedScaling().dtype("weight")
 _AT_ONCE = 1 << 20
-"""Elements that are measured together, or 128 rows."""
+"""About how many elements are measured in one step; at least 128 rows."""
 
 
 def plan_gemms(reader: Reader) -> tuple[Plan, tuple[Job, ...]]:
-    """The plan to Megatron, or, of a model that has no place there, to Hugging Face, and those of its jobs that make
-    the weight of an FP8 GEMM. Raises as make_plan does."""
-    plan = make_plan(reader, "hf" if table_of(reader.model).refused else "megatron")
+    """The plan of a conversion to Megatron (to Hugging Face for a model without a table), and those of its jobs that
+    write the weight of an FP8 GEMM. Raises the errors of make_plan."""
+    plan = make_plan(reader, "hf" if isinstance(reader.model, UntabledModel) else "megatron")
     return plan, tuple(job for job in plan.jobs if job.row.gemm)
 
 
 def stored_bytes(reader: Reader, jobs: Sequence[Job]) -> int:
-    """What measuring them reads, counted once."""
+    """The bytes of the stored tensors of these jobs, each counted once."""
     return sum(reader.specs[name].nbytes for job in jobs for name in job.reads)
 
 
@@ -87,8 +87,8 @@ def measure_weights(
 ) -> dict[str, list[Statistics]]:
     """Statistics of each FP8 GEMM's weight, by module: one, or one for each expert.
 
-    Under delayed scaling with the scale of `states`, where that was recorded. `on_bytes` hears of stored bytes that
-    have been measured; `workers` are processes.
+    Statistics of delayed scaling use the scale of `states`, if one was recorded. `on_bytes` is called with the number
+    of stored bytes that were just measured; `workers` is the number of processes.
     """
     nowhere = Nowhere(plan.targets)
     first, second = _Amax(plan, reader, nowhere), _Measurer(plan, reader, nowhere)
@@ -108,7 +108,8 @@ def measure_weights(
 
 
 def _scales(jobs: Sequence[Job], states: Fp8States | None) -> Iterator[Tensor | None]:
-    """The scale of each job's weight, where one was recorded: of its module, or of its expert, which come in order."""
+    """The recorded scale, FP32 `[]`, of each job's weight; None if none was recorded. The jobs of a module's experts
+    come in the order of the experts."""
     seen: Counter[str] = Counter()
     for job in jobs:
         state = states.modules.get(job.module) if states else None

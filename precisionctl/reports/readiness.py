@@ -1,4 +1,4 @@
-"""The verdict on FP8 for a terminal, where only what stands out is listed, and as JSON, where everything is."""
+"""The verdict on FP8: for a terminal, with the most important findings, and as JSON, with everything."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -13,14 +13,14 @@ from precisionctl.readiness.thresholds import ALL
 from precisionctl.reports.table import Table
 
 SHOWN = 12
-"""Rows of what stands out on a terminal; the page and JSON have all."""
+"""Rows of findings shown on a terminal; the page and JSON have all."""
 
 REMEDIES = {"bf16": "keep in BF16", "recalibrate": "calibrate", "margin": "give margin", "watch": "watch"}
-"""What to do, the strongest first."""
+"""What to do for each remedy, the strongest remedy first."""
 
 
 def as_json(readiness: Readiness) -> dict[str, Any]:
-    """What `inspect --fp8 --json` prints of it. Shares are 0 to 1; what is not known is null."""
+    """The `readiness` of `inspect --fp8 --json`. Shares are 0 to 1; unknown values are null."""
     modules: dict[str, dict[str, Any]] = {}
     for health in readiness.roles:
         history = health.history
@@ -73,7 +73,7 @@ def tables(readiness: Readiness) -> list[Table]:
         role: [health for health in readiness.roles if health.role == role]
         for role in dict.fromkeys((*IN_USE, *(health.role for health in readiness.roles)))
     }
-    columns = {role: _of_role(each) for role, each in roles.items() if each}
+    columns = {role: _role_column(modules) for role, modules in roles.items() if modules}
     found = [
         Table("Ready for FP8?", ("scaling", "verdict"), verdicts),
         Table("Worst of each role", ("", *columns), list(zip(words, *columns.values(), strict=True))),
@@ -84,16 +84,17 @@ def tables(readiness: Readiness) -> list[Table]:
     return found + ([Table(title, everything.columns, everything.rows[:SHOWN])] if everything.rows else [])
 
 
-def _of_role(each: Sequence[RoleHealth]) -> tuple[str, ...]:
-    amaxes = [health.amax for health in each if health.amax is not None]
-    growths = [health.history.growth for health in each if health.history and health.history.growth is not None]
+def _role_column(modules: Sequence[RoleHealth]) -> tuple[str, ...]:
+    """The cells of one role in the table `Worst of each role`, over the modules that have it."""
+    amaxes = [health.amax for health in modules if health.amax is not None]
+    growths = [health.history.growth for health in modules if health.history and health.history.growth is not None]
     return (
-        str(sum(bool(health.measured) for health in each)),
-        str(sum(health.history is not None for health in each)),
+        str(sum(bool(health.measured) for health in modules)),
+        str(sum(health.history is not None for health in modules)),
         f"{min(amaxes):.3g}" if amaxes else "-",
         f"{max(amaxes):.3g}" if amaxes else "-",
-        *(_worst((health.underflow(scaling) for health in each), share) for scaling in SCALINGS),
-        _worst((health.kurtosis for health in each), lambda value: f"{value:,.1f}"),
+        *(_worst((health.underflow(scaling) for health in modules), share) for scaling in SCALINGS),
+        _worst((health.kurtosis for health in modules), lambda value: f"{value:,.1f}"),
         f"{max(growths):.3g} x" if growths else "-",
     )
 
@@ -104,14 +105,14 @@ def _worst(values: Iterable[float | None], shown: Callable[[float], str]) -> str
 
 
 def share(value: float) -> str:
-    """A share of elements: `12.3 %`, and `<0.001 %` for what is there but is nothing."""
+    """A share of elements (0 to 1) as text: `12 %`, or `<0.001 %` for a share that is not zero but negligible."""
     if 0 < value < 1e-5:
         return "<0.001 %"
     return f"{100 * value:.2g} %" if value < 0.1 else f"{100 * value:.0f} %"
 
 
 def findings(readiness: Readiness) -> Table:
-    """Everything that was found, what needs most first; a row for each kind of finding in a role, with its worst."""
+    """All findings, the strongest remedy first: a row for each kind of finding in a role, with its worst module."""
     groups: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
     for health in sorted(readiness.roles, key=_severity, reverse=True):
         for each in health.findings:
@@ -132,7 +133,7 @@ def _severity(health: RoleHealth) -> tuple[float, ...]:
 
 
 def advice(readiness: Readiness, checkpoint: str) -> list[str]:
-    """Lines to paste into a recipe, and what to run where something is not known."""
+    """Lines to paste into a recipe, notes on the state, and what to run if something was never measured."""
     lines = [
         line
         for names, text in keep_bf16(readiness)
@@ -142,7 +143,7 @@ def advice(readiness: Readiness, checkpoint: str) -> list[str]:
 
 
 def keep_bf16(readiness: Readiness) -> list[tuple[str, str]]:
-    """The lists of modules to keep in BF16, as a recipe has them, each after the names of the scalings that want it."""
+    """The `keep_bf16` lines for a recipe, each with the names of the scalings that it is for."""
     wanted: dict[tuple[str, ...], list[str]] = {}
     for scaling, verdict in readiness.verdicts.items():
         wanted.setdefault(verdict.keep_bf16, []).append(NAMES[scaling])
@@ -154,7 +155,7 @@ def keep_bf16(readiness: Readiness) -> list[tuple[str, str]]:
 
 
 def hints(readiness: Readiness, checkpoint: str) -> list[str]:
-    """What to know of the state, and what to run where something was never measured."""
+    """Notes on the state as a whole, and what to run if something was never measured."""
     roles = [role for role in IN_USE if not readiness.measured.get(role)]
     if not roles:
         return [*readiness.notes]

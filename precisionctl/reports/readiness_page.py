@@ -7,7 +7,7 @@ from pathlib import Path
 
 from precisionctl.fp8.statistics import NAMES, SCALINGS
 from precisionctl.readiness.history import headroom
-from precisionctl.readiness.judge import Readiness, RoleHealth, place
+from precisionctl.readiness.judge import Readiness, RoleHealth, split_name
 from precisionctl.readiness.thresholds import ALL, GROWTH, KURTOSIS, SATURATION, UNDERFLOW
 from precisionctl.reports import heat
 from precisionctl.reports.heat import Cell, ColourScale, Column
@@ -29,12 +29,12 @@ details pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem;
 
 
 def write_page(path: Path, description: Description, readiness: Readiness) -> None:
-    """Write `whole_page` into a file."""
+    """Write `whole_page` to the file `path`."""
     path.write_text(whole_page(description, readiness), encoding="utf-8")
 
 
 def whole_page(description: Description, readiness: Readiness) -> str:
-    """`description` is what `reports.inspect.describe` says of the checkpoint."""
+    """The page as HTML. `description` is the result of `reports.inspect.describe`."""
     model = description["model"]
     when = "" if description["iteration"] is None else f" at iteration {description['iteration']}"
     limits = [(name.replace("_", " "), limit.shown, limit.source) for name, limit in ALL.items()]
@@ -73,7 +73,8 @@ def _folded(title: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class _Measure:
-    """A heat map: what to show of a role, in how many words, in which colours, and what to say under it."""
+    """A heat map: its `name`, the `value` of a role (None: not known), the colour `scale`, how to write a value in
+    `words`, and a `note` above the map."""
 
     name: str
     value: Callable[[RoleHealth], float | None]
@@ -194,7 +195,7 @@ def _map(readiness: Readiness, cell: Callable[[RoleHealth], Cell]) -> str:
     rows: dict[str, dict[Column, Cell]] = {}
     columns: dict[Column, None] = {}
     for health in readiness.roles:
-        group, layer, kind = place(health.module)
+        group, layer, kind = split_name(health.module)
         kind = kind.removeprefix("transformer_layer.")  # of Megatron's layers of multi-token prediction
         label = (
             "" if layer is None else str(layer) if group == "decoder.layers" else f"{group.partition('.')[0]} {layer}"

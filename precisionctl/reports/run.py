@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step and after its last."""
+"""The lines that a run prints before its first step, at skipped or suspicious steps, and after its last."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from precisionctl.trainer.start import StateOrigin
 
 
 def beginning(started: Started) -> list[str]:
-    """Where the run stands, where the FP8 state of each role is from, and what else is worth knowing."""
+    """The run's precision, steps and backend, the origin of each role's FP8 state, disk space and notes."""
     recipe = started.recipe
     taken = "weights only" if "optimizer" in started.skipped else "weights and optimizer"
     lines = [
@@ -29,7 +29,7 @@ def beginning(started: Started) -> list[str]:
 
 
 def dry_run(dry: DryRun) -> list[str]:
-    """What a run would do and take."""
+    """What a run would do, and the memory and disk that it needs."""
     plan, ahead, train = dry.plan, dry.ahead, dry.plan.recipe.train
     how = "continued" if dry.going_on else "full" if plan.load == "full" else "weights only"
     several = f", {ahead.ranks} ranks" if ahead.ranks > 1 else ""
@@ -49,7 +49,7 @@ def dry_run(dry: DryRun) -> list[str]:
 
 
 def _disk(space: DiskSpace) -> list[str]:
-    """What checkpoints take, of a run that will write some."""
+    """The disk space that a run's checkpoints need; nothing for a run that writes none."""
     if not space.more:
         return []
     lines = [f"Disk: a checkpoint takes {size(space.each)}, and {size(space.free)} are free"]
@@ -61,31 +61,32 @@ def _disk(space: DiskSpace) -> list[str]:
 
 
 def precision(started: Started | RunPlan) -> str:
-    """In a few words, as a panel's title."""
+    """A run's precision as the title of a panel: `FP8, delayed scaling` or `BF16`."""
     chosen = started.recipe.precision
     return f"FP8, {NAMES[chosen.scaling]} scaling" if chosen.fp8 else "BF16"
 
 
 def fp8_sources(counts: Mapping[StateOrigin, Mapping[Role, int]]) -> str:
-    """`carried: input 8, weight 8; warm-up: grad_output 8`."""
+    """The number of modules by origin and role: `carried: input 8, weight 8; warm-up: grad_output 8`."""
     return "; ".join(
         f"{source}: {', '.join(f'{role} {count}' for role, count in roles.items())}" for source, roles in counts.items()
     )
 
 
 def warnings(step: StepMetrics) -> list[str]:
-    """What is to be said of a step: that it was skipped, and what the guard makes of it, if it is not content."""
-    return [*_of_skipping(step), *([_of_guard(step.shadow)] if step.shadow and step.shadow.decision != "ok" else [])]
+    """Warnings of a step: that it was skipped, and that the guard found FP8 too far from BF16."""
+    lines = []
+    if step.skipped:
+        running = f", {step.skipped} running" if step.skipped > 1 else ""
+        lines.append(
+            f"Step {step.step} is skipped{running}: its loss is {step.loss}, its gradients' norm {step.grad_norm}"
+        )
+    if step.shadow and step.shadow.decision != "ok":
+        lines.append(_guard_warning(step.shadow))
+    return lines
 
 
-def _of_skipping(step: StepMetrics) -> list[str]:
-    if not step.skipped:
-        return []
-    running = f", {step.skipped} running" if step.skipped > 1 else ""
-    return [f"Step {step.step} is skipped{running}: its loss is {step.loss}, its gradients' norm {step.grad_norm}"]
-
-
-def _of_guard(shadow: Shadow) -> str:
+def _guard_warning(shadow: Shadow) -> str:
     gaps = f"FP8's loss {shadow.loss:.4f} is {percent(shadow.gap)} from BF16's"
     if shadow.held_out_gap is not None:
         gaps += f", {percent(shadow.held_out_gap)} on held-out data"
@@ -98,7 +99,7 @@ def _of_guard(shadow: Shadow) -> str:
 
 
 def ending(finished: Finished) -> list[str]:
-    """Where the run ended, and how to go on where it was stopped."""
+    """The checkpoint that the run ended with, and how to continue a run that was stopped."""
     if finished.stopped is None:
         return [f"Done: {finished.checkpoint}"]
     why = "the time limit" if finished.stopped == "time limit" else finished.stopped.name

@@ -201,11 +201,11 @@ def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float,
     """What one side's codes have lost of the other's values, and the error of B's values as `_error` has it."""
     coded = a if a.is_codes(name) else b
     spec = a.specs[name]
-    losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name)), 0, 0.0
+    losses, row, signal = Losses(spec.rows, spec.columns, coded.block(name), coded.in_four_bits(name)), 0, 0.0
     for left, right in _pieces(name, a, b):
         codes, values = (left, right) if coded is a else (right, left)
         decoded = codes.values
-        losses.see(row, codes, values.values, decoded)
+        losses.see(row, codes.stored, values.values, decoded)
         signal += float(decoded.double().square().sum()) if coded is a else 0.0
         row += len(values.stored)
     return losses, (_decibels(signal if coded is a else losses.total.power, losses.total.error), losses.largest_error)

@@ -86,6 +86,10 @@ class HfTensors:
         high, wide = self.reader.encodings[reads[0]].block
         return high, wide
 
+    def in_four_bits(self, name: str) -> bool:
+        """Whether a tensor of codes is stored in four bits each."""
+        return any(segment.read and self.reader.specs[segment.read].packing for segment in self._segments[name])
+
     def is_codes(self, name: str) -> bool:
         """Whether rows of a tensor are read as codes with their scales."""
         reads = (segment.read for segment in self._segments.get(self._of.get(name, name), ()))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from precisionctl.fp8.numerics import FP8_MAX
 from precisionctl.fp8.statistics import Loss
-from precisionctl.verify.hf_tensors import Rows
 
 LOWEST_DB = 10.0
 """Below it codes are no encoding of the values: a tenth of the signal is noise. Honest scales that several tensors
@@ -35,24 +34,24 @@ half of the smallest code is 2^-28, so smaller ones become zero honestly."""
 class Losses:
     """The losses of one tensor `[rows, columns]` whose values share a scale in blocks of `block`, shown rows in order.
 
-    `lost` of `blocks` have an SQNR under LOWEST_DB, though their values are not negligible.
+    `four_bits`: codes are of four bits each. `lost` of `blocks` have an SQNR under LOWEST_DB, though their values are
+    not negligible.
     """
 
     rows: int
     columns: int
     block: tuple[int, int]
+    four_bits: bool = False
     total: Loss = Loss()
     largest: float = 0.0
     largest_error: float = 0.0
     lost: int = 0
     blocks: int = 0
-    four_bits: bool = False
     _open: Tensor | None = field(default=None, repr=False)
     """The sums of a row of blocks of which rows are still to come: signal and noise, FP64 `[2, blocks]`."""
 
-    def see(self, row: int, codes: Rows, values: Tensor, decoded: Tensor) -> None:
+    def see(self, row: int, codes: Tensor, values: Tensor, decoded: Tensor) -> None:
         """Rows from `row` on: codes, and FP32 values and what the codes decode to, `[n, columns]`."""
-        self.four_bits = codes.encoding is not None and codes.encoding.element.bits == 4
         error = (values - decoded).abs_()
         self.largest_error = max(self.largest_error, float(error.max()))
         self.largest = max(self.largest, float(values.abs().max()))
@@ -61,7 +60,7 @@ class Losses:
         self.total += Loss(
             elements=values.numel(),
             underflows=int((there & (decoded == 0)).sum()),
-            saturated=_beyond(codes, values, decoded),
+            saturated=_far_beyond(values, decoded) if self.four_bits else _beyond(codes, values, decoded),
             power=float(power.sum()),
             error=float(noise.sum()),
         )
@@ -114,13 +113,13 @@ class Losses:
         return f"{zero:.1%} of values became zero, {beyond:.1%} were beyond the largest code"
 
 
-def _beyond(rows: Rows, values: Tensor, decoded: Tensor) -> int:
-    """How many values were too large for the largest code: by 16/448 of it they would have been rounded to the next. Of
-    four bits, how many are farther from it than numbers are from one another."""
-    codes, encoding = rows.stored, rows.encoding
-    assert encoding is not None, "codes have one"
-    if encoding.element.bits == 4:
-        return int((values.abs() > decoded.abs() * (4 / 3) + encoding.scales(0, *values.shape)).sum())
+def _beyond(codes: Tensor, values: Tensor, decoded: Tensor) -> int:
+    """How many values were too large for the largest code: by 16/448 of it they would have been rounded to the next."""
     largest = torch.tensor(FP8_MAX[codes.dtype]).to(codes.dtype).view(torch.uint8)
     at = ((codes.reshape(-1).view(torch.uint8) & 0x7F) == largest).nonzero().squeeze(1)
     return int((values.view(-1)[at].abs() > decoded.view(-1)[at].abs() * (29 / 28)).sum())
+
+
+def _far_beyond(values: Tensor, decoded: Tensor) -> int:
+    """The same of codes of four bits: no other number than the largest is off by half of itself."""
+    return int(((values.abs() > 1.5 * decoded.abs()) & (decoded != 0)).sum())

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from precisionctl.checkpoints import encodings_file
+from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.torch_legacy.reader import LegacyReader
@@ -78,6 +79,33 @@ def test_a_config(tmp_path: Path, family: str) -> None:
     config = pico.save(tmp_path, family, dtype=torch.bfloat16).config.to_dict()
     kept = {key: value for key, value in config.items() if value is not None}
     check(kept, IN_JSON, lambda v: (tmp_path / "config.json").write_text(json.dumps(v)), lambda: plan_of(tmp_path))
+
+
+def test_an_adapters_config(tmp_path: Path) -> None:
+    pico.save(tmp_path / "base", "llama-3", num_hidden_layers=1)
+    base, module = HuggingFaceReader(tmp_path / "base"), "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{module}.lora_A.weight": torch.ones(2, 64), f"{module}.lora_B.weight": torch.ones(64, 2)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 4,
+        "rank_pattern": {"q_proj": 2},
+        "bias": "none",
+        "alpha_pattern": {"k_proj": 1.5},
+        "use_rslora": True,
+        "use_dora": False,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.down_proj"],
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+    check(
+        config,
+        IN_JSON,
+        lambda v: (tmp_path / "adapter_config.json").write_text(json.dumps(v)),
+        lambda: make_plan(AdapterReader(tmp_path, base), "megatron"),
+    )
 
 
 @pytest.mark.parametrize("spelling", ["fp8-block", "compressed-block", "modelopt-tensor"])

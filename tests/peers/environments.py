@@ -7,8 +7,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parents[2]
 OUR_VERSIONS = ("--constraint", str(ROOT / "constraints.txt"))
+
+MODELOPT_VERSION = "0.47.0"
+"""The version whose JSON quant_methods/modelopt.py writes."""
+
+
+def llm_compressor() -> Path:
+    """The Python of an environment with llm-compressor."""
+    return python_with("llmcompressor", ("llmcompressor==0.14.0.1", f"torch=={torch.__version__.partition('+')[0]}"))
+
+
+def modelopt() -> Path:
+    """The Python of an environment with ModelOpt, whose export imports requests and datasets, which are not among its
+    own requirements."""
+    packages = (f"nvidia-modelopt=={MODELOPT_VERSION}", "torch", "transformers", "requests", "datasets")
+    return python_with("modelopt", (*OUR_VERSIONS, *packages))
 
 
 def python_with(

@@ -1,5 +1,6 @@
-"""Run with llm-compressor's Python: SOURCE TARGET SCHEME quantises a model with one of its presets, saves it, and
-writes beside it, to TARGET-expected.safetensors, what compressed-tensors' own decompression makes of each weight."""
+"""Run with llm-compressor's Python: SOURCE TARGET SCHEME quantises a model with one of its presets, or to INT4 in
+groups of 32 (W4A16_G32, W4A16_G32_ASYM), saves it, and writes beside it, to TARGET-expected.safetensors, what
+compressed-tensors' own decompression makes of each weight."""
 
 import json
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -19,14 +20,22 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 source, target, scheme = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
 rows = [list(range(start, start + 32)) for start in range(8)]
-calibration = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * 32] * 8}) if scheme == "FP8" else None
+calibration = (
+    Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * 32] * 8}) if scheme in ("FP8", "NVFP4") else None
+)
+how = {"targets": "Linear", "scheme": scheme}
+if scheme.startswith("W4A16_G32"):
+    weights = QuantizationArgs(
+        num_bits=4, type="int", strategy="group", group_size=32, symmetric=not scheme.endswith("ASYM")
+    )
+    how = {"config_groups": {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}}
 oneshot(
     model=model,
     dataset=calibration,
     processor=PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel())
     ),  # asked for, and not used: rows are tokens
-    recipe=QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"]),
+    recipe=QuantizationModifier(**how, ignore=["lm_head", "re:.*mlp[.]gate$"]),
 )
 model.save_pretrained(target, save_compressed=True)
 
@@ -36,8 +45,9 @@ compressor = BaseCompressor.get_value_from_registry(config["format"])
 said = QuantizationScheme.model_validate(group)
 stored = load_file(Path(target) / "model.safetensors")
 expected = {}
-for name in [name for name, values in stored.items() if values.dtype == torch.float8_e4m3fn]:
-    module = name.removesuffix("weight")
+packed = [name for name in stored if name.endswith("weight_packed")]
+for name in packed or [name for name, values in stored.items() if values.dtype == torch.float8_e4m3fn]:
+    module = name.removesuffix("_packed").removesuffix("weight")
     parts = {key.removeprefix(module): values for key, values in stored.items() if key.startswith(module)}
-    expected[name] = compressor.decompress(parts, said)["weight"].contiguous()
+    expected[f"{module}weight"] = compressor.decompress(parts, said)["weight"].contiguous()
 save_file(expected, f"{target}-expected.safetensors")

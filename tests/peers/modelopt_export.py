@@ -12,6 +12,8 @@ CONFIGS = {
     "dynamic": mtq.FP8_PER_CHANNEL_PER_TOKEN_CFG,
     "block": mtq.FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG,
     "mxfp8": mtq.MXFP8_DEFAULT_CFG,
+    "nvfp4": mtq.NVFP4_DEFAULT_CFG,
+    "mxfp4": mtq.MXFP4_DEFAULT_CFG,
 }
 
 source, target, scheme = sys.argv[1:]

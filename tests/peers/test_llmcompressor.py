@@ -18,12 +18,11 @@ from precisionctl.conversion.command import execute
 from precisionctl.fp8 import numerics
 
 SCRIPT = Path(__file__).with_name("llmcompressor_export.py")
-INSTALL = ("llmcompressor==0.14.0.1", f"torch=={torch.__version__.partition('+')[0]}")
 
 
 @pytest.fixture(scope="module", params=["FP8", "FP8_DYNAMIC", "FP8_BLOCK"])
 def made(request, tmp_path_factory):
-    python = environments.python_with("llmcompressor", INSTALL)
+    python = environments.llm_compressor()
     folder = tmp_path_factory.mktemp(request.param)
     pico.save(folder / "source", "llama-3", dtype=torch.bfloat16, **fp8_directories.RAGGED)
     command = [python, SCRIPT, folder / "source", folder / "fp8", request.param]

@@ -21,20 +21,13 @@ from precisionctl.conversion.command import execute
 from precisionctl.fp8 import numerics
 
 SCRIPT = Path(__file__).with_name("modelopt_export.py")
-VERSION = "0.47.0"
-"""The version whose JSON quant_methods/modelopt.py writes."""
-
-
-INSTALL = (*environments.OUR_VERSIONS, f"nvidia-modelopt=={VERSION}", "torch", "transformers", "requests", "datasets")
-"""Its export imports requests and datasets, which are not among its own requirements."""
-
 FAMILIES = ("llama-3", "llama-tied", "llama-all-biases", "mistral")
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """Makes ModelOpt's directory and ours for a family and a scheme, once each."""
-    python = environments.python_with("modelopt", INSTALL)
+    python = environments.modelopt()
 
     @functools.cache
     def export(family, scheme):
@@ -101,7 +94,7 @@ DECODE = Path(__file__).with_name("modelopt_decode.py")
 @pytest.mark.parametrize("scheme", ["static", "dynamic", "block", "mxfp8"])
 def test_its_directories_decode_to_what_it_says_itself_and_come_back(tmp_path, scheme):
     """FP32 products, so that nothing is rounded: bit for bit, ragged blocks too."""
-    python = environments.python_with("modelopt", INSTALL)
+    python = environments.modelopt()
     pico.save(tmp_path / "source", "llama-3", dtype=torch.bfloat16, **fp8_directories.RAGGED)
     subprocess.run([python, SCRIPT, tmp_path / "source", tmp_path / "fp8", scheme], check=True, capture_output=True)
     out = tmp_path / "expected.safetensors"

@@ -6,9 +6,10 @@ import any_models
 import pico
 import pytest
 import torch
-from any_models import assert_as_tabled, check_there_and_back, export
+from any_models import assert_as_tabled, check_there_and_back, export, untabled
 from conversions import run
 
+from precisionctl.checkpoints import huggingface
 from precisionctl.errors import PrecisionError
 
 KINDS = (
@@ -59,6 +60,11 @@ NO_LOGITS = (
     *("qwen2_vl", "roberta", "xlm-roberta", "whisper"),
 )
 """Kinds whose class computes nothing in these sizes, or wants more than tokens: weights in memory are compared."""
+
+
+@pytest.fixture(autouse=True)
+def no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface, "read_model", untabled)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -200,7 +200,8 @@ def te_names(names: Mapping[str, object]) -> dict[str, str]:
 
     Transformer Engine fuses a norm into the linear that follows, so it is named after that linear. Megatron's local
     specs store some norms under the fused name, too, but not the same ones: it depends on whether a layer has experts
-    or multi-latent attention.
+    or multi-latent attention. Where there is no norm before the MLP, the one before attention is both's, and no part of
+    a linear.
     """
     renamed = {}
     for name in names:
@@ -208,10 +209,14 @@ def te_names(names: Mapping[str, object]) -> dict[str, str]:
         layer = _LAYER_OF.fullmatch(state[2] if state else name)
         for having, old, new in _WITHOUT_TE if layer else ():
             assert layer
-            if layer[2].startswith(old) and layer[1] + having in names:
+            if layer[2].startswith(old) and layer[1] + having in names and _has_mlp_norm(layer[1], names):
                 before = name.removesuffix(layer[1] + layer[2])
                 renamed[name] = before + layer[1] + new + layer[2].removeprefix(old)
     return renamed
+
+
+def _has_mlp_norm(layer: str, names: Mapping[str, object]) -> bool:
+    return any(f"{layer}{norm}weight" in names for norm in ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."))
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:

@@ -33,6 +33,7 @@ _SAME = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
     *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
     *("mscale_all_dim", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_shared_expert_gate", "no_rope_freq"),
     *("moe_router_score_function", "moe_router_pre_softmax", "moe_router_enable_expert_bias"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_layer_freq"),
     *("moe_grouped_gemm", "moe_token_dispatcher_type", "tensor_model_parallel_size"),

@@ -70,10 +70,14 @@ class Norm:
     def initial_weight(self) -> float:
         return 0.0 if self.zero_centered else 1.0
 
+    def multiplier(self, weight: Tensor) -> Tensor:
+        """What normalised values are multiplied by, FP32."""
+        return weight.float() + 1 if self.zero_centered else weight.float()
+
     def of(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The normalised values, computed and returned in FP32."""
         wide = values.float()
-        multiplier = weight.float() + 1 if self.zero_centered else weight.float()
+        multiplier = self.multiplier(weight)
         if self.kind == "RMSNorm":
             return multiplier * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon))
         assert bias is not None, "every LayerNorm has one"
@@ -169,6 +173,15 @@ def recompute(function: Callable[..., Tensor], *arguments: Any, again: AbstractC
         context_fn=lambda: (nullcontext(), again),
     )
     return made
+
+
+def column_linear(
+    backend: Backend, name: str, in_features: int, out_features: int, bias: bool, norm: Norm | None
+) -> nn.Module:
+    """A linear that begins a region of tensor ranks, with the norm that comes before it, if any."""
+    if norm is None:
+        return backend.linear(name, in_features, out_features, bias, "column")
+    return backend.layer_norm_linear(name, in_features, out_features, bias, norm, "column")
 
 
 def add_post_layernorm(linear: nn.Module, norm: nn.Module) -> None:

@@ -8,7 +8,7 @@ from precisionctl.errors import DataError
 from precisionctl.tokens.samples import Completion, Conversation, Message
 from precisionctl.trainer.data.formats.base import Record
 
-Fields = Mapping[str, Any]
+JsonRow = Mapping[str, Any]
 """The values of a record, by key."""
 
 
@@ -27,7 +27,7 @@ class Shape:
     """Records with these keys, and how to make a Sample of one; `make` raises _BadRow for values of the wrong types."""
 
     keys: tuple[str, ...]
-    make: Callable[[Fields], Sample]
+    make: Callable[[JsonRow], Sample]
 
 
 class _BadRow(Exception):
@@ -47,7 +47,7 @@ def sample_of(record: Record) -> Sample:
     raise DataError(f"a row with none of the known keys: {str(dict(record.row))[:80]}", where=record.where, do=known)
 
 
-def _sharegpt(row: Fields) -> Conversation:
+def _sharegpt(row: JsonRow) -> Conversation:
     turns = _list(row, "conversations")
     messages = _system(row)
     for turn in turns:
@@ -73,7 +73,7 @@ SHAREGPT_ROLES = {
 }
 
 
-def _alpaca(row: Fields) -> Conversation:
+def _alpaca(row: JsonRow) -> Conversation:
     """`input` follows `instruction` on a line of its own, as LLaMA-Factory joins them (data/README.md)."""
     asked = "\n".join(part for part in (_string(row, "instruction"), _string(row, "input", "")) if part)
     before: list[Message] = []
@@ -84,7 +84,7 @@ def _alpaca(row: Fields) -> Conversation:
     return Conversation([*_system(row), *before, _said("user", asked), _said("assistant", _string(row, "output"))])
 
 
-def _completion(row: Fields) -> Conversation | Completion:
+def _completion(row: JsonRow) -> Conversation | Completion:
     if isinstance(row["prompt"], list):
         prompt = _messages(row["prompt"])
         return Conversation([*prompt, *_messages(row["completion"])], _tools(row), len(prompt))
@@ -108,7 +108,7 @@ def _said(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _system(row: Fields) -> list[Message]:
+def _system(row: JsonRow) -> list[Message]:
     return [_said("system", said)] if (said := _string(row, "system", "")) else []
 
 
@@ -121,17 +121,17 @@ def _messages(messages: Any) -> list[Message]:
     return messages
 
 
-def _tools(row: Fields) -> list[Any] | None:
+def _tools(row: JsonRow) -> list[Any] | None:
     return _list(row, "tools") or None if row.get("tools") is not None else None
 
 
-def _list(row: Fields, key: str) -> list[Any]:
+def _list(row: JsonRow, key: str) -> list[Any]:
     if not isinstance(row[key], list):
         raise _BadRow(f"`{key}` is not a list: {str(row[key])[:80]}")
     return list(row[key])
 
 
-def _string(row: Fields, key: str, default: str | None = None) -> str:
+def _string(row: JsonRow, key: str, default: str | None = None) -> str:
     value = row.get(key)
     value = default if value is None else value
     if not isinstance(value, str):

@@ -179,7 +179,7 @@ class _Kept:
 
 def _layer(model: ModelShape, layer: int, kept: _Kept, length: int) -> float:
     """Bytes that a layer saves for the backward for each token, in rows of `length` tokens."""
-    norms = 4 if model.post_layernorms else 2
+    norms = 2 * (model.pre_layernorms + model.post_layernorms) - model.one_layernorm
     attention = kept.input * model.hidden_size + _attention(model, kept, length) / kept.tensor
     return norms * kept.norm * model.hidden_size / kept.tokens + attention + _inner(model, layer, kept)
 
@@ -216,6 +216,8 @@ def _inner(model: ModelShape, layer: int, kept: _Kept) -> float:
         return kept.input * hidden + channel * model.ffn_hidden_size
     router = 4 * hidden + 16 * moe.num_experts
     shared = kept.input * hidden + channel * moe.shared_ffn_hidden_size if moe.shared_ffn_hidden_size else 0
+    if moe.shared_expert_gate:
+        shared += 2 * hidden  # what the gate is multiplied by
     routed = moe.topk * (kept.input * hidden + channel * moe.ffn_hidden_size + 2 * hidden)
     return router + shared + routed
 

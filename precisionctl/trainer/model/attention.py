@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precisionctl.model_shape import MLA, ModelShape
-from precisionctl.trainer.backends.base import Backend, norm_of
+from precisionctl.trainer.backends.base import Backend, Norm, column_linear, norm_of
 from precisionctl.trainer.model.positions import Positions, rotate, sliding_window_mask, yarn_mscale
 
 
@@ -68,6 +68,24 @@ class CoreAttention(nn.Module):
         return attended.transpose(1, 2)
 
 
+class NormOverHeads(nn.Module):
+    """RMSNorm of all heads of a token together, of `size` channels (OLMo 2). A tensor rank has those of its heads, and
+    the squares of all ranks are summed."""
+
+    def __init__(self, size: int, norm: Norm, backend: Backend) -> None:
+        super().__init__()
+        self.ranks, self.size, self.norm = backend.world.tensor, size, norm
+        mine = size // self.ranks.size
+        self.weight = nn.Parameter(torch.full((mine,), norm.initial_weight, dtype=backend.dtype, device=backend.device))
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """`[..., heads, D]` to the same."""
+        wide = heads.flatten(-2).float()
+        squares = self.ranks.copy(self.ranks.reduce(wide.square().sum(-1, keepdim=True)))
+        normed = self.norm.multiplier(self.weight) * (wide * torch.rsqrt(squares / self.size + self.norm.epsilon))
+        return normed.to(heads.dtype).view_as(heads)
+
+
 class SelfAttention(nn.Module):
     """Grouped queries. Rows of linear_qkv, per group: R queries, one key, one value, each D rows."""
 
@@ -77,9 +95,17 @@ class SelfAttention(nn.Module):
         self.groups, self.head = model.num_query_groups // backend.world.tensor.size, model.kv_channels
         norm, hidden = norm_of(model), model.hidden_size
         bias = model.add_bias_linear or model.add_qkv_bias
-        self.linear_qkv = backend.layer_norm_linear(f"{name}.linear_qkv", hidden, model.qkv_size, bias, norm, "column")
-        self.q_layernorm = backend.norm(self.head, norm) if model.qk_layernorm else nn.Identity()
-        self.k_layernorm = backend.norm(self.head, norm) if model.qk_layernorm else nn.Identity()
+        self.linear_qkv = column_linear(
+            backend, f"{name}.linear_qkv", hidden, model.qkv_size, bias, norm if model.fused_layernorms else None
+        )
+        self.q_layernorm: nn.Module = nn.Identity()
+        self.k_layernorm: nn.Module = nn.Identity()
+        if model.qk_layernorm and model.qk_layernorm_over_heads:
+            self.q_layernorm = NormOverHeads(model.query_size, norm, backend)
+            self.k_layernorm = NormOverHeads(model.key_size, norm, backend)
+        elif model.qk_layernorm:
+            self.q_layernorm, self.k_layernorm = backend.norm(self.head, norm), backend.norm(self.head, norm)
+        self.interleaved = model.rotary_interleaved
         self.core_attention = CoreAttention(model, backend, 1 / math.sqrt(model.query_pre_attn_scalar or self.head))
         self.linear_proj = backend.linear(
             f"{name}.linear_proj", model.projection_size, hidden, model.add_bias_linear, "row"
@@ -90,8 +116,8 @@ class SelfAttention(nn.Module):
         qkv = self.linear_qkv(hidden).view(*positions.shape, self.groups, -1, self.head)
         # split, and not sliced: their gradients are then put together once, instead of added to zeros one by one
         query, key, value = (part.flatten(2, 3) for part in torch.split(qkv, [qkv.shape[3] - 2, 1, 1], 3))
-        query = rotate(self.q_layernorm(query), positions)
-        key = rotate(self.k_layernorm(key), positions)
+        query = rotate(self.q_layernorm(query), positions, self.interleaved)
+        key = rotate(self.k_layernorm(key), positions, self.interleaved)
         if recorder := self.backend.recorder:
             recorder.kv_cache(self.name, "k", key)
             recorder.kv_cache(self.name, "v", value)
@@ -146,7 +172,7 @@ class MLASelfAttention(nn.Module):
         up = self.linear_kv_up_proj(latent).view(*heads, mla.qk_head_dim + mla.v_head_dim)
         key, value = torch.split(up, [mla.qk_head_dim, mla.v_head_dim], -1)
         rotary = ranks.copy(rotary).view(*positions.shape, 1, mla.qk_pos_emb_head_dim)
-        rotary = _rotate_neighbours(rotary, positions)
+        rotary = rotate(rotary, positions, interleaved=True)
         if recorder := self.backend.recorder:
             # A KV cache holds neither keys nor values, but what both are made of: the normalised latent and the part
             # with positions, under one scale (vLLM's concat_and_cache_mla). That is `k`, and there is no `v`.
@@ -154,11 +180,6 @@ class MLASelfAttention(nn.Module):
             recorder.kv_cache(self.name, "k", rotary)
         key = torch.cat([key, rotary.expand(*key.shape[:-1], -1)], -1)
         plain, turned = torch.split(query, [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1)
-        query = torch.cat([plain, _rotate_neighbours(turned, positions)], -1)
+        query = torch.cat([plain, rotate(turned, positions, interleaved=True)], -1)
         out: Tensor = self.linear_proj(self.core_attention(query, key, value, positions))
         return out
-
-
-def _rotate_neighbours(heads: Tensor, positions: Positions) -> Tensor:
-    """Rope over pairs (2i, 2i + 1). They come out as halves, in queries and keys alike, so no score changes."""
-    return rotate(torch.cat([heads[..., ::2], heads[..., 1::2]], -1), positions)

@@ -20,14 +20,14 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("qk_layernorm", "query_pre_attn_scalar", "attn_logit_softcapping", "softmax_offset"), ANY),
     **dict.fromkeys(("final_logit_softcapping", "embedding_multiplier", "post_layernorms", "tied_embeddings"), ANY),
     **dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias", "add_bias_linear", "add_qkv_bias"), ANY),
+    **dict.fromkeys(("rope_layers", "rotary_interleaved", "qk_layernorm_over_heads", "output_bias", "norm_bias"), ANY),
+    **dict.fromkeys(("pre_layernorms", "parallel_residual", "shared_layernorm"), ANY),
+    **dict.fromkeys(("residual_multiplier", "logit_multiplier", "moe.shared_expert_gate"), ANY),
     **dict.fromkeys(("rope_scaling", "mla", "moe"), ANY),  # kinds of scaling: `rope.py`; the others by their own fields
     "mtp_num_layers": ANY,  # carried along: no logits come from them
     "normalization": ("RMSNorm", "LayerNorm"),
     "activation": get_args(Activation),
     "position_embedding": ("rope", "learned_absolute"),
-    "rotary_interleaved": (False,),
-    "parallel_residual": (False,),
-    "output_bias": (False,),
     **dict.fromkeys(("mla.q_lora_rank", "mla.kv_lora_rank", "mla.qk_head_dim"), ANY),
     **dict.fromkeys(("mla.qk_pos_emb_head_dim", "mla.v_head_dim"), ANY),
     **dict.fromkeys(("moe.num_experts", "moe.topk", "moe.ffn_hidden_size", "moe.layer_freq"), ANY),
@@ -39,6 +39,8 @@ COMPUTED: Mapping[str, tuple[object, ...] | None] = {
 
 BESIDE_MLA: Mapping[str, object] = {
     "qk_layernorm": False,
+    "pre_layernorms": True,
+    "parallel_residual": False,
     "query_pre_attn_scalar": None,
     "rotary_percent": 1.0,
     "add_bias_linear": False,
@@ -46,7 +48,7 @@ BESIDE_MLA: Mapping[str, object] = {
 }
 """What latent attention computes of these; grouped queries heed them."""
 
-BESIDE_EXPERTS: Mapping[str, object] = {"post_layernorms": False}
+BESIDE_EXPERTS: Mapping[str, object] = {"post_layernorms": False, "pre_layernorms": True, "parallel_residual": False}
 """What layers with experts compute of these; dense ones heed them."""
 
 
@@ -54,9 +56,7 @@ def check(model: ModelShape) -> None:
     """Raise UnknownArchitecture for a model of which GPT does not compute all, naming each field."""
     unknown = [f"{name}={shown(value)}" for name, value in _not_computed(model)]
     if unknown:
-        both = "; attention and MLP are added side by side, which Megatron-Core does not have either"
-        why = both if model.parallel_residual else ""
-        raise UnknownArchitecture(f"`{model.architecture}` is not computed here with {', '.join(unknown)}{why}")
+        raise UnknownArchitecture(f"`{model.architecture}` is not computed here with {', '.join(unknown)}")
 
 
 def _not_computed(model: ModelShape) -> Iterator[tuple[str, object]]:

@@ -1,7 +1,7 @@
 """GPT: the one model that is trained, a decoder with Megatron-Core's parameter names.
 
-Covers every family that has a table but those with a parallel residual: norms, activations, biases, positions,
-windows, caps, MLA and experts are what ModelShape says, and what it does not compute is refused (`computes.py`).
+Covers every family that has a table: norms, activations, biases, positions, windows, caps, MLA and experts are what
+ModelShape says, and what it does not compute is refused (`computes.py`).
 
 Shape letters: B batch, S sequence, T tokens (B * S, or a tensor rank's share of them), E hidden_size, F
 ffn_hidden_size, V padded_vocab_size, G num_query_groups, R query heads per group, D kv_channels (the size of a head), K
@@ -24,7 +24,7 @@ from precisionctl.trainer.backends.recorder import Recorder
 from precisionctl.trainer.model.attention import MLASelfAttention, SelfAttention
 from precisionctl.trainer.model.computes import check
 from precisionctl.trainer.model.mlp import MLP, MoELayer
-from precisionctl.trainer.model.positions import PackedSequences, Positions, Rope, has_window
+from precisionctl.trainer.model.positions import LayerKind, PackedSequences, Positions, Rope, kind_of
 from precisionctl.trainer.parallel.shards import ModelShards
 from precisionctl.trainer.parallel.world import ALONE, World
 
@@ -54,15 +54,17 @@ class GPT(nn.Module):
         self.model, self.precision = model, precision
         self.backend = make_backend(backend, precision, dtype, torch.device(device), world)
         self._ropes = {
-            in_window: None if model.learned_positions else Rope(model, in_window, self.backend.device)
-            for in_window in {has_window(model, layer) for layer in range(model.num_layers)}
+            kind: Rope(model, kind.in_window, self.backend.device) if kind.rope else None
+            for kind in {kind_of(model, layer) for layer in range(model.num_layers)}
         }
         self.embedding = Embedding(model, self.backend)
         self.decoder = Decoder(model, self.backend, recompute)
         if model.untied_embeddings:
             rows = model.padded_vocab_size // world.tensor.size
-            self.output_layer = nn.Linear(model.hidden_size, rows, bias=False, dtype=dtype, device=device)
+            self.output_layer = nn.Linear(model.hidden_size, rows, bias=model.output_bias, dtype=dtype, device=device)
             nn.init.normal_(self.output_layer.weight, std=0.02)
+            if model.output_bias:
+                nn.init.zeros_(self.output_layer.bias)
         if model.mtp_num_layers:
             mtp = MTP(model, make_backend(backend, Precision(fp8=False), dtype, torch.device(device)))
             self.mtp = world.sharded(mtp, dtype)
@@ -116,7 +118,9 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., E]` to `[..., V]`."""
-        logits = F.linear(hidden, self.output_weight)
+        logits = F.linear(hidden, self.output_weight, self.output_layer.bias if self.model.output_bias else None)
+        if self.model.logit_multiplier != 1:
+            logits = logits * self.model.logit_multiplier
         cap = self.model.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -141,10 +145,11 @@ class GPT(nn.Module):
 
     def _freeze_filled_biases(self) -> None:
         # Megatron has one switch for the biases of all linears; where Hugging Face has only some of them, the others
-        # are zeros, and training them would make a model that Hugging Face cannot hold.
+        # are zeros, and training them would make a model that Hugging Face cannot hold. LayerNorms have biases, too.
         of_mlp = self.model.mlp_bias
         present = {"linear_qkv": self.model.qkv_bias, "linear_proj": self.model.proj_bias}
         present |= {"linear_fc1": of_mlp, "linear_fc2": of_mlp}
+        present |= {"input_layernorm": self.model.norm_bias, "final_layernorm": self.model.norm_bias}
         for name, parameter in self.named_parameters():
             module, _, kind = name.rpartition(".")
             if kind == "bias" and not present.get(module.rpartition(".")[2], True):
@@ -152,13 +157,13 @@ class GPT(nn.Module):
 
     def _positions(
         self, position: Tensor, lengths: int | Tensor, packed: PackedSequences | None, shape: tuple[int, int]
-    ) -> dict[bool, Positions]:
-        """In layers with a window (True) and without."""
+    ) -> dict[LayerKind, Positions]:
+        """In each kind of layers."""
         made = {}
-        for in_window, rope in self._ropes.items():
+        for kind, rope in self._ropes.items():
             cos, sin = rope.at(position, lengths) if rope else (None, None)
-            window = self.model.sliding_window if in_window else None
-            made[in_window] = Positions(cos, sin, window, packed, shape)
+            window = self.model.sliding_window if kind.in_window else None
+            made[kind] = Positions(cos, sin, window, packed, shape)
         return made
 
 
@@ -220,7 +225,7 @@ class Decoder(nn.Module):
         self.captured: tuple[tuple[int, int], Callable[[Tensor], Tensor]] | None = None
         """All layers as CUDA graphs, for batches `[rows, length]`."""
 
-    def forward(self, hidden: Tensor, positions: dict[bool, Positions]) -> Tensor:
+    def forward(self, hidden: Tensor, positions: dict[LayerKind, Positions]) -> Tensor:
         shape, replay = self.captured or (None, None)
         here = next(iter(positions.values()))
         replays = replay and here.packed is None and here.shape == shape
@@ -236,16 +241,18 @@ class Decoder(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP, each added to the residual stream.
 
-    Their norms live in linear_qkv and linear_fc1, except before MLA and before experts, which have no such linear.
-    Gemma normalises once more, what is added. `recompute` keeps no activation but the input for the backward.
+    Their norms live in linear_qkv and linear_fc1, except before MLA and before experts, which have no such linear, and
+    where both read one norm (Cohere). Gemma normalises once more, what is added, and OLMo 2 that alone. `recompute`
+    keeps no activation but the input for the backward.
     """
 
     def __init__(self, name: str, model: ModelShape, number: int, backend: Backend, recompute: bool = False) -> None:
         super().__init__()
         self.backend, self.recompute = backend, recompute
         norm, size = norm_of(model), model.hidden_size
-        self.in_window = has_window(model, number)
-        self.input_layernorm = backend.norm(size, norm) if model.mla else nn.Identity()
+        self.kind = kind_of(model, number)
+        self.parallel_residual, self.residual_multiplier = model.parallel_residual, model.residual_multiplier
+        self.input_layernorm = backend.norm(size, norm) if model.mla or model.one_layernorm else nn.Identity()
         self.self_attention: SelfAttention | MLASelfAttention
         if model.mla:
             self.self_attention = MLASelfAttention(f"{name}.self_attention", model, model.mla, backend)
@@ -256,21 +263,23 @@ class Layer(nn.Module):
         if model.moe and model.has_experts(number):
             self.mlp = MoELayer(f"{name}.mlp", model, model.moe, backend)
         else:
-            self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, norm)
+            fused = norm if model.fused_layernorms else None
+            self.mlp = MLP(f"{name}.mlp", model, backend, model.ffn_hidden_size, fused)
             if model.post_layernorms:
                 add_post_layernorm(self.self_attention.linear_proj, backend.norm(size, norm))
                 add_post_layernorm(self.mlp.linear_fc2, backend.norm(size, norm))
 
-    def forward(self, hidden: Tensor, positions: dict[bool, Positions]) -> Tensor:
+    def forward(self, hidden: Tensor, positions: dict[LayerKind, Positions]) -> Tensor:
         """`[T, E]` to the same; between regions of tensor ranks, T are those of this rank."""
         if self.recompute and torch.is_grad_enabled():
             return self.backend.recomputed(self._through, hidden, positions)
         return self._through(hidden, positions)
 
-    def _through(self, hidden: Tensor, positions: dict[bool, Positions]) -> Tensor:
-        hidden = hidden + self.self_attention(self.input_layernorm(hidden), positions[self.in_window])
-        hidden = hidden + self.mlp(self.pre_mlp_layernorm(hidden))
-        return hidden
+    def _through(self, hidden: Tensor, positions: dict[LayerKind, Positions]) -> Tensor:
+        normed = self.input_layernorm(hidden)
+        out = torch.add(hidden, self.self_attention(normed, positions[self.kind]), alpha=self.residual_multiplier)
+        beside = normed if self.parallel_residual else out
+        return torch.add(out, self.mlp(self.pre_mlp_layernorm(beside)), alpha=self.residual_multiplier)
 
 
 class MTP(nn.Module):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from precisionctl.model_shape import Activation, ModelShape, MoE
-from precisionctl.trainer.backends.base import Backend, Norm
+from precisionctl.trainer.backends.base import Backend, Norm, column_linear
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -42,11 +42,7 @@ class MLP(nn.Module):
         self.model = model
         hidden, bias = model.hidden_size, model.add_bias_linear
         rows = 2 * inner if model.gated_linear_unit else inner
-        self.linear_fc1: nn.Module
-        if norm:
-            self.linear_fc1 = backend.layer_norm_linear(f"{name}.linear_fc1", hidden, rows, bias, norm, "column")
-        else:
-            self.linear_fc1 = backend.linear(f"{name}.linear_fc1", hidden, rows, bias, "column")
+        self.linear_fc1 = column_linear(backend, f"{name}.linear_fc1", hidden, rows, bias, norm)
         self.linear_fc2 = backend.linear(f"{name}.linear_fc2", inner, hidden, bias, "row")
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -67,8 +63,9 @@ class MoELayer(nn.Module):
         self.ranks = backend.world.tensor
         self.router = Router(model, moe, backend)
         self.experts = backend.world.sharded_experts(Experts(f"{name}.experts", model, moe, backend), backend.dtype)
-        shared = moe.shared_ffn_hidden_size
-        self.shared_experts = MLP(f"{name}.shared_experts", model, backend, shared, None) if shared else None
+        self.shared_experts = (
+            SharedExperts(f"{name}.shared_experts", model, moe, backend) if model.shared_experts else None
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[T, E]`, normalised, to the same."""
@@ -76,6 +73,19 @@ class MoELayer(nn.Module):
         weights, chosen = self.router(tokens)
         out = self.ranks.leave(self.experts(tokens, weights, chosen))
         return out if self.shared_experts is None else out + self.shared_experts(hidden)
+
+
+class SharedExperts(MLP):
+    """An MLP that all tokens go through, times a gate for each token where there is one (Qwen2-MoE)."""
+
+    def __init__(self, name: str, model: ModelShape, moe: MoE, backend: Backend) -> None:
+        super().__init__(name, model, backend, moe.shared_ffn_hidden_size or 0, None)
+        weight = torch.empty(1, model.hidden_size, dtype=backend.dtype, device=backend.device)
+        self.gate_weight = nn.Parameter(weight.normal_(std=0.02)) if moe.shared_expert_gate else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = super().forward(hidden)
+        return out if self.gate_weight is None else out * F.linear(hidden, self.gate_weight).sigmoid()
 
 
 class Experts(nn.Module):

@@ -66,11 +66,15 @@ class Positions(NamedTuple):
     """B and S."""
 
 
-def rotate(heads: Tensor, positions: Positions) -> Tensor:
+def rotate(heads: Tensor, positions: Positions, interleaved: bool) -> Tensor:
     """Rope in FP32 over pairs (i, i + P), the rotate-half convention: `[B, S, heads, D]` to the same.
-    What is beyond the 2 * P rotated dimensions stays as it is."""
+    What is beyond the 2 * P rotated dimensions stays as it is. Of `interleaved` ones the pairs are (2i, 2i + 1); they
+    come out as halves, in queries and keys alike, so no score changes."""
     if positions.cos is None or positions.sin is None:
         return heads
+    if interleaved:
+        size = 2 * positions.cos.shape[-1]
+        heads = torch.cat([heads[..., :size:2], heads[..., 1:size:2], heads[..., size:]], -1)
     cos, sin = positions.cos[..., None, :], positions.sin[..., None, :]
     turned: Tensor = _Turned.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
     return turned
@@ -210,9 +214,20 @@ _SCALINGS: Mapping[str, Callable[[Tensor, float, Scaling], _Frequencies]] = {
 }
 
 
-def has_window(model: ModelShape, layer: int) -> bool:
-    """Whether attention in a layer is in a sliding window."""
-    return model.sliding_window is not None and (model.window_layers is None or model.window_layers[layer])
+class LayerKind(NamedTuple):
+    """What tells layers of a model from one another, as far as positions matter."""
+
+    in_window: bool
+    """Attention is in a sliding window."""
+    rope: bool
+    """Queries and keys have rotary embeddings."""
+
+
+def kind_of(model: ModelShape, layer: int) -> LayerKind:
+    """A layer's kind."""
+    in_window = model.sliding_window is not None and (model.window_layers is None or model.window_layers[layer])
+    rope = not model.learned_positions and (model.rope_layers is None or model.rope_layers[layer])
+    return LayerKind(in_window, rope)
 
 
 def sliding_window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:

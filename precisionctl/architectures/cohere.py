@@ -1,0 +1,59 @@
+"""Cohere's Command R: attention and MLP read one norm and are added together.
+
+Traps: norms are LayerNorms without biases; rotary channels are neighbouring pairs; logits are scaled.
+"""
+
+from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Always, Entry, Key, Only, tied
+from precisionctl.architectures.llama_rows import (
+    ATTENTION,
+    EMBEDDING,
+    FINAL_NORM,
+    MLP,
+    OUTPUT,
+    ROTARY,
+    SEPARATE_NORM,
+    TIED,
+)
+from precisionctl.architectures.param_map import Architecture, Condition, Row
+from precisionctl.architectures.rope import rope
+
+_BIAS = Condition("norm_bias")
+
+ROWS = (
+    *EMBEDDING,
+    *SEPARATE_NORM,
+    Row(
+        "model.layers.{layer}.input_layernorm.bias",
+        "decoder.layers.{layer}.input_layernorm.bias",
+        ("hidden_size",),
+        present=_BIAS,
+    ),
+    *ATTENTION,
+    *MLP,
+    *FINAL_NORM,
+    Row("model.norm.bias", "decoder.final_layernorm.bias", ("hidden_size",), present=_BIAS),
+    *OUTPUT,
+)
+
+COMMON: tuple[Entry, ...] = (
+    *SIZES,
+    HEADS,
+    ATTENTION_BIAS,
+    SILU,
+    Always("normalization", "LayerNorm"),
+    Always("norm_bias", False),
+    Always("parallel_residual", True),
+    Always("shared_layernorm", True),
+    Always("rotary_interleaved", True),
+    Key("logit_multiplier", "logit_scale", 0.0625),
+    Key("norm_epsilon", "layer_norm_eps", 1e-5),
+    tied(True),
+)
+
+ARCHITECTURE = Architecture(
+    model_types={"cohere": "CohereForCausalLM"},
+    rows=ROWS,
+    config=(*COMMON, Only("use_qk_norm", False), rope(500000.0)),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

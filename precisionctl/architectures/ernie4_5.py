@@ -1,0 +1,31 @@
+"""ERNIE 4.5 (dense): Llama whose rotary channels are neighbouring pairs.
+
+Trap: one switch for all biases.
+"""
+
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Key, Rule, tied
+from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
+from precisionctl.architectures.llama_rows import ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+
+ARCHITECTURE = Architecture(
+    model_types={"ernie4_5": "Ernie4_5ForCausalLM"},
+    rows=LLAMA.rows,
+    config=(
+        *SIZES,
+        HEADS,
+        SILU,
+        Rule(
+            ("use_bias",),
+            lambda config, where: dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), bool(config.get("use_bias"))),
+            lambda model: {"use_bias": model.mlp_bias},
+        ),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        Always("rotary_interleaved", True),
+        rope(500000.0),
+        tied(True),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

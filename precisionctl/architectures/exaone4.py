@@ -1,0 +1,70 @@
+"""EXAONE 4: norms after attention and MLP and none before them, a norm of each head's query and key; with a window, in
+three layers of four, the others have no rotary embeddings.
+
+Trap: without a window, all layers have rotary embeddings.
+"""
+
+from precisionctl.architectures.config_keys import (
+    HEADS,
+    SILU,
+    SIZES,
+    Always,
+    Config,
+    Fields,
+    Key,
+    Rule,
+    all_but_every,
+    layer_types,
+    layers_in_window,
+    sliding_window,
+    tied,
+)
+from precisionctl.architectures.gemma_rows import NOTE, POST_ATTENTION_NORM, POST_MLP_NORM
+from precisionctl.architectures.llama_rows import ATTENTION, EMBEDDING, FINAL_NORM, MLP, OUTPUT, ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+from precisionctl.model_shape import ModelShape
+
+_LOCAL = all_but_every(4, "sliding_window_pattern")
+
+
+def _read_rope_layers(config: Config, where: object) -> Fields:
+    if config.get("sliding_window", 4096) is None:
+        return {}
+    in_window = layers_in_window(config, where, _LOCAL)
+    return {"rope_layers": None if all(in_window) else tuple(in_window)}
+
+
+def _write_layers(model: ModelShape) -> Config:
+    """Where there is no window too: its class cannot be without a list then."""
+    return {"layer_types": layer_types(model)}
+
+
+ARCHITECTURE = Architecture(
+    model_types={"exaone4": "Exaone4ForCausalLM"},
+    rows=(
+        *EMBEDDING,
+        *ATTENTION,
+        *POST_ATTENTION_NORM,
+        *MLP,
+        *POST_MLP_NORM,
+        *FINAL_NORM,
+        *OUTPUT,
+    ),
+    config=(
+        *SIZES,
+        HEADS,
+        SILU,
+        Always("qk_layernorm", True),
+        Always("pre_layernorms", False),
+        Always("post_layernorms", True),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        rope(),
+        sliding_window(_LOCAL, absent=4096, also=("sliding_window_pattern",)),
+        Rule(("sliding_window", "layer_types", "sliding_window_pattern"), _read_rope_layers, _write_layers),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    note=NOTE,
+)

@@ -1,0 +1,19 @@
+"""Gemma: Llama whose norms store their factor less one, with a scaled embedding and a GELU gate.
+
+Trap: `gelu` in config.json means the tanh approximation.
+"""
+
+from precisionctl.architectures.config_keys import GELU_TANH, activation
+from precisionctl.architectures.gemma2 import OF_ALL_GEMMAS
+from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
+from precisionctl.architectures.llama_rows import ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+
+ARCHITECTURE = Architecture(
+    model_types={"gemma": "GemmaForCausalLM"},
+    rows=LLAMA.rows,
+    config=(*OF_ALL_GEMMAS, activation("hidden_act", {**GELU_TANH, "gelu": "gelu_tanh"}, "gelu_pytorch_tanh"), rope()),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

@@ -1,0 +1,50 @@
+"""GLM-4-0414: norms before and after attention and MLP, gate and up in one tensor.
+
+Traps: half of each head's channels are rotated, in neighbouring pairs; `post_attention_layernorm` is the norm before
+the MLP, and `post_self_attn_layernorm` that after attention.
+"""
+
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Key, tied
+from precisionctl.architectures.gemma_rows import NOTE, POST_ATTENTION_NORM, POST_MLP_NORM
+from precisionctl.architectures.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    EMBEDDING,
+    FINAL_NORM,
+    JOINED_MLP,
+    MLP_NORM,
+    OUTPUT,
+    ROTARY,
+    TIED,
+)
+from precisionctl.architectures.param_map import Architecture, renamed
+from precisionctl.architectures.rope import rope
+
+ARCHITECTURE = Architecture(
+    model_types={"glm4": "Glm4ForCausalLM"},
+    rows=(
+        *EMBEDDING,
+        *ATTENTION_NORM,
+        *ATTENTION,
+        *renamed(POST_ATTENTION_NORM, {"post_attention_layernorm": "post_self_attn_layernorm"}),
+        *MLP_NORM,
+        *JOINED_MLP,
+        *renamed(POST_MLP_NORM, {"post_feedforward_layernorm": "post_mlp_layernorm"}),
+        *FINAL_NORM,
+        *OUTPUT,
+    ),
+    config=(
+        *SIZES,
+        HEADS,
+        SILU,
+        Key("qkv_bias", "attention_bias", True),
+        Always("post_layernorms", True),
+        Key("norm_epsilon", "rms_norm_eps", 1.5625e-7),
+        Always("rotary_interleaved", True),
+        rope(percent=0.5, partial=True),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+    note=NOTE,
+)

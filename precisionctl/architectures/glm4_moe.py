@@ -1,0 +1,36 @@
+"""GLM-4.5 and 4.6: Llama's attention before DeepSeek-V3's experts.
+
+Traps: half of each head's channels are rotated; `attention_bias` is of q, k and v alone.
+"""
+
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Key, Only, tied
+from precisionctl.architectures.deepseek_keys import EXPERTS, SIGMOID, groups
+from precisionctl.architectures.deepseek_rows import MTP_ALIASES, decoder, prediction
+from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+
+_ATTENTION = (*ATTENTION_NORM, *ATTENTION)
+
+ARCHITECTURE = Architecture(
+    model_types={"glm4_moe": "Glm4MoeForCausalLM"},
+    rows=(*decoder(_ATTENTION), *prediction(_ATTENTION)),
+    config=(
+        *SIZES,
+        HEADS,
+        SILU,
+        Key("qkv_bias", "attention_bias", False),
+        Key("qk_layernorm", "use_qk_norm", False),
+        *EXPERTS,
+        *SIGMOID,
+        Only("norm_topk_prob", True),
+        groups(1, 1),
+        Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        rope(percent=0.5, partial=True),
+        Key("mtp_num_layers", "num_nextn_predict_layers", 0),
+        tied(False),
+    ),
+    aliases=(TIED, *MTP_ALIASES),
+    derived=ROTARY,
+)

@@ -1,0 +1,46 @@
+"""Granite-MoE: Granite with experts in every layer, fused in two tensors of three dimensions.
+
+Trap: `input_linear` is gate, then up, of each expert.
+"""
+
+from precisionctl.architectures.config_keys import Key
+from precisionctl.architectures.granite import COMMON
+from precisionctl.architectures.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT,
+    ROTARY,
+    TIED,
+)
+from precisionctl.architectures.mixtral import EXPERTS_EVERYWHERE
+from precisionctl.architectures.moe_rows import FUSED, MOE_NORM, ROUTER
+from precisionctl.architectures.param_map import Architecture, renamed
+
+_NAMES = {
+    "mlp.gate.weight": "block_sparse_moe.router.layer.weight",
+    "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
+}
+
+ARCHITECTURE = Architecture(
+    model_types={"granitemoe": "GraniteMoeForCausalLM"},
+    rows=(
+        *EMBEDDING,
+        *ATTENTION_NORM,
+        *ATTENTION,
+        *MOE_NORM,
+        *renamed((*ROUTER, *FUSED), _NAMES),
+        *FINAL_NORM,
+        *OUTPUT,
+    ),
+    config=(
+        *COMMON,
+        Key("moe.num_experts", "num_local_experts", 8),
+        Key("moe.topk", "num_experts_per_tok", 2),
+        EXPERTS_EVERYWHERE,
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

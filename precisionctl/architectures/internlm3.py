@@ -1,0 +1,25 @@
+"""InternLM3: Llama, with the older names `qkv_bias` and `bias` for the switches of biases."""
+
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Key, tied
+from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
+from precisionctl.architectures.llama_rows import ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+
+ARCHITECTURE = Architecture(
+    model_types={"internlm3": "InternLM3ForCausalLM"},
+    rows=LLAMA.rows,
+    config=(
+        *SIZES,
+        HEADS,
+        SILU,
+        Key("qkv_bias", "attention_bias", False, older="qkv_bias"),
+        Key("proj_bias", "mlp_bias", False, older="bias"),
+        Key("mlp_bias", "mlp_bias", False, older="bias"),
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        rope(),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

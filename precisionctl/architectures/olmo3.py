@@ -1,0 +1,20 @@
+"""OLMo 3: OLMo 2 with a window in three layers of four.
+
+Trap: layers with the window take no part in the scaling of rotary embeddings.
+"""
+
+from precisionctl.architectures.config_keys import all_but_every, sliding_window
+from precisionctl.architectures.gemma_rows import NOTE
+from precisionctl.architectures.llama_rows import ROTARY, TIED
+from precisionctl.architectures.olmo2 import COMMON, ROWS
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope_by_kind
+
+ARCHITECTURE = Architecture(
+    model_types={"olmo3": "Olmo3ForCausalLM"},
+    rows=ROWS,
+    config=(*COMMON, rope_by_kind(500000.0, 500000.0), sliding_window(all_but_every(4), absent=4096)),
+    aliases=(TIED,),
+    derived=ROTARY,
+    note=NOTE,
+)

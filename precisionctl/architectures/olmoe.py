@@ -1,0 +1,56 @@
+"""OLMoE: experts in every layer; queries and keys are normalised over all heads.
+
+Trap: `intermediate_size` is an expert's.
+"""
+
+from precisionctl.architectures.config_keys import ATTENTION_BIAS, HEADS, SILU, SIZES, Key, Only, tied
+from precisionctl.architectures.llama_rows import (
+    ATTENTION_NORM,
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT,
+    PROJ,
+    QK_NORMS_OVER_HEADS,
+    QKV_LINEAR,
+    ROTARY,
+    TIED,
+)
+from precisionctl.architectures.mixtral import EXPERTS_EVERYWHERE
+from precisionctl.architectures.moe_rows import EXPERTS, MOE_NORM, ROUTER
+from precisionctl.architectures.olmo2 import NORM_OVER_HEADS
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.qwen3_moe import SCORES
+from precisionctl.architectures.rope import rope
+
+ARCHITECTURE = Architecture(
+    model_types={"olmoe": "OlmoeForCausalLM"},
+    rows=(
+        *EMBEDDING,
+        *ATTENTION_NORM,
+        *QKV_LINEAR,
+        *QK_NORMS_OVER_HEADS,
+        *PROJ,
+        *MOE_NORM,
+        *ROUTER,
+        *EXPERTS,
+        *FINAL_NORM,
+        *OUTPUT,
+    ),
+    config=(
+        *SIZES,
+        HEADS,
+        ATTENTION_BIAS,
+        SILU,
+        *NORM_OVER_HEADS,
+        Only("clip_qkv", None),
+        Key("moe.num_experts", "num_experts", 64, older="num_local_experts"),
+        Key("moe.topk", "num_experts_per_tok", 8),
+        EXPERTS_EVERYWHERE,
+        SCORES,
+        Key("norm_epsilon", "rms_norm_eps", 1e-5),
+        rope(),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

@@ -1,0 +1,78 @@
+"""Qwen2-MoE: Qwen2 with experts, and shared ones that each token lets through by a gate of its own.
+
+Trap: without `norm_topk_prob`, as released, the chosen experts' weights are their scores among all.
+"""
+
+from precisionctl.architectures.config_keys import (
+    HEADS,
+    SILU,
+    SIZES,
+    Always,
+    Config,
+    Key,
+    size,
+    sliding_window,
+    tied,
+)
+from precisionctl.architectures.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    EMBEDDING,
+    FINAL_NORM,
+    MLP,
+    MLP_NORM,
+    OUTPUT,
+    ROTARY,
+    TIED,
+)
+from precisionctl.architectures.moe_rows import EXPERTS, MOE_NORM, ROUTER, SHARED_EXPERTS
+from precisionctl.architectures.param_map import Architecture, Row, renamed, when
+from precisionctl.architectures.qwen3_moe import EXPERT_KEYS
+from precisionctl.architectures.rope import rope
+
+
+def _every_other_of_the_first(config: Config, layers: int) -> list[bool]:
+    first = size({"max_window_layers": 28} | dict(config), "max_window_layers", "config.json")
+    return [layer % 2 == 0 and layer < first for layer in range(layers)]
+
+
+ARCHITECTURE = Architecture(
+    model_types={"qwen2_moe": "Qwen2MoeForCausalLM"},
+    rows=(
+        *EMBEDDING,
+        *ATTENTION_NORM,
+        *ATTENTION,
+        *MLP_NORM,
+        *MLP,
+        *MOE_NORM,
+        *ROUTER,
+        *renamed(SHARED_EXPERTS, {"shared_experts": "shared_expert"}),
+        Row(
+            "model.layers.{layer}.mlp.shared_expert_gate.weight",
+            "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
+            ("shared_expert_gates", "hidden_size"),
+            present=when("shared_expert_gate"),
+            layers="moe",
+        ),
+        *EXPERTS,
+        *FINAL_NORM,
+        *OUTPUT,
+    ),
+    config=(
+        *SIZES,
+        HEADS,
+        SILU,
+        Key("qkv_bias", "qkv_bias", True),
+        *EXPERT_KEYS,
+        Key("moe.shared_ffn_hidden_size", "shared_expert_intermediate_size", 5632),
+        Always("moe.shared_expert_gate", True),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        rope(),
+        sliding_window(
+            _every_other_of_the_first, switch="use_sliding_window", absent=4096, also=("max_window_layers",)
+        ),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

@@ -1,0 +1,28 @@
+"""Seed-OSS: Llama with biases of q, k and v, and a switch of its own for o_proj's.
+
+Trap: the biases of q, k and v are there unless config.json says otherwise.
+"""
+
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Key, tied
+from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
+from precisionctl.architectures.llama_rows import ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+
+ARCHITECTURE = Architecture(
+    model_types={"seed_oss": "SeedOssForCausalLM"},
+    rows=LLAMA.rows,
+    config=(
+        *SIZES,
+        HEADS,
+        SILU,
+        Key("qkv_bias", "attention_bias", True),
+        Key("proj_bias", "attention_out_bias", False),
+        Key("mlp_bias", "mlp_bias", False),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        rope(),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

@@ -1,0 +1,70 @@
+"""SmolLM3: Llama without rotary embeddings in every fourth layer.
+
+Trap: `no_rope_layers` has a 1 for each layer that has them.
+"""
+
+from precisionctl.architectures.config_keys import (
+    ATTENTION_BIAS,
+    HEADS,
+    SILU,
+    SIZES,
+    Config,
+    Fields,
+    Key,
+    Rule,
+    layers,
+    size,
+    sliding_window,
+    tied,
+)
+from precisionctl.architectures.llama import ARCHITECTURE as LLAMA
+from precisionctl.architectures.llama_rows import ROTARY, TIED
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+from precisionctl.errors import DamagedCheckpoint, shown
+from precisionctl.model_shape import MOST_LAYERS, ModelShape
+
+
+def _with_rope(config: Config, where: object) -> tuple[bool, ...]:
+    listed = config.get("no_rope_layers")
+    if listed is None:
+        every = size({"no_rope_layer_interval": 4} | dict(config), "no_rope_layer_interval", where)
+        return tuple((layer + 1) % every != 0 for layer in range(layers(config, where)))
+    if not isinstance(listed, list) or len(listed) > MOST_LAYERS:
+        raise DamagedCheckpoint(f"no_rope_layers is {shown(listed)}, not a list of layers", where=where)
+    return tuple(bool(each) for each in listed)
+
+
+def _read_rope_layers(config: Config, where: object) -> Fields:
+    with_rope = _with_rope(config, where)
+    return {"rope_layers": None if all(with_rope) else with_rope}
+
+
+def _write_rope_layers(model: ModelShape) -> Config:
+    return {"no_rope_layers": [int(each) for each in model.rope_layers or (True,) * model.num_layers]}
+
+
+def _without_rope(config: Config, layers: int) -> list[bool]:
+    return [not each for each in _with_rope(config, "config.json")]
+
+
+_ROPE_KEYS = ("no_rope_layers", "no_rope_layer_interval")
+
+ARCHITECTURE = Architecture(
+    model_types={"smollm3": "SmolLM3ForCausalLM"},
+    rows=LLAMA.rows,
+    config=(
+        *SIZES,
+        HEADS,
+        ATTENTION_BIAS,
+        SILU,
+        Key("mlp_bias", "mlp_bias", False),
+        Key("norm_epsilon", "rms_norm_eps", 1e-6),
+        rope(2000000.0),
+        Rule(_ROPE_KEYS, _read_rope_layers, _write_rope_layers),
+        sliding_window(_without_rope, switch="use_sliding_window", also=_ROPE_KEYS),
+        tied(True),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

@@ -1,0 +1,39 @@
+"""StableLM 2 and StableLM-3B: Llama with LayerNorm, and a quarter of each head's channels rotated.
+
+Trap: StableLM 2 12B, with norms by head and a parallel residual, is not covered.
+"""
+
+from precisionctl.architectures.config_keys import HEADS, SILU, SIZES, Always, Key, Only, tied
+from precisionctl.architectures.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    EMBEDDING,
+    FINAL_NORM,
+    MLP,
+    MLP_NORM,
+    NORM_BIASES,
+    OUTPUT,
+    ROTARY,
+    TIED,
+)
+from precisionctl.architectures.param_map import Architecture
+from precisionctl.architectures.rope import rope
+
+ARCHITECTURE = Architecture(
+    model_types={"stablelm": "StableLmForCausalLM"},
+    rows=(*EMBEDDING, *ATTENTION_NORM, *ATTENTION, *MLP_NORM, *MLP, *FINAL_NORM, *NORM_BIASES, *OUTPUT),
+    config=(
+        *SIZES,
+        HEADS,
+        SILU,
+        Key("qkv_bias", "use_qkv_bias", False),
+        Only("qk_layernorm", False),
+        Only("use_parallel_residual", False),
+        Always("normalization", "LayerNorm"),
+        Key("norm_epsilon", "layer_norm_eps", 1e-5),
+        rope(percent=0.25, partial=True),
+        tied(False),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

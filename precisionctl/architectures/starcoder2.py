@@ -1,0 +1,63 @@
+"""StarCoder2: LayerNorm, an MLP without a gate, biases everywhere.
+
+Trap: one switch for all biases.
+"""
+
+from precisionctl.architectures.config_keys import (
+    GELU_TANH,
+    HEADS,
+    SIZES,
+    Always,
+    Key,
+    Rule,
+    activation,
+    everywhere,
+    sliding_window,
+    tied,
+)
+from precisionctl.architectures.llama_rows import (
+    ATTENTION,
+    ATTENTION_NORM,
+    EMBEDDING,
+    FINAL_NORM,
+    MLP_NORM,
+    NORM_BIASES,
+    OUTPUT,
+    ROTARY,
+    TIED,
+    UNGATED_MLP,
+)
+from precisionctl.architectures.param_map import Architecture, renamed
+from precisionctl.architectures.rope import rope
+
+ARCHITECTURE = Architecture(
+    model_types={"starcoder2": "Starcoder2ForCausalLM"},
+    rows=(
+        *EMBEDDING,
+        *ATTENTION_NORM,
+        *ATTENTION,
+        *MLP_NORM,
+        *renamed(UNGATED_MLP, {"up_proj": "c_fc", "down_proj": "c_proj"}),
+        *FINAL_NORM,
+        *NORM_BIASES,
+        *OUTPUT,
+    ),
+    config=(
+        *SIZES,
+        HEADS,
+        Rule(
+            ("use_bias",),
+            lambda config, where: dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), config.get("use_bias", True)),
+            lambda model: {"use_bias": model.mlp_bias},
+        ),
+        activation("hidden_act", {**GELU_TANH, "gelu": "gelu"}, "gelu_pytorch_tanh"),
+        Always("gated_linear_unit", False),
+        Always("normalization", "LayerNorm"),
+        Key("norm_epsilon", "norm_epsilon", 1e-5),
+        rope(),
+        sliding_window(everywhere),
+        tied(True),
+    ),
+    aliases=(TIED,),
+    derived=ROTARY,
+)

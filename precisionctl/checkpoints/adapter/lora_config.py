@@ -1,0 +1,120 @@
+"""adapter_config.json of PEFT: what it says of the function that an adapter makes of its base (peft 0.21,
+tuners/lora/config.py)."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from precisionctl.checkpoints.companions import parse_json
+from precisionctl.errors import DamagedCheckpoint, MappingError, shown
+from precisionctl.untrusted.safe_files import read_file
+
+FILE = "adapter_config.json"
+
+_READ = frozenset({
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
+    "init_lora_weights", "target_parameters",
+})  # fmt: skip
+_OF_NO_CONSEQUENCE = frozenset({
+    # whose it is, and how it was trained
+    "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
+    "lora_dropout", "megatron_core", "runtime_config", "ensure_weight_tying",
+    # how its first values were made
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    # which tensors it has, which the tensors say themselves
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "bias",
+    # of something that is switched off: `use_qalora`
+    "qalora_group_size",
+})  # fmt: skip
+_KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the base as it is. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take something off
+it, and their adapters belong to what is left."""
+
+_SAFE_PATTERN = re.compile(r"(?:[\w.^$|()-]|\\\.|\\d\+?|\[[\w-]+\])*")
+"""Regular expressions that repeat nothing but digits: no name makes them run for long."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """What scales each low-rank product, and of which kind it is.
+
+    `alphas` and `ranks` are patterns of module names and what they have in place of `alpha` and `rank`; `parameters`
+    names the parameters, such as a layer's experts, that are adapted by themselves.
+    """
+
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    rslora: bool
+    dora: bool
+    transposed: bool
+    parameters: tuple[str, ...]
+
+    def scale(self, module: str, rank: int) -> float:
+        """What the product of a module is multiplied by, where it has this rank."""
+        alpha = next((alpha for pattern, alpha in self.alphas.items() if _matches(pattern, module)), self.alpha)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+def read_lora_config(directory: Path) -> LoraConfig:
+    """Read and check it. Raises DamagedCheckpoint for what is no such file, and MappingError, with the key's name, for
+    a setting under which the adapter is another function than its tensors say."""
+    path = directory / FILE
+    config = parse_json(read_file(path, directory), path)
+    if (kind := config.get("peft_type")) != "LORA":
+        raise MappingError(f"an adapter of type {shown(kind)}; only LORA is read", where=path, do=_BY_PEFT)
+    if config.get("init_lora_weights", True) not in _KEEPS_BASE:
+        raise MappingError(
+            f"init_lora_weights is {shown(config['init_lora_weights'])}: the adapter is not for the base itself, but "
+            "for what that initialisation left of it",
+            where=path,
+            do="Save it with peft as one for the base: save_pretrained(..., path_initial_model_for_weight_conversion).",
+        )
+    unknown = [key for key, value in config.items() if value and key not in _READ | _OF_NO_CONSEQUENCE]
+    if unknown:
+        named = ", ".join(f"{key:.60} ({shown(config[key])})" for key in unknown)
+        raise MappingError(f"settings of the adapter that are not read: {named}", where=path, do=_BY_PEFT)
+    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    if not all(type(one) is dict for one in (ranks, alphas)):
+        raise DamagedCheckpoint("rank_pattern and alpha_pattern are tables", where=path)
+    if not all(type(one) is int and one > 0 for one in (rank, *ranks.values())):
+        raise DamagedCheckpoint(f"r is {shown(rank)}, rank_pattern {shown(ranks)}: ranks are whole numbers", where=path)
+    if not all(type(one) in (int, float) and abs(one) < _LARGEST for one in (alpha, *alphas.values())):
+        raise DamagedCheckpoint(f"lora_alpha is {shown(alpha)}, alpha_pattern {shown(alphas)}", where=path)
+    for pattern in alphas:
+        if len(pattern) > _LONGEST or not _SAFE_PATTERN.fullmatch(pattern) or not _compiles(pattern):
+            do = "Name the modules in it, without repetitions such as * and +."
+            raise MappingError(f"alpha_pattern has an expression that is not read: {shown(pattern)}", where=path, do=do)
+    parameters = config.get("target_parameters") or []
+    if type(parameters) is not list or not all(type(one) is str for one in parameters):
+        raise DamagedCheckpoint(f"target_parameters is {shown(parameters)}, not a list of names", where=path)
+    rslora, dora, transposed = (_switch(config, key, path) for key in ("use_rslora", "use_dora", "fan_in_fan_out"))
+    return LoraConfig(rank, alpha, ranks, alphas, rslora, dora, transposed, tuple(parameters))
+
+
+_BY_PEFT = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, and give OUT."
+_LARGEST, _LONGEST = 1e9, 500
+
+
+def _switch(config: Mapping[str, Any], key: str, path: Path) -> bool:
+    value = config.get(key, False)
+    if value not in (None, True, False):
+        raise DamagedCheckpoint(f"{key} is {shown(value)}, neither true nor false", where=path)
+    return bool(value)
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(f"({pattern})")
+    except re.error:
+        return False
+    return True

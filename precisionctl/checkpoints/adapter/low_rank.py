@@ -1,0 +1,99 @@
+"""Weights with what an adapter does to them, made in FP32 as their rows are read and rounded once.
+
+A matrix is computed in runs of rows that begin at fixed numbers, whichever rows are asked for, so that its bits do not
+depend on how a conversion cuts it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from precisionctl.checkpoints.base import Chunked, read_rows, read_tensor
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.param import TensorSpec
+
+_ROOM = 1 << 18
+"""Elements that are computed at a time, in FP32: 1 MiB."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """`scale * B @ A` that is added to a matrix, or to `rows` of it from row `first` of the product on.
+
+    `a` and `b` are the names of the two factors; of a stack of experts (`number` of so many) they are one below the
+    other in A, and alternate in the columns of B. `transposed`: the matrix is stored as [in, out], the product as
+    [out, in]. `magnitude` names the length that each row has in the end (DoRA).
+    """
+
+    a: str
+    b: str
+    scale: float
+    transposed: bool = False
+    magnitude: str | None = None
+    expert: tuple[int, int] = (0, 1)
+    first: int = 0
+
+
+class Factors:
+    """The factors of an adapter, in FP32. The last ones are kept, as a matrix is read piece by piece, and the experts
+    of a layer one after the other."""
+
+    def __init__(self, adapter: Chunked) -> None:
+        self._adapter = adapter
+        self._last: tuple[LowRank, Tensor, Tensor] | None = None
+        self._stored: dict[str, Tensor] = {}
+
+    def of(self, change: LowRank) -> tuple[Tensor, Tensor]:
+        """`left` [rows, rank] and `right` [rank, columns], whose product is what is added, but for its scale."""
+        if self._last is None or self._last[0] != change:
+            self._last = (change, *self._made(change))
+        return self._last[1:]
+
+    def magnitude(self, name: str) -> Tensor:
+        return read_tensor(self._adapter, name).float()
+
+    def _made(self, change: LowRank) -> tuple[Tensor, Tensor]:
+        if self._stored.keys() != {change.a, change.b}:
+            self._stored = {name: read_tensor(self._adapter, name).float() for name in (change.a, change.b)}
+        a, b = self._stored[change.a], self._stored[change.b]
+        number, count = change.expert
+        a, b = a.view(count, -1, a.shape[1])[number], b.view(b.shape[0], -1, count)[:, :, number]
+        left, right = (a.t(), b.t()) if change.transposed else (b, a)
+        return left[change.first :].contiguous(), right.contiguous()
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A tensor that is `stored` under a name, decoded if it is one of `encodings`, after `change` if there is one, and
+    rounded to the dtype of `spec`. Rows of it are made when they are read."""
+
+    stored: Chunked
+    encodings: Mapping[str, Encoding]
+    name: str
+    spec: TensorSpec
+    change: LowRank | None
+    factors: Factors
+
+    def rows(self, row: int, rows: int) -> Tensor:
+        """Rows `[row, row + rows)` as `[rows, columns]`."""
+        made = torch.empty(rows, self.spec.columns, dtype=self.spec.dtype)
+        step = max(1, _ROOM // self.spec.columns)
+        for first in range(row // step * step, row + rows, step):
+            run = self._values(first, min(step, self.spec.rows - first))
+            start, end = max(first, row), min(first + len(run), row + rows)
+            made[start - row : end - row] = run[start - first : end - first]
+        return made
+
+    def _values(self, row: int, rows: int) -> Tensor:
+        stored, encoding = read_rows(self.stored, self.name, row, rows), self.encodings.get(self.name)
+        values = stored.float() if encoding is None else encoding.decode_rows(stored, row)
+        if self.change is None:
+            return values
+        left, right = self.factors.of(self.change)
+        values = values + left[row : row + rows] @ right * self.change.scale
+        if self.change.magnitude is not None:
+            lengths = self.factors.magnitude(self.change.magnitude)[row : row + rows]
+            values = (lengths / torch.linalg.norm(values, dim=1)).unsqueeze(1) * values
+        return values

@@ -1,0 +1,343 @@
+"""A directory of PEFT's LoRA as a Reader: its base model, with what the adapter does to it done.
+
+Names are those of the base. What the adapter changes is a matrix with a low-rank product added, or a whole tensor that
+takes the place of the base's (`modules_to_save`, trained biases). All tensors are values: where the base has codes they
+are read as what they decode to, and how they were coded is known (`export/weight_encodings.py`).
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count, permutations, takewhile
+from pathlib import Path
+
+import torch
+
+from precisionctl.architectures.families import table_of
+from precisionctl.checkpoints.adapter.lora_config import FILE, read_lora_config
+from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
+from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, Reader, whole
+from precisionctl.checkpoints.companions import TOKENIZER, is_tokenizer, kind_of, read_companions
+from precisionctl.checkpoints.encodings_file import StoredTensors
+from precisionctl.checkpoints.huggingface_files import BIN, SAFETENSORS
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, ShapeMismatch, UnknownFormat, at
+from precisionctl.fp8.encoding import Encoding
+from precisionctl.fp8.state import Fp8States
+from precisionctl.model_shape import ModelShape, UntabledModel
+from precisionctl.param import Layout, TensorSpec
+from precisionctl.untrusted.safe_files import has_file
+
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)")
+_NESTED = re.compile(r"(?:\.base_layer)+$")
+_EXPERTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+"""The matrices of one expert that transformers joins in a parameter of all of them, one below the other."""
+_VALUES = (torch.float32, torch.bfloat16, torch.float16)
+_LARGEST_RANK = 4096
+
+
+def recognise(path: Path) -> bool:
+    """A directory with PEFT's config."""
+    return (path / FILE).exists()
+
+
+class AdapterReader:
+    """An adapter and its base as a Reader of the merged model.
+
+    Raises DamagedCheckpoint where its files contradict one another, and MappingError for an adapter that is not of this
+    base, or that does what cannot be done to weights alone.
+    """
+
+    layout: Layout = "hf"
+    encodings: Mapping[str, Encoding] = {}
+
+    def __init__(self, path: Path, base: Reader) -> None:
+        self.path, self.base = path, base
+        self._config = read_lora_config(path)
+        self._file = _weights_file(path)
+        spelling = SAFETENSORS if self._file.suffix == SAFETENSORS.suffix else BIN
+        self._stored = StoredTensors({name: (self._file, one) for name, one in spelling.read(self._file).items()})
+        self._factors = Factors(self._stored)
+        self.changes: dict[str, LowRank] = {}
+        self.replaced: dict[str, str] = {}
+        """What the adapter has in place of a tensor of the base, by that one's name."""
+        with at(self._file):
+            self._read_names()
+            _check_tied(base.model, base.specs, {*self.changes, *self.replaced})
+            self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in (*base.specs, *self.replaced)}
+
+    @property
+    def container(self) -> str:
+        return self.base.container
+
+    @property
+    def model(self) -> ModelShape:
+        return self.base.model
+
+    @property
+    def fp8(self) -> Fp8States | None:
+        return self.base.fp8
+
+    @property
+    def iteration(self) -> int | None:
+        return None
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return sorted({*self.base.files, self._file, self.path / FILE})
+
+    @cached_property
+    def own_companions(self) -> Companions:
+        found = read_companions(self.path)
+        return replace(found, files={name: data for name, data in found.files.items() if name != "config.json"})
+
+    @cached_property
+    def companions(self) -> Companions:
+        """The base's, but for tokenizer and chat template where the adapter has a tokenizer: it was trained with it."""
+        mine = {name: data for name, data in self.own_companions.files.items() if _of_text(name)}
+        if not any(map(is_tokenizer, mine)):
+            return self.base.companions
+        kept = {name: data for name, data in self.base.companions.files.items() if not _of_text(name)}
+        return replace(self.base.companions, files=kept | mine)
+
+    def chunks(self, name: str) -> Sequence[Chunk]:
+        replaced, change, spec = self.replaced.get(name), self.changes.get(name), self.specs[name]
+        stored = self._stored if replaced else self.base
+        encodings = {} if replaced else self.base.encodings
+        if change is None and name not in encodings and stored.specs[replaced or name].dtype == spec.dtype:
+            return stored.chunks(replaced or name)
+        return [Chunk(whole(spec), Merged(stored, encodings, replaced or name, spec, change, self._factors))]
+
+    def _spec(self, name: str) -> TensorSpec:
+        """Shape and dtype of a merged tensor: the base's, BF16 where that has codes."""
+        mine = self._stored.specs[self.replaced[name]] if name in self.replaced else None
+        before = self.base.specs.get(name)
+        if before is None:
+            assert mine is not None, "either has it"
+            return mine
+        if mine and mine.shape != before.shape:
+            raise _other_shape(self.replaced[name], mine, f"`{name}`, which it replaces, is {list(before.shape)}")
+        return TensorSpec(before.shape, torch.bfloat16) if name in self.base.encodings else before
+
+    def _read_names(self) -> None:
+        """Find out what each tensor of the adapter is for."""
+        modules: dict[str, dict[str, str]] = {}
+        for name, spec in self._stored.specs.items():
+            if not name.startswith(_PREFIX):
+                raise MappingError(f"`{name}` does not begin with `{_PREFIX}`", do=_SAVED)
+            if spec.dtype not in _VALUES:
+                raise DamagedCheckpoint(f"`{name}` is {spec.dtype}, no dtype of an adapter's values")
+            match = _FACTOR.fullmatch(name.removeprefix(_PREFIX))
+            if match:
+                modules.setdefault(match[1], {})[match[2]] = name
+                continue
+            if "lora_" in name or "trainable_tokens" in name:
+                raise MappingError(f"`{name}` is of a kind that is not read", do=_MERGE)
+            self.replaced[name.removeprefix(_PREFIX).replace(".base_layer.", ".")] = name
+        stacks: dict[str, list[str]] = {}
+        for module in modules:
+            target = _NESTED.sub("", module)
+            if f"{target}.weight" in {*self.base.specs, *self.replaced}:
+                self.changes[f"{target}.weight"] = self._change(module, modules[module], f"{target}.weight")
+            else:
+                stacks.setdefault(target, []).append(module)
+        for target, levels in stacks.items():
+            self.changes |= self._of_experts(target, {level: modules[level] for level in levels})
+
+    def _change(self, module: str, stored: Mapping[str, str], name: str) -> LowRank:
+        """What is added to the weight of a module."""
+        embedding = "lora_embedding_A" in stored
+        kinds = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
+        a, b = self._pair(module, stored, kinds)
+        transposed = embedding or self._config.transposed
+        shape = self._shape(name)
+        if (self._spec_of(b)[0], self._spec_of(a)[1]) != (shape[::-1] if transposed else shape):
+            raise _other_shape(a, self._stored.specs[a], f"`{name}` is {list(shape)}")
+        rank = self._rank(a, b, 1)
+        return LowRank(a, b, self._config.scale(module, rank), transposed, self._magnitude(stored, shape, transposed))
+
+    def _magnitude(self, stored: Mapping[str, str], shape: tuple[int, ...], transposed: bool) -> str | None:
+        name = stored.get("lora_magnitude_vector")
+        if (name is not None) != self._config.dora:
+            raise DamagedCheckpoint("use_dora and the adapter's tensors contradict one another")
+        if name is None:
+            return None
+        if transposed:
+            what = f"`{name}`: DoRA is merged for linear layers that are stored as [out, in] alone"
+            raise MappingError(what, do=_MERGE)
+        if self._stored.specs[name].shape != shape[:1]:
+            raise _other_shape(name, self._stored.specs[name], f"its matrix is {list(shape)}")
+        return name
+
+    def _pair(self, module: str, stored: Mapping[str, str], kinds: tuple[str, str]) -> tuple[str, str]:
+        missing = [kind for kind in kinds if kind not in stored]
+        surplus = [name for kind, name in stored.items() if kind not in (*kinds, "lora_magnitude_vector")]
+        if missing or surplus:
+            what = f"`{module}` has no {missing[0]}" if missing else f"`{surplus[0]}` beside others of its module"
+            raise DamagedCheckpoint(what, do="Is the copy whole?")
+        return stored[kinds[0]], stored[kinds[1]]
+
+    def _rank(self, a: str, b: str, experts: int) -> int:
+        """The rank of a product. Raises DamagedCheckpoint for one that is not the config's, or beyond any adapter's."""
+        rows, columns = self._spec_of(a)[0], self._spec_of(b)[1]
+        rank = rows // experts
+        if rows != columns or rows % experts or not 0 < rank <= _LARGEST_RANK:
+            what = f"`{a}` and `{b}` have ranks {rows} and {columns}, for {experts} expert(s)"
+            raise DamagedCheckpoint(what, do=f"Ranks are equal, and up to {_LARGEST_RANK}.")
+        if rank not in (self._config.rank, *self._config.ranks.values()):
+            raise DamagedCheckpoint(f"`{a}` has rank {rank}, {FILE} says {self._config.rank}")
+        return rank
+
+    def _spec_of(self, name: str) -> tuple[int, int]:
+        spec = self._stored.specs[name]
+        if len(spec.shape) != 2:
+            raise DamagedCheckpoint(f"`{name}` is {list(spec.shape)}, no matrix")
+        return spec.rows, spec.columns
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        replaced = self.replaced.get(name)
+        shape = self._stored.specs[replaced].shape if replaced else self.base.specs[name].shape
+        if len(shape) != 2:
+            raise MappingError(f"`{name}` is {list(shape)}: only matrices have low-rank changes")
+        return shape
+
+    def _of_experts(self, target: str, levels: Mapping[str, Mapping[str, str]]) -> dict[str, LowRank]:
+        """What is added to parameters of all experts of a layer (`target_parameters`).
+
+        No name says which parameter a level of nesting is for, nor on which side of it A is; shapes do. Raises
+        MappingError where they do not.
+        """
+        wanted = {name.rpartition(".")[2] for name in self._config.parameters}
+        stacks = [stack for name in _EXPERTS if name in wanted and (stack := _stack_of(target, name, self.base.specs))]
+        if len(stacks) < len(levels):
+            raise MappingError(
+                f"`{target}` is changed by the adapter, and the base has no such module",
+                do="Is it the adapter's base? Names must be those of the model's class in transformers.",
+            )
+        pairs = {level: self._pair(level, stored, _LINEAR) for level, stored in levels.items()}
+        sizes = {level: (self._spec_of(b)[0], self._spec_of(a)[1]) for level, (a, b) in pairs.items()}
+        found = [
+            (transposed, stack_of)
+            for stack_of in ({*zip(levels, some, strict=True)} for some in permutations(stacks, len(levels)))
+            for transposed in (False, True)
+            if all(sizes[level] == stack.size(transposed) for level, stack in stack_of)
+        ]
+        if len(found) != 1:
+            do = "Is it the adapter's base?" if not found else _MERGE
+            what = (
+                f"the shapes of `{target}`'s changes fit {'none' if not found else 'more than one'} of its parameters"
+            )
+            raise MappingError(what, do=do)
+        transposed, stack_of = found[0]
+        changes: dict[str, LowRank] = {}
+        for level, stack in stack_of:
+            a, b = pairs[level]
+            self._magnitude(levels[level], (), True)
+            scale = self._config.scale(f"{target}.{stack.parameter}", self._rank(a, b, stack.count))
+            for name, number, first in stack.parts:
+                changes[name] = LowRank(a, b, scale, transposed, None, (number, stack.count), first)
+        return changes
+
+
+_LINEAR = ("lora_A.weight", "lora_B.weight")
+_SAVED = "Save it with peft: `model.save_pretrained(ADAPTER)`."
+_MERGE = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, and give OUT."
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """A parameter of all experts of a layer, as the base stores it: in one tensor, of which each expert is a slice, or
+    in matrices of one expert. `parts` are a tensor's name, its expert's number, and its first row in the parameter."""
+
+    parameter: str
+    count: int
+    shape: tuple[int, int]
+    parts: tuple[tuple[str, int, int], ...]
+    in_one: bool
+
+    def size(self, transposed: bool) -> tuple[int, int] | None:
+        """Rows of B and columns of A that fit, if one expert is stored as [in, out] (`transposed`), or not."""
+        if transposed:
+            return self.shape[::-1] if self.in_one else None
+        return self.shape
+
+
+def _stack_of(target: str, parameter: str, specs: Mapping[str, TensorSpec]) -> _Stack | None:
+    """How a base stores a parameter of a module of experts; None where it does not."""
+    spelled = [[f"{target}.{parameter}[{{}}]"]]
+    for module in (target, target.replace(".mlp.experts", ".block_sparse_moe.experts")):
+        spelled += [[f"{module}.{{}}.{part}.weight" for part in parts] for parts in _EXPERTS[parameter]]
+    for templates in spelled:
+        numbers = list(takewhile(lambda number: all(one.format(number) in specs for one in templates), count()))  # noqa: B023
+        shapes = {specs[one.format(number)].shape for one in templates for number in numbers}
+        if len(shapes) == 1 and len(shape := shapes.pop()) == 2:
+            parts = [
+                (one.format(number), number, place * shape[0])
+                for number in numbers
+                for place, one in enumerate(templates)
+            ]
+            size = (len(templates) * shape[0], shape[1])
+            return _Stack(parameter, len(numbers), size, tuple(parts), in_one=templates is spelled[0])
+    return None
+
+
+def _weights_file(path: Path) -> Path:
+    for name in ("adapter_model.safetensors", "adapter_model.bin"):
+        if has_file(path / name, path):
+            return path / name
+    raise DamagedCheckpoint("no adapter_model.safetensors, nor adapter_model.bin", where=path, do="Is the copy whole?")
+
+
+def _of_text(name: str) -> bool:
+    """Whether a file says how text becomes tokens."""
+    return kind_of(name) is TOKENIZER or name.startswith("chat_template")
+
+
+def _other_shape(name: str, spec: TensorSpec, other: str) -> ShapeMismatch:
+    do = "Is it the adapter's base? A vocabulary that grew in training is not read."
+    return ShapeMismatch(f"the adapter's `{name}` is {list(spec.shape)}, but {other}", do=do)
+
+
+_EMBEDDING = re.compile(r"(?:.+\.)?(?:embed_tokens|embed_in|embed_out|wte|word_embeddings|embeddings|lm_head)\.weight")
+
+
+def _check_tied(model: ModelShape, stored: Collection[str], touched: Collection[str]) -> None:
+    """Raise MappingError where an adapter changes one of two tensors that are one in its base: the embedding and the
+    output layer were trained as two, and what is merged has room for one."""
+    if isinstance(model, UntabledModel):
+        ends = [name for name in touched if _EMBEDDING.fullmatch(name)]
+        apart = len(ends) == 1 and model.config.get("tie_word_embeddings") is not False
+    else:
+        aliases = table_of(model).aliases
+        tied = [one for one in aliases if one.switch == "tied_embeddings" and one.of in stored]
+        apart = model.tied_embeddings and any((one.of in touched) != (one.hf in touched) for one in tied)
+    if apart:
+        raise MappingError(
+            "the base ties its embedding and its output layer, and the adapter changes one of the two",
+            do="Untie them in the base first: store both, and set tie_word_embeddings to false in its config.json.",
+        )
+
+
+def _open(path: Path, iteration: int | None, hints: Hints) -> AdapterReader:
+    if hints.reference is None:
+        raise UnknownFormat(
+            "an adapter of PEFT (LoRA), without the model that it changes",
+            where=path,
+            do="Merge the two with `precisionctl convert ADAPTER OUT --to hf --reference BASE`, where BASE is the "
+            "Hugging Face directory of the model that it was trained on.",
+        )
+    if iteration is not None:
+        raise CheckpointError("an adapter has no iterations", where=path, do="Leave --iteration out.")
+    base = open_checkpoint(hints.reference)
+    if base.layout != "hf":
+        raise MappingError(
+            "the base of an adapter is a Hugging Face directory",
+            where=hints.reference,
+            do="Make one of it with `precisionctl convert BASE HF --to hf`, and give that.",
+        )
+    return AdapterReader(path, base)
+
+
+CONTAINER = Container(recognise, _open, f"{FILE} of a LoRA adapter of PEFT")

@@ -1,0 +1,57 @@
+"""What each four-bit scheme of `export-inference` would lose of a weight; `health.py` has FP8's scalings."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from precisionctl.fp8 import group_scales, nibbles, numerics
+from precisionctl.fp8.nibbles import NUMBERS, NibbleFormat
+from precisionctl.fp8.statistics import Loss
+
+FourBitScheme = Literal["nvfp4", "mxfp4", "w4a16"]
+FORMATS: Mapping[FourBitScheme, tuple[NibbleFormat, int]] = {
+    "nvfp4": ("E2M1", group_scales.NVFP4_GROUP),
+    "mxfp4": ("E2M1", group_scales.MXFP4_GROUP),
+    "w4a16": ("INT4", group_scales.INT4_GROUP),
+}
+"""What a code is, and how many inputs share a scale."""
+
+_ROUNDING = 1 + 2.0**-22
+"""A scale has errors of its own; what they put beyond the largest number has not saturated."""
+
+
+def four_bit_losses(values: Tensor, amax: Tensor, scratch: Tensor) -> dict[FourBitScheme, Loss]:
+    """The losses of rows of a weight, `[n, columns]`, on a CPU. `amax`, FP32 `[]`, is that of the whole weight, or of
+    all that share its global scale; `scratch` is as `nibbles.encode` takes it. Losses of rows add up to that of a
+    weight. NaN and infinities count as zeros."""
+    finite = values.float().nan_to_num(0.0, 0.0, 0.0)
+    power = float(finite.double().square().sum())
+    losses: dict[FourBitScheme, Loss] = {}
+    for scheme, (form, group) in FORMATS.items():
+        rows = F.pad(finite, (0, -values.shape[1] % group))
+        largest = numerics.row_amax(rows.view(-1, group), scratch).view(len(rows), -1)
+        scales = _scales(scheme, rows, largest, amax.clamp(max=torch.finfo(torch.float32).max), scratch)
+        packed = torch.empty(len(rows), rows.shape[1] // 2, dtype=torch.uint8)
+        decoded = torch.empty_like(rows)
+        nibbles.encode(rows, form, scales, packed, scratch)
+        nibbles.decode(packed, form, scales, decoded, scratch)
+        limits, groups = scales.unsqueeze(-1) * _ROUNDING, rows.view(*scales.shape, group)
+        saturated = (groups > max(NUMBERS[form]) * limits) | (groups < min(NUMBERS[form]) * limits)
+        underflows = (decoded == 0) & (rows != 0)
+        error = float((decoded - rows).double().square().sum())
+        losses[scheme] = Loss(values.numel(), int(underflows.sum()), int(saturated.sum()), power, error)
+    return losses
+
+
+def _scales(scheme: FourBitScheme, values: Tensor, amax: Tensor, whole: Tensor, scratch: Tensor) -> Tensor:
+    """What codes are multiplied by, as an export chooses it, FP32 `[rows, groups]`."""
+    if scheme == "nvfp4":
+        global_scale = group_scales.nvfp4_global(whole, divisor=False)
+        stored = group_scales.nvfp4_scales_of(values, amax, global_scale, scratch, divisor=False)
+        return group_scales.nvfp4_multipliers(stored, global_scale, divisor=False)
+    if scheme == "mxfp4":
+        return group_scales.mxfp4_scales(amax).float()
+    return group_scales.int4_scales_of(values, amax, scratch).float()

@@ -1,0 +1,46 @@
+"""A four-bit weight as a tool has stored it, in the terms of our arithmetic."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from precisionctl.fp8 import group_scales, nibbles
+from precisionctl.fp8.nibbles import NibbleFormat
+
+
+class FourBitWeight:
+    """`stored`: a module's tensors under compressed-tensors' names, or those of ModelOpt, whose codes are `weight`."""
+
+    def __init__(self, stored: Mapping[str, Tensor]) -> None:
+        self.stored, self.modelopt = stored, "weight" in stored
+        codes = stored["weight" if self.modelopt else "weight_packed"]
+        self.form: NibbleFormat = "INT4" if codes.dtype == torch.int32 else "E2M1"
+        self.packed, self.scale = codes.view(torch.uint8), stored["weight_scale"]
+        self.codes = nibbles.unpack(self.packed)
+        self.whole = stored.get("weight_scale_2" if self.modelopt else "weight_global_scale")
+        zeros = stored.get("weight_zero_point")
+        self.zeros = None if zeros is None else group_scales.zero_points(zeros, len(codes))
+        if self.whole is not None:
+            self.multipliers = group_scales.nvfp4_multipliers(self.scale, self.whole, divisor=not self.modelopt)
+        else:
+            exponents = self.scale.dtype == torch.uint8
+            self.multipliers = (self.scale.view(torch.float8_e8m0fnu) if exponents else self.scale).float()
+
+    def decoded(self) -> Tensor:
+        """BF16."""
+        values = torch.empty(self.codes.shape)
+        nibbles.decode_asymmetric(
+            self.packed, self.form, self.multipliers, self.zeros, values, torch.empty(nibbles.SCRATCH)
+        )
+        return values.bfloat16()
+
+    def encoded(self, values: Tensor) -> Tensor:
+        """The codes of values under these scales."""
+        packed = torch.empty_like(self.packed)
+        nibbles.encode_asymmetric(values, self.form, self.multipliers, self.zeros, packed, torch.empty(nibbles.SCRATCH))
+        return nibbles.unpack(packed)
+
+    def by_element(self, grid: Tensor) -> Tensor:
+        """What `[rows, groups]` has for each element."""
+        return grid.repeat_interleave(self.codes.shape[1] // grid.shape[1], 1)

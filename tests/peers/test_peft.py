@@ -1,0 +1,46 @@
+"""Adapters that peft writes, merged here, are what peft merges in FP32, rounded once."""
+
+import subprocess
+from pathlib import Path
+
+import conversions
+import environments
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+SCRIPT = Path(__file__).with_name("peft_merged.py")
+VERSIONS = (f"torch=={torch.__version__.partition('+')[0]}", f"transformers=={transformers.__version__}")
+
+CASES = "plain rslora patterns whole embeddings dora biases conv1d experts down mixtral".split()
+"""Those of the script."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    python = environments.python_with("peft", ("peft==0.21.2", *VERSIONS))
+    folder = tmp_path_factory.mktemp("peft")
+    subprocess.run([python, SCRIPT, folder], check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_merge_is_pefts_own_in_fp32_rounded_once(made: Path, case: str) -> None:
+    folder = made / case
+    conversions.run(folder / "adapter", folder / "ours", "hf", reference=folder / "base", verify=True)
+    ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("ours", "merged"))
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name].bfloat16())] == []
+    base = load_file(folder / "base" / "model.safetensors")
+    assert any(not torch.equal(ours[name], base[name]) for name in base)
+
+
+def test_megatron_gets_the_same(made: Path) -> None:
+    folder = made / "experts"
+    conversions.run(folder / "adapter", folder / "megatron", "megatron", reference=folder / "base")
+    conversions.run(folder / "megatron", folder / "back", "hf")
+    theirs = load_file(folder / "merged" / "model.safetensors")
+    assert all(
+        torch.equal(tensor, theirs[name].bfloat16()) for name, tensor in conversions.tensors(folder / "back").items()
+    )

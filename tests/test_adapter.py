@@ -1,0 +1,338 @@
+"""LoRA adapters of PEFT with their base: merged in FP32, rounded once, and the rest of the base as it was.
+
+tests/peers/test_peft.py has the same of what peft writes and merges itself.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import conversions
+import fp8_directories
+import pico
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from precisionctl.checkpoints.adapter.reader import AdapterReader
+from precisionctl.checkpoints.base import read_rows
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import MappingError, PrecisionctlError, RecipeError, UnknownFormat, UnsafePickle
+
+PREFIX = "base_model.model."
+Q = "model.layers.0.self_attn.q_proj"
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 0.1
+
+
+def saved(directory: Path, family: str, **config: Any) -> Path:
+    pico.save(directory, family, **config)
+    return directory
+
+
+def adapter(directory: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "adapter_config.json").write_text(json.dumps(CONFIG | config))
+    named = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, directory / "adapter_model.safetensors")
+    return directory
+
+
+def linear(module: str, out: int, into: int, rank: int = 4) -> dict[str, Tensor]:
+    return {f"{module}.lora_A.weight": random(rank, into), f"{module}.lora_B.weight": random(out, rank)}
+
+
+def merge(base: Path, out: Path, tensors: Mapping[str, Tensor], **config: Any) -> dict[str, Tensor]:
+    made = adapter(out.parent / f"{out.name}-adapter", tensors, **config)
+    conversions.run(made, out, "hf", reference=base, verify=True)
+    return load_file(out / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("llama") / "base", "llama-3", dtype=torch.bfloat16)
+
+
+def test_a_product_is_added_in_fp32_and_rounded_once_and_the_rest_is_the_base(llama: Path, tmp_path: Path) -> None:
+    tensors = {**linear(Q, 64, 64), **linear("model.layers.1.mlp.down_proj", 64, 96)}
+    base, merged = load_file(llama / "model.safetensors"), merge(llama, tmp_path / "out", tensors)
+    assert merged.keys() == base.keys()
+    touched = {f"{module.partition('.lora')[0]}.weight" for module in tensors}
+    for name, before in base.items():
+        expected = before
+        if name in touched:
+            a, b = (tensors[name.replace("weight", f"lora_{factor}.weight")] for factor in "AB")
+            expected = (before.float() + b @ a * 2.0).bfloat16()
+            assert not torch.equal(expected, before + (b @ a * 2.0).bfloat16()), "rounded twice it would be another"
+        assert torch.equal(merged[name], expected), name
+
+
+def test_megatron_gets_the_same_model(llama: Path, tmp_path: Path) -> None:
+    made = adapter(tmp_path / "adapter", {**linear(Q, 64, 64), **linear("model.layers.1.mlp.up_proj", 96, 64)})
+    conversions.run(made, tmp_path / "hf", "hf", reference=llama)
+    conversions.run(made, tmp_path / "megatron", "megatron", reference=llama)
+    conversions.run(tmp_path / "megatron", tmp_path / "back", "hf")
+    conversions.assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+
+
+SCALES: dict[str, tuple[dict[str, Any], float]] = {
+    "alpha by rank": ({}, 2.0),
+    "rslora": ({"use_rslora": True}, 8 / math.sqrt(4)),
+    "an alpha of its own": ({"alpha_pattern": {"q_proj": 3}}, 0.75),
+    "by the whole name": ({"alpha_pattern": {"model.layers.0.self_attn.q_proj": 3}}, 0.75),
+    "by an expression": ({"alpha_pattern": {r"layers\.\d+\.self_attn\.(q|k)_proj": 3}}, 0.75),
+    "the first that fits": ({"alpha_pattern": {"k_proj": 1, "q_proj": 3, "self_attn.q_proj": 5}}, 0.75),
+    "part of a name": ({"alpha_pattern": {"_proj": 3}}, 2.0),
+    "a rank of its own": ({"r": 16, "rank_pattern": {"q_proj": 4}}, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_the_scale_is_what_the_config_says(llama: Path, tmp_path: Path, name: str) -> None:
+    config, scale = SCALES[name]
+    reader = AdapterReader(adapter(tmp_path / "adapter", linear(Q, 64, 64), **config), open_checkpoint(llama))
+    assert reader.changes[f"{Q}.weight"].scale == scale
+
+
+def test_dora_scales_rows_to_their_magnitudes(llama: Path, tmp_path: Path) -> None:
+    lengths = 1 + random(64).abs()
+    tensors = {**linear(Q, 64, 64), f"{Q}.lora_magnitude_vector": lengths}
+    merged = merge(llama, tmp_path / "out", tensors, use_dora=True)
+    assert torch.allclose(torch.linalg.norm(merged[f"{Q}.weight"].float(), dim=1), lengths, rtol=4e-3)
+    before = load_file(llama / "model.safetensors")[f"{Q}.weight"].double()
+    exact = before + 2 * tensors[f"{Q}.lora_B.weight"].double() @ tensors[f"{Q}.lora_A.weight"].double()
+    exact *= (lengths / exact.norm(dim=1)).unsqueeze(1)
+    assert torch.allclose(merged[f"{Q}.weight"].double(), exact, rtol=2.0**-8)
+
+
+def test_whole_tensors_take_the_place_of_the_bases(llama: Path, tmp_path: Path) -> None:
+    norm, head = "model.norm.weight", "lm_head.weight"
+    tensors = {norm: random(64), head: random(250, 64).bfloat16(), **linear(Q, 64, 64)}
+    merged = merge(llama, tmp_path / "out", tensors, modules_to_save=["norm", "lm_head"])
+    assert torch.equal(merged[norm], tensors[norm].bfloat16()) and torch.equal(merged[head], tensors[head])
+
+
+def test_an_embedding_is_changed_by_token(llama: Path, tmp_path: Path) -> None:
+    name = "model.embed_tokens"
+    tensors = {f"{name}.lora_embedding_A": random(4, 250), f"{name}.lora_embedding_B": random(64, 4)}
+    before = load_file(llama / "model.safetensors")[f"{name}.weight"]
+    merged = merge(llama, tmp_path / "out", {**tensors, f"{name}.base_layer.weight": before})
+    a, b = tensors.values()
+    assert torch.equal(merged[f"{name}.weight"], (before.float() + (b @ a).t() * 2.0).bfloat16())
+
+
+def test_a_transposed_weight_takes_the_product_transposed(tmp_path: Path) -> None:
+    base, module = saved(tmp_path / "base", "gpt2"), "transformer.h.0.attn.c_attn"
+    tensors = linear(module, 192, 64)
+    merged = merge(base, tmp_path / "out", tensors, fan_in_fan_out=True)
+    a, b = tensors.values()
+    before = load_file(base / "model.safetensors")[f"{module}.weight"]
+    assert torch.equal(merged[f"{module}.weight"], before + (b @ a).t() * 2.0)
+
+
+@pytest.mark.parametrize("levels", [("", ".base_layer"), (".base_layer", "")])
+def test_parameters_of_all_experts_are_told_by_their_shapes(tmp_path: Path, levels: tuple[str, str]) -> None:
+    """A has the experts one below the other, B has them alternating (peft, ParamWrapper.get_delta_weight)."""
+    base = saved(tmp_path / "base", "qwen3-moe", dtype=torch.bfloat16)
+    experts, wide, rank = 8, 48, 2
+    module = "model.layers.1.mlp.experts"
+    up, down = (f"{module}{level}" for level in levels)
+    tensors = {**linear(up, 2 * wide, 64, rank * experts), **linear(down, 64, wide, rank * experts)}
+    config = {"r": rank, "target_parameters": ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]}
+    merged, stored = merge(base, tmp_path / "out", tensors, **config), load_file(base / "model.safetensors")
+    delta = {}
+    for kind, level in (("up", up), ("down", down)):
+        a, b = tensors[f"{level}.lora_A.weight"], tensors[f"{level}.lora_B.weight"]
+        delta[kind] = [b[:, e::experts] @ a[rank * e : rank * (e + 1)] * 4.0 for e in range(experts)]
+    for e in range(experts):
+        parts = dict(zip(("gate_proj", "up_proj"), delta["up"][e].split(wide), strict=True), down_proj=delta["down"][e])
+        for part, expected in parts.items():
+            name = f"{module}.{e}.{part}.weight"
+            assert torch.equal(merged[name], (stored[name].float() + expected).bfloat16()), name
+
+
+def test_bits_do_not_depend_on_how_rows_are_cut(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", "llama-3", dtype=torch.bfloat16, hidden_size=1536, num_hidden_layers=1)
+    tensors = linear(Q, 1536, 1536, rank=32)
+    reader = AdapterReader(adapter(tmp_path / "adapter", tensors, r=32), open_checkpoint(base))
+    name = f"{Q}.weight"
+    at_once = read_rows(reader, name, 0, 1536)
+    for step in (1, 7, 170, 171, 500):
+        pieces = [
+            read_rows(reader, name, row, min(step, 1536 - row)) for row in range(0, 1536 if step > 1 else 40, step)
+        ]
+        assert torch.equal(torch.cat(pieces), at_once[: sum(map(len, pieces))]), step
+    a, b = tensors.values()
+    before = load_file(base / "model.safetensors")[name]
+    assert torch.equal(at_once, (before.float() + b @ a * 0.25).bfloat16())
+
+
+def test_of_a_base_in_fp8_only_what_was_touched_has_other_codes(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    fp8_directories.make(base, "fp8-block")
+    made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
+    in_bf16 = conversions.run(made, tmp_path / "bf16", "hf", reference=base)
+    again = conversions.run(made, tmp_path / "fp8", "hf", "fp8", reference=base, verify=True)
+    conversions.run(tmp_path / "bf16", tmp_path / "by-two-steps", "hf", "fp8")
+    before, after = (load_file(each / "model.safetensors") for each in (base, tmp_path / "fp8"))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(as_bytes(before[name]), as_bytes(after[name]))}
+    assert changed == {f"{Q}.weight", f"{Q}.weight_scale_inv"}
+    assert conversions.tensors(tmp_path / "by-two-steps").keys() == conversions.tensors(tmp_path / "fp8").keys()
+    two = load_file(tmp_path / "by-two-steps" / "model.safetensors")
+    assert all(torch.equal(as_bytes(two[name]), as_bytes(after[name])) for name in after)
+    assert any("the adapter changes 1 and replaces 0" in note for note in in_bf16.notes)
+    flipped = int((as_bytes(before[f"{Q}.weight"]) != as_bytes(after[f"{Q}.weight"])).sum())
+    assert any(re.search(rf"\b{flipped:,}\b|\b{flipped}\b", note) for note in again.notes), again.notes
+    assert any("13 of 14 weights have the same codes" in note for note in again.notes)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def test_the_same_bytes_by_any_number_of_workers(llama: Path, tmp_path: Path) -> None:
+    made = adapter(tmp_path / "adapter", {**linear(Q, 64, 64), **linear("lm_head", 250, 64)})
+    for workers in (1, 3):
+        conversions.run(made, tmp_path / str(workers), "megatron", reference=llama, workers=workers)
+    assert conversions.tree(tmp_path / "1") == conversions.tree(tmp_path / "3")
+
+
+def test_the_tokenizer_is_the_adapters_where_it_has_one(llama: Path, tmp_path: Path) -> None:
+    (llama / "tokenizer.json").write_text('{"base": 1}')
+    (llama / "generation_config.json").write_text("{}")
+    (llama / "special_tokens_map.json").write_text('{"base": 1}')
+    made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
+    conversions.run(made, tmp_path / "first", "hf", reference=llama)
+    assert (tmp_path / "first" / "tokenizer.json").read_text() == '{"base": 1}'
+    (made / "tokenizer.json").write_text('{"adapter": 1}')
+    conversions.run(made, tmp_path / "second", "hf", reference=llama)
+    assert (tmp_path / "second" / "tokenizer.json").read_text() == '{"adapter": 1}'
+    assert not (tmp_path / "second" / "special_tokens_map.json").exists(), "of another tokenizer"
+    assert (tmp_path / "second" / "generation_config.json").is_file()
+
+
+def test_an_adapter_in_a_pickle_is_read_by_the_allow_list(llama: Path, tmp_path: Path) -> None:
+    tensors = {f"{PREFIX}{name}": tensor for name, tensor in linear(Q, 64, 64).items()}
+    made = adapter(tmp_path / "safe", linear(Q, 64, 64))
+    pickled = adapter(tmp_path / "pickled", {})
+    (pickled / "adapter_model.safetensors").unlink()
+    torch.save(tensors, pickled / "adapter_model.bin")
+    conversions.run(made, tmp_path / "one", "hf", reference=llama)
+    conversions.run(pickled, tmp_path / "other", "hf", reference=llama)
+    conversions.assert_same_tensors(tmp_path / "one", tmp_path / "other")
+    torch.save({**tensors, "x": _Executes()}, pickled / "adapter_model.bin")
+    with pytest.raises(UnsafePickle, match="system"):
+        conversions.run(pickled, tmp_path / "third", "hf", reference=llama)
+
+
+class _Executes:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("false",)
+
+
+def test_an_adapter_alone_is_told_to_need_its_base(tmp_path: Path) -> None:
+    made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
+    with pytest.raises(UnknownFormat, match=r"adapter of PEFT.*--reference BASE"):
+        open_checkpoint(made)
+
+
+def test_a_model_beside_an_adapters_config_is_not_taken_for_the_model(llama: Path, tmp_path: Path) -> None:
+    made = adapter(tmp_path / "adapter", linear(Q, 64, 64))
+    for file in ("config.json", "model.safetensors"):
+        (made / file).write_bytes((llama / file).read_bytes())
+    with pytest.raises(UnknownFormat, match="adapter of PEFT"):
+        open_checkpoint(made)
+
+
+def test_one_of_two_tied_tensors_is_refused(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", "llama-tied")
+    name = "model.embed_tokens"
+    tensors = {f"{name}.lora_embedding_A": random(4, 250), f"{name}.lora_embedding_B": random(64, 4)}
+    with pytest.raises(MappingError, match="ties .*changes one of the two"):
+        merge(base, tmp_path / "out", tensors)
+
+
+def test_a_reference_says_nothing_of_what_says_it_itself(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"has a config\.json"):
+        conversions.run(llama, tmp_path / "out", "hf", reference=llama)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] = {
+    "another kind": ({"peft_type": "IA3"}, lambda: linear(Q, 64, 64), "type 'IA3'"),
+    "no kind": ({"peft_type": None}, lambda: linear(Q, 64, 64), "type None"),
+    "an unknown setting": ({"use_hydra": 3}, lambda: linear(Q, 64, 64), r"not read: use_hydra \(3\)"),
+    "copied layers": ({"layer_replication": [[0, 2]]}, lambda: linear(Q, 64, 64), "layer_replication"),
+    "tokens alone": ({"trainable_token_indices": [1]}, lambda: linear(Q, 64, 64), "trainable_token_indices"),
+    "activated": ({"alora_invocation_tokens": [1]}, lambda: linear(Q, 64, 64), "alora_invocation_tokens"),
+    "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, lambda: linear(Q, 64, 64), "pissa_niter_4"),
+    "an initialisation that is a list": ({"init_lora_weights": [1]}, lambda: linear(Q, 64, 64), "init_lora_weights"),
+    "biases of B": ({"lora_bias": True}, lambda: linear(Q, 64, 64), "lora_bias"),
+    "a rank of nothing": ({"r": 0}, lambda: linear(Q, 64, 64), "r is 0"),
+    "a rank of a word": ({"r": "4"}, lambda: linear(Q, 64, 64), "r is '4'"),
+    "another rank": ({"r": 5}, lambda: linear(Q, 64, 64), "rank 4, adapter_config.json says 5"),
+    "an infinite alpha": ({"lora_alpha": float("inf")}, lambda: linear(Q, 64, 64), "lora_alpha is inf"),
+    "an alpha that is NaN": ({"lora_alpha": float("nan")}, lambda: linear(Q, 64, 64), "lora_alpha is nan"),
+    "patterns in a list": ({"alpha_pattern": ["q_proj"]}, lambda: linear(Q, 64, 64), "are tables"),
+    "an expression that takes for ever": (
+        {"alpha_pattern": {"(([a-z_.0-9]+)+)+!": 3}},
+        lambda: linear(Q, 64, 64),
+        "an expression that is not read",
+    ),
+    "half an expression": ({"alpha_pattern": {"(q_proj": 3}}, lambda: linear(Q, 64, 64), "expression that is not read"),
+    "a switch of a word": ({"use_dora": "yes"}, lambda: linear(Q, 64, 64), "neither true nor false"),
+    "parameters in a word": ({"target_parameters": "experts"}, lambda: linear(Q, 64, 64), "not a list of names"),
+    "DoRA without magnitudes": ({"use_dora": True}, lambda: linear(Q, 64, 64), "contradict one another"),
+    "magnitudes without DoRA": (
+        {},
+        lambda: {**linear(Q, 64, 64), f"{Q}.lora_magnitude_vector": random(64)},
+        "contradict one another",
+    ),
+    "a module outside the model": ({}, lambda: linear("model.layers.7.self_attn.q_proj", 64, 64), "no such module"),
+    "a module outside everything": ({}, lambda: linear("../../q_proj", 64, 64), "no such module"),
+    "a whole tensor outside the model": (
+        {},
+        lambda: {"model.extra.weight": random(2, 64)},
+        r"unexpected +model\.extra",
+    ),
+    "A of another model": ({}, lambda: linear(Q, 64, 128), r"is \[4, 128\], but .* is \[64, 64\]"),
+    "B of another model": ({}, lambda: linear(Q, 128, 64), r"is \[64, 64\]"),
+    "no B": ({}, lambda: {f"{Q}.lora_A.weight": random(4, 64)}, r"has no lora_B"),
+    "an embedding's beside it": (
+        {},
+        lambda: {**linear(Q, 64, 64), f"{Q}.lora_embedding_A": random(4, 64)},
+        "has no lora_embedding_B",
+    ),
+    "ranks that differ": (
+        {},
+        lambda: {f"{Q}.lora_A.weight": random(4, 64), f"{Q}.lora_B.weight": random(64, 3)},
+        "ranks 4 and 3",
+    ),
+    "a huge rank": ({"r": 5000}, lambda: linear(Q, 64, 64, 5000), "up to 4096"),
+    "a vector for a matrix": (
+        {},
+        lambda: {f"{Q}.lora_A.weight": random(64), f"{Q}.lora_B.weight": random(64, 4)},
+        "no matrix",
+    ),
+    "a change of a norm": ({}, lambda: linear("model.norm", 64, 64), "only matrices"),
+    "integers": ({}, lambda: {f"{Q}.lora_A.weight": torch.ones(4, 64, dtype=torch.int32)}, "no dtype of an adapter's"),
+    "another name": ({}, lambda: {f"{Q}.lora_C.weight": random(4, 64)}, "of a kind that is not read"),
+    "a whole tensor of another size": ({}, lambda: {"lm_head.weight": random(260, 64)}, "vocabulary that grew"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_this_function_of_this_base_is_one_clear_error(llama: Path, tmp_path: Path, name: str) -> None:
+    config, tensors, message = REFUSED[name]
+    with pytest.raises(PrecisionctlError) as refused:
+        merge(llama, tmp_path / "out", tensors(), **config)
+    assert re.search(message, str(refused.value)), str(refused.value)
+    assert refused.value.where and not (tmp_path / "out").exists()
