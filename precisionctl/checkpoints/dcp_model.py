@@ -119,7 +119,8 @@ class DcpModelReader:
         if name not in self._chunks:
             self._chunks[name] = chunks_of(name, self._tensors[name])
         if self._interleaved and name.endswith(("q_proj.weight", "k_proj.weight")):
-            return [Chunk(whole(self.specs[name]), _HalvesOfHeads(_Plain(self.specs, self._chunks), name, self.model))]
+            turned = _HalvesOfHeads(_AsStored(self.specs, self._chunks), name, self.model)
+            return [Chunk(whole(self.specs[name]), turned)]
         return self._chunks[name]
 
 
@@ -155,7 +156,7 @@ def _of_titan(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Plain:
+class _AsStored:
     """Tensors as they are stored."""
 
     specs: Mapping[str, TensorSpec]
