@@ -43,7 +43,7 @@ class Request:
     Without a `recipe` FP8 state keeps its own, or gets TE's defaults; for a target the recipe says which modules stay
     in BF16. A plain Megatron checkpoint does not contain its family, tokenizer or true vocabulary size: `architecture`
     names the family, or `reference` is a Hugging Face directory of the same model, whose config.json and tokenizer are
-    used; a PyTorch checkpoint (DCP) takes it for the same. Of a LoRA adapter it is the base model. `te_version` is the
+    used; so it is for a PyTorch checkpoint (DCP). Of a LoRA adapter `reference` is the base model. `te_version` is the
     version of the FP8 payloads to write; `grouped_columns` the order of columns in the payloads of experts that are
     read, if it cannot be inferred.
 
