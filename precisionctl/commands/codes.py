@@ -20,7 +20,7 @@ from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, in_powers_of_2
-from precisionctl.export.encode import WeightFormat, encode, in_scheme, modules_in_bf16, served
+from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16, served
 from precisionctl.export.model_card import Card, beside
 from precisionctl.export.schemes import best_scheme
 from precisionctl.fp8.numerics import Numbers
@@ -50,7 +50,8 @@ def for_engine(request: Request, source: Source) -> Result:
     engine, precision = engine_named(request.target or "vllm"), request.numerics(model)
     scheme, notes = request.scheme, []
     if request.target is None:
-        scheme = _SCHEMES[request.recipe.scaling if request.recipe else "delayed"]
+        untrained = isinstance(model, UntabledModel) and not source.states  # and no command here could record any
+        scheme = _SCHEMES[request.recipe.scaling if request.recipe else "current" if untrained else "delayed"]
     if scheme is None:
         scheme, why = best_scheme(engine, source.plan, precision, source.states, source.codes, known.why_none)
         notes.append(f"Scheme {scheme}: {why}.")
@@ -74,6 +75,17 @@ def for_engine(request: Request, source: Source) -> Result:
             do="Export with --scheme static or block, or leave the experts in BF16: --exclude '*.experts.*'.",
         )
     plan = encode(source.plan, policy)
+    if isinstance(model, UntabledModel) and engine.name == "transformers":
+        if form.method.name == "compressed-tensors" and any(is_slice(name) for name in plan.targets):
+            raise PrecisionError(
+                "transformers makes linears of all experts of a model in compressed-tensors, and does not load these: "
+                "they are one tensor and stay in BF16",
+                do="Export with --scheme block.",
+            )
+        notes.append(
+            "transformers gives modules of some models other names in memory, and may take some that stay in BF16 for "
+            "FP8: load it with output_loading_info=True, and see that no weight is missing."
+        )
     if request.kv_cache:
         kv_cache.check_engine(source.plan, engine, form.method)
         scales = kv_cache.recorded_scales(known.current, source.fixed_scales, source.plan)

@@ -3,6 +3,7 @@
 A plan without such a pass writes values.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,10 +78,15 @@ def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
 
 
 def with_names_in_memory(modules: Sequence[str]) -> list[str]:
-    """Names of modules as a directory has them, and, of a model of images or sound, as transformers has them in memory,
-    where a text model is `model.language_model` (transformers 5.23, conversion_mapping.py). Lists of names are matched
-    with those (transformers#48349). vLLM renames the list as it does the tensors."""
+    """Names of modules as a directory has them, and as transformers has them in memory, where lists of names are held
+    against them (transformers#48349): of the 800 renamings of its conversion_mapping.py (5.23) those of Mixtral, PhiMoE
+    and Nemotron-H, and, of models of images or sound, that of the text model to `model.language_model`. vLLM renames
+    the list as it does the tensors."""
     found = dict.fromkeys(modules)
+    for name in modules:
+        renamed = re.sub(r"^backbone\.", "model.", name).replace(".block_sparse_moe.", ".mlp.")
+        router = re.sub(r"\.gate$", ".router", renamed) if renamed != name else renamed  # of PhiMoE
+        found |= dict.fromkeys((renamed, router))
     if any(part in _WRAPPED for name in modules for part in name.split(".")):
         for name in modules:
             inner = name.removeprefix("language_model.").removeprefix("model.")
