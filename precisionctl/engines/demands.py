@@ -35,8 +35,8 @@ def unsaid_tensors(directory: QuantizedDirectory) -> Breaches:
 
 
 def scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:
-    """Scales of weights or inputs, in compressed-tensors, that are not exact in BF16: the first. Global ones of codes of
-    four bits are loaded as they are."""
+    """Scales of weights or inputs, in compressed-tensors, that are not exact in BF16: the first. Global ones of
+    four-bit codes are loaded as they are."""
     scales = directory.scales.values() if directory.method == "compressed-tensors" else ()
     eight = [each for each in scales if each.global_scale is None]
     for name in (name for each in eight for name in each.names if directory.specs[name].dtype == torch.float32):
