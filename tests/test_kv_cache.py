@@ -50,7 +50,7 @@ ALL = [
     (engine.name, scheme)
     for engine in engines().values()
     for scheme in engine.spells
-    if engine.spells[scheme] in engine.cache
+    if engine.spells[scheme] in engine.cache and scheme not in FOUR_BITS
 ]
 
 

@@ -104,8 +104,7 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) ->
         raise RecipeError(
             f"under {scheme} the engine makes input scales itself, without FP8 state", do="Leave --fp8-state out."
         )
-    rounds = engine.spells[scheme] in engine.bf16_scales and scheme not in FOUR_BITS
-    numbers: Numbers = "BF16" if rounds else "FP32"
+    numbers: Numbers = "BF16" if engine.spells[scheme] in engine.bf16_scales else "FP32"
     if scheme == "block" and source.codes is not None and in_powers_of_2(source.codes):
         numbers = "powers of 2"
     return WeightFormat(quant_methods()[engine.spells[scheme]], scheme, numbers)

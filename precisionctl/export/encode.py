@@ -161,7 +161,10 @@ class InScheme:
             return {}
         amax = torch.stack([self.inputs[job.module] for job in group]).amax()
         found = {scales.input: scales.of_input_amax(amax) for scales in encode.weights.values() if scales.input}
-        return {name: float(rounded_up(scale, self.format.numbers)) for name, scale in found.items()}
+        numbers = (
+            "FP32" if self.format.scheme in FOUR_BITS else self.format.numbers
+        )  # global ones are loaded as they are
+        return {name: float(rounded_up(scale, numbers)) for name, scale in found.items()}
 
     def _encode(self, job: Job, plan: Plan) -> Encode:
         scales = {name: self.format.scales(name, plan.targets[name]) for name in job.writes}
