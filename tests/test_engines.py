@@ -9,7 +9,7 @@ from engine_exports import BF16, ENGINES, LAYER, METHODS, exported
 from precisionctl.engines.base import Engine
 from precisionctl.engines.serving import ServingLayout
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CODES
+from precisionctl.quant_methods.base import CODES, FOUR_BITS
 
 EVERY = pytest.mark.parametrize(
     "engine, scheme",

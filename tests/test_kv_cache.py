@@ -24,6 +24,7 @@ from precisionctl.errors import DamagedCheckpoint, MissingFp8State, PrecisionErr
 from precisionctl.evaluate import load
 from precisionctl.fp8 import sidecar
 from precisionctl.precision import PRESETS
+from precisionctl.quant_methods.base import FOUR_BITS
 
 LAYERS = range(2)
 
