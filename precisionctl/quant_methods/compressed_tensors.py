@@ -84,8 +84,8 @@ _NAMES: Mapping[Scheme, str] = {
 def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
     """The `quantization_config`: one group, of all linears but those that are ignored."""
     name = _NAMES.get(scheme, "float-quantized")
-    group = {"targets": ["Linear"], "weights": _WEIGHTS[scheme], "input_activations": _INPUTS.get(scheme)}
-    group |= {"format": name} if scheme in FOUR_BITS else {}
+    tensors = {"weights": _WEIGHTS[scheme], "input_activations": _INPUTS.get(scheme)}
+    group = {"targets": ["Linear"], **tensors, **({"format": name} if scheme in FOUR_BITS else {})}
     return {
         "quant_method": "compressed-tensors",
         "format": name,
