@@ -238,23 +238,31 @@ def settings(family: str) -> dict[str, Any]:
     return {"model_type": "llama"} | SIZES | NO_TOKENS | FAMILIES[family]
 
 
-def representing(kinds: Callable[[str], set[Any]], families: Iterable[str] = FAMILIES) -> list[Any]:
-    """Parameters of a slow test: families. Those that have none of the `kinds` but such as families before them have
-    are marked `soak`: they run in `make soak` alone."""
-    parameters = []
+def first_of_each(kinds: Callable[[str], set[Any]], families: Iterable[str] = FAMILIES) -> list[str]:
+    """The families that have one of the `kinds` that none before them has."""
+    chosen: list[str] = []
     known: set[Any] = set()
     for family in families:
-        new = kinds(family) - known
-        parameters.append(pytest.param(family, marks=[] if new else [pytest.mark.soak]))
-        known |= new
-    return parameters
+        if new := kinds(family) - known:
+            chosen.append(family)
+            known |= new
+    return chosen
 
 
-def block_kind(family: str) -> set[Any]:
-    """The one kind of a family's layers, by what they are made of: what tests are for that train."""
+def representing(kinds: Callable[[str], set[Any]], families: Iterable[str] = FAMILIES) -> list[Any]:
+    """Parameters of a slow test: families. All but the first of each of the `kinds` are marked `soak`: they run in
+    `make soak` alone."""
+    first, families = first_of_each(kinds, families), list(families)
+    return [pytest.param(family, marks=[] if family in first else [pytest.mark.soak]) for family in families]
+
+
+def block_kinds(family: str) -> set[Any]:
+    """What a family's layers are made of: what tests are for that train."""
     model = shape(family)
-    parts = (model.moe is not None, model.mla is not None, model.softmax_offset, model.post_layernorms)
-    return {(*parts, model.normalization, model.position_embedding, model.gated_linear_unit)}
+    fields = ("softmax_offset", "normalization", "position_embedding", "gated_linear_unit", "qk_layernorm_over_heads")
+    fields += ("pre_layernorms", "post_layernorms", "parallel_residual", "shared_expert_gate")
+    made = {(name, getattr(model, name)) for name in fields}
+    return made | {("experts", model.moe is not None), ("latent attention", model.mla is not None)}
 
 
 def rows(family: str) -> set[Any]:

@@ -50,7 +50,7 @@ SIZES = {
 }
 """How many ranks, and how they share a model."""
 
-FAMILIES = pico.representing(
+FAMILIES = pico.first_of_each(
     lambda family: {*pico.rows(family), *pico.switches(family)},
     [family for family in pico.FAMILIES if pico.shape(family).num_query_groups % 2 == 0],
 )

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import conversions
+import four_bit_directories
 import fp8_directories
 import pico
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import read_rows
@@ -195,6 +197,37 @@ def test_of_a_base_in_fp8_only_what_was_touched_has_other_codes(tmp_path: Path) 
     assert any("13 of 14 weights have the same codes" in note for note in again.notes)
 
 
+def test_of_a_base_in_four_bits_too(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    four_bit_directories.make(base, "ct-int4-32")
+    before = load_file(base / "model.safetensors")
+    sizes = json.loads((base / "config.json").read_text())
+    made = adapter(tmp_path / "adapter", linear(Q, sizes["hidden_size"], sizes["hidden_size"]))
+    notes = conversions.run(made, tmp_path / "again", "hf", "fp8", reference=base).notes
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(as_bytes(before[name]), as_bytes(after[name]))}
+    assert changed == {f"{Q}.weight_packed", f"{Q}.weight_scale"}
+    assert any("6 of 7 weights have the same codes" in note for note in notes)
+
+
+def test_of_a_base_without_a_table_too(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("opt", hidden_size=64, ffn_dim=96, num_hidden_layers=1, num_attention_heads=4)
+    config.vocab_size, config.word_embed_proj_dim, config.max_position_embeddings = 250, 64, 32
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
+    model.save_pretrained(tmp_path / "base")
+    module = "model.decoder.layers.0.fc1"
+    tensors = linear(module, 96, 64)
+    merged = merge(tmp_path / "base", tmp_path / "out", tensors)
+    a, b = tensors.values()
+    before = model.state_dict()[f"{module}.weight"]
+    assert torch.equal(merged[f"{module}.weight"], (before.float() + b @ a * 2.0).bfloat16())
+    embedding = "model.decoder.embed_tokens"  # tied to the output layer
+    tensors = {f"{embedding}.lora_embedding_A": random(4, 250), f"{embedding}.lora_embedding_B": random(64, 4)}
+    with pytest.raises(MappingError, match="changes one of the two"):
+        merge(tmp_path / "base", tmp_path / "other", tensors)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
@@ -284,6 +317,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
     "patterns in a list": ({"alpha_pattern": ["q_proj"]}, lambda: linear(Q, 64, 64), "are tables"),
     "an expression that takes for ever": (
         {"alpha_pattern": {"(([a-z_.0-9]+)+)+!": 3}},
+        lambda: linear(Q, 64, 64),
+        "an expression that is not read",
+    ),
+    "alternatives without end": (
+        {"alpha_pattern": {"(.|.)" * 40 + "!": 3}},
         lambda: linear(Q, 64, 64),
         "an expression that is not read",
     ),

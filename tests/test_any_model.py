@@ -9,11 +9,13 @@ import fp8_directories
 import pico
 import pytest
 import torch
-from any_models import assert_as_tabled, check_there_and_back, export, same, stored
+from any_models import assert_as_tabled, check_there_and_back, export, same, stored, untabled
 from conversions import carry_out, run, tree
 from safetensors.torch import save_file
 
+from precisionctl.architectures.families import read_model
 from precisionctl.architectures.read_off import rows, why_not_gemms
+from precisionctl.checkpoints import huggingface
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
@@ -68,6 +70,12 @@ def test_what_is_static_has_the_same_scales_by_its_own_table(
 ) -> None:
     fp8_directories.make(tmp_path / "source", spelling, family="mixtral")
     assert_as_tabled(tmp_path, "static", monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind that gets a table one day is one without, here."""
+    monkeypatch.setattr(huggingface, "read_model", untabled)
 
 
 def matrices(
@@ -152,7 +160,10 @@ def test_a_name_that_is_part_of_another_ignores_that_one_alone(tmp_path: Path) -
     assert "outpu[t]" in ignored and "output" not in ignored
 
 
-def test_what_needs_a_table_is_refused_by_name_with_how_to_get_one(tmp_path: Path, wrapper: Path) -> None:
+def test_what_needs_a_table_is_refused_by_name_with_how_to_get_one(
+    tmp_path: Path, wrapper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface, "read_model", read_model)
     refused = [
         Request(wrapper, tmp_path / "out", "megatron"),
         Request.export(wrapper, tmp_path / "out", "vllm", "dynamic", kv_cache="fp8"),

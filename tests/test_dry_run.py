@@ -1,5 +1,6 @@
 """`resume --dry-run` refuses what `resume` refuses before it reads data and weights, and says if checkpoints fit."""
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a run of two steps in it, and a checkpoint without a tokenizer."""
     folder = make_place(tmp_path_factory.mktemp("dry"))
     save_pico(folder / "bare", vocab_size=80)
-    make_source(folder / "beside", family="gpt-neox")
+    config = make_source(folder / "unknown") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "unheard_of"}))
     make_source(folder / "odd", intermediate_size=72)
     run(settings(folder / "source", folder / "text.txt", folder / "run", train__steps=2))
     return folder
@@ -39,7 +41,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no data": ({"data": "nowhere.txt"}, "No such file"),
     "no held-out data": ({"data__held_out": "nowhere.txt"}, "No such file"),
     "no tokenizer": ({"source": "bare"}, "tokenizer does not load"),
-    "model": ({"source": "beside"}, "parallel residual"),
+    "model": ({"source": "unknown"}, "unheard_of"),
     "sizes": ({"source": "odd", "precision": "fp8"}, "divisible by 16"),
     "sizes of amaxes": ({"source": "odd", "collect_amax": True}, "multiples of 16"),
     "rows": ({"data__sequence_length": 1000}, "beyond the model's"),

@@ -43,7 +43,7 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "family", pico.representing(pico.block_kind, ["llama-3", "mistral", "llama-tied", "gpt2", "gemma3", "deepseek-v3"])
+    "family", pico.representing(pico.block_kinds, ["llama-3", "mistral", "llama-tied", "gpt2", "gemma3", "deepseek-v3"])
 )
 def test_perplexity_is_that_of_transformers_own_model(tmp_path, text, family):
     model = save(tmp_path / "model", family)

@@ -39,7 +39,7 @@ def perplexity(checkpoint: Path, data: Path) -> float:
     return float(json.loads(done.stdout)["perplexity"])
 
 
-@pytest.mark.parametrize("family", pico.representing(pico.block_kind))
+@pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
 def test_an_fp8_run_learns_and_a_run_in_two_parts_is_the_same_run(family: str, tmp_path: Path, data: Path) -> None:
     assert_learns_alike_in_two_parts(family, "fp8", tmp_path, data)
 
@@ -61,7 +61,7 @@ def assert_learns_alike_in_two_parts(family: str, precision: str, tmp_path: Path
     assert perplexity(tmp_path / "whole", data) < 0.99 * perplexity(source, data)
 
 
-@pytest.mark.parametrize("family", pico.representing(pico.block_kind))
+@pytest.mark.parametrize("family", pico.representing(pico.block_kinds))
 def test_what_was_trained_is_what_transformers_then_computes(family: str, tmp_path: Path, data: Path) -> None:
     source = make_source(tmp_path / "hf", family=family, **pico.fp8_sizes(family))
     train(source, data, tmp_path / "run", "bf16", 2)

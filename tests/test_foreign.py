@@ -1,5 +1,6 @@
 """What is not read: each is told for what it is, with a step that leads on."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,16 +32,15 @@ def files(*names: str) -> Callable[[Path], object]:
     return make
 
 
-def dcp(rename: Callable[[str], str], *, optimizer: bool = False) -> Callable[[Path], object]:
-    """As PyTorch writes it, of a model whose names are changed."""
+def dcp(rename: Callable[[str], str], *, config: dict[str, str] | None = None) -> Callable[[Path], object]:
+    """As PyTorch writes it, of a model whose names are changed; beside a config, if there is one."""
 
     def make(directory: Path) -> None:
         tensors = pico.make("llama-2").state_dict()
         state: dict[str, Any] = {rename(name): tensor for name, tensor in tensors.items()}
-        if optimizer:
-            moments = {f"optimizer.state.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in state.items()}
-            state |= moments | {"optimizer.param_groups.0.lr": 0.1}
         torch.distributed.checkpoint.save(state, storage_writer=FileSystemWriter(directory), no_dist=True)
+        if config:
+            (directory / "config.json").write_text(json.dumps(config))
 
     return make
 
@@ -90,21 +90,9 @@ MADE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "PEFT's adapters in it",
         "merge_and_unload",
     ),
-    "accelerate's FSDP": (
-        files("pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "scheduler.pt"),
-        "accelerate's FSDP, in pieces",
-        r"accelerate merge-weights \S*/here/pytorch_model_fsdp_0 OUT.*config\.json",
-    ),
-    "what accelerate's FSDP has in it": (
-        dcp(lambda name: f"model.{name}"),
-        "accelerate's FSDP saves it",
-        "merge-weights .*here",
-    ),
     "accelerate's FSDP in one file": (files("pytorch_model_fsdp.bin"), "in one file", r"pytorch_model\.bin"),
-    "a state dict in DCP": (dcp(str), "PyTorch's own checkpoint", "merge-weights"),
-    "model and optimizer in DCP": (dcp(str, optimizer=True), "with its optimizer", "dcp_to_torch .*here all.pt"),
     "an optimizer in DCP": (dcp(lambda name: f"optimizer.state.{name}.exp_avg"), "without its model", "_fsdp_0"),
-    "torchtitan": (dcp(as_torchtitan), "torchtitan", "convert_to_hf.py .*here OUT"),
+    "torchtitan": (dcp(as_torchtitan, config={"model_type": "mamba"}), "torchtitan", "convert_to_hf.py .*here OUT"),
     "DeepSpeed": (
         files("latest", "zero_to_fp32.py", "global_step3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
         "DeepSpeed",

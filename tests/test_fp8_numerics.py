@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from te_kernels import FLT_MAX, fused_kernel_step
 
 from precisionctl.errors import PrecisionError
-from precisionctl.fp8 import numerics
+from precisionctl.fp8 import elements, numerics
 from precisionctl.fp8.state import DelayedScaling, Fp8State, RoleState
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -223,7 +223,7 @@ def test_amax_is_the_largest_magnitude_and_passes_over_nan(values, expected, dty
 def test_scale_inv_is_amax_over_the_largest_code_and_one_where_that_is_no_number():
     amax = torch.tensor([448.0, 3.0, 0.0, math.inf, math.nan, 1e-45])
     expected = torch.tensor([1.0, np.float32(3.0) / np.float32(448.0), 1.0, 1.0, 1.0, 1.0])
-    assert torch.equal(numerics.scale_inv(amax, E4M3), expected)
+    assert torch.equal(numerics.scale_inv(amax, elements.E4M3), expected)
 
 
 @pytest.mark.parametrize("margin", [0, 3])

@@ -201,11 +201,6 @@ def test_numbers_that_make_no_angles_are_refused(changes: dict[str, Any]) -> Non
         GPT(dataclasses.replace(tiny_shape(), **changes), BF16)
 
 
-def test_a_parallel_residual_is_refused_with_the_reason() -> None:
-    with pytest.raises(UnknownArchitecture, match="side by side, which Megatron-Core does not have"):
-        GPT(dataclasses.replace(tiny_shape(), parallel_residual=True), BF16)
-
-
 @pytest.mark.parametrize("changes", [{"n_group": 2, "topk_group": 3}, {"n_group": 8}, {"n_group": 4, "topk_group": 1}])
 def test_groups_that_a_router_cannot_choose_from_are_refused(changes: dict[str, int]) -> None:
     """Of 8 experts: more groups than there are, the two best of groups of one, four experts of a group of two."""

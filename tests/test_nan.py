@@ -1,5 +1,4 @@
-"""NaN among weights: told by name wherever values are looked at anyway; copied like other bytes where they are not. And
-outliers that take all of the range of a scale."""
+"""NaN among weights: told by name wherever values are looked at anyway; copied like other bytes where they are not."""
 
 import json
 from pathlib import Path
@@ -88,13 +87,3 @@ def test_inspect_finds_what_a_copy_did_not_look_at(tmp_path: Path) -> None:
     verdicts = json.loads(say("inspect", source, "--fp8", "--json"))["readiness"]["verdicts"]
     named = ["decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"]
     assert all(verdict["keep_bf16"] == named for verdict in verdicts.values())
-
-
-def test_a_scale_that_is_lost_on_an_outlier_is_told_by_share(tmp_path: Path) -> None:
-    """An outlier takes the range of its block of 128 x 128, which is half of either weight."""
-    source = make_source(tmp_path / "source", 1e5, dtype=torch.bfloat16)
-    said = say("export-inference", source, tmp_path / "out", "--target=vllm", "--scheme=block")
-    assert "WARNING: many elements became 0 in 2 of the tensors (" in said
-    assert f"{GATE} 50.0%" in said and f"{DOWN} 50.0%" in said
-    pico.save(tmp_path / "plain", hidden_size=128, intermediate_size=256, num_key_value_heads=4)
-    assert "became 0" not in say("export-inference", tmp_path / "plain", tmp_path / "of", "--target=vllm")

@@ -122,7 +122,7 @@ def test_it_generates_one_token_after_another_with_a_cache_and_leaves_its_scales
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "family", pico.representing(pico.block_kind, ["mixtral", "qwen3-moe", "deepseek-v3", "gpt2", "phi3", "gemma3"])
+    "family", pico.representing(pico.block_kinds, ["mixtral", "qwen3-moe", "deepseek-v3", "gpt2", "phi3", "gemma3"])
 )
 def test_other_families_compute_as_eval_does(tmp_path: Path, family: str) -> None:
     sizes = {"q_lora_rank": 32, "qk_rope_head_dim": 16} if family == "deepseek-v3" else {}

@@ -166,7 +166,7 @@ def test_too_many_skips_end_a_run_that_is_told_of_late_with_nothing_of_them(
 ) -> None:
     broken |= {3, 4, 5}
     made = settings(place / "source", place / "text.txt", tmp_path / "run", train__max_skipped=1, train__save_every=2)
-    with pytest.raises(PrecisionError, match="step 4 has loss nan .* the last of 2 running that were skipped"):
+    with pytest.raises(PrecisionError, match="step 4 has loss nan .* the last of 2 skipped steps in a row"):
         resume(made, lambda started: None, lambda step: None)
     assert [path.name for path in (tmp_path / "run").glob("iter_*")] == ["iter_0000002"]
     assert [row["step"] for row in read_metrics(tmp_path / "run" / FILE)] == [1, 2, 3]

@@ -21,7 +21,7 @@ TOKENS = torch.arange(3, 51).view(1, -1)  # beyond every window, and beyond the 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", pico.representing(pico.block_kind, FAMILIES))
+@pytest.mark.parametrize("family", pico.representing(pico.block_kinds, FAMILIES))
 def test_no_key_that_changes_the_logits_goes_unnoticed(tmp_path: Path, family: str) -> None:
     pico.save(tmp_path, family)
     one, path = HuggingFaceReader(tmp_path), tmp_path / "config.json"

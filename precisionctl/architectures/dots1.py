@@ -1,6 +1,7 @@
 """dots.llm1: Qwen3's attention before DeepSeek-V3's experts.
 
-Trap: without `norm_topk_prob`, which is its class's default, it is another model.
+Traps: without `norm_topk_prob`, which is its class's default, it is another model; scores are sigmoids whatever
+`scoring_func` says.
 """
 
 from precisionctl.architectures.config_keys import (
@@ -15,7 +16,7 @@ from precisionctl.architectures.config_keys import (
     sliding_window,
     tied,
 )
-from precisionctl.architectures.deepseek_keys import EXPERTS, SIGMOID, groups
+from precisionctl.architectures.deepseek_keys import EXPERTS, groups
 from precisionctl.architectures.deepseek_rows import decoder
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
 from precisionctl.architectures.param_map import Architecture
@@ -37,7 +38,8 @@ ARCHITECTURE = Architecture(
         SILU,
         Always("qk_layernorm", True),
         *EXPERTS,
-        *SIGMOID,
+        Always("moe.score_function", "sigmoid"),
+        Always("moe.expert_bias", True),
         Only("norm_topk_prob", True, absent=False),
         groups(1, 1),
         Key("moe.topk_scaling_factor", "routed_scaling_factor", 1.0),

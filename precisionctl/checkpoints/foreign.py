@@ -8,12 +8,10 @@ import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import Reader
-from precisionctl.checkpoints.megatron.carried_run import MegatronReader
-from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
 from precisionctl.model_shape import UntabledModel
 from precisionctl.untrusted.safe_files import read_file
@@ -130,23 +128,16 @@ def _common_wrapper(reader: Reader) -> str | None:
     return next((prefix for prefix in _WRAPPERS if all(name.startswith(prefix) for name in reader.specs)), None)
 
 
-def _plain_dcp(reader: Reader, *, optimizer: bool) -> str | None:
-    """The first tensor's name in a DCP checkpoint without Megatron's names, with or without an optimizer."""
-    if not _is_dcp(reader) or EMBEDDING in reader.specs:
-        return None
-    return (_first(reader.specs, bool) or "") if bool(reader.optimizer_specs) == optimizer else None
-
-
-def _is_dcp(reader: Reader) -> TypeGuard[MegatronReader]:
-    return reader.container == "fsdp_dtensor"
+def _is_dcp(reader: Reader) -> bool:
+    return reader.container == "dcp"
 
 
 TENSORS = (
     Foreign(
-        "a checkpoint of torchtitan",
+        "a checkpoint of torchtitan, of another model than Llama",
         f"`{dcp.FILE}`, and a tensor `tok_embeddings.weight`",
         "In a clone of torchtitan: `python scripts/checkpoint_conversion/convert_to_hf.py {path} OUT --hf_assets_path "
-        f"HF_DIR --model_name llama3 --model_flavor 8B`, with your model's name; {_THEN}.",
+        f"HF_DIR --model_name qwen3 --model_flavor 8B`, with your model's name; {_THEN}.",
         lambda reader: _first(reader.specs, "tok_embeddings.weight".__eq__) if _is_dcp(reader) else None,
     ),
     Foreign(
@@ -154,19 +145,6 @@ TENSORS = (
         f"`{dcp.FILE}`, and tensors of an optimizer alone",
         "Its model is in another directory, accelerate's in `pytorch_model_fsdp_0` beside it: give that.",
         lambda reader: "" if _is_dcp(reader) and not reader.specs else None,
-    ),
-    Foreign(
-        "PyTorch's own checkpoint (DCP) of a model, as accelerate's FSDP saves it; its names are not Megatron's",
-        f"`{dcp.FILE}`, and no tensor with Megatron's names",
-        f"`accelerate merge-weights {{path}} OUT`, {_THEN}.",
-        lambda reader: _plain_dcp(reader, optimizer=False),
-    ),
-    Foreign(
-        "PyTorch's own checkpoint (DCP) of a model with its optimizer; its names are not Megatron's",
-        "the same, with tensors of an optimizer",
-        "`python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} all.pt` makes one file of it, of "
-        "which docs/foreign.md takes the model.",
-        lambda reader: _plain_dcp(reader, optimizer=True),
     ),
     Foreign(
         "a model with a head for rewards or classes, which gives numbers and no tokens",
@@ -245,12 +223,6 @@ UNREAD = (
         "Give the ordinary checkpoint that it was made from to `python -m deepspeed.utils.zero_to_fp32 DIR OUT "
         f"--safe_serialization`, {_THEN}.",
         _has("zero/*/fp32.pt"),
-    ),
-    Foreign(
-        "a checkpoint of accelerate's FSDP, in pieces",
-        "a directory `pytorch_model_fsdp_0`",
-        f"`accelerate merge-weights {{path}}/{{found}} OUT`, {_THEN}.",
-        _has("pytorch_model_fsdp_[0-9]"),
     ),
     Foreign(
         "all weights of an accelerate run in one file",

@@ -1,15 +1,19 @@
-"""Read `fsdp_dtensor`, the checkpoints of Megatron-FSDP: PyTorch's distributed format with Megatron's names.
+"""PyTorch's own distributed checkpoints (DCP): with Hugging Face's names (`dcp_model.py`), or with Megatron's, which
+are `fsdp_dtensor`, the checkpoints of Megatron-FSDP.
 
-Nothing is stacked, gate and up are separate (`linear_fc1.weight_w`, `weight_v`), experts are numbered, every name
-begins with `model.module.`, and there is no FP8 state (megatron/core/transformer/fsdp_dtensor_checkpoint.py).
+In those nothing is stacked, gate and up are separate (`linear_fc1.weight_w`, `weight_v`), experts are numbered, every
+name begins with `model.module.`, and there is no FP8 state (megatron/core/transformer/fsdp_dtensor_checkpoint.py).
 """
 
 from pathlib import Path
 
 from precisionctl.checkpoints import dcp
 from precisionctl.checkpoints.base import NO_HINTS, Container, Hints
+from precisionctl.checkpoints.dcp_model import ACCELERATE, DcpModelReader, directory_of
 from precisionctl.checkpoints.megatron.keys import MARKER
+from precisionctl.checkpoints.megatron.logical import EMBEDDING
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.untrusted.safe_files import check_link
 
 
 def _is_complete(directory: Path) -> bool:
@@ -18,15 +22,26 @@ def _is_complete(directory: Path) -> bool:
 
 
 def recognise(path: Path) -> bool:
-    """Whether `path` is the directory of an iteration, or one of its entries is."""
-    return path.is_dir() and any(_is_complete(directory) for directory in (path, *path.glob("iter_*")))
+    """Whether `path` is such a directory, or one of its entries is an iteration, or accelerate's model."""
+    inside = (path, path / ACCELERATE, *path.glob("iter_*"))
+    return path.is_dir() and any(_is_complete(directory) for directory in inside)
 
 
-def open_reader(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> TorchDistReader:
-    """Open an iteration, or the newest of a directory. Raises as TorchDistReader."""
+def open_reader(path: Path, iteration: int | None = None, hints: Hints = NO_HINTS) -> TorchDistReader | DcpModelReader:
+    """Open an iteration of Megatron's, or the newest of a directory; or a model with Hugging Face's names. Raises as
+    their Readers do."""
+    directory = directory_of(path) if iteration is None else None
+    if directory is not None:
+        check_link(directory, path)
+        index = dcp.read_index(directory)
+        if not any(key.endswith(EMBEDDING) for key in index.tensors):
+            return DcpModelReader(path, directory, index, hints)
     return TorchDistReader(path, iteration, hints, container="fsdp_dtensor", complete=_is_complete)
 
 
 CONTAINER = Container(
-    recognise, open_reader, f"{dcp.FILE} of a PyTorch checkpoint of Megatron-FSDP, there or in an iteration's directory"
+    recognise,
+    open_reader,
+    f"{dcp.FILE} of a PyTorch checkpoint (DCP) with names of Hugging Face or Megatron-FSDP, there, in {ACCELERATE} or "
+    "in an iteration's directory",
 )

@@ -64,7 +64,9 @@ if TYPE_CHECKING:
 @click.option("--drop-optimizer", is_flag=True, help="Leave a Megatron checkpoint's optimizer and schedule behind.")
 @click.option("--architecture", metavar="MODEL_TYPE", help="model_type of a Megatron checkpoint that does not say it.")
 @click.option(
-    "--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for config and tokenizer."
+    "--reference",
+    type=CHECKPOINT,
+    help="Hugging Face directory of the same model, for config and tokenizer; of a LoRA adapter, its base model.",
 )
 @click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, help="Size of a safetensors file.")
 @iteration_option
@@ -105,7 +107,9 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @fp8_state_option
 @click.option("--architecture", metavar="MODEL_TYPE", help="model_type of a Megatron checkpoint that does not say it.")
 @click.option(
-    "--reference", type=CHECKPOINT, help="Hugging Face directory of the same model, for config and tokenizer."
+    "--reference",
+    type=CHECKPOINT,
+    help="Hugging Face directory of the same model, for config and tokenizer; of a LoRA adapter, its base model.",
 )
 @include_option
 @exclude_option

@@ -9,6 +9,7 @@ from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import Reader, in_four_bits
 from precisionctl.checkpoints.companions import is_tokenizer
+from precisionctl.checkpoints.dcp_model import DcpModelReader
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
@@ -74,6 +75,8 @@ def _in_words(setting: object) -> str:
 
 def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]:
     """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
+    if isinstance(reader, DcpModelReader) and reader.left:
+        yield f"Stays behind, as it is no weight: {len(reader.left)} tensors of the optimizer and of the run."
     if not of_megatron(reader):
         return
     if not carried and (optimizer := reader.optimizer_specs):

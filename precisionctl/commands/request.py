@@ -43,8 +43,9 @@ class Request:
     Without a `recipe` FP8 state keeps its own, or gets TE's defaults; for a target the recipe says which modules stay
     in BF16. A plain Megatron checkpoint does not contain its family, tokenizer or true vocabulary size: `architecture`
     names the family, or `reference` is a Hugging Face directory of the same model, whose config.json and tokenizer are
-    used. `te_version` is the version of the FP8 payloads to write; `grouped_columns` the order of columns in the
-    payloads of experts that are read, if it cannot be inferred.
+    used; so it is for a PyTorch checkpoint (DCP). Of a LoRA adapter `reference` is the base model. `te_version` is the
+    version of the FP8 payloads to write; `grouped_columns` the order of columns in the payloads of experts that are
+    read, if it cannot be inferred.
 
     `target` is an engine's name in engines/, or TE; it runs on `ranks` GPUs. Without a `scheme` the best that the
     checkpoint allows is chosen; `static` needs recorded input scales, from the source or from `fp8_state`.

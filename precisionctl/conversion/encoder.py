@@ -109,7 +109,7 @@ class Encoder:
         if self._before is None or stored is None or stored != replace(self._specs[name], parallel=stored.parallel):
             return seen.changed(values, codes, row, now)
         before = read_rows(self._before, name, row, len(codes))
-        return self._specs[name].element.differing(before, codes)
+        return stored.element.differing(before, codes)
 
     def _first_pass(self, encode: Encode, pieces: Callable[[], Iterable[ValuePiece]]) -> dict[str, BlockScales]:
         """Find the scales of each tensor, except those whose scales are found row by row in the second pass."""

@@ -21,7 +21,10 @@ LLAMA: tuple[str, dict[str, Any]] = ("llama", {})
 BIASED = ("llama", {"attention_bias": True})
 GPT2 = ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64})
 MIXTRAL = ("mixtral", {"num_local_experts": 4})
-MOE = ("qwen3_moe", {"hidden_size": 32, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24})
+MOE = (
+    "qwen3_moe",
+    {"hidden_size": 32, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+)
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -6,6 +6,7 @@ does anything but return or raise a PrecisionctlError, or takes too much time or
 """
 
 import io
+import json
 import os
 import resource
 import struct
@@ -23,6 +24,7 @@ import torch
 sys.modules.pop("pickle")  # imported again below, instrumented: opcodes are half of what there is to cover
 with atheris.instrument_imports(include=["pickle", "precisionctl"]):
     from precisionctl.checkpoints import dcp, safetensors_file
+    from precisionctl.checkpoints.adapter import lora_config
     from precisionctl.checkpoints.torch_zip import Span
     from precisionctl.errors import PrecisionctlError
     from precisionctl.fp8 import extra_state, te_pickle
@@ -131,6 +133,25 @@ def index_seeds() -> Iterator[bytes]:
     yield from (path.read_bytes() for path in sorted(GOLDEN.iterdir()) if path.stat().st_size < 700)
 
 
+class AdapterConfig:
+    """What PEFT says of an adapter, in a directory of its own."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.path = Path(self.folder.name)
+
+    def __call__(self, data: bytes) -> None:
+        (self.path / lora_config.FILE).write_bytes(data)
+        config = lora_config.read_lora_config(self.path)
+        assert abs(config.scale("model.layers.10.self_attn.q_proj", config.rank)) < float("inf")
+
+
+def adapter_seeds() -> Iterator[bytes]:
+    plain = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "init_lora_weights": True}
+    patterns = {"alpha_pattern": {r"layers\.\d+\.(q|k)_proj": 3}, "rank_pattern": {"q_proj": 2}, "use_rslora": True}
+    yield from (json.dumps(one).encode() for one in (plain, plain | patterns, {"peft_type": "IA3"}))
+
+
 class Safetensors:
     """A file in memory with other bytes each time."""
 
@@ -175,6 +196,7 @@ TARGETS: dict[str, tuple[Callable[[], Callable[[bytes], None]], Callable[[], Ite
     "archived": (lambda: archived, archived_seeds),
     "metadata": (Index, index_seeds),
     "safetensors": (Safetensors, safetensors_seeds),
+    "adapter": (AdapterConfig, adapter_seeds),
 }
 
 
@@ -183,6 +205,11 @@ def words(target: str) -> Iterator[bytes]:
     if target == "safetensors":
         yield from (b'"%s"' % word.encode() for word in (*safetensors_file.DTYPES, "dtype", "shape", "data_offsets"))
         yield from (b'"__metadata__"', b"[0,0]", b"[]", b"{}", b"18446744073709551616", b"-1", b"1e9", b"true", b"null")
+        return
+    if target == "adapter":
+        known = sorted(lora_config._READ | lora_config._OF_NO_CONSEQUENCE)
+        yield from (b'"%s"' % word.encode() for word in (*known, "LORA", "pissa", "q_proj"))
+        yield from (b"{}", b"[]", b"null", b"true", b"1e400", b"NaN", b"-1", rb"\\d+", b"(a|b)", b".*")
         return
     allowed = dcp._ALLOWED if target == "metadata" else te_pickle._IN_ARCHIVE
     for name in [*allowed, ("os", "system"), ("builtins", "getattr")]:

@@ -6,7 +6,7 @@ are read as what they decode to, and how they were coded is known (`export/weigh
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, permutations, takewhile
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from precisionctl.architectures.families import architecture_of
+from precisionctl.architectures.families import table_of
 from precisionctl.checkpoints.adapter.lora_config import FILE, read_lora_config
 from precisionctl.checkpoints.adapter.low_rank import Factors, LowRank, Merged
 from precisionctl.checkpoints.base import Chunk, Companions, Container, Hints, Reader, whole
@@ -25,7 +25,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, MappingError, ShapeMismatch, UnknownFormat, at
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
-from precisionctl.model_shape import ModelShape
+from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.param import Layout, TensorSpec
 from precisionctl.untrusted.safe_files import has_file
 
@@ -65,7 +65,7 @@ class AdapterReader:
         """What the adapter has in place of a tensor of the base, by that one's name."""
         with at(self._file):
             self._read_names()
-            _check_tied(base.model, {*self.changes, *self.replaced})
+            _check_tied(base.model, base.specs, {*self.changes, *self.replaced})
             self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in (*base.specs, *self.replaced)}
 
     @property
@@ -119,7 +119,7 @@ class AdapterReader:
             return mine
         if mine and mine.shape != before.shape:
             raise _other_shape(self.replaced[name], mine, f"`{name}`, which it replaces, is {list(before.shape)}")
-        return replace(before, dtype=torch.bfloat16) if name in self.base.encodings else before
+        return TensorSpec(before.shape, torch.bfloat16) if name in self.base.encodings else before
 
     def _read_names(self) -> None:
         """Find out what each tensor of the adapter is for."""
@@ -300,19 +300,24 @@ def _other_shape(name: str, spec: TensorSpec, other: str) -> ShapeMismatch:
     return ShapeMismatch(f"the adapter's `{name}` is {list(spec.shape)}, but {other}", do=do)
 
 
-def _check_tied(model: ModelShape, touched: set[str]) -> None:
+_EMBEDDING = re.compile(r"(?:.+\.)?(?:embed_tokens|embed_in|embed_out|wte|word_embeddings|embeddings|lm_head)\.weight")
+
+
+def _check_tied(model: ModelShape, stored: Collection[str], touched: Collection[str]) -> None:
     """Raise MappingError where an adapter changes one of two tensors that are one in its base: the embedding and the
     output layer were trained as two, and what is merged has room for one."""
-    for alias in architecture_of(model.architecture).aliases:
-        if (
-            alias.switch == "tied_embeddings"
-            and model.tied_embeddings
-            and (alias.of in touched) != (alias.hf in touched)
-        ):
-            raise MappingError(
-                f"the base ties `{alias.of}` and `{alias.hf}`, and the adapter changes one of the two",
-                do="Untie them in the base first: store both, and set tie_word_embeddings to false in its config.json.",
-            )
+    if isinstance(model, UntabledModel):
+        ends = [name for name in touched if _EMBEDDING.fullmatch(name)]
+        apart = len(ends) == 1 and model.config.get("tie_word_embeddings") is not False
+    else:
+        aliases = table_of(model).aliases
+        tied = [one for one in aliases if one.switch == "tied_embeddings" and one.of in stored]
+        apart = model.tied_embeddings and any((one.of in touched) != (one.hf in touched) for one in tied)
+    if apart:
+        raise MappingError(
+            "the base ties its embedding and its output layer, and the adapter changes one of the two",
+            do="Untie them in the base first: store both, and set tie_word_embeddings to false in its config.json.",
+        )
 
 
 def _open(path: Path, iteration: int | None, hints: Hints) -> AdapterReader:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from precisionctl.checkpoints import dcp
-from precisionctl.checkpoints.base import Box
+from precisionctl.checkpoints import dcp, torch_zip
+from precisionctl.checkpoints.base import Box, Chunk
 from precisionctl.checkpoints.megatron.keys import leading, unstack
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
@@ -68,10 +68,28 @@ def logical_tensors(stored: Mapping[str, dcp.DcpTensor], where: Path) -> dict[st
         raise DamagedCheckpoint(f"{clash[0]} is there twice", where=where)
     found = _by_parameter({renamed.get(name, name): one for name, one in found.items()})
     for name, one in found.items():
-        boxes = [part.box for part in one.parts]
-        if _overlap(boxes) or sum(box.rows * box.columns for box in boxes) != one.spec.rows * one.spec.columns:
-            raise DamagedCheckpoint(f"the pieces of {name} do not make one tensor {list(one.spec.shape)}", where=where)
+        check_whole(name, one, where)
     return found
+
+
+def check_whole(name: str, tensor: LogicalTensor, where: Path) -> None:
+    """Raise DamagedCheckpoint where the pieces of a tensor do not cover it exactly once."""
+    boxes, spec = [part.box for part in tensor.parts], tensor.spec
+    if _overlap(boxes) or sum(box.rows * box.columns for box in boxes) != spec.rows * spec.columns:
+        raise DamagedCheckpoint(f"the pieces of {name} do not make one tensor {list(spec.shape)}", where=where)
+
+
+def chunks_of(name: str, tensor: LogicalTensor) -> tuple[Chunk, ...]:
+    """Where the parts of a tensor are in their files. Raises DamagedCheckpoint where these say something else."""
+    spec, chunks = tensor.spec, []
+    for part in tensor.parts:
+        piece = part.piece
+        located = torch_zip.locate(piece.span)
+        if (located.dtype, located.shape) != (spec.dtype, piece.sizes):
+            found, wanted = f"{located.dtype} {list(located.shape)}", f"{spec.dtype} {list(piece.sizes)}"
+            raise DamagedCheckpoint(f"{name}: a piece is {found}, not {wanted}", where=piece.span)
+        chunks.append(Chunk(part.box, piece.span.path, located.offset + part.start * spec.dtype.itemsize))
+    return tuple(chunks)
 
 
 def model_prefix(keys: Mapping[str, object]) -> str:
@@ -125,10 +143,15 @@ def _check_count(stored: Mapping[str, dcp.DcpTensor], prefix: str, where: Path) 
 def _slices(key: str, stored: dcp.DcpTensor, where: Path) -> Iterator[tuple[str, LogicalTensor]]:
     """The logical tensors in a stored one: itself, or one for each layer, each expert, or both."""
     depth = leading(key)
-    if depth > len(stored.shape):
-        depth = 0
+    for at, tensor in slices(stored, depth if depth <= len(stored.shape) else 0, where):
+        yield unstack(key, at) if len(at) == depth else key, tensor
+
+
+def slices(stored: dcp.DcpTensor, depth: int, where: Path) -> Iterator[tuple[tuple[int, ...], LogicalTensor]]:
+    """The tensors that the first `depth` dimensions of a stored one count, each with its place in them. Raises
+    DamagedCheckpoint for pieces that are cut in more than the first two of their own dimensions."""
     counts, spec = stored.shape[:depth], TensorSpec(stored.shape[depth:], stored.dtype)
-    slices: dict[tuple[int, ...], list[TensorPart]] = {at: [] for at in itertools.product(*map(range, counts))}
+    found: dict[tuple[int, ...], list[TensorPart]] = {at: [] for at in itertools.product(*map(range, counts))}
     for piece in stored.pieces:
         # Offsets and sizes per dimension, as a box of rows and columns: only the first two dimensions may be cut
         offsets, sizes = piece.offsets[depth:], piece.sizes[depth:]
@@ -140,9 +163,9 @@ def _slices(key: str, stored: dcp.DcpTensor, where: Path) -> Iterator[tuple[str,
         box = Box(row, rows, column, columns)
         ranges = zip(piece.offsets[:depth], piece.sizes[:depth], strict=True)
         for index, at in enumerate(itertools.product(*(range(start, start + size) for start, size in ranges))):
-            slices[at].append(TensorPart(box, piece, index * box.rows * box.columns))
-    for at, parts in slices.items():
-        yield unstack(key, at) if depth == leading(key) else key, LogicalTensor(spec, tuple(parts))
+            found[at].append(TensorPart(box, piece, index * box.rows * box.columns))
+    for at, parts in found.items():
+        yield at, LogicalTensor(spec, tuple(parts))
 
 
 def _by_parameter(found: Mapping[str, LogicalTensor]) -> dict[str, LogicalTensor]:

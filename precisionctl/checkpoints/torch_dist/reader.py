@@ -29,6 +29,7 @@ from precisionctl.checkpoints.megatron.keys import (
 )
 from precisionctl.checkpoints.megatron.logical import (
     LogicalTensor,
+    chunks_of,
     logical_tensors,
     model_prefix,
     of_optimizer,
@@ -126,16 +127,7 @@ class TorchDistReader(MegatronDirectory):
 
     def chunks(self, name: str) -> Sequence[Chunk]:
         if name not in self._chunks:
-            spec, chunks = self._tensors[name].spec, []
-            for part in self._tensors[name].parts:
-                piece = part.piece
-                located = torch_zip.locate(piece.span)
-                if (located.dtype, located.shape) != (spec.dtype, piece.sizes):
-                    found, wanted = f"{located.dtype} {list(located.shape)}", f"{spec.dtype} {list(piece.sizes)}"
-                    raise DamagedCheckpoint(f"{name}: a piece is {found}, not {wanted}", where=piece.span)
-                start = located.offset + part.start * spec.dtype.itemsize
-                chunks.append(Chunk(part.box, piece.span.path, start))
-            self._chunks[name] = tuple(chunks)
+            self._chunks[name] = chunks_of(name, self._tensors[name])
         return self._chunks[name]
 
     @cached_property

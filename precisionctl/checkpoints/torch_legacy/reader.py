@@ -189,6 +189,14 @@ class LegacyReader(MegatronDirectory):
             up = self._shards.get(name.replace("_down_proj", "_up_proj"))
             taken = up[0][0].tensor.shape[-1:] if up else ()
             return ROWS if taken and shard.shape[:1] < taken else REPLICATED
+        if name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+            # of one head it is whole on every rank; over all heads it is as long as what a rank's give linear_proj
+            query, proj = (
+                self._shards.get(re.sub(r"[qk]_layernorm", module, name)) for module in ("q_layernorm", "linear_proj")
+            )
+            length = query[0][0].tensor.shape if query else ()
+            heads = proj[0][0].tensor.shape[-1:] if proj else ()
+            return ROWS if length == heads != (self.args.get("kv_channels"),) else REPLICATED
         # Where the first linear of an MLP is gate and up, it has twice the rows that the second has columns
         shapes = [self._shards[weight][0][0].tensor.shape for weight in fc_weights(name) if weight in self._shards]
         matrices = len(shapes) == 2 and all(len(shape) == 2 for shape in shapes)

@@ -1,0 +1,185 @@
+"""Models in PyTorch's own checkpoints, under Hugging Face's names or torchtitan's, are read as the live ones are."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import conversions
+import pico
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from forked import run_program
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from transformers import PreTrainedModel
+
+from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index, read_index, write_index
+from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, RecipeError, UnknownFormat
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save(directory: Path, state: Mapping[str, object]) -> Path:
+    dcp.save(dict(state), storage_writer=FileSystemWriter(directory), no_dist=True)
+    return directory
+
+
+def config_of(model: PreTrainedModel, directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    model.config.save_pretrained(directory)
+    return directory
+
+
+def assert_is(tensors: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
+    assert tensors.keys() == model.keys()
+    for name, tensor in model.items():
+        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix"),
+    [
+        *(("llama-3", prefix) for prefix in ("", "model.", "model.module.", "_orig_mod.", "model._orig_mod.")),
+        *(("gpt2", prefix) for prefix in ("", "model.")),
+    ],
+)
+def test_names_are_those_of_the_model_whatever_wraps_it(tmp_path: Path, prefix: str, family: str) -> None:
+    model = pico.make(family)
+    stored = model.state_dict()
+    made = save(tmp_path / "dcp", {f"{prefix}{name}": tensor for name, tensor in stored.items()})
+    conversions.run(made, tmp_path / "out", "hf", reference=config_of(model, tmp_path / "config"))
+    pico.make(family).save_pretrained(tmp_path / "by-transformers")
+    assert_is(
+        load_file(tmp_path / "out" / "model.safetensors"), load_file(tmp_path / "by-transformers/model.safetensors")
+    )
+
+
+def test_two_ranks_of_fsdp_with_their_optimizer(tmp_path: Path) -> None:
+    run_program("dcp_ranks.py", tmp_path)
+    reference = config_of(pico.make("llama-3", vocab_size=253), tmp_path / "config")
+    in_hf = conversions.run(tmp_path / "dcp", tmp_path / "hf", "hf", reference=reference, verify=True)
+    conversions.run(tmp_path / "dcp", tmp_path / "megatron", "megatron", reference=reference)
+    conversions.run(tmp_path / "megatron", tmp_path / "back", "hf")
+    live = torch.load(tmp_path / "live.pt")
+    assert_is(load_file(tmp_path / "hf" / "model.safetensors"), live)
+    assert_is(conversions.tensors(tmp_path / "back"), live)
+    assert any("Stays behind, as it is no weight" in note for note in in_hf.notes)
+
+
+def test_experts_in_one_tensor_become_those_that_their_class_saves(tmp_path: Path) -> None:
+    model = pico.save(tmp_path / "by-transformers", "qwen3-moe")
+    assert any(re.search(r"experts\.gate_up_proj$", name) for name in model.state_dict())
+    made = save(tmp_path / "dcp", {"model": model.state_dict()})
+    for to in ("hf", "megatron"):
+        conversions.run(made, tmp_path / to, to, reference=tmp_path / "by-transformers")
+    conversions.run(tmp_path / "megatron", tmp_path / "back", "hf")
+    assert_is(
+        load_file(tmp_path / "back" / "model.safetensors"), load_file(tmp_path / "by-transformers/model.safetensors")
+    )
+    conversions.run(tmp_path / "hf", tmp_path / "respelled", "megatron")
+    conversions.assert_same_tensors(tmp_path / "megatron", tmp_path / "respelled")
+
+
+def test_a_step_of_accelerates_fsdp_with_a_config_beside_it(tmp_path: Path) -> None:
+    model = pico.make("llama-tied")
+    save(tmp_path / "checkpoint-3" / "pytorch_model_fsdp_0", {"model": model.state_dict()})
+    moments = {f"optimizer.state.{name}.exp_avg": torch.ones(3) for name in model.state_dict()}
+    save(tmp_path / "checkpoint-3" / "optimizer_0", moments)
+    config_of(model, tmp_path / "checkpoint-3")
+    conversions.run(tmp_path / "checkpoint-3", tmp_path / "out", "hf")
+    live = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    assert_is(load_file(tmp_path / "out" / "model.safetensors"), live)
+    with pytest.raises(RecipeError, match=r"has a config\.json"):
+        conversions.run(tmp_path / "checkpoint-3", tmp_path / "other", "hf", reference=tmp_path / "out")
+    with pytest.raises(UnknownFormat, match="without its model"):
+        open_checkpoint(tmp_path / "checkpoint-3" / "optimizer_0")
+
+
+def in_titan(name: str) -> str:
+    """torchtitan's name."""
+    name = (
+        name.removeprefix("model.")
+        .replace("embed_tokens", "tok_embeddings")
+        .replace("self_attn.o_proj", "attention.wo")
+    )
+    name = re.sub(r"self_attn\.([qkv])_proj", r"attention.qkv_linear.w\1", name)
+    for ours, theirs in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3"), ("mlp", "feed_forward")):
+        name = name.replace(ours, theirs)
+    return name.replace("post_attention_layernorm", "ffn_norm").replace("input_layernorm", "attention_norm")
+
+
+@pytest.mark.parametrize(
+    "rename", [in_titan, lambda name: in_titan(name).replace("qkv_linear.", "").replace("lm_head", "output")]
+)
+def test_torchtitans_llama_has_pairs_of_rotary_rows_side_by_side(tmp_path: Path, rename: Callable[[str], str]) -> None:
+    """Scores of its queries and keys, turned as complex numbers, are those of Hugging Face's, turned by halves."""
+    model = pico.make("llama-3", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    made = save(tmp_path / "dcp", {rename(name): tensor for name, tensor in model.state_dict().items()})
+    conversions.run(made, tmp_path / "out", "hf", reference=config_of(model, tmp_path / "config"))
+    theirs, ours = model.state_dict(), load_file(tmp_path / "out" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    moved = {name for name in ours if not torch.equal(ours[name], theirs[name])}
+    assert moved == {name for name in ours if name.endswith(("q_proj.weight", "k_proj.weight"))}
+    hidden, size = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)), 16
+    angles = torch.outer(torch.arange(5.0), 10000.0 ** -(torch.arange(0, size, 2) / size))
+
+    def complex_turned(weight: Tensor) -> Tensor:
+        heads = (hidden @ weight.t()).view(5, -1, size // 2, 2)
+        turned = torch.view_as_complex(heads.contiguous()) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+        return torch.view_as_real(turned).flatten(2)
+
+    def turned_by_halves(weight: Tensor) -> Tensor:
+        first, second = (hidden @ weight.t()).view(5, -1, size).chunk(2, -1)
+        cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def scores(turned: Callable[[Tensor], Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+        q, k = (turned(weights[f"model.layers.1.self_attn.{kind}_proj.weight"]) for kind in "qk")
+        return torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(2, 1))
+
+    expected = scores(complex_turned, theirs)
+    assert torch.allclose(scores(turned_by_halves, ours), expected, atol=1e-5)
+    assert not torch.allclose(scores(turned_by_halves, theirs), expected, atol=1e-2)
+
+
+def test_a_checkpoint_without_a_config_asks_for_one(tmp_path: Path) -> None:
+    made = save(tmp_path / "dcp", pico.make("llama-3").state_dict())
+    with pytest.raises(CheckpointError, match=r"does not say which model it is.*--reference"):
+        open_checkpoint(made)
+
+
+def test_what_the_model_has_no_place_for_and_what_is_missing_is_refused(tmp_path: Path) -> None:
+    model = pico.make("llama-3")
+    config, stored = config_of(model, tmp_path / "config"), model.state_dict()
+    more = save(tmp_path / "more", stored | {"ema.weight": torch.ones(3)})
+    less = save(tmp_path / "less", {name: one for name, one in stored.items() if "layers.1.mlp.up" not in name})
+    other = save(tmp_path / "other", pico.make("llama-3", vocab_size=999).state_dict())
+    for made, message in (
+        (more, r"unexpected +ema\.weight"),
+        (less, r"missing +\S*up_proj"),
+        (other, r"is \[999, 64\]"),
+    ):
+        with pytest.raises(PrecisionctlError, match=message):
+            conversions.run(made, tmp_path / "out", "hf", reference=config)
+
+
+def test_pieces_that_overlap_are_refused(tmp_path: Path) -> None:
+    made = save(tmp_path / "dcp", {"model.norm.weight": torch.ones(6, 4)})
+    (made / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    index = read_index(made)
+    span = index.tensors["model.norm.weight"].pieces[0].span
+    halves = (DcpPiece((0, 0), (3, 4), span), DcpPiece((2, 0), (3, 4), span))
+    write_index(made, Index({"model.norm.weight": DcpTensor((6, 4), torch.float32, halves)}, {}))
+    with pytest.raises(DamagedCheckpoint, match="do not make one tensor"):
+        open_checkpoint(made)
+
+
+def test_a_name_that_poses_as_an_expert_of_a_stack_is_refused(tmp_path: Path) -> None:
+    made = save(tmp_path / "dcp", {"model.layers.0.mlp.experts.down_proj[0]": torch.ones(3, 4)})
+    (made / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(CheckpointError, match="named as a slice"):
+        open_checkpoint(made)
