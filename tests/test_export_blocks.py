@@ -1,6 +1,7 @@
 """Exports in blocks of 128 x 128, and what an export makes of weights that are FP8 codes already."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,7 +100,9 @@ def test_each_block_is_divided_by_its_largest_magnitude_over_448(tmp_path: Path,
         "weight_block_size": [128, 128],
     }
     linears = {name.removesuffix(".weight") for name, values in plain.items() if values.dim() == 2}
-    assert set(ignored) | {name.removesuffix(".weight") for name in codes} == linears  # type: ignore[call-overload]
+    named = set(ignored) | {name.removesuffix(".weight") for name in codes}  # type: ignore[call-overload]
+    renamed = {name for name in named if re.search(r"mlp\.(gate|router)$", name)}  # as transformers has it in memory
+    assert named - (renamed if family == "mixtral" else set()) == linears
     check_with_every_engine(tmp_path / "out")
     assert compare(open_checkpoint(tmp_path / "hf"), open_checkpoint(tmp_path / "out")).equal
 

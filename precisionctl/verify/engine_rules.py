@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from precisionctl.checkpoints.base import Chunked, Reader, read_tensor
+from precisionctl.checkpoints.base import Chunked, Reader, in_four_bits, read_tensor
 from precisionctl.engines.base import Engine
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import UnknownFormat
+from precisionctl.quant_methods.base import recognise
 
 NO_CODES = EngineRule(
     "nothing but config.json was checked; export-inference writes FP8 weights", "precisionctl verify", fatal=False
@@ -37,6 +38,13 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
             f"{engine.title} loads Hugging Face directories, this is {reader.container}",
             where=reader.path,
             do=f"Make one: precisionctl export-inference {reader.path} DST --target {engine.name}",
+        )
+    method = recognise(reader.config)
+    if (packed := in_four_bits(reader)) and not (method and method.spelling and method.spelling.four_bits):
+        raise UnknownFormat(
+            f"the rules here say nothing of {next(iter(packed.values())).name} as this directory spells it",
+            where=reader.path,
+            do="Engines load what its makers have released. `convert --to hf` makes a directory in BF16 of it.",
         )
     stored = reader.stored
     found = engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks, reader.beside)
