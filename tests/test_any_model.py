@@ -256,3 +256,26 @@ def test_any_number_of_workers_writes_the_same_bytes_and_a_dry_run_none(tmp_path
 
 def test_a_recipe_that_counts_no_layers_asks_for_no_number_of_them() -> None:
     assert not PRESETS["fp8-block"].counts_layers and Precision(fp8=True, num_layers_at_start_in_bf16=1).counts_layers
+
+
+@pytest.mark.parametrize("model_type", ["phimoe", "nemotron_h"])
+def test_modules_that_transformers_renames_in_memory_stay_in_bf16_there(tmp_path: Path, model_type: str) -> None:
+    """A router that is a linear in memory, and linears of shapes that FP8 does not take."""
+    model = any_models.save(tmp_path / "source", model_type)
+    any_models.export(tmp_path / "source", tmp_path / "out", target="transformers")
+    loaded = any_models.load_whole(type(model), tmp_path / "out")
+    ours, theirs = (any_models.logits(each).flatten() for each in (loaded, model))
+    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.98
+
+
+def test_weights_become_fp8_without_state_that_nobody_can_record(tmp_path: Path) -> None:
+    any_models.save(tmp_path / "source", "nemotron_h")
+    carry_out(Request(tmp_path / "source", tmp_path / "out", "hf", "fp8"), workers=1)
+    any_models.check_codes(tmp_path / "source", tmp_path / "out", "dynamic")
+
+
+def test_experts_in_one_tensor_do_not_go_to_transformers_as_compressed_tensors(tmp_path: Path) -> None:
+    any_models.save(tmp_path / "source", "llama4_text")
+    with pytest.raises(PrecisionError, match="one tensor and stay in BF16.*--scheme block"):
+        any_models.export(tmp_path / "source", tmp_path / "out", target="transformers")
+    any_models.export(tmp_path / "source", tmp_path / "block", "block", "transformers")

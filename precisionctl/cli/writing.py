@@ -89,14 +89,15 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
     do(request, how)
 
 
-@click.command("export-inference", short_help="Write FP8 weights and scales for an inference engine.")
+@click.command("export-inference", short_help="Write FP8 or four-bit weights and scales for an inference engine.")
 @click.argument("source", metavar="CHECKPOINT", type=CHECKPOINT)
 @click.argument("destination", type=NEW_PATH)
 @click.option("--target", required=True, metavar="ENGINE", help="vllm, sglang, tensorrt-llm, transformers or te.")
 @click.option(
     "--scheme",
-    type=click.Choice(["static", "dynamic", "block", "mxfp8"]),
-    help="static: recorded input scales; dynamic: per token; block: per 128 values; mxfp8: per 32. Default: the best.",
+    type=click.Choice(["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"]),
+    help="static: recorded input scales; dynamic: per token; block: per 128 values; mxfp8: per 32. Four bits: nvfp4, "
+    "with recorded input scales; nvfp4a16, w4a16: weights alone; mxfp4. Default: the best in FP8.",
 )
 @click.option(
     "--tp", "ranks", type=POSITIVE, default=1, show_default=True, help="GPUs that the engine will split the model over."
@@ -118,10 +119,10 @@ def convert(recipe: str | None, megatron: tuple[str, ...], how: Writing, **what:
 @iteration_option
 @writing_options
 def export_inference(recipe: str | None, how: Writing, **what: Any) -> None:
-    """Write CHECKPOINT as FP8 for an inference engine, with the scales that training recorded.
+    """Write CHECKPOINT as FP8, or in four bits, for an inference engine, with the scales that training recorded.
 
-    No calibration data is needed. Linears of attention and MLP become E4M3 codes; the rest stays BF16. Weights that are
-    FP8 codes already keep them where they fit the scheme.
+    No calibration data is needed. Linears of attention and MLP become codes; the rest stays BF16. Weights that are
+    codes already keep them where they fit the scheme.
     """
     from precisionctl.commands.request import Request
 

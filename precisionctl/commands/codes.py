@@ -13,6 +13,7 @@ from precisionctl.commands.notes import (
     known_state_notes,
     left_behind_notes,
     missing_notes,
+    unreached_notes,
 )
 from precisionctl.commands.request import TE, Request
 from precisionctl.commands.source import Source
@@ -20,14 +21,14 @@ from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, in_powers_of_2
-from precisionctl.export.encode import WeightFormat, encode, in_scheme, modules_in_bf16, served
+from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16, served
 from precisionctl.export.model_card import Card, beside
 from precisionctl.export.schemes import best_scheme
 from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.statistics import Scaling
 from precisionctl.model_shape import UntabledModel
 from precisionctl.planning.plan import Plan
-from precisionctl.quant_methods.base import Scheme, quant_methods
+from precisionctl.quant_methods.base import FIXED_INPUTS, FOUR_BITS, Scheme, quant_methods
 
 _SCHEMES: Mapping[Scaling, Scheme] = {"delayed": "static", "current": "dynamic", "block": "block", "mxfp8": "mxfp8"}
 """The scheme in which an engine computes most like a recipe's scaling."""
@@ -37,6 +38,10 @@ _IN_WORDS: Mapping[Scheme, str] = {
     "dynamic": "one scale for an output channel of a weight, one for a token of inputs",
     "block": "one scale for 128 x 128 values of a weight, one for 128 of inputs",
     "mxfp8": "a power of two for 32 values of a weight or of inputs",
+    "nvfp4": "one scale for 16 values of a weight, or of inputs, under a global one",
+    "nvfp4a16": "one scale for 16 values of a weight under a global one, inputs as they are",
+    "mxfp4": "a power of two for 32 values of a weight or of inputs",
+    "w4a16": "4-bit integers, one scale for 128 values of a weight, inputs as they are",
 }
 
 
@@ -50,12 +55,13 @@ def for_engine(request: Request, source: Source) -> Result:
     engine, precision = engine_named(request.target or "vllm"), request.numerics(model)
     scheme, notes = request.scheme, []
     if request.target is None:
-        scheme = _SCHEMES[request.recipe.scaling if request.recipe else "delayed"]
+        untrained = isinstance(model, UntabledModel) and not source.states  # and no command here could record any
+        scheme = _SCHEMES[request.recipe.scaling if request.recipe else "current" if untrained else "delayed"]
     if scheme is None:
         scheme, why = best_scheme(engine, source.plan, precision, source.states, source.codes, known.why_none)
         notes.append(f"Scheme {scheme}: {why}.")
     form = _format(request, source, engine, scheme)
-    if scheme == "static":
+    if scheme in FIXED_INPUTS:
         notes += input_scale_notes(known.current, request.fp8_state)
     notes += known.notes  # of outdated state the scheme has told
     policy = in_scheme(
@@ -71,9 +77,22 @@ def for_engine(request: Request, source: Source) -> Result:
         raise PrecisionError(
             f"{engine.title} does not load {found[0].what}",
             where=found[0].where,
-            do="Export with --scheme static or block, or leave the experts in BF16: --exclude '*.experts.*'.",
+            do="Export with another --scheme, or leave the experts in BF16: --exclude '*.experts.*'.",
         )
+    if policy.inputs is not None:
+        notes += unreached_notes(source.states, policy.jobs)
     plan = encode(source.plan, policy)
+    if isinstance(model, UntabledModel) and engine.name == "transformers":
+        if form.method.name == "compressed-tensors" and any(is_slice(name) for name in plan.targets):
+            raise PrecisionError(
+                "transformers makes linears of all experts of a model in compressed-tensors, and does not load these: "
+                "they are one tensor and stay in BF16",
+                do="Export with --scheme block.",
+            )
+        notes.append(
+            "transformers gives modules of some models other names in memory, and may take some that stay in BF16 for "
+            "FP8: load it with output_loading_info=True, and see that no weight is missing."
+        )
     if request.kv_cache:
         kv_cache.check_engine(source.plan, engine, form.method)
         scales = kv_cache.recorded_scales(known.current, source.fixed_scales, source.plan)
@@ -93,7 +112,7 @@ def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) ->
     """How weights are coded and spelled."""
     if scheme not in engine.spells:
         raise PrecisionError(f"no {scheme} for {engine.title}", do=f"Choose --scheme {' or '.join(engine.spells)}.")
-    if scheme != "static" and request.fp8_state and not request.kv_cache:
+    if scheme not in FIXED_INPUTS and request.fp8_state and not request.kv_cache:
         raise RecipeError(
             f"under {scheme} the engine makes input scales itself, without FP8 state", do="Leave --fp8-state out."
         )
@@ -107,9 +126,10 @@ def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: We
     """What the model card says of a result for an engine."""
     code, name = source.reader.companions.code, request.destination.name
     file = Path(request.fp8_state.name) if request.fp8_state else None
-    inputs = [*input_scale_notes(source.known.current, file)] if form.scheme == "static" else [_BY_ENGINE]
+    fixed, kept_inputs = form.scheme in FIXED_INPUTS, form.scheme.endswith("a16")
+    inputs = [*input_scale_notes(source.known.current, file)] if fixed else [_IN_BF16 if kept_inputs else _BY_ENGINE]
     facts = {
-        "weights": "float8_e4m3fn",
+        "weights": plan.targets[plan.codes[0]].stored_dtype,
         "format": form.method.name,
         "scheme": f"{form.scheme}: {_IN_WORDS[form.scheme]}",
         "input scales": " ".join(inputs),
@@ -119,10 +139,12 @@ def _card(request: Request, source: Source, plan: Plan, engine: Engine, form: We
         facts["code of its own"] = f"{', '.join(code)}: the engine needs to be told to trust it"
     command = engine.serve(beside(name), request.ranks, fp8_cache=request.kv_cache is not None)
     kept = modules_in_bf16(source.plan, set(plan.codes))
-    return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model)
+    bits = FOUR_BITS.get(form.scheme, "FP8")
+    return Card(name, engine.title, engine.name, command, facts, plan.codes, kept, request.base_model, bits)
 
 
 _BY_ENGINE = "Input scales are made by the engine."
+_IN_BF16 = "Inputs are not quantized."
 
 
 def engine_named(name: str) -> Engine:

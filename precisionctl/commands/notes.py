@@ -1,7 +1,7 @@
 """A command's notes for the user: what is left behind, what was guessed, what was computed anew."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from precisionctl.architectures.families import models_of_megatron_args, table_of
@@ -15,14 +15,14 @@ from precisionctl.checkpoints.megatron.carried_run import of_megatron
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.known_state import KnownState, origin, outdated_note
 from precisionctl.export.encode import is_slice
-from precisionctl.export.input_scales import OF_ONE_STEP, of_one_step
+from precisionctl.export.input_scales import OF_ONE_STEP, of_one_step, unreached_experts
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.carry import StateChange
 from precisionctl.fp8.extra_state_writer import TeVersion
 from precisionctl.fp8.state import IN_USE, Fp8States
 from precisionctl.model_shape import ModelShape
 from precisionctl.param import Layout, Parallelism
-from precisionctl.planning.plan import Plan
+from precisionctl.planning.plan import Job, Plan
 from precisionctl.precision import Precision
 
 
@@ -215,6 +215,12 @@ def input_scale_notes(recorded: Fp8States | None, file: Path | None) -> Iterator
         yield "Input scales are the fixed ones of the source's FP8 weights."
     if recorded and of_one_step(recorded):
         yield f"They may be too small: {OF_ONE_STEP}."
+
+
+def unreached_notes(states: Fp8States | None, jobs: Sequence[Job]) -> Iterator[str]:
+    """A note on experts whose inputs were never recorded."""
+    if count := unreached_experts(states, jobs):
+        yield f"{count} inputs of experts saw no token: their scales are of the largest amax of their layer's experts."
 
 
 def known_state_notes(known: KnownState, *, carried: bool) -> Iterator[str]:

@@ -22,7 +22,7 @@ from precisionctl.commands.request import TE_TITLE, Request
 from precisionctl.commands.source import Source
 from precisionctl.errors import MissingFp8State
 from precisionctl.export.encode import fp8_jobs
-from precisionctl.export.input_scales import input_scales
+from precisionctl.export.input_scales import input_amaxes
 from precisionctl.export.model_card import Card, beside
 from precisionctl.fp8.carry import amax_by_module, check_modules, from_other_experts
 from precisionctl.fp8.numerics import after_one_update
@@ -60,7 +60,7 @@ def _of_gemms(request: Request, source: Source) -> Fp8States:
     jobs = fp8_jobs(plan, precision)
     check_fp8_gemms(plan, precision)
     try:
-        input_scales(states, jobs, source.known.why_none)
+        input_amaxes(states, jobs, source.known.why_none)
     except MissingFp8State as missing:
         do = "Record it with `precisionctl calibrate` and give --fp8-state, or train a few steps in FP8."
         raise MissingFp8State(missing.what, do=do) from missing

@@ -79,6 +79,7 @@ class Encoder:
         """
         seen = self._first_pass(encode, pieces)
         made = {name: self._made(name, found, encode) for name, found in seen.items()}
+        searched = {name for name, found in seen.items() if found.searches}
         changed = dict.fromkeys((name for name, found in seen.items() if found.carried and not found.fits.all()), 0)
         underflows = {name: _Underflows() for name in encode.weights if self._specs[name].packing is None}
         for name, row, values in pieces():
@@ -86,10 +87,15 @@ class Encoder:
                 self.put_values(name, row, values)
                 continue
             encoding = made.get(name) or self._by_row(name, row, values, encode)
+            first = row if name in made else 0
+            if name in searched:
+                encoding, first = seen[name].searched(values, row, encoding, self._buffers.scratch), 0
+                self._put_grid(encode.weights[name], encoding, row)
             codes = self._buffers.to_write(encoding.element.dtype, len(values), self._specs[name].width)
-            encoding.encode_rows(values, row if name in made else 0, codes, self._buffers.scratch)
+            encoding.encode_rows(values, first, codes, self._buffers.scratch)
             if name in changed:
-                changed[name] += self._changed(name, row, codes, values, seen[name])
+                now = encoding.of_rows(first, len(values))
+                changed[name] += self._changed(name, row, codes, values, seen[name], now)
             if name in underflows:  # of sixteen numbers zero is one that many values become
                 underflows[name].see(values, codes)
             self._put(name, row, codes)
@@ -97,28 +103,20 @@ class Encoder:
         self.found.changed |= changed
         self.put_input_scales(encode)
 
-    def _changed(self, name: str, row: int, codes: Tensor, values: Tensor, seen: BlockScales) -> int:
+    def _changed(self, name: str, row: int, codes: Tensor, values: Tensor, seen: BlockScales, now: Encoding) -> int:
         """How many codes differ from those of before; if these are gone, from those that the old scales would give."""
         stored = self._before.specs.get(name) if self._before else None
         if self._before is None or stored is None or stored != replace(self._specs[name], parallel=stored.parallel):
-            return seen.changed(values, codes, row)
+            return seen.changed(values, codes, row, now)
         before = read_rows(self._before, name, row, len(codes))
         return stored.element.differing(before, codes)
 
     def _first_pass(self, encode: Encode, pieces: Callable[[], Iterable[ValuePiece]]) -> dict[str, BlockScales]:
         """Find the scales of each tensor, except those whose scales are found row by row in the second pass."""
         seen = {
-            name: BlockScales(
-                spec.rows,
-                spec.columns,
-                scales.block,
-                spec.element,
-                self._carried.get(name),
-                scales.divides if scales.global_scale else None,
-                scales.zero_points is not None,
-            )
+            name: self._scales_of(name, scales.block, scales)
             for name, scales in encode.weights.items()
-            if (spec := self._specs[name]) and not self._is_by_row(name, encode)
+            if not self._is_by_row(name, encode)
         }
         for name, row, values in pieces() if seen else ():
             if name in seen:
@@ -128,17 +126,23 @@ class Encoder:
             if found.has_nan:
                 _check_can_be_nan(name, found.element)
                 self.found.with_nan.add(name)
-        share_global([found for found in seen.values() if found.divides is not None])
-        if encode.shared:
-            sharing = [*seen.values()]
-            for name, source in encode.alongside.items():  # weights of other jobs with the same scale
-                spec, block = self._specs[name], (self._specs[name].rows, self._specs[name].columns)
-                other = BlockScales(spec.rows, spec.columns, block, spec.element, self._carried.get(name))
-                for row, values in self._read(source, 0, spec.rows):
-                    other.see(values, row, self._buffers.scratch)
-                sharing.append(other)
+        sharing = [*seen.values()]
+        for name, source in encode.alongside.items():  # weights of other jobs with the same scale
+            spec, like = self._specs[name], next(iter(encode.weights.values()))
+            whole = (spec.rows, spec.columns)
+            sharing.append(self._scales_of(name, like.block if like.global_scale else whole, like))
+            for row, values in self._read(source, 0, spec.rows):
+                sharing[-1].see(values, row, self._buffers.scratch)
+        if encode.shared and not any(scales.global_scale for scales in encode.weights.values()):
             share(sharing)
+        share_global([found for found in sharing if found.divides is not None], always=encode.shared)
         return seen
+
+    def _scales_of(self, name: str, block: tuple[int, int], like: Scales) -> BlockScales:
+        """Those to be found of a weight, in blocks of a size, with what else encodings have that are stored `like`."""
+        spec, divides = self._specs[name], like.divides if like.global_scale else None
+        zero_points = like.zero_points is not None
+        return BlockScales(spec.rows, spec.columns, block, spec.element, self._carried.get(name), divides, zero_points)
 
     def _is_by_row(self, name: str, encode: Encode) -> bool:
         """Whether each row has a scale of its own, FP32 and none that is carried."""
@@ -147,10 +151,12 @@ class Encoder:
         return scales.block == (1, spec.columns) and fp32 and spec.packing is None and name not in self._carried
 
     def _made(self, name: str, found: BlockScales, encode: Encode) -> Encoding:
-        """How to encode, after one pass; the scales are written."""
+        """How to encode, after one pass; what is known of it by now is written."""
         dtype = self._specs[encode.weights[name].weight].dtype
         encoding = found.encoding(torch.float8_e8m0fnu if dtype == torch.uint8 else dtype, encode.numbers)
-        self.put_encoding(name, encode.weights[name], encoding)
+        if not found.searches:
+            self._put_grid(encode.weights[name], encoding)
+        self._put_further(name, encode.weights[name], encoding)
         return encoding
 
     def _by_row(self, name: str, row: int, values: Tensor, encode: Encode) -> Encoding:
@@ -174,12 +180,19 @@ class Encoder:
         self._put(name, row, values)
 
     def put_encoding(self, weight: str, scales: Scales, encoding: Encoding) -> None:
-        """Write all that a weight's encoding consists of: a grid of scales, given in FP32 or as it is stored (exponents
-        as bytes), zero points, a global scale, and the weight's shape."""
+        """Write all that a weight's encoding consists of."""
+        self._put_grid(scales, encoding)
+        self._put_further(weight, scales, encoding)
+
+    def _put_grid(self, scales: Scales, encoding: Encoding, row: int = 0) -> None:
+        """Write rows of a grid of scales from one on, given in FP32 or as they are stored (exponents as bytes)."""
         spec = self._specs[scales.weight]
         dtype = torch.float8_e8m0fnu if spec.dtype == torch.uint8 else spec.dtype
         stored = encoding.scale_inv.to(dtype).contiguous()
-        self._put(scales.weight, 0, stored.view(spec.dtype).reshape(spec.rows, spec.columns))
+        self._put(scales.weight, row, stored.view(spec.dtype).reshape(-1, spec.columns))
+
+    def _put_further(self, weight: str, scales: Scales, encoding: Encoding) -> None:
+        """Write zero points, a global scale, and the weight's shape."""
         if scales.zero_points and encoding.zeros is not None:
             self._put(scales.zero_points, 0, packed_zero_points(encoding.zeros))
         if scales.global_scale and encoding.global_scale:

@@ -79,10 +79,14 @@ def changed_notes(
         same = len(again) - len(others) - len(changed.keys() - others)
         yield f"{same} of {len(again) - len(others)} weights have the same codes and scales as before."
     if others:
-        exact, before = len(others - changed.keys()), sorted({encodings.weights[name].element.name for name in others})
+        exact = len(others - changed.keys())
+        before = sorted({encodings.weights[name].element.name for name in others})
+        now = " and ".join(
+            sorted({"FP8" if codes[name].element.bits == 8 else codes[name].element.name for name in others})
+        )
         yield (
             f"{exact} of {len(others)} weights are exactly the numbers that they were as codes of "
-            f"{' and '.join(before)}, under the scales that they had; the rest is rounded to FP8."
+            f"{' and '.join(before)}, under the scales that they had; the rest is rounded to {now}."
         )
     if changed:
         total = sum(encodings.weights[name].rows * encodings.weights[name].columns for name in changed)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.param import TensorSpec
@@ -34,28 +35,34 @@ def encodings_if_unchanged(
     if moves or {segment.write for segment in segments} != encode.weights.keys():
         return None
     found: dict[str, Encoding] = {}
-    whole = {name: (targets[name].rows, targets[name].columns) for name in encode.alongside}
-    blocks = {name: scales.block for name, scales in encode.weights.items()} | whole
+    like = next(iter(encode.weights.values()))
+    others = {
+        name: like.block if like.global_scale else (targets[name].rows, targets[name].columns)
+        for name in encode.alongside
+    }
+    blocks = {name: scales.block for name, scales in encode.weights.items()} | others
     for name, block in blocks.items():
         before, spec = carried.get(name), targets[name]
         if before is None or name not in stored or not stored[name].same(before) or before.element != spec.element:
             return None
         scales = encode.weights.get(name)
-        levels = before.global_scale is not None, before.zeros is not None
-        if levels != (
-            scales is not None and bool(scales.global_scale),
-            scales is not None and bool(scales.zero_points),
-        ):
+        levels = before.global_scale and before.global_scale.divides, before.zeros is not None
+        if levels != (like.divides if like.global_scale else None, like.zero_points is not None):
             return None
         if before.block != block:
-            if any(levels):
+            if levels != (None, False):
                 return None
             before = replace(before, scale_inv=before.in_blocks(spec.rows, spec.columns, block), block=block)
         if not _can_be_stored(before, targets[scales.weight].dtype if scales else torch.float32):
             return None
         found[name] = before
-    one = [encoding.scale_inv.float().reshape(-1) for encoding in found.values()] if encode.shared else []
+    one = [_shared(encoding) for encoding in found.values()] if encode.shared else []
     return {name: found[name] for name in encode.weights} if all(torch.equal(grid, one[0]) for grid in one) else None
+
+
+def _shared(encoding: Encoding) -> Tensor:
+    """What weights must have in common that share a scale."""
+    return (encoding.global_scale.value if encoding.global_scale else encoding.scale_inv.float()).reshape(-1)
 
 
 def _can_be_stored(encoding: Encoding, dtype: torch.dtype) -> bool:

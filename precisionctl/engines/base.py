@@ -20,10 +20,10 @@ from precisionctl.engines.demands import scales_of_no_use
 from precisionctl.engines.ignoring import Ignoring
 from precisionctl.engines.required_keys import RequiredKeys
 from precisionctl.engines.rule import Demand, EngineRule, Finding, QuantizedDirectory
-from precisionctl.engines.serving import FUSED, LATENT, Ragged, ServingLayout
+from precisionctl.engines.serving import CUT, FUSED, LATENT, Ragged, ServingLayout
 from precisionctl.errors import PrecisionctlError
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import CODES, Scales, Scheme, recognise, stored_scales
+from precisionctl.quant_methods.base import CODES, FOUR_BITS, Scales, Scheme, coded_weights, recognise
 
 _USABLE = Demand(
     scales_of_no_use,
@@ -44,8 +44,9 @@ class Engine:
     """An inference engine, and its rules.
 
     What it loads: `spells` is the quant method that exports to it are written in, by scheme; `reads` are all pairs of
-    quant method and scheme that it loads, `reads_experts` those that it loads for experts too. `bf16_scales` are the
-    quant methods whose FP32 scales it rounds to BF16.
+    quant method and scheme, or four-bit format, that it loads, `reads_experts` those that it loads for experts too.
+    `bf16_scales` are the quant methods whose FP32 scales it rounds to BF16. `global_scales` says what it makes of those
+    of NVFP4 that differ among linears that it fuses.
 
     How it computes: `fuses` says whether it computes linears of one input as one, `ragged` which linears may have a
     last block of scales that is cut off, `reads_conv1d` whether it loads codes for GPT-2's linears. `ignores` says how
@@ -71,6 +72,7 @@ class Engine:
     blocks: EngineRule
     ragged: Ragged
     fused: EngineRule
+    global_scales: EngineRule
     all_or_none: EngineRule
     fuses: bool
     reads_conv1d: bool
@@ -116,14 +118,19 @@ class Engine:
         ranks: int,
         hf_quant_config: Mapping[str, Any] | None,
     ) -> list[Finding]:
-        method, scales = recognise(config), stored_scales(config, specs)
+        method, coded = recognise(config), coded_weights(config, specs)
+        scales = {name: weight.scales for name, weight in coded.items()}
+        words = {weight.codes for weight in coded.values()}
+        specs = {name: spec for name, spec in specs.items() if name not in words} | {
+            name: weight.spec for name, weight in coded.items()
+        }
         missing_keys = [finding for required in self.keys for finding in required.findings(config)]
         if method is None:
             return missing_keys  # plain BF16 or FP16: every engine loads it
         quantization = config["quantization_config"]
         scheme = method.read(quantization).narrowed(scales, specs).scheme
         if (method.name, scheme) not in self.reads or method.spelling is None:
-            return [Finding("config.json", f"{method.name} with {scheme} activations", self.quantisation)]
+            return [Finding("config.json", f"{method.name} with {_in_words(scheme)}", self.quantisation)]
         found = QuantizedDirectory(
             quantization, method.name, scheme, method.spelling, specs, scales, read, hf_quant_config
         )
@@ -139,7 +146,7 @@ class Engine:
                 found, self.ignores.get((method.name, scheme)) or self.ignores[method.name], self.quantisation
             ),
             *_partly_quantized(scales, specs, self.all_or_none, (*FUSED, LATENT) if self.fuses else ()),
-            *_unequal_in_group(scales, read, self.fused, (*FUSED, LATENT) if self.fuses else FUSED),
+            *_unequal_in_group(scales, read, self.fused, self.global_scales, (*FUSED, LATENT) if self.fuses else FUSED),
             *_unequal_experts(scales, read, self.experts),
             *self.check_experts(scales, method.name, scheme),
             *Demand(cache_scales_of_latents, self.latents).findings(found),
@@ -148,7 +155,7 @@ class Engine:
 
     def check_shape(self, name: str, spec: TensorSpec, scheme: str, served: ServingLayout) -> Finding | None:
         """The rule that a weight of this shape breaks as FP8 codes; None where it breaks none."""
-        rule = self.blocks if scheme in ("block", "mxfp8") else self.aligned
+        rule = self.blocks if scheme in CUT else self.aligned
         what = self.refusal(name, spec, scheme, served)
         return Finding(name, what, self.quantisation if self._unread(name) else rule) if what else None
 
@@ -163,8 +170,9 @@ class Engine:
 
     def check_experts(self, names: Iterable[str], method: str, scheme: str) -> list[Finding]:
         """The first of these weights that the engine does not load as codes because it is an expert's, as a finding."""
-        experts = [] if (method, scheme) in self.reads_experts else [name for name in names if _EXPERT.fullmatch(name)]
-        what = f"experts of {method} with {scheme} activations"
+        known = FOUR_BITS.get(scheme, scheme)
+        experts = [] if (method, known) in self.reads_experts else [name for name in names if _EXPERT.fullmatch(name)]
+        what = f"experts of {method} with {_in_words(known)}"
         return [Finding(name, what, self.quantisation) for name in experts[:1]]
 
 
@@ -174,16 +182,22 @@ def engines() -> dict[str, Engine]:
     return {engine.name: engine for engine in found}
 
 
+def _in_words(scheme: str) -> str:
+    return f"{scheme} weights" if scheme in FOUR_BITS.values() else f"{scheme} activations"
+
+
 def _other_codes(scales: Mapping[str, Scales], specs: Mapping[str, TensorSpec], rule: EngineRule) -> Iterator[Finding]:
-    """Weights whose codes are not E4M3, which no engine takes."""
+    """Weights whose codes of eight bits are not E4M3, which no engine takes."""
     for name in scales:
-        if specs[name].dtype != CODES:
+        if specs[name].packing is None and specs[name].dtype != CODES:
             yield Finding(name, f"{str(specs[name].dtype).removeprefix('torch.')} codes", rule)
 
 
 def _wrong_scales(directory: QuantizedDirectory, rule: EngineRule) -> Iterator[Finding]:
     """Scales of a shape or dtype that the scheme does not have."""
     specs, scheme = directory.specs, directory.scheme
+    if scheme in FOUR_BITS.values():
+        return  # codes are not recognised with others
     exponents = {"block": (*FLOATS, torch.float8_e8m0fnu), "mxfp8": (torch.uint8, torch.float8_e8m0fnu)}
     dtypes = exponents.get(scheme, FLOATS)
     for weight, scales in directory.scales.items():
@@ -202,9 +216,13 @@ def _wrongly_ignored(directory: QuantizedDirectory, ignoring: Ignoring, rule: En
         module = name.removesuffix(".weight")
         ignored = ignoring.leaves_out(directory.quantization, module)
         if name in directory.scales and ignored:
-            yield Finding(name, "FP8 codes, but its module is ignored", rule)
+            yield Finding(name, f"{_kind(directory.specs[name])} codes, but its module is ignored", rule)
         if name not in directory.scales and not ignored and not module.endswith(directory.spelling.never):
             yield Finding(name, f"{directory.specs[name].dtype} values, but its module is not ignored", rule)
+
+
+def _kind(spec: TensorSpec) -> str:
+    return spec.packing.name if spec.packing else "FP8"
 
 
 def _linears(specs: Mapping[str, TensorSpec]) -> list[str]:
@@ -239,17 +257,26 @@ def _partly_quantized(
     for group in (*_groups(specs, fused), *_experts(specs).values()):
         quantised = [name for name in group if name in scales]
         if quantised and len(quantised) < len(group):
-            yield Finding(quantised[0], "FP8 codes, but not all that it is fused with", rule)
+            yield Finding(quantised[0], f"{_kind(specs[quantised[0]])} codes, but not all that it is fused with", rule)
 
 
 def _unequal_in_group(
-    scales: Mapping[str, Scales], read: Callable[[str], Tensor], rule: EngineRule, fused: Iterable[tuple[str, ...]]
+    scales: Mapping[str, Scales],
+    read: Callable[[str], Tensor],
+    fixed: EngineRule,
+    global_ones: EngineRule,
+    fused: Iterable[tuple[str, ...]],
 ) -> Iterator[Finding]:
-    """Fused linears with static scales that differ."""
+    """Fused linears with static scales, or global ones, that differ."""
     for group in _groups(scales, fused):
-        static = [scales[name] for name in group if name in scales and scales[name].input is not None]
-        for kind in ("weight", "input"):
-            values = [float(read(getattr(tensors, kind))) for tensors in static]
+        found = [scales[name] for name in group]
+        static = [each for each in found if each.input is not None]
+        for kind, names, rule in (
+            ("weight", [each.weight for each in static if each.global_scale is None], fixed),
+            ("global weight", [each.global_scale for each in found if each.global_scale], global_ones),
+            ("input", [each.input for each in static if each.input], fixed),
+        ):
+            values = [float(read(name)) for name in names]
             if len(set(values)) > 1:
                 yield Finding(group[0], f"{kind} scales {values} of one fused group differ", rule)
 

@@ -35,9 +35,11 @@ def unsaid_tensors(directory: QuantizedDirectory) -> Breaches:
 
 
 def scales_beyond_bf16(directory: QuantizedDirectory) -> Breaches:
-    """Scales of weights or inputs, in compressed-tensors, that are not exact in BF16: the first."""
+    """Scales of weights or inputs, in compressed-tensors, that are not exact in BF16: the first. Global ones of
+    four-bit codes are loaded as they are."""
     scales = directory.scales.values() if directory.method == "compressed-tensors" else ()
-    for name in (name for each in scales for name in each.names if directory.specs[name].dtype == torch.float32):
+    eight = [each for each in scales if each.global_scale is None]
+    for name in (name for each in eight for name in each.names if directory.specs[name].dtype == torch.float32):
         value = directory.read(name).reshape(-1)
         beyond = value[value.bfloat16().float() != value]
         if len(beyond):
@@ -53,9 +55,13 @@ FP32; above LARGEST, every code but zero decodes to a number beyond FP16 (the sm
 def scales_of_no_use(directory: QuantizedDirectory) -> Breaches:
     """Scales of weights, inputs and caches that are not between SMALLEST and LARGEST: the first of each tensor. MXFP8's
     exponents have no lower limit, since GEMMs add them."""
-    named = dict.fromkeys(name for scales in directory.scales.values() for name in scales.names)
-    for name in [*named, *cache_scales({"quantization_config": directory.quantization}, directory.specs)]:
+    named: dict[str, bool] = {}
+    for scales in directory.scales.values():
+        named |= {name: scales.divides and name != scales.weight for name in scales.multiplying}
+    caches = cache_scales({"quantization_config": directory.quantization}, directory.specs)
+    for name, divides in (named | dict.fromkeys(caches, False)).items():
         stored = directory.read(name)
+        stored = stored.reciprocal() if divides else stored
         exponents = stored.dtype in (torch.uint8, torch.float8_e8m0fnu)
         values = (stored.view(torch.float8_e8m0fnu) if exponents else stored).reshape(-1).float()
         wrong = values[~((values >= (0 if exponents else SMALLEST)) & (values <= LARGEST))]  # NaN is in no range
@@ -120,9 +126,10 @@ ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nv
 
 
 def format_of_weights_alone(directory: QuantizedDirectory) -> Breaches:
-    """A format of compressed-tensors that is not among ACTIVATION_FORMATS."""
+    """A format of compressed-tensors for codes of eight bits that is not among ACTIVATION_FORMATS."""
     written = directory.quantization.get("format")
-    if directory.method == "compressed-tensors" and written not in ACTIVATION_FORMATS:
+    eight = any(spec.is_codes and spec.packing is None for spec in directory.specs.values())
+    if directory.method == "compressed-tensors" and eight and written not in ACTIVATION_FORMATS:
         yield CONFIG, f"format {written!r}"
 
 

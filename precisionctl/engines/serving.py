@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from precisionctl.fp8.group_scales import INT4_GROUP, MXFP4_GROUP, NVFP4_GROUP
 from precisionctl.param import GEMM_ALIGNMENT, TensorSpec
 from precisionctl.quant_methods.base import SQUARE
 
@@ -25,6 +26,16 @@ FUSED = (
     ("in_proj_qkv", "in_proj_z"),
 )
 """Linears that every engine here but transformers fuses; with per-tensor scales, they have one scale."""
+
+CUT: Mapping[str, tuple[int, int]] = {
+    "block": SQUARE,
+    "mxfp8": (1, 32),
+    **{word: (1, NVFP4_GROUP) for word in ("nvfp4", "nvfp4a16", "NVFP4")},
+    **{word: (1, MXFP4_GROUP) for word in ("mxfp4", "MXFP4")},
+    "w4a16": (1, INT4_GROUP),
+}
+"""How many rows and columns share a scale, in schemes and in directories of which it is known; they are cut with a
+weight, so a part must have whole ones."""
 
 Ragged = Literal["never", "alone", "last"]
 """Which linears may end in a partial block of scales, on one GPU: none; those that are not fused with others; or also
@@ -84,9 +95,9 @@ class ServingLayout:
             return f"shape {list(spec.shape)} cannot be cut for {self.ranks} GPUs"
         if any(size % GEMM_ALIGNMENT for size in (*parts, columns)):
             return f"shape {shape}, of which FP8 GEMMs need multiples of {GEMM_ALIGNMENT}"
-        if scheme not in ("block", "mxfp8"):
+        if scheme not in CUT:
             return None
-        high, wide = SQUARE if scheme == "block" else (1, 32)
+        high, wide = CUT[scheme]
         if columns % wide:
             return f"shape {shape}, whose inputs are not a multiple of {wide}"
         if any(rows % high for rows in parts) and (cut or not self._may_be_ragged(linear, parts, ragged)):

@@ -23,9 +23,20 @@ from precisionctl.engines.rule import Demand, EngineRule
 ENGINE = Engine(
     name="sglang",
     title="SGLang",
-    spells={"static": "compressed-tensors", "dynamic": "compressed-tensors", "block": "fp8", "mxfp8": "mxfp8"},
+    spells={
+        "static": "compressed-tensors",
+        "dynamic": "compressed-tensors",
+        "block": "fp8",
+        "mxfp8": "mxfp8",
+        "nvfp4": "compressed-tensors",
+        "nvfp4a16": "compressed-tensors",
+        "w4a16": "compressed-tensors",
+    },
     reads=frozenset(
         {
+            ("compressed-tensors", "NVFP4"),
+            ("compressed-tensors", "INT4"),
+            ("modelopt", "NVFP4"),
             ("compressed-tensors", "static"),
             ("compressed-tensors", "dynamic"),
             ("compressed-tensors", "block"),
@@ -39,6 +50,9 @@ ENGINE = Engine(
     ),
     reads_experts=frozenset(
         {
+            ("compressed-tensors", "NVFP4"),
+            ("compressed-tensors", "INT4"),
+            ("modelopt", "NVFP4"),
             ("compressed-tensors", "static"),
             ("compressed-tensors", "dynamic"),
             ("modelopt", "static"),
@@ -74,6 +88,10 @@ ENGINE = Engine(
         "it takes the largest input scale of a layer's experts for all of them",
         "SGLang 0.5.23 layers/quantization/fp8.py, modelopt_quant.py process_weights_after_loading",
         fatal=False,
+    ),
+    global_scales=EngineRule(
+        "it takes the largest for all of a group and leaves codes as they are, or refuses them",
+        "SGLang 0.5.23 compressed_tensors_w4a4_nvfp4.py, compressed_tensors_w4a16_nvfp4.py, modelopt_quant.py",
     ),
     all_or_none=EngineRule(
         "linears that it fuses must all have one scheme",

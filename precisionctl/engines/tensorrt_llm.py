@@ -15,9 +15,10 @@ _TOLD = "switches its cache to FP8 if told to, with scale 1: it reads the scales
 ENGINE = Engine(
     name="tensorrt-llm",
     title="TensorRT-LLM",
-    spells={"static": "modelopt", "dynamic": "modelopt", "block": "fp8", "mxfp8": "mxfp8"},
+    spells={"static": "modelopt", "dynamic": "modelopt", "block": "fp8", "mxfp8": "mxfp8", "nvfp4": "modelopt"},
     reads=frozenset(
         {
+            ("modelopt", "NVFP4"),
             ("modelopt", "static"),
             ("modelopt", "dynamic"),
             ("modelopt", "block"),
@@ -28,7 +29,7 @@ ENGINE = Engine(
             ("mxfp8", "mxfp8"),
         }
     ),
-    reads_experts=frozenset({("modelopt", "static"), ("fp8", "block"), ("mxfp8", "mxfp8")}),
+    reads_experts=frozenset({("modelopt", "NVFP4"), ("modelopt", "static"), ("fp8", "block"), ("mxfp8", "mxfp8")}),
     command="trtllm-serve {path}",
     on_ranks=" --tp_size {ranks}",
     quantisation=EngineRule(
@@ -54,6 +55,10 @@ ENGINE = Engine(
         "it takes the largest input scale of a layer's experts for all of them",
         "TensorRT-LLM _torch/modules/fused_moe/quantization.py load_activation_scales_fp8_qdq",
         fatal=False,
+    ),
+    global_scales=EngineRule(
+        "it asserts that they are equal",
+        "TensorRT-LLM _torch/modules/linear.py NVFP4LinearMethod",
     ),
     all_or_none=EngineRule(
         "linears that it fuses are one linear with one method", "TensorRT-LLM _torch/modules/linear.py"

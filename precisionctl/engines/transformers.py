@@ -18,9 +18,16 @@ ENGINE = Engine(
         "dynamic": "compressed-tensors",
         "block": "fp8",
         "mxfp8": "compressed-tensors",
+        "nvfp4": "compressed-tensors",
+        "nvfp4a16": "compressed-tensors",
+        "mxfp4": "compressed-tensors",
+        "w4a16": "compressed-tensors",
     },
     reads=frozenset(
         {
+            ("compressed-tensors", "NVFP4"),
+            ("compressed-tensors", "MXFP4"),
+            ("compressed-tensors", "INT4"),
             ("compressed-tensors", "static"),
             ("compressed-tensors", "dynamic"),
             ("compressed-tensors", "block"),
@@ -65,6 +72,11 @@ ENGINE = Engine(
     experts=EngineRule(
         "experts are computed apart, each with its own scale; other engines take the largest",
         "transformers 5.23 integrations/compressed_tensors.py",
+        fatal=False,
+    ),
+    global_scales=EngineRule(
+        "linears are computed apart, each with its own; other engines fuse them",
+        "compressed-tensors 0.20 quantization/lifecycle/forward.py",
         fatal=False,
     ),
     all_or_none=EngineRule(

@@ -25,9 +25,22 @@ from precisionctl.engines.rule import Demand, EngineRule
 ENGINE = Engine(
     name="vllm",
     title="vLLM",
-    spells={"static": "compressed-tensors", "dynamic": "compressed-tensors", "block": "fp8", "mxfp8": "modelopt"},
+    spells={
+        "static": "compressed-tensors",
+        "dynamic": "compressed-tensors",
+        "block": "fp8",
+        "mxfp8": "modelopt",
+        "nvfp4": "compressed-tensors",
+        "nvfp4a16": "compressed-tensors",
+        "mxfp4": "compressed-tensors",
+        "w4a16": "compressed-tensors",
+    },
     reads=frozenset(
         {
+            ("compressed-tensors", "NVFP4"),
+            ("compressed-tensors", "MXFP4"),
+            ("compressed-tensors", "INT4"),
+            ("modelopt", "NVFP4"),
             ("compressed-tensors", "static"),
             ("compressed-tensors", "dynamic"),
             ("compressed-tensors", "block"),
@@ -46,6 +59,10 @@ ENGINE = Engine(
     ),
     reads_experts=frozenset(
         {
+            ("compressed-tensors", "NVFP4"),
+            ("compressed-tensors", "MXFP4"),
+            ("compressed-tensors", "INT4"),
+            ("modelopt", "NVFP4"),
             ("compressed-tensors", "static"),
             ("compressed-tensors", "dynamic"),
             ("compressed-tensors", "block"),
@@ -83,6 +100,10 @@ ENGINE = Engine(
         "it takes the largest input scale of a layer's experts for all of them",
         "vLLM 0.33 fp8_utils.py process_fp8_input_tensor_strategy_moe",
         fatal=False,
+    ),
+    global_scales=EngineRule(
+        "it takes the largest for all of a group and leaves codes as they are, which decode to other values",
+        "vLLM 0.33 compressed_tensors_w4a4_nvfp4.py, modelopt.py process_weights_after_loading",
     ),
     all_or_none=EngineRule(
         "linears that it fuses must all have one scheme", "vLLM 0.33 compressed_tensors/utils.py should_ignore_layer"

@@ -3,24 +3,26 @@
 A plan without such a pass writes values.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from precisionctl.architectures.families import table_of
 from precisionctl.engines.serving import ServingLayout, fused, in_step
 from precisionctl.errors import PrecisionError
-from precisionctl.export.input_scales import NO_STATE, input_scales
+from precisionctl.export.input_scales import NO_STATE, input_amaxes
 from precisionctl.fp8.numerics import Numbers, rounded_up
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import UntabledModel
 from precisionctl.param import TensorSpec
 from precisionctl.planning.plan import Encode, Job, Plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import CODES, POWERS_OF_2, QuantMethod, Scales, Scheme, Spelling
+from precisionctl.quant_methods.base import FIXED_INPUTS, FOUR_BITS, POWERS_OF_2, QuantMethod, Scales, Scheme, Spelling
 
 _HEAD = "lm_head"
 
@@ -77,10 +79,15 @@ def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:
 
 
 def with_names_in_memory(modules: Sequence[str]) -> list[str]:
-    """Names of modules as a directory has them, and, of a model of images or sound, as transformers has them in memory,
-    where a text model is `model.language_model` (transformers 5.23, conversion_mapping.py). Lists of names are matched
-    with those (transformers#48349). vLLM renames the list as it does the tensors."""
+    """Names of modules as a directory has them, and as transformers has them in memory, where lists of names are held
+    against them (transformers#48349): of the 800 renamings of its conversion_mapping.py (5.23) those of Mixtral, PhiMoE
+    and Nemotron-H, and, of models of images or sound, that of the text model to `model.language_model`. vLLM renames
+    the list as it does the tensors."""
     found = dict.fromkeys(modules)
+    for name in modules:
+        renamed = re.sub(r"^backbone\.", "model.", name).replace(".block_sparse_moe.", ".mlp.")
+        router = re.sub(r"\.gate$", ".router", renamed) if renamed != name else renamed  # of PhiMoE
+        found |= dict.fromkeys((renamed, router))
     if any(part in _WRAPPED for name in modules for part in name.split(".")):
         for name in modules:
             inner = name.removeprefix("language_model.").removeprefix("model.")
@@ -106,8 +113,8 @@ def fp8_jobs(plan: Plan, precision: Precision) -> list[Job]:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How weights are stored as codes: E4M3 elements, one to a byte; the grid of scales of a `scheme`, which are
-    `numbers`, but for those that are kept of a source of codes; and how a `method` spells both."""
+    """How weights are stored as codes: the elements, E4M3 or of four bits, and the grid of scales of a `scheme`, which
+    are `numbers`, but for those that are kept of a source of codes; and how a `method` spells both."""
 
     method: QuantMethod
     scheme: Scheme
@@ -132,32 +139,38 @@ router `mlp.gate` would take `mlp.gate_proj` along (verl#7519), a head `output` 
 class InScheme:
     """The policy of a scheme that engines know: the weights of these `jobs` become codes in the scheme's grid.
 
-    `inputs` is the scale_inv of each module's input, where the scheme fixes that (`static`). `refused` are weights that
-    stay values because an engine refuses their shapes, and why.
+    `inputs` is the amax of each module's input, where the scheme fixes its scale (`static`, `nvfp4`). `refused` are
+    weights that stay values because an engine refuses their shapes, and why.
     """
 
     format: WeightFormat
     jobs: Sequence[Job]
     refused: Mapping[str, str]
-    inputs: Mapping[str, float] | None = None
+    inputs: Mapping[str, Tensor] | None = None
 
     def encodes(self, plan: Plan) -> Mapping[str, Encode]:
-        if self.inputs is None:
+        if self.format.scheme not in _SHARED:
             return {job.name: self._encode(job, plan) for job in self.jobs}
-        # What engines compute as one has one weight scale, and one input scale, the largest of its inputs'.
+        # What engines compute as one has one (global) weight scale, and one input scale, the largest of its inputs'.
         encodes = {}
         for group in with_one_input(self.jobs):
-            largest = torch.tensor(max(self.inputs[job.module] for job in group))
-            input_scale = float(rounded_up(largest, self.format.numbers))
             for job in group:
-                scales = [self.format.scales(name, plan.targets[name]).input for name in job.writes]
-                encodes[job.name] = replace(
-                    self._encode(job, plan),
-                    shared=True,
-                    alongside={other.writes[0]: other.reads[0] for other in group if other is not job},
-                    input_scales={name: input_scale for name in scales if name is not None},
-                )
+                encode = self._encode(job, plan)
+                others = {other.writes[0]: other.reads[0] for other in group if other is not job}
+                given = self._input_scales(encode, group)
+                encodes[job.name] = replace(encode, shared=True, alongside=others, input_scales=given)
         return encodes
+
+    def _input_scales(self, encode: Encode, group: Sequence[Job]) -> dict[str, float]:
+        """The fixed input scales of a job's weights, of the largest amax of a group's inputs."""
+        if self.inputs is None:
+            return {}
+        amax = torch.stack([self.inputs[job.module] for job in group]).amax()
+        found = {scales.input: scales.of_input_amax(amax) for scales in encode.weights.values() if scales.input}
+        numbers = (
+            "FP32" if self.format.scheme in FOUR_BITS else self.format.numbers
+        )  # global ones are loaded as they are
+        return {name: float(rounded_up(scale, numbers)) for name, scale in found.items()}
 
     def _encode(self, job: Job, plan: Plan) -> Encode:
         scales = {name: self.format.scales(name, plan.targets[name]) for name in job.writes}
@@ -165,7 +178,7 @@ class InScheme:
 
     def tensors(self, weight: str, spec: TensorSpec) -> Mapping[str, TensorSpec]:
         scales = self.format.spelling.specs(self.format.scales(weight, spec), spec, self.format.scheme)
-        return {weight: replace(spec, dtype=CODES), **scales}
+        return {weight: self.format.spelling.codes(spec, self.format.scheme), **scales}
 
     def further(self, encodes: Mapping[str, Encode]) -> Mapping[str, TensorSpec]:
         return {}
@@ -180,6 +193,9 @@ class InScheme:
     def files(self, quantization: Mapping[str, Any]) -> Mapping[str, bytes]:
         return self.format.spelling.files(quantization)
 
+
+_SHARED: Sequence[Scheme] = ("static", "nvfp4", "nvfp4a16")
+"""Schemes with one scale, or one global scale, for all of a weight."""
 
 Refusal = Callable[[str, TensorSpec], str | None]
 """What an engine has against a weight of this name and shape as FP8; None for nothing."""
@@ -216,7 +232,8 @@ def in_scheme(
     refused = {name: why for job in jobs for name in job.writes if (why := refusal(name, plan.targets[name]))}
     if refused and not keep_refused:
         name, why = next(iter(refused.items()))
-        others = "--scheme static or dynamic, which have no blocks; or " if form.scheme == "block" else ""
+        blocks = form.scheme == "block" or form.scheme in FOUR_BITS
+        others = "--scheme static or dynamic, which have no blocks; or " if blocks else ""
         raise PrecisionError(
             f"{len(refused)} weights have shapes that the engine refuses, the first is `{name}`: {why}",
             do=f"Choose {others}--keep-misfits, which leaves them in BF16 with what is computed with them; or name "
@@ -226,12 +243,13 @@ def in_scheme(
     jobs = [job for job in jobs if not any(in_step(name) in groups for name in job.writes)]
     if not jobs:
         raise PrecisionError(
-            "no weight is left that could be FP8"
+            f"no weight is left that could be {FOUR_BITS.get(form.scheme, 'FP8')}"
             + (f"; {len(refused)} have shapes that are refused" if refused else ""),
             do="`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
         )
+    inputs = input_amaxes(states, jobs, why_no_state) if form.scheme in FIXED_INPUTS else None
     if form.scheme == "static":
-        return InScheme(form, jobs, refused, input_scales(states, jobs, why_no_state))
+        return InScheme(form, jobs, refused, inputs)
     for job in jobs:
         if not job.row.is_row_permutation(plan.model):
             raise PrecisionError(
@@ -239,7 +257,7 @@ def in_scheme(
                 where=f"architecture {plan.model.architecture}",
                 do="Export with --scheme static, which has one scale for all of a weight.",
             )
-    return InScheme(form, jobs, refused)
+    return InScheme(form, jobs, refused, inputs)
 
 
 def with_one_input(jobs: Sequence[Job]) -> list[list[Job]]:

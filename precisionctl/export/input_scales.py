@@ -17,29 +17,38 @@ from precisionctl.quant_methods.base import CODES
 
 _RECORD = (
     "Record it with `precisionctl calibrate` and give --fp8-state, train a few steps with `precisionctl resume "
-    "--precision fp8`, or export with --scheme dynamic."
+    "--precision fp8`, or export with --scheme dynamic (of four bits: nvfp4a16)."
 )
 
 
 NO_STATE = "the checkpoint holds no FP8 state"
 
 
-def input_scales(states: Fp8States | None, jobs: Sequence[Job], why_no_state: str = NO_STATE) -> dict[str, float]:
-    """scale_inv of the input of each of the jobs' modules: the largest recorded amax (over all experts) divided by
-    E4M3's largest number. Raises MissingFp8State for an input that was never recorded; `why_no_state` says why there is
-    no state."""
+def input_amaxes(states: Fp8States | None, jobs: Sequence[Job], why_no_state: str = NO_STATE) -> dict[str, Tensor]:
+    """The largest recorded amax, FP32 `[]`, of the input of each of the jobs' modules, over all experts. Raises
+    MissingFp8State for an input that was never recorded; `why_no_state` says why there is no state."""
     if states is None:
         modules = dict.fromkeys(job.module for job in jobs)
         what = f"no scales are known for the inputs of {len(modules)} modules, e.g. of `{next(iter(modules), '')}`"
         raise MissingFp8State(f"{why_no_state}: {what}", do=_RECORD)
-    scales = {}
+    amaxes = {}
     for job in jobs:
         state = states.modules.get(job.module)
         amax = recorded_amax(state.roles["input"], "input", states.recipe).amax() if state else torch.zeros(())
         if not amax > 0:
             raise MissingFp8State(f"the input of `{job.module}` was never recorded", do=_RECORD)
-        scales[job.module] = float(amax / FP8_MAX[CODES])
-    return scales
+        amaxes[job.module] = amax
+    return amaxes
+
+
+def unreached_experts(states: Fp8States | None, jobs: Sequence[Job]) -> int:
+    """How many experts' inputs were never recorded, of the jobs' modules: no token has reached them."""
+    found = 0
+    for module in dict.fromkeys(job.module for job in jobs if job.row.of_experts):
+        state = states.modules.get(module) if states else None
+        if states and state:
+            found += int((recorded_amax(state.roles["input"], "input", states.recipe) == 0).sum())
+    return found
 
 
 OF_ONE_STEP = "the FP8 state keeps the amaxes of one step alone, which later inputs may well exceed"

@@ -32,8 +32,9 @@ class Card:
     """The contents of the model card of an export called `name`.
 
     `title` is the engine's name in a sentence, `tag` its tag on the Hub, and `command` the command that serves the
-    model. `facts` are rows of a table. `quantised` are the names of weights in FP8, and `kept` of modules that are not.
-    `base_model` is the source's name on the Hub. Raises RecipeError for a `base_model` that the Hub would not accept.
+    model. `facts` are rows of a table. `quantised` are the names of weights in FP8, or what `codes` says, and `kept` of
+    modules that are not. `base_model` is the source's name on the Hub. Raises RecipeError for a `base_model` that the
+    Hub would not accept.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Card:
     quantised: Sequence[str]
     kept: Sequence[str]
     base_model: str | None = None
+    codes: str = "FP8"
 
     def __post_init__(self) -> None:
         if self.base_model is not None and not _HUB_NAME.fullmatch(self.base_model):
@@ -59,7 +61,13 @@ class Card:
         yield "---"
         if self.base_model:
             yield from (f"base_model: {self.base_model}", "base_model_relation: quantized")
-        yield from ("pipeline_tag: text-generation", "tags:", "- fp8", f"- {self.tag}", "- precisionctl")
+        yield from (
+            "pipeline_tag: text-generation",
+            "tags:",
+            f"- {self.codes.lower()}",
+            f"- {self.tag}",
+            "- precisionctl",
+        )
         yield from ("quantized_by: precisionctl", "quantization:")
         yield from (f"  {name.lower().replace(' ', '_')}: {_quoted(value)}" for name, value in self.facts.items())
         yield "---"
@@ -68,7 +76,8 @@ class Card:
         size = sum(file.stat().st_size for file in reader.files) / 1e9
         when = "" if reader.iteration is None else f", iteration {reader.iteration}"
         torch_version = torch.__version__.partition("+")[0]
-        yield f"A `{_plain(reader.model.architecture)}` in FP8, for {self.title}. In the directory above this one:"
+        what = f"A `{_plain(reader.model.architecture)}` in {self.codes}, for {self.title}."
+        yield f"{what} In the directory above this one:"
         yield from ("", "```", self.command, "```", "", "| | |", "|---|---|")
         yield from (f"| {name} | {_plain(value)} |" for name, value in self.facts.items())
         yield f"| source | {reader.container}{when}, {size:.3g} GB in {len(reader.files)} file(s) |"
@@ -77,7 +86,7 @@ class Card:
         yield ""
 
     def _weights(self) -> Iterator[str]:
-        yield from ("## What is FP8", "")
+        yield from (f"## What is {self.codes}", "")
         patterns = Counter(re.sub(r"\d+(?=[.\]])", "*", name) for name in self.quantised)
         yield from (f"- `{_plain(pattern)}` ({count})" for pattern, count in patterns.items())
         yield from ("", "In higher precision, besides norms and biases:", "")

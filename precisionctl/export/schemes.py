@@ -4,11 +4,11 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.engines.base import Engine
 from precisionctl.errors import MissingFp8State, PrecisionError
 from precisionctl.export.encode import fp8_jobs
-from precisionctl.export.input_scales import NO_STATE, OF_ONE_STEP, input_scales, of_one_step
+from precisionctl.export.input_scales import NO_STATE, OF_ONE_STEP, input_amaxes, of_one_step
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.plan import Plan
 from precisionctl.precision import Precision
-from precisionctl.quant_methods.base import BLOCKS, CODES, Scheme, sized
+from precisionctl.quant_methods.base import BLOCKS, CODES, FOUR_BITS, Scheme, sized
 
 
 def best_scheme(
@@ -24,8 +24,8 @@ def best_scheme(
 
     The order of preference: a scheme with which existing codes can stay as they are; `static`, if inputs were recorded
     over several steps, as it saves the engine a pass over each input; then the first of the engine's other schemes, a
-    scale for each channel, for which any FP8 GPU has kernels, before a scale for each block. Raises PrecisionError if
-    the engine takes none of them.
+    scale for each channel, for which any FP8 GPU has kernels, before a scale for each block. Four bits are only written
+    if they are asked for. Raises PrecisionError if the engine takes none of them.
     """
     jobs = fp8_jobs(plan, precision)
     names = [name for job in jobs for name in job.writes]
@@ -33,7 +33,7 @@ def best_scheme(
     schemes = [
         scheme
         for scheme, method in engine.spells.items()
-        if (scheme == "static" or moved) and not engine.check_experts(names, method, scheme)
+        if scheme not in FOUR_BITS and (scheme == "static" or moved) and not engine.check_experts(names, method, scheme)
     ]
     for scheme in schemes:
         if encodings and _is_coded(encodings, scheme):
@@ -41,7 +41,7 @@ def best_scheme(
     why = f"{engine.title} takes no fixed input scales for this model"
     if "static" in schemes:
         try:
-            input_scales(states, jobs, why_no_state)
+            input_amaxes(states, jobs, why_no_state)
             if states is None or not of_one_step(states) or len(schemes) == 1:
                 return "static", "the FP8 state has an amax for every input, so input scales are fixed"
             why = f"{OF_ONE_STEP}; for static input scales, record more with `precisionctl calibrate`"

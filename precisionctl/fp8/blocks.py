@@ -5,6 +5,7 @@ such codes and have not changed, so the same codes come out again. Otherwise the
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,8 +44,9 @@ class BlockScales:
         self.candidate, self.zeros = torch.zeros(shape), torch.zeros(shape) if zero_points else None
         self.global_scale: GlobalScale | None = None
         if carried and (carried.block, carried.element) == (block, element):
-            self.candidate, self.zeros = carried.scale_inv.float(), carried.zeros
-            self.global_scale = carried.global_scale
+            if _direction(carried.global_scale) == divides:
+                self.candidate, self.zeros = carried.scale_inv.float(), carried.zeros
+                self.global_scale = carried.global_scale
         elif carried and carried.zeros is None and divides is None and not zero_points:
             self.candidate = carried.in_blocks(rows, columns, block)
         self.fits = torch.isfinite(self.candidate) & (self.candidate > 0)
@@ -82,13 +84,34 @@ class BlockScales:
         self._reduce(misfit, (~same | values.isinf()).float(), row, work)
         self.fits[here] &= misfit == 0
 
-    def changed(self, values: Tensor, codes: Tensor, row: int) -> int:
-        """How many of the codes that were made are other than under the scales that were carried."""
+    def changed(self, values: Tensor, codes: Tensor, row: int, made: Encoding) -> int:
+        """How many of the codes that were `made` are other than under the scales that were carried; where these were of
+        eight bits and codes have four, how many values are."""
         before = self.carried
         assert before is not None
+        if before.element.bits == 8 and self.element.bits == 4:
+            return int((made.decode_rows(codes, row).to(values.dtype) != values).sum())
         if before.element.bits == 4 and before.element != self.element:  # its numbers are FP8's too
             before = Encoding(self.element, before.multipliers, before.block)
         return self.element.differing(before.encode_rows(values, row), codes)
+
+    @property
+    def searches(self) -> bool:
+        """Whether new scales are those of several that lose least, which needs the values again: see `searched`."""
+        return (self.divides is not None or self.element == INT4) and self.zeros is None and not bool(self.fits.all())
+
+    def searched(self, values: Tensor, row: int, whole: Encoding, scratch: Tensor) -> Encoding:
+        """The encoding of rows `[row, row + n)` alone, of their `values` in FP32; `whole` is `encoding`'s."""
+        here = slice(row, row + len(values))
+        amax, fits = self.amax[here], self.fits[here]
+        if self.global_scale is None:
+            found = group_scales.int4_scales_of(values, amax, scratch)
+        else:
+            found = group_scales.nvfp4_scales_of(
+                values, amax, self.global_scale.value, scratch, divisor=self.global_scale.divides
+            )
+        grid = torch.where(fits, self.candidate[here], found.float()).to(whole.scale_inv.dtype)
+        return replace(whole, scale_inv=grid)
 
     def _reduce(self, into: Tensor, values: Tensor, row: int, scratch: Tensor) -> None:
         """Update `into` with the largest magnitude of each block; NaN is ignored."""
@@ -110,12 +133,11 @@ class BlockScales:
         such `numbers`, those of four bits are made as in `fp8/group_scales.py`. What `dtype` cannot hold does not fit
         either."""
         self.fits &= self.candidate.to(dtype).float() == self.candidate
+        if self.divides is not None and self.needs_new_global:
+            self.take_global(self.amax.amax())
         if self.lowest is not None and self.highest is not None and self.zeros is not None:
             return self._with_zero_points(dtype, self.lowest, self.highest, self.zeros)
-        if self.divides is not None:
-            if self.needs_new_global:
-                self.take_global(self.amax.amax())
-            assert self.global_scale is not None, "it has just been made"
+        if self.global_scale is not None and self.divides is not None:
             new = group_scales.nvfp4_scales(self.amax, self.global_scale.value, divisor=self.divides)
         elif self.element == E2M1:
             new = group_scales.mxfp4_scales(self.amax)
@@ -153,6 +175,10 @@ class BlockScales:
         return Encoding(self.element, grid.to(dtype), self.block, zeros=torch.where(self.fits, zeros, new_zeros))
 
 
+def _direction(scale: GlobalScale | None) -> bool | None:
+    return None if scale is None else scale.divides
+
+
 def share(tensors: Sequence[BlockScales]) -> None:
     """Give several tensors, each a single block, a common scale: the carried one if it is the same and fits all."""
     amax = torch.stack([tensor.amax for tensor in tensors]).amax(0)
@@ -162,13 +188,14 @@ def share(tensors: Sequence[BlockScales]) -> None:
         tensor.amax, tensor.fits = amax, fits
 
 
-def share_global(tensors: Sequence[BlockScales]) -> None:
-    """Give several tensors that engines compute as one a new global scale in common, where one of them needs another:
-    but not where they had different ones, which somebody has chosen so."""
-    if len(tensors) < 2 or not any(tensor.needs_new_global for tensor in tensors):
+def share_global(tensors: Sequence[BlockScales], *, always: bool = False) -> None:
+    """Give several tensors that engines compute as one a new global scale in common, where one of them needs another.
+    Where they had different ones, which somebody has chosen so, they keep them, unless they must `always` share it."""
+    if len(tensors) < 2:
         return
     first = tensors[0].global_scale
-    if all(first is other.global_scale or (first and first.same(other.global_scale)) for other in tensors):
+    alike = all(first is other.global_scale or (first and first.same(other.global_scale)) for other in tensors)
+    if always and not alike or alike and any(tensor.needs_new_global for tensor in tensors):
         largest = torch.stack([tensor.amax.amax() for tensor in tensors]).amax()
         for tensor in tensors:
             tensor.take_global(largest)

@@ -31,8 +31,8 @@ class Encode:
     `weights`: by weight, how many rows and columns share a scale, and the tensors that receive its grid of `scale_inv`
     and what else its encoding has; tensors of the job that are not in it stay values.
     `input_scales`: tensors whose one number is known already, and that number: scales of inputs, or of a KV cache.
-    `shared`: all weights have the one scale that their joint amax gives, because engines compute q/k/v, and gate/up, as
-    one and would requantize where scales differ.
+    `shared`: all weights have the one scale, or in four bits the one global scale, that their joint amax gives, because
+    engines compute q/k/v, and gate/up, as one and would requantize, or compute wrong, where they differ.
     `alongside`: weights of other jobs that have that scale too, and the tensors of the source that they are read from.
     `numbers`: what new scales of weights are rounded up to.
     """

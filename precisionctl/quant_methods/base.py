@@ -10,7 +10,7 @@ tools match those by whole names, by parts of names, by globs and by regular exp
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -22,13 +22,23 @@ from precisionctl.errors import DamagedCheckpoint, PrecisionError, shown
 from precisionctl.fp8 import encoding as fp8
 from precisionctl.fp8.elements import E2M1, E4M3, Packing, element_of
 from precisionctl.fp8.encoding import Encoding, GlobalScale, grid_shape
-from precisionctl.fp8.group_scales import zero_points
+from precisionctl.fp8.group_scales import INT4_GROUP, MXFP4_GROUP, NVFP4_GROUP, zero_points
 from precisionctl.param import TensorSpec
 
-Scheme = Literal["static", "dynamic", "block", "mxfp8"]
+Scheme = Literal["static", "dynamic", "block", "mxfp8", "nvfp4", "nvfp4a16", "mxfp4", "w4a16"]
 """`static`: a scale for each weight and one, fixed, for its input. `dynamic`: a scale for each output channel,
 and one for each token that the engine makes while it runs. `block`: a scale for 128 x 128 values of a weight, and one
-for 128 of a token that the engine makes. `mxfp8`: a power of two for 32 values of a row, of either."""
+for 128 of a token that the engine makes. `mxfp8`: a power of two for 32 values of a row, of either.
+
+Four bits: `nvfp4`: a scale for 16 values of a row, of either, under a global one, which is fixed for inputs.
+`nvfp4a16`: the same for weights alone. `mxfp4`: as `mxfp8`. `w4a16`: integers, a scale for 128 values of a row."""
+
+FOUR_BITS: Mapping[str, str] = {"nvfp4": "NVFP4", "nvfp4a16": "NVFP4", "mxfp4": "MXFP4", "w4a16": "INT4"}
+"""The name of the format (`CodeFormat.name`) that weights have in schemes of four bits. What is stored of inputs or not
+is no part of it, so a directory of such a format is known by its name alone."""
+
+FIXED_INPUTS: tuple[Scheme, ...] = ("static", "nvfp4")
+"""Schemes with a fixed scale for the inputs of each weight."""
 
 CODES = torch.float8_e4m3fn
 """What every engine reads; none takes E5M2 weights."""
@@ -46,7 +56,16 @@ SQUARE = (128, 128)
 POWERS_OF_2: Mapping[str, str] = {"scale_fmt": "ue8m0"}
 """How `quant_method: fp8` says that the scales of its blocks are powers of two, and that those of inputs are to be."""
 
-BLOCKS: Mapping[Scheme, Block] = {"static": TENSOR, "dynamic": CHANNEL, "block": SQUARE, "mxfp8": (1, 32)}
+BLOCKS: Mapping[Scheme, Block] = {
+    "static": TENSOR,
+    "dynamic": CHANNEL,
+    "block": SQUARE,
+    "mxfp8": (1, 32),
+    "nvfp4": (1, NVFP4_GROUP),
+    "nvfp4a16": (1, NVFP4_GROUP),
+    "mxfp4": (1, MXFP4_GROUP),
+    "w4a16": (1, INT4_GROUP),
+}
 """How many rows and columns of a weight share a scale, by scheme."""
 
 
@@ -104,7 +123,7 @@ class Quantization:
     def scheme(self) -> str:
         """The Scheme that this is, or a description of what is none of them."""
         for scheme, block in BLOCKS.items():
-            if (self.blocks, self.static) == ((block,), scheme == "static"):
+            if scheme not in FOUR_BITS and (self.blocks, self.static) == ((block,), scheme == "static"):
                 return scheme
         if not self.blocks:
             return " or ".join(dict.fromkeys(form.name for form in self.formats))
@@ -153,6 +172,11 @@ class Scales:
         return tuple(name for name in names if name is not None)
 
     @property
+    def multiplying(self) -> tuple[str, ...]:
+        """The names of those that values are multiplied with, or divided by."""
+        return tuple(name for name in (self.weight, self.global_scale, self.input) if name is not None)
+
+    @property
     def names(self) -> tuple[str, ...]:
         return self.of_weight if self.input is None else (*self.of_weight, self.input)
 
@@ -188,7 +212,7 @@ class Spelling:
     scales, by scheme, and by those that are only read. `config(scheme, ignored)` is the `quantization_config`, with the
     full names of the linear and embedding modules that are not quantised under the key `ignored`, `cache` how scales
     of a KV cache are spelled, and `files(config)` are the files beside it, by name. Modules with a name that ends in
-    one of `never` are known not to be quantised, named or not."""
+    one of `never` are known not to be quantised, named or not. `four_bits` are the formats of schemes of four bits."""
 
     shapes: Mapping[str, Callable[[int, int], tuple[int, ...]]]
     config: Callable[[Scheme, Sequence[str]], dict[str, Any]]
@@ -196,15 +220,31 @@ class Spelling:
     files: Callable[[Mapping[str, Any]], dict[str, bytes]] = lambda config: {}
     ignored: str = "ignore"
     never: tuple[str, ...] = ()
+    four_bits: Mapping[str, CodeFormat] = field(default_factory=dict)
+
+    def codes(self, weight: TensorSpec, scheme: Scheme) -> TensorSpec:
+        """What a weight is as codes."""
+        packing = form.packing if (form := self.four_bits.get(scheme)) else None
+        return replace(weight, dtype=packing.element.dtype if packing else CODES, packing=packing)
 
     def specs(self, scales: Scales, weight: TensorSpec, scheme: str) -> dict[str, TensorSpec]:
-        """The scale tensors to store beside a weight: FP32, or exponents as bytes."""
+        """The tensors to store beside a weight: scales in FP32, or exponents as bytes, and what four bits need."""
+        if form := self.four_bits.get(scheme):
+            return self._of_four_bits(scales, weight, form)
         shape = self.shapes[scheme]
         found = {scales.weight: shape(*grid_shape(weight.rows, weight.columns, scales.block))}
         if scales.input is not None:
             found[scales.input] = shape(1, 1)
         dtype = torch.uint8 if scheme == "mxfp8" else torch.float32
         return {name: TensorSpec(size, dtype) for name, size in found.items()}
+
+    def _of_four_bits(self, scales: Scales, weight: TensorSpec, form: CodeFormat) -> dict[str, TensorSpec]:
+        one = TensorSpec(self.shapes["static"](1, 1), torch.float32)
+        found = {scales.weight: TensorSpec(grid_shape(weight.rows, weight.columns, scales.block), form.scales[0])}
+        found |= {name: one for name in (scales.global_scale, scales.input) if name is not None}
+        if scales.shape is not None:
+            found[scales.shape] = TensorSpec((2,), torch.int64)
+        return found
 
 
 @dataclass(frozen=True)
@@ -222,8 +262,14 @@ class QuantMethod:
 
     def scales(self, weight: str, spec: TensorSpec, scheme: Scheme) -> Scales:
         """The names of a weight's scale tensors in an export, and the size of its blocks."""
-        name, given = sibling(weight, self.weight_scales[0]), sibling(weight, self.input_scales[0])
-        return Scales(name, given if scheme == "static" else None, sized(BLOCKS[scheme], spec))
+        form = self.spelling.four_bits.get(scheme) if self.spelling else None
+        name, kind = sibling(weight, self.weight_scales[0]), form.input if form else self.input_scales[0]
+        given = sibling(weight, kind) if kind and scheme in FIXED_INPUTS else None
+        found = Scales(name, given, sized(BLOCKS[scheme], spec))
+        if form is None:
+            return found
+        whole, shape = (sibling(weight, kind) if kind else None for kind in (form.global_scale, form.shape))
+        return replace(found, global_scale=whole, divides=form.divides, shape=shape)
 
 
 _SLICE = re.compile(r"(.+)(\[\d+\])")
@@ -294,7 +340,8 @@ def coded_weights(
     method = recognise(config, where)
     said = method.read(config["quantization_config"]) if method else None
     packed = _packed(said, specs, where) if said else {}
-    beside = {sibling(name, kind) for name in packed for kind in (method.weight_scales if method else ())}
+    known = (*packed, *(name for name, spec in specs.items() if spec.packing))
+    beside = {sibling(name, kind) for name in known for kind in (method.weight_scales if method else ())}
     others = {name: name for name, spec in specs.items() if spec.packing or spec.dtype in fp8.CODES}
     codes = packed | {name: stored for name, stored in others.items() if name not in {*beside, *packed}}
     if codes and (method is None or said is None):

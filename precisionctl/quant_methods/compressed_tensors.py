@@ -14,9 +14,11 @@ import torch
 from precisionctl.errors import PrecisionError, shown
 from precisionctl.fp8.elements import E2M1, INT4, Packing
 from precisionctl.quant_methods.base import (
+    BLOCKS,
     CHANNEL,
     EXPONENTS,
     FLOATS,
+    FOUR_BITS,
     TENSOR,
     Block,
     CacheSpelling,
@@ -41,26 +43,52 @@ _NVFP4 = CodeFormat(
 _MXFP4 = CodeFormat((1, 32), Packing("MXFP4", E2M1, torch.uint8, "_packed"), EXPONENTS)
 _INT4 = CodeFormat(CHANNEL, Packing("INT4", INT4, torch.int32, "_packed"), FLOATS, shape="weight_shape")
 
+_FORMATS: Mapping[str, CodeFormat] = {
+    "nvfp4": _NVFP4,
+    "nvfp4a16": _NVFP4,
+    "mxfp4": _MXFP4,
+    "w4a16": replace(_INT4, block=BLOCKS["w4a16"], scales=(torch.bfloat16,)),
+}
+
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _MX = _FP8 | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+_FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
+_NV = _FP4 | {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+_MX4 = _FP4 | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+_INT = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 _WEIGHTS: Mapping[Scheme, dict[str, Any]] = {
     "static": _FP8 | {"strategy": "tensor", "dynamic": False},
     "dynamic": _FP8 | {"strategy": "channel", "dynamic": False},
     "mxfp8": _MX | {"dynamic": False},
+    "nvfp4": _NV | {"dynamic": False},
+    "nvfp4a16": _NV | {"dynamic": False},
+    "mxfp4": _MX4 | {"dynamic": False},
+    "w4a16": _INT | {"dynamic": False},
 }
 _INPUTS: Mapping[Scheme, dict[str, Any]] = {
     "static": _FP8 | {"strategy": "tensor", "dynamic": False},
     "dynamic": _FP8 | {"strategy": "token", "dynamic": True},
     "mxfp8": _MX | {"dynamic": True},
+    "nvfp4": _NV | {"dynamic": "local"},
+    "mxfp4": _MX4 | {"dynamic": True},
+}
+_NAMES: Mapping[Scheme, str] = {
+    "mxfp8": "mxfp8-quantized",
+    "nvfp4": "nvfp4-pack-quantized",
+    "nvfp4a16": "nvfp4-pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "w4a16": "pack-quantized",
 }
 
 
 def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
     """The `quantization_config`: one group, of all linears but those that are ignored."""
-    group = {"targets": ["Linear"], "weights": _WEIGHTS[scheme], "input_activations": _INPUTS[scheme]}
+    name = _NAMES.get(scheme, "float-quantized")
+    tensors = {"weights": _WEIGHTS[scheme], "input_activations": _INPUTS.get(scheme)}
+    group = {"targets": ["Linear"], **tensors, **({"format": name} if scheme in FOUR_BITS else {})}
     return {
         "quant_method": "compressed-tensors",
-        "format": "mxfp8-quantized" if scheme == "mxfp8" else "float-quantized",
+        "format": name,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": list(ignored),
@@ -155,5 +183,6 @@ QUANT_METHOD = QuantMethod(
             {"kv_cache_scheme": _FP8 | {"strategy": "tensor", "dynamic": False}},
             as_bf16=False,
         ),
+        four_bits=_FORMATS,
     ),
 )

@@ -27,18 +27,27 @@ from precisionctl.quant_methods.base import (
     together,
 )
 
-_ALGORITHMS: Mapping[Scheme, str] = {"static": "FP8", "dynamic": "FP8_PER_CHANNEL_PER_TOKEN", "mxfp8": "MXFP8"}
+_ALGORITHMS: Mapping[Scheme, str] = {
+    "static": "FP8",
+    "dynamic": "FP8_PER_CHANNEL_PER_TOKEN",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+}
 _GROUPS: Mapping[Scheme, dict[str, int]] = {"mxfp8": {"group_size": 32}}
+_NESTED_GROUPS = {"MXFP8": 32, "NVFP4": 16}
 _FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+_TENSORS: Mapping[Scheme, dict[str, Any]] = {"static": _FP8, "nvfp4": _FP8 | {"num_bits": 4, "group_size": 16}}
+"""Of the schemes with config groups."""
 
 # It names the format, not who wrote the files: readers look for this name before they read on.
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
 
 def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
-    """Only the static scheme has config groups, as ModelOpt writes it."""
-    group = {"input_activations": _FP8, "weights": _FP8, "targets": ["Linear"]}
-    groups = {"config_groups": {"group_0": group}} if scheme == "static" else {}
+    """Only schemes of fixed input scales have config groups, as ModelOpt writes it."""
+    tensors = _TENSORS.get(scheme)
+    group = {"input_activations": tensors, "weights": tensors, "targets": ["Linear"]}
+    groups = {"config_groups": {"group_0": group}} if tensors else {}
     return groups | {
         "ignore": sorted(ignored),
         "quant_algo": _ALGORITHMS[scheme],
@@ -54,7 +63,7 @@ def files(config: Mapping[str, Any]) -> dict[str, bytes]:
         "quant_algo": config["quant_algo"],
         "kv_cache_quant_algo": "FP8" if "kv_cache_scheme" in config else None,
         "exclude_modules": config["ignore"],
-        **{key: config[key] for key in ("group_size",) if key in config},
+        **({"group_size": _NESTED_GROUPS[algorithm]} if (algorithm := config["quant_algo"]) in _NESTED_GROUPS else {}),
     }
     text = json.dumps({"producer": _PRODUCER, "quantization": quantization}, indent=4)
     return {"hf_quant_config.json": text.encode()}
@@ -121,5 +130,6 @@ QUANT_METHOD = QuantMethod(
         config=config,
         cache=CacheSpelling(("k_proj.k_scale", "v_proj.v_scale"), (), {"kv_cache_scheme": _FP8}),
         files=files,
+        four_bits={"nvfp4": _NVFP4},
     ),
 )

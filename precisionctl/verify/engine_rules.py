@@ -3,16 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from precisionctl.checkpoints.base import Chunked, Reader, in_four_bits, read_tensor
+from precisionctl.checkpoints.base import Chunked, Reader, read_tensor
 from precisionctl.engines.base import Engine
 from precisionctl.engines.rule import EngineRule, Finding
 from precisionctl.errors import UnknownFormat
-from precisionctl.fp8.encoding import CODES
 
 NO_CODES = EngineRule(
     "nothing but config.json was checked; export-inference writes FP8 weights", "precisionctl verify", fatal=False
 )
-"""What a directory without FP8 weights breaks: the engine serves it as it is, and `verify` was asked of an export."""
+"""What a directory without codes breaks: the engine serves it as it is, and `verify` was asked of an export."""
 
 
 @runtime_checkable
@@ -39,14 +38,8 @@ def check(reader: Reader, engine: Engine, ranks: int = 1) -> list[Finding]:
             where=reader.path,
             do=f"Make one: precisionctl export-inference {reader.path} DST --target {engine.name}",
         )
-    if packed := in_four_bits(reader):
-        raise UnknownFormat(
-            f"the rules here are of FP8, and say nothing of {next(iter(packed.values())).name}",
-            where=reader.path,
-            do="Engines load what its makers have released. `convert --to hf` makes a directory in BF16 of it.",
-        )
     stored = reader.stored
     found = engine.check(reader.config, stored.specs, lambda name: read_tensor(stored, name), ranks, reader.beside)
-    if not any(spec.dtype in CODES for spec in stored.specs.values()):
-        found.append(Finding("the directory", "no weight is FP8 codes", NO_CODES))
+    if not reader.encodings:
+        found.append(Finding("the directory", "no weight is codes", NO_CODES))
     return found

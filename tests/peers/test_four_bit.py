@@ -1,16 +1,23 @@
 """Whole models that llm-compressor and ModelOpt quantise to four bits: every weight decodes to what the tool says of
-it, and comes back from BF16; and the golden files are still what the tools write."""
+it, and comes back from BF16; the golden files are still what the tools write; and the tools read ours."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import conversions
 import environments
 import four_bit_models
+import in_memory
 import pytest
 import torch
 from four_bit_weights import FourBitWeight
 from safetensors.torch import load_file
+
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.commands.request import Request
+from precisionctl.fp8 import sidecar
 
 HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "golden"
@@ -18,6 +25,7 @@ SCHEMES = [
     *("ct-NVFP4", "ct-NVFP4A16", "ct-MXFP4", "modelopt-nvfp4", "modelopt-mxfp4"),
     *("ct-W4A16", "ct-W4A16_ASYM", "ct-W4A16_G32", "ct-W4A16_G32_ASYM"),
 ]
+OURS = ("nvfp4", "nvfp4a16", "mxfp4", "w4a16")
 WITH_EXPERTS = [("qwen3_moe", scheme) for scheme in ("ct-NVFP4", "ct-W4A16_G32", "modelopt-nvfp4")]
 
 
@@ -75,3 +83,19 @@ def test_the_golden_files_are_what_the_tools_write(llama, tmp_path):
     assert [file.name for file in made] == [file.name for file in golden] and len(made) == 1 + len(SCHEMES)
     for file, expected in zip(made, golden, strict=True):
         assert file.read_bytes() == expected.read_bytes(), file.name
+
+
+@pytest.mark.parametrize(("scheme", "family"), [(each, "llama") for each in OURS] + [("nvfp4", "qwen3_moe")])
+def test_compressed_tensors_decompresses_ours_to_what_we_decode(request, tmp_path, scheme, family):
+    """Every weight of an export for vLLM, bit for bit."""
+    source = tmp_path / "source"
+    shutil.copytree(request.getfixturevalue(family) / "source", source)
+    sidecar.write(source / sidecar.RELATIVE, in_memory.recorded(HuggingFaceReader(source)))
+    conversions.carry_out(Request.export(source, tmp_path / "ours", "vllm", scheme))
+    conversions.run(tmp_path / "ours", tmp_path / "bf16", "hf")
+    script, python = HERE / "compressed_tensors_decode.py", environments.llm_compressor()
+    subprocess.run([python, script, tmp_path / "ours", tmp_path / "theirs"], check=True)
+    theirs, ours = load_file(tmp_path / "theirs"), load_file(tmp_path / "bf16" / "model.safetensors")
+    assert len(theirs) == (14 if family == "llama" else 2 * 4 + 3 + 4 * 3)
+    for name, values in theirs.items():
+        assert torch.equal(ours[name].view(torch.int16), values.view(torch.int16)), name
