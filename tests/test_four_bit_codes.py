@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from four_bit_directories import E2M1, INT4
+from four_bit_directories import E2M1, INT4, SPELLINGS, compressed
 from fp8_directories import value_of
 from safetensors import safe_open
 from torch import Tensor
@@ -140,6 +140,22 @@ def test_every_byte_of_int4_decodes_under_every_zero_point_and_comes_back(zero: 
         ("ct-W4A16_ASYM", {"weight_zero_point": None}, "no .*weight_zero_point for its codes"),
         ("ct-W4A16_ASYM", {"weight_zero_point": torch.zeros(8, 1).int()}, r"weight_zero_point has shape \[8, 1\]"),
         ("ct-W4A16", {"weight_g_idx": torch.zeros(128).int()}, "weight_g_idx"),
+        ("ct-W4A16_ASYM", {"weight_zero_point": torch.zeros(2, 1)}, "weight_zero_point is float32, not int32"),
+        ("ct-W4A16_ASYM", {"weight_zero_point": torch.zeros(2, 1).long()}, "weight_zero_point is int64, not int32"),
+        ("ct-W4A16_ASYM", {"weight_zero_point": torch.zeros(2, 1).short()}, "weight_zero_point is int16"),
+        ("ct-W4A16_ASYM", {"weight_zero_point": torch.zeros(2, 1).bool()}, "weight_zero_point is bool"),
+        ("ct-NVFP4", {"weight_global_scale": torch.ones(1).double()}, "weight_global_scale is float64, not float32"),
+        ("ct-NVFP4", {"weight_global_scale": torch.ones(1).int()}, "weight_global_scale is int32"),
+        ("ct-NVFP4", {"input_global_scale": torch.ones(1).double()}, "input_global_scale is float64"),
+        ("ct-W4A16", {"weight_shape": torch.tensor([16.0, 128.0])}, "weight_shape is float32, not int64 or int32"),
+        (
+            "ct-W4A16",
+            {"weight_zero_point": torch.zeros(2, 1).int()},
+            "weight_zero_point is beside codes that have none",
+        ),
+        ("ct-W4A16", {"weight_global_scale": torch.ones(1)}, "weight_global_scale is beside codes that have none"),
+        ("modelopt-nvfp4", {"pre_quant_scale": torch.ones(128)}, "pre_quant_scale is beside codes that have none"),
+        ("ct-W4A16", {"weight": torch.zeros(16, 128)}, "weight is there as values, and as codes: .*weight_packed"),
         ("modelopt-nvfp4", {"weight_scale_2": None}, "no .*weight_scale_2 for its codes"),
         ("modelopt-nvfp4", {"weight_scale_2": torch.tensor(torch.inf)}, "weight_scale_2 holds inf"),
         (
@@ -154,3 +170,33 @@ def test_tensors_that_do_not_fit_are_one_error(name: str, damage: dict[str, Tens
     tensors = {end: each for end, each in (tensors | damage).items() if each is not None}
     with pytest.raises(PrecisionctlError, match=message):
         read(config, tensors)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "size", "columns"),
+    [("ct-nvfp4", 16, 24), ("ct-mxfp4", 32, 48), ("ct-int4-32", 48, 64), ("ct-int4-32", 40, 96)],
+)
+def test_groups_that_are_cut_off_are_refused(spelling: str, size: int, columns: int) -> None:
+    """No tool writes them, and codes would be taken for others: of 64 columns in groups of 48, for two of 32."""
+    spelled = SPELLINGS[spelling]
+    config = json.loads(json.dumps(spelled.config))
+    config["config_groups"]["group_0"]["weights"]["group_size"] = size
+    tensors = {
+        "weight_packed": torch.zeros(16, columns // (2 * spelled.words.itemsize), dtype=spelled.words),
+        "weight_scale": torch.ones(16, -(-columns // size)).to(spelled.scales),
+        **({"weight_global_scale": torch.ones(1)} if spelling == "ct-nvfp4" else {}),
+        **({"weight_shape": torch.tensor([16, columns])} if spelling == "ct-int4-32" else {}),
+    }
+    with pytest.raises(PrecisionctlError, match=r"weight_scale has shape .* one per whole block of"):
+        read(config, tensors)
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+@pytest.mark.parametrize("name", ["ct-W4A16_G32", "ct-W4A16_G32_ASYM"])
+def test_of_formats_of_one_size_a_weight_has_that_of_the_tensors_beside_it(name: str, order: tuple[bool, bool]) -> None:
+    """Symmetric and asymmetric groups in one config, whichever is named first."""
+    kinds = [{"type": "int", "strategy": "group", "group_size": 32, "symmetric": symmetric} for symmetric in order]
+    config = compressed(kinds[0], "pack-quantized")
+    config["config_groups"] |= {"group_1": compressed(kinds[1], "pack-quantized")["config_groups"]["group_0"]}
+    codes, encoding = read(config, golden(name)[1])
+    assert torch.equal(encoding.decode_rows(codes, 0).bfloat16(), golden(name)[1]["decoded"])

@@ -9,11 +9,15 @@ import four_bit_directories
 import pytest
 import torch
 import training
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from precisionctl.checkpoints import encodings_file
+from precisionctl.checkpoints.huggingface import HuggingFaceReader
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.request import Request
+from precisionctl.errors import DamagedCheckpoint
 from precisionctl.evaluate import evaluate
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.numerics import recorded_amax
@@ -284,3 +288,52 @@ def test_an_export_in_fp8_is_exact_from_mxfp4_to_mxfp8_and_says_what_is_rounded(
     found = compare(open_checkpoint(tmp_path / "source-bf16"), open_checkpoint(tmp_path / "fp8-bf16"))
     assert sum(not each.equal for each in found.tensors) == 7 - exact
     assert all(each.sqnr_db is not None and each.sqnr_db > 25 for each in found.tensors)
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """BF16 values, with encodings of one weight of INT4 with zero points beside them."""
+    place = tmp_path_factory.mktemp("decoded")
+    four_bit_directories.make(place / "source", "ct-int4-zero-points", quantised=lambda name: name == f"{UP}weight")
+    run(place / "source", place / "bf16", "hf")
+    return place / "bf16" / encodings_file.RELATIVE
+
+
+SOUND = ["INT4", "INT4", "I32", "_packed", None]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({"packed": SOUND[:at] + [other] + SOUND[at + 1 :]} for at, other in enumerate(["X", "E2M1", "I64"])),
+        *({"packed": [*SOUND[:3], suffix, None]} for suffix in ("/../../x", "", "_scale", 3)),
+        *({"packed": other} for other in ([*SOUND[:2], "F32", *SOUND[3:]], [*SOUND[:4], 16], SOUND[:4], 3, [SOUND])),
+        *({"global_scale": [f"{UP}{name}", True]} for name in ("weight_scale", "weight_shape", "nothing")),
+        *({"zero_points": other} for other in (f"{UP}weight_scale", f"{UP}weight_shape", 5)),
+        *({"weight_shape": other} for other in (f"{UP}weight_scale", f"{UP}weight_zero_point")),
+        {"block": [1, 96]},
+        {"input_scale_inv": f"{UP}weight_shape"},
+    ],
+)
+def test_encodings_of_codes_that_no_tool_packs_so_are_damage(
+    decoded: Path, tmp_path: Path, said: dict[str, object]
+) -> None:
+    with safe_open(decoded, "pt") as file:
+        fields = json.loads(file.metadata()["precisionctl"])
+    assert fields["weights"][f"{UP}weight"]["packed"] == SOUND
+    fields["weights"][f"{UP}weight"] |= said
+    (tmp_path / encodings_file.RELATIVE).parent.mkdir()
+    save_file(load_file(decoded), tmp_path / encodings_file.RELATIVE, metadata={"precisionctl": json.dumps(fields)})
+    with pytest.raises(DamagedCheckpoint):
+        encodings_file.find(tmp_path)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, -1.0, 0.0])
+def test_a_divisor_of_inputs_that_is_none_is_damage(tmp_path: Path, value: float) -> None:
+    """An infinite one would be an amax of zero."""
+    four_bit_directories.make(tmp_path, "ct-nvfp4", quantised=lambda name: name == f"{UP}weight")
+    changed(tmp_path, f"{UP}input_global_scale", lambda tensor: tensor.fill_(value))
+    encodings = HuggingFaceReader(tmp_path).weight_encodings
+    assert encodings is not None
+    with pytest.raises(DamagedCheckpoint, match="input_global_scale holds a scale"):
+        encodings.input_amax(f"{UP}weight")

@@ -20,10 +20,10 @@ from precisionctl.checkpoints.companions import parse_json
 from precisionctl.checkpoints.output import sync
 from precisionctl.checkpoints.safetensors_file import DTYPES, NAMES, StoredTensor, make_header, read_described
 from precisionctl.errors import DamagedCheckpoint, UnknownFormat
-from precisionctl.fp8.elements import E2M1, E4M3, INT4, Packing
+from precisionctl.fp8.elements import E4M3, INT4, Packing
 from precisionctl.fp8.encoding import CODES, Encoding, grid_shape
 from precisionctl.param import TensorSpec
-from precisionctl.quant_methods.base import Scales, complete_encoding
+from precisionctl.quant_methods.base import Scales, check_beside, complete_encoding, recognise
 from precisionctl.untrusted.safe_files import has_file
 
 QUANT_CONFIG = "hf_quant_config.json"
@@ -109,7 +109,7 @@ class WeightEncodings:
             return None
         stored = read_tensor(self.stored, scales.input).float().reshape(())
         amax = scales.input_amax(stored)
-        if not (bool(amax.isfinite()) and stored >= 0):
+        if not (bool(amax.isfinite() & stored.isfinite()) and stored >= 0):
             raise DamagedCheckpoint(f"{scales.input} holds a scale that is negative, infinite or NaN", where=self.path)
         return amax
 
@@ -166,7 +166,7 @@ def _described(weight: TensorSpec, scales: Scales) -> dict[str, Any]:
         "input_scale_inv": scales.input,
     }
     if packing := weight.packing:
-        said["packed"] = [packing.name, packing.element.name, NAMES[packing.word], packing.suffix, packing.block]
+        said["packed"] = _said_of(packing)
         said["global_scale"] = [scales.global_scale, scales.divides]
         said["zero_points"], said["weight_shape"] = scales.zero_points, scales.shape
     return said
@@ -188,10 +188,14 @@ def find(checkpoint: Path) -> WeightEncodings | None:
             "encodings of another format version", where=path, do="Read them with the release that wrote them."
         )
     try:
-        weights = {name: _weight(entry) for name, entry in fields["weights"].items()}
-        scales = {name: _scales(name, entry, weights[name], stored.specs) for name, entry in fields["weights"].items()}
-        files = {name: text.encode() for name, text in fields["files"].items() if name == QUANT_CONFIG}
         quantization = dict(fields["quantization_config"])
+        coded = any("packed" in entry for entry in fields["weights"].values())
+        packings = _packings(quantization) if coded else {}
+        weights = {name: _weight(entry, packings) for name, entry in fields["weights"].items()}
+        scales = {
+            name: _scales(name, entry, weights[name], stored.specs, path) for name, entry in fields["weights"].items()
+        }
+        files = {name: text.encode() for name, text in fields["files"].items() if name == QUANT_CONFIG}
         of_weights = fields.get("of_weights")
         if not isinstance(of_weights, str | None):
             raise ValueError("of_weights is no digest")
@@ -200,22 +204,29 @@ def find(checkpoint: Path) -> WeightEncodings | None:
     return WeightEncodings(weights, scales, stored, quantization, files, path, of_weights)
 
 
-def _weight(fields: Mapping[str, Any]) -> TensorSpec:
+def _said_of(packing: Packing) -> list[str | int | None]:
+    return [packing.name, packing.element.name, NAMES[packing.word], packing.suffix, packing.block]
+
+
+def _packings(quantization: Mapping[str, Any]) -> dict[tuple[Any, ...], Packing]:
+    """Those that codes may have in the directory that they come from, by what is said of them."""
+    method = recognise({"quantization_config": quantization})
+    formats = method.read(quantization).formats if method else ()
+    return {tuple(_said_of(form.packing)): form.packing for form in formats if form.packing}
+
+
+def _weight(fields: Mapping[str, Any], packings: Mapping[tuple[Any, ...], Packing]) -> TensorSpec:
     shape, dtype = fields["shape"], DTYPES[fields["codes"]]
-    packing = _packing(*fields["packed"]) if "packed" in fields else None
+    packing = packings[tuple(fields["packed"])] if "packed" in fields else None
     coded = dtype == packing.element.dtype if packing else dtype in CODES
     if not coded or not all(type(size) is int and 0 < size < 1 << 40 for size in shape):
         raise ValueError("a weight of no codes, or of no size")
     return TensorSpec(tuple(shape), dtype, packing=packing)
 
 
-def _packing(name: str, element: str, word: str, suffix: str, block: int | None) -> Packing:
-    if not (type(name) is type(suffix) is str) or not (block is None or (type(block) is int and 0 < block < 1 << 16)):
-        raise ValueError("a packing of no name, suffix or block")
-    return Packing(name, {each.name: each for each in (E2M1, INT4)}[element], DTYPES[word], suffix, block)
-
-
-def _scales(name: str, fields: Mapping[str, Any], weight: TensorSpec, stored: Mapping[str, TensorSpec]) -> Scales:
+def _scales(
+    name: str, fields: Mapping[str, Any], weight: TensorSpec, stored: Mapping[str, TensorSpec], where: Path
+) -> Scales:
     high, wide = fields["block"]
     if not all(type(size) is int and 0 < size < 1 << 40 for size in (high, wide)):
         raise ValueError(f"{name} has a block of no size")
@@ -227,6 +238,11 @@ def _scales(name: str, fields: Mapping[str, Any], weight: TensorSpec, stored: Ma
     spec, counts = stored[found.weight], grid_shape(weight.rows, weight.columns, found.block)
     if spec.rows * spec.columns != counts[0] * counts[1]:
         raise ValueError(f"{name} has as many scales as {spec.shape}")
+    if weight.packing and weight.columns % found.block[1]:
+        raise ValueError(f"{name} has no whole groups")
+    check_beside(found, weight, stored, where)
+    if found.zero_points is not None and (weight.packing is None or weight.packing.element is not INT4):
+        raise ValueError(f"{name} has zero points")
     if found.input is not None and stored[found.input].rows * stored[found.input].columns != 1:
         raise ValueError(f"{name} has several input scales")
     return found

@@ -97,6 +97,11 @@ class CodeFormat:
     def name(self) -> str:
         return self.packing.name if self.packing else "FP8"
 
+    @property
+    def beside(self) -> tuple[str | None, str | None, str | None]:
+        """The names of what a weight has beside its scales: a global scale, zero points, its shape."""
+        return self.global_scale, self.zero_points, self.shape
+
 
 @dataclass(frozen=True)
 class Quantization:
@@ -367,6 +372,8 @@ def _packed(said: Quantization, specs: Mapping[str, TensorSpec], where: object) 
             elif suffix:
                 kinds = " or ".join(dict.fromkeys(map(_in_words, said.formats)))
                 raise DamagedCheckpoint(f"{name} is {spec.stored_dtype}; the config says: {kinds}", where=where)
+            if suffix and weight in specs:
+                raise DamagedCheckpoint(f"{weight} is there as values, and as codes: {name}", where=where)
             if (order := sibling(weight, "weight_g_idx")) in specs:
                 what = f"{order} puts inputs into groups in another order than theirs (actorder)"
                 raise PrecisionError(what, where=where, do="Start from the model before quantization.")
@@ -376,32 +383,44 @@ def _packed(said: Quantization, specs: Mapping[str, TensorSpec], where: object) 
 def _coded(
     weight: str, codes: str, method: QuantMethod, said: Quantization, specs: Mapping[str, TensorSpec], where: object
 ) -> CodedWeight:
-    """The first of the formats that a weight's tensors are of. Raises DamagedCheckpoint where there is none."""
+    """The format that a weight's tensors are of; where its scales fit several, that which has the others beside it.
+    Raises DamagedCheckpoint where there is none."""
     scale, spec = _present(weight, method.weight_scales, specs, where), specs[codes]
-    fitting = {form: found for form in said.formats if (found := _as_weight(spec, codes.removeprefix(weight), form))}
-    for form, spec in fitting.items():
-        size = sized(form.block, spec)
-        grid = grid_shape(spec.rows, spec.columns, size)
-        if (form.scales and specs[scale].dtype not in form.scales) or _without_ones(
-            specs[scale].shape
-        ) != _without_ones(grid):
-            continue
-        further = [
-            _of_shape(sibling(weight, kind), shapes, specs, where) if kind else None
-            for kind, shapes in (
-                (form.global_scale, ((), (1,))),
-                (form.zero_points, ((-(-grid[0] // 8), grid[1]),)),
-                (form.shape, ((2,),)),
-            )
-        ]
-        given = _input(weight, method, form, said, specs, where)
-        return CodedWeight(codes, spec, Scales(scale, given, size, further[0], form.divides, further[1], further[2]))
-    kinds = " or ".join(dict.fromkeys(map(_in_words, fitting or said.formats)))
-    raise DamagedCheckpoint(
-        f"{scale} has shape {list(specs[scale].shape)} ({specs[scale].stored_dtype}) for a weight of "
-        f"{list(spec.shape)}; the config says: {kinds}",
-        where=where,
-    )
+    possible = {form: found for form in said.formats if (found := _as_weight(spec, codes.removeprefix(weight), form))}
+    fitting = [form for form, found in possible.items() if _fits(specs[scale], form, found)]
+    if not fitting:
+        spec = next(iter(possible.values()), spec)
+        kinds = " or ".join(dict.fromkeys(map(_in_words, possible or said.formats)))
+        raise DamagedCheckpoint(
+            f"{scale} has shape {list(specs[scale].shape)} ({specs[scale].stored_dtype}) for a weight of "
+            f"{list(spec.shape)}; the config says: {kinds}",
+            where=where,
+        )
+    there = {kind for kind in _BESIDE if possible[fitting[0]].packing and sibling(weight, kind) in specs}
+    form = min(fitting, key=lambda each: len(there ^ set(filter(None, each.beside))))
+    if strange := sorted(there.difference(form.beside)):
+        what = f"{sibling(weight, strange[0])} is beside codes that have none; the config says: {_in_words(form)}"
+        raise DamagedCheckpoint(what, where=where, do="Start from the model before quantization.")
+    global_scale, zeros, shape = (sibling(weight, kind) if kind else None for kind in form.beside)
+    given = _input(weight, method, form, said, specs, where)
+    size = sized(form.block, possible[form])
+    scales = Scales(scale, given, size, global_scale, form.divides, zeros, shape)
+    check_beside(scales, possible[form], specs, where)
+    return CodedWeight(codes, possible[form], scales)
+
+
+_BESIDE = ("weight_global_scale", "weight_scale_2", "weight_zero_point", "weight_shape", "pre_quant_scale")
+"""What tools store beside codes of four bits, without which they are other values; the last, of ModelOpt's AWQ, is not
+read."""
+
+
+def _fits(scale: TensorSpec, form: CodeFormat, weight: TensorSpec) -> bool:
+    """Whether a tensor can be the scales of a weight in a format. Groups of four-bit codes are whole ones."""
+    size = sized(form.block, weight)
+    grid = grid_shape(weight.rows, weight.columns, size)
+    if form.packing and weight.columns % size[1]:
+        return False
+    return (not form.scales or scale.dtype in form.scales) and _without_ones(scale.shape) == _without_ones(grid)
 
 
 def _as_weight(stored: TensorSpec, suffix: str, form: CodeFormat) -> TensorSpec | None:
@@ -415,19 +434,32 @@ def _as_weight(stored: TensorSpec, suffix: str, form: CodeFormat) -> TensorSpec 
     return TensorSpec((stored.rows, stored.columns * packing.codes_in_word), packing.element.dtype, packing=packing)
 
 
-def _of_shape(name: str, shapes: Sequence[tuple[int, ...]], specs: Mapping[str, TensorSpec], where: object) -> str:
-    """The name of a tensor beside codes. Raises DamagedCheckpoint where it is not there, or of no such shape."""
-    if name not in specs:
-        raise DamagedCheckpoint(f"no {name} for its codes", where=where, do="Is every shard there?")
-    if specs[name].shape not in shapes:
-        what = f"{name} has shape {list(specs[name].shape)}, not {' or '.join(str(list(each)) for each in shapes)}"
-        raise DamagedCheckpoint(what, where=where)
-    return name
+def check_beside(scales: Scales, weight: TensorSpec, specs: Mapping[str, TensorSpec], where: object) -> None:
+    """Raise DamagedCheckpoint where a tensor beside the scales of four-bit codes is not there, or of another shape or
+    dtype than it has."""
+    rows, groups = grid_shape(weight.rows, weight.columns, scales.block)
+    one = ((), (1,))
+    for name, shapes, dtypes in (
+        (scales.global_scale, one, (torch.float32,)),
+        (scales.input if weight.packing else None, one, (torch.float32,)),
+        (scales.zero_points, ((-(-rows // 8), groups),), (torch.int32,)),
+        (scales.shape, ((2,),), (torch.int64, torch.int32)),
+    ):
+        if name is None:
+            continue
+        if name not in specs:
+            raise DamagedCheckpoint(f"no {name} for its codes", where=where, do="Is every shard there?")
+        if specs[name].shape not in shapes:
+            what = f"{name} has shape {list(specs[name].shape)}, not {' or '.join(str(list(each)) for each in shapes)}"
+            raise DamagedCheckpoint(what, where=where)
+        if specs[name].dtype not in dtypes:
+            kinds = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
+            raise DamagedCheckpoint(f"{name} is {specs[name].stored_dtype}, not {kinds}", where=where)
 
 
 def _in_words(form: CodeFormat) -> str:
     block = _KINDS.get(form.block, f"one per block of {shown(form.block)}")
-    return block if form.packing is None else f"{form.name}, {block}"
+    return block if form.packing is None else f"{form.name}, {block.replace('per block', 'per whole block')}"
 
 
 def _input(
