@@ -363,6 +363,22 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
     "a change of a norm": ({}, lambda: linear("model.norm", 64, 64), "only matrices"),
     "integers": ({}, lambda: {f"{Q}.lora_A.weight": torch.ones(4, 64, dtype=torch.int32)}, "no dtype of an adapter's"),
     "another name": ({}, lambda: {f"{Q}.lora_C.weight": random(4, 64)}, "of a kind that is not read"),
+    "two whole tensors for one": (
+        {},
+        lambda: {"model.norm.weight": random(64), "model.norm.base_layer.weight": random(64)},
+        r"second that the adapter has for `model\.norm\.weight`",
+    ),
+    "two changes of one": (
+        {},
+        lambda: linear(Q, 64, 64) | linear(f"{Q}.base_layer", 64, 64),
+        rf"second that the adapter has for `{Q}\.weight`",
+    ),
+    "a name that is a format": (
+        {"target_parameters": ["mlp.experts.down_proj"]},
+        lambda: linear("model.{0:>3000000000}.{5}.{0.x}.mlp.experts", 64, 64),
+        "no such module",
+    ),
+    "a name of nesting alone": ({}, lambda: linear(f"x{'.base_layer' * 100_000}.y", 64, 64), "adapter's base"),
     "a whole tensor of another size": ({}, lambda: {"lm_head.weight": random(260, 64)}, "vocabulary that grew"),
 }
 
