@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from precisionctl.checkpoints.adapter import lora_config
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import read_rows
 from precisionctl.checkpoints.open import open_checkpoint
@@ -102,6 +104,17 @@ def test_the_scale_is_what_the_config_says(llama: Path, tmp_path: Path, name: st
     config, scale = SCALES[name]
     reader = AdapterReader(adapter(tmp_path / "adapter", linear(Q, 64, 64), **config), open_checkpoint(llama))
     assert reader.changes[f"{Q}.weight"].scale == scale
+
+
+@pytest.mark.parametrize("pattern", [r"\d+.\d+.\d+.[XY]", "{number}name"])
+def test_all_expressions_together_have_a_limited_time(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    monkeypatch.setattr(lora_config, "SECONDS", 0.2)
+    alphas = lora_config.Alphas({pattern.format(number=number): 3.0 for number in range(1000)})
+    start = time.perf_counter()
+    with pytest.raises(MappingError, match=r"alpha_pattern take more than 0\.2 seconds"):
+        for _ in range(100_000):
+            alphas.of("0" * 4096, 1.0)
+    assert time.perf_counter() - start < 5
 
 
 def test_dora_scales_rows_to_their_magnitudes(llama: Path, tmp_path: Path) -> None:
@@ -324,6 +337,16 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
         {"alpha_pattern": {"(.|.)" * 40 + "!": 3}},
         lambda: linear(Q, 64, 64),
         "an expression that is not read",
+    ),
+    "alternatives that are all the same": (
+        {"alpha_pattern": {"(.|.)" * 30 + "X": 3}},
+        lambda: linear(Q, 64, 64),
+        "an expression that is not read",
+    ),
+    "too many expressions": (
+        {"alpha_pattern": {f"{number:0400}": 3 for number in range(1000)}},
+        lambda: linear(Q, 64, 64),
+        "alpha_pattern has over 262144 characters",
     ),
     "half an expression": ({"alpha_pattern": {"(q_proj": 3}}, lambda: linear(Q, 64, 64), "expression that is not read"),
     "a switch of a word": ({"use_dora": "yes"}, lambda: linear(Q, 64, 64), "neither true nor false"),
