@@ -346,7 +346,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
     "too many expressions": (
         {"alpha_pattern": {f"{number:0400}": 3 for number in range(1000)}},
         lambda: linear(Q, 64, 64),
-        "alpha_pattern has over 262144 characters",
+        "alpha_pattern has over 65536 characters",
     ),
     "half an expression": ({"alpha_pattern": {"(q_proj": 3}}, lambda: linear(Q, 64, 64), "expression that is not read"),
     "a switch of a word": ({"use_dora": "yes"}, lambda: linear(Q, 64, 64), "neither true nor false"),
