@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from precisionctl.checkpoints.adapter import lora_config
 from precisionctl.checkpoints.adapter.reader import AdapterReader
 from precisionctl.checkpoints.base import read_rows
 from precisionctl.checkpoints.open import open_checkpoint
@@ -102,6 +104,17 @@ def test_the_scale_is_what_the_config_says(llama: Path, tmp_path: Path, name: st
     config, scale = SCALES[name]
     reader = AdapterReader(adapter(tmp_path / "adapter", linear(Q, 64, 64), **config), open_checkpoint(llama))
     assert reader.changes[f"{Q}.weight"].scale == scale
+
+
+@pytest.mark.parametrize("pattern", [r"\d+.\d+.\d+.[XY]", "{number}name"])
+def test_all_expressions_together_have_a_limited_time(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    monkeypatch.setattr(lora_config, "SECONDS", 0.2)
+    alphas = lora_config.Alphas({pattern.format(number=number): 3.0 for number in range(1000)})
+    start = time.perf_counter()
+    with pytest.raises(MappingError, match=r"alpha_pattern take more than 0\.2 seconds"):
+        for _ in range(100_000):
+            alphas.of("0" * 4096, 1.0)
+    assert time.perf_counter() - start < 5
 
 
 def test_dora_scales_rows_to_their_magnitudes(llama: Path, tmp_path: Path) -> None:
@@ -325,6 +338,16 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
         lambda: linear(Q, 64, 64),
         "an expression that is not read",
     ),
+    "alternatives that are all the same": (
+        {"alpha_pattern": {"(.|.)" * 30 + "X": 3}},
+        lambda: linear(Q, 64, 64),
+        "an expression that is not read",
+    ),
+    "too many expressions": (
+        {"alpha_pattern": {f"{number:0400}": 3 for number in range(1000)}},
+        lambda: linear(Q, 64, 64),
+        "alpha_pattern has over 65536 characters",
+    ),
     "half an expression": ({"alpha_pattern": {"(q_proj": 3}}, lambda: linear(Q, 64, 64), "expression that is not read"),
     "a switch of a word": ({"use_dora": "yes"}, lambda: linear(Q, 64, 64), "neither true nor false"),
     "parameters in a word": ({"target_parameters": "experts"}, lambda: linear(Q, 64, 64), "not a list of names"),
@@ -363,6 +386,22 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
     "a change of a norm": ({}, lambda: linear("model.norm", 64, 64), "only matrices"),
     "integers": ({}, lambda: {f"{Q}.lora_A.weight": torch.ones(4, 64, dtype=torch.int32)}, "no dtype of an adapter's"),
     "another name": ({}, lambda: {f"{Q}.lora_C.weight": random(4, 64)}, "of a kind that is not read"),
+    "two whole tensors for one": (
+        {},
+        lambda: {"model.norm.weight": random(64), "model.norm.base_layer.weight": random(64)},
+        r"second that the adapter has for `model\.norm\.weight`",
+    ),
+    "two changes of one": (
+        {},
+        lambda: linear(Q, 64, 64) | linear(f"{Q}.base_layer", 64, 64),
+        rf"second that the adapter has for `{Q}\.weight`",
+    ),
+    "a name that is a format": (
+        {"target_parameters": ["mlp.experts.down_proj"]},
+        lambda: linear("model.{0:>3000000000}.{5}.{0.x}.mlp.experts", 64, 64),
+        "no such module",
+    ),
+    "a name of nesting alone": ({}, lambda: linear(f"x{'.base_layer' * 100_000}.y", 64, 64), "adapter's base"),
     "a whole tensor of another size": ({}, lambda: {"lm_head.weight": random(260, 64)}, "vocabulary that grew"),
 }
 

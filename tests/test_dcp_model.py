@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from transformers import PreTrainedModel
 
 from precisionctl.checkpoints.dcp import DcpPiece, DcpTensor, Index, read_index, write_index
+from precisionctl.checkpoints.dcp_model import _wrapper
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, RecipeError, UnknownFormat
 
@@ -144,6 +146,33 @@ def test_torchtitans_llama_has_pairs_of_rotary_rows_side_by_side(tmp_path: Path,
     expected = scores(complex_turned, theirs)
     assert torch.allclose(scores(turned_by_halves, ours), expected, atol=1e-5)
     assert not torch.allclose(scores(turned_by_halves, theirs), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("more", "config", "message"),
+    [
+        ("layers.0.attention.wq.weight", {}, r"are both `model\.layers\.0\.self_attn\.q_proj\.weight`"),
+        ("model.norm.weight", {}, r"are both `model\.norm\.weight`"),
+        (None, {"head_dim": 15}, "heads of 15 rows"),
+    ],
+)
+def test_torchtitans_names_for_one_tensor_and_odd_heads_are_refused(
+    tmp_path: Path, more: str | None, config: dict[str, int], message: str
+) -> None:
+    model = pico.make("llama-3")
+    stored = {in_titan(name): tensor for name, tensor in model.state_dict().items()}
+    made = save(tmp_path / "dcp", stored | ({more: torch.ones(64, 64)} if more else {}))
+    written = json.loads((config_of(model, tmp_path / "config") / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(written | config))
+    with pytest.raises(DamagedCheckpoint, match=message):
+        open_checkpoint(made)
+
+
+def test_a_name_of_many_wrappers_takes_no_longer_than_its_length() -> None:
+    wrapped = "module." * 100_000
+    start = time.perf_counter()
+    assert _wrapper([f"{wrapped}a", f"{wrapped}b.c"]) == wrapped
+    assert time.perf_counter() - start < 5
 
 
 def test_a_checkpoint_without_a_config_asks_for_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os.path import commonprefix
 from pathlib import Path
 
 from torch import Tensor
@@ -30,7 +31,7 @@ ACCELERATE = "pytorch_model_fsdp_0"
 
 _NO_WEIGHTS = re.compile(r"(?:optim(?:izers?)?|(?:lr_)?schedulers?|train_state|dataloader|rng_state|extra_state)\..+")
 _WRAPPERS = ("model.", "module.", "_orig_mod.", "_fsdp_wrapped_module.")
-_INSIDE_MODEL = ("model", "lm_head", "module", "transformer", "gpt_neox", "backbone", "_orig_mod")
+_INSIDE_MODEL = ("model.", "lm_head.", "module.", "transformer.", "gpt_neox.", "backbone.", "_orig_mod.")
 """What comes next where `model.` is the trainer's and not the model's own."""
 _STACK = re.compile(r".+\.experts\.[a-z_]+")
 _MOST_EXPERTS = 1 << 18
@@ -61,7 +62,7 @@ class DcpModelReader:
         prefix = _wrapper(weights)
         self._tensors = self._logical({key.removeprefix(prefix): one for key, one in weights.items()})
         if _TITAN in self._tensors and self.model.architecture == "llama":
-            self._tensors = {_of_titan(name): one for name, one in self._tensors.items()}
+            self._tensors = self._of_titan()
             self._interleaved = True
         else:
             self._interleaved = False
@@ -82,6 +83,18 @@ class DcpModelReader:
                 check_whole(logical, tensor, self.path)
                 found[logical] = tensor
         return found
+
+    def _of_titan(self) -> dict[str, LogicalTensor]:
+        """The tensors of torchtitan's Llama by Hugging Face's names."""
+        if self.model.kv_channels % 2:
+            what = f"heads of {self.model.kv_channels} rows (head_dim): rotary embeddings turn pairs of them"
+            raise DamagedCheckpoint(what, where="config.json")
+        stored: dict[str, str] = {}
+        for name in self._tensors:
+            if (first := stored.setdefault(_of_titan(name), name)) != name:
+                what = f"`{first}` and `{name}` are both `{_of_titan(name)}`"
+                raise DamagedCheckpoint(what, where=self.path, do="Save one model, under one set of names.")
+        return {logical: self._tensors[name] for logical, name in stored.items()}
 
     @cached_property
     def own_companions(self) -> Companions:
@@ -126,14 +139,14 @@ class DcpModelReader:
 
 def _wrapper(names: Iterable[str]) -> str:
     """What wrappers have put before all names."""
-    prefix, rest = "", list(names)
-    while rest:
-        wrapper = next((one for one in _WRAPPERS if all(name.startswith(one) for name in rest)), None)
-        inside = {name.split(".")[1] for name in rest if "." in name}
-        if wrapper is None or (wrapper == "model." and inside.isdisjoint(_INSIDE_MODEL)):
+    names = list(names)
+    common, end = commonprefix(names), 0
+    while wrapper := next((one for one in _WRAPPERS if common.startswith(one, end)), None):
+        start = end + len(wrapper)
+        if wrapper == "model." and not any(name.startswith(_INSIDE_MODEL, start) for name in names):
             break
-        prefix, rest = prefix + wrapper, [name.removeprefix(wrapper) for name in rest]
-    return prefix
+        end = start
+    return common[:end]
 
 
 _TITAN_NAMES = {

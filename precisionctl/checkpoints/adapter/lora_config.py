@@ -3,10 +3,13 @@ tuners/lora/config.py)."""
 
 import math
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import regex
 
 from precisionctl.checkpoints.companions import parse_json
 from precisionctl.errors import DamagedCheckpoint, MappingError, shown
@@ -48,7 +51,7 @@ class LoraConfig:
     rank: int
     alpha: float
     ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    alphas: "Alphas"
     rslora: bool
     dora: bool
     transposed: bool
@@ -56,12 +59,45 @@ class LoraConfig:
 
     def scale(self, module: str, rank: int) -> float:
         """What the product of a module is multiplied by, where it has this rank."""
-        alpha = next((alpha for pattern, alpha in self.alphas.items() if _matches(pattern, module)), self.alpha)
+        alpha = self.alphas.of(module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
-def _matches(pattern: str, module: str) -> bool:
-    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+class Alphas:
+    """What modules have in place of `lora_alpha`, by expressions for the ends of their names.
+
+    A stranger wrote the expressions and the names: matching has SECONDS for all of them together.
+    """
+
+    def __init__(self, patterns: Mapping[str, float]) -> None:
+        self._patterns = [(regex.compile(rf"(.*\.)?({pattern})$"), alpha) for pattern, alpha in patterns.items()]
+        self._left = SECONDS
+
+    def of(self, module: str, otherwise: float) -> float:
+        """That of the first expression that fits. Raises MappingError where the time is up."""
+        end = time.monotonic() + self._left
+        found = next((alpha for pattern, alpha in self._patterns if _matches(pattern, module, end)), otherwise)
+        self._left = end - time.monotonic()
+        return found
+
+
+SECONDS = 10.0
+_MOST_CHARACTERS = 1 << 16
+"""Of all expressions together: compiling them takes up to 70 microseconds a character."""
+
+
+def _matches(pattern: Any, module: str, end: float) -> bool:
+    """Whether an expression fits a module; `end` is when the time is up, by the monotonic clock."""
+    left = end - time.monotonic()
+    branches = "|" in pattern.pattern or "+" in pattern.pattern
+    try:
+        if left <= 0:
+            raise TimeoutError
+        # A limit makes a match ten times slower. Without branches one takes no longer than its name is long.
+        return pattern.match(module, timeout=left if branches else None) is not None
+    except TimeoutError:
+        what = f"the expressions of alpha_pattern take more than {SECONDS:g} seconds"
+        raise MappingError(what, where=FILE, do=_FEWER) from None
 
 
 def read_lora_config(directory: Path) -> LoraConfig:
@@ -90,6 +126,8 @@ def read_lora_config(directory: Path) -> LoraConfig:
         raise DamagedCheckpoint(f"r is {shown(rank)}, rank_pattern {shown(ranks)}: ranks are whole numbers", where=path)
     if not all(type(one) in (int, float) and abs(one) < _LARGEST for one in (alpha, *alphas.values())):
         raise DamagedCheckpoint(f"lora_alpha is {shown(alpha)}, alpha_pattern {shown(alphas)}", where=path)
+    if sum(map(len, alphas)) > _MOST_CHARACTERS:
+        raise MappingError(f"alpha_pattern has over {_MOST_CHARACTERS} characters", where=path, do=_FEWER)
     for pattern in alphas:
         if not _is_harmless(pattern):
             do = "Name the modules in it, without repetitions such as * and +."
@@ -98,10 +136,11 @@ def read_lora_config(directory: Path) -> LoraConfig:
     if type(parameters) is not list or not all(type(one) is str for one in parameters):
         raise DamagedCheckpoint(f"target_parameters is {shown(parameters)}, not a list of names", where=path)
     rslora, dora, transposed = (_switch(config, key, path) for key in ("use_rslora", "use_dora", "fan_in_fan_out"))
-    return LoraConfig(rank, alpha, ranks, alphas, rslora, dora, transposed, tuple(parameters))
+    return LoraConfig(rank, alpha, ranks, Alphas(alphas), rslora, dora, transposed, tuple(parameters))
 
 
 _BY_PEFT = "Merge it with peft: `model.merge_and_unload().save_pretrained(OUT)`, and give OUT."
+_FEWER = "Name the modules in it with fewer expressions."
 _LARGEST = 1e9
 
 
@@ -123,7 +162,7 @@ def _is_harmless(pattern: str) -> bool:
     ):
         return False
     try:
-        re.compile(f"({pattern})")
-    except re.error:
+        regex.compile(f"({pattern})")
+    except regex.error:
         return False
     return True

@@ -31,7 +31,8 @@ from precisionctl.untrusted.safe_files import has_file
 
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)")
-_NESTED = re.compile(r"(?:\.base_layer)+$")
+_NESTED = re.compile(r"(?<!\.base_layer)(?:\.base_layer)+$")
+"""The levels of nesting at the end of a name. What begins inside of them is not tried: names may have thousands."""
 _EXPERTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """The matrices of one expert that transformers joins in a parameter of all of them, one below the other."""
 _VALUES = (torch.float32, torch.bfloat16, torch.float16)
@@ -135,16 +136,25 @@ class AdapterReader:
                 continue
             if "lora_" in name or "trainable_tokens" in name:
                 raise MappingError(f"`{name}` is of a kind that is not read", do=_MERGE)
-            self.replaced[name.removeprefix(_PREFIX).replace(".base_layer.", ".")] = name
+            target = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+            if target in self.replaced:
+                raise _twice(target, name)
+            self.replaced[target] = name
         stacks: dict[str, list[str]] = {}
         for module in modules:
             target = _NESTED.sub("", module)
-            if f"{target}.weight" in {*self.base.specs, *self.replaced}:
-                self.changes[f"{target}.weight"] = self._change(module, modules[module], f"{target}.weight")
+            weight = f"{target}.weight"
+            if weight in self.changes:
+                raise _twice(weight, module)
+            if weight in self.base.specs or weight in self.replaced:
+                self.changes[weight] = self._change(module, modules[module], weight)
             else:
                 stacks.setdefault(target, []).append(module)
         for target, levels in stacks.items():
-            self.changes |= self._of_experts(target, {level: modules[level] for level in levels})
+            found = self._of_experts(target, {level: modules[level] for level in levels})
+            if both := self.changes.keys() & found.keys():
+                raise _twice(min(both), target)
+            self.changes |= found
 
     def _change(self, module: str, stored: Mapping[str, str], name: str) -> LowRank:
         """What is added to the weight of a module."""
@@ -266,20 +276,21 @@ class _Stack:
 
 def _stack_of(target: str, parameter: str, specs: Mapping[str, TensorSpec]) -> _Stack | None:
     """How a base stores a parameter of a module of experts; None where it does not."""
-    spelled = [[f"{target}.{parameter}[{{}}]"]]
+    spelled = [[(f"{target}.{parameter}[", "]")]]
     for module in (target, target.replace(".mlp.experts", ".block_sparse_moe.experts")):
-        spelled += [[f"{module}.{{}}.{part}.weight" for part in parts] for parts in _EXPERTS[parameter]]
-    for templates in spelled:
-        numbers = list(takewhile(lambda number: all(one.format(number) in specs for one in templates), count()))  # noqa: B023
-        shapes = {specs[one.format(number)].shape for one in templates for number in numbers}
+        spelled += [[(f"{module}.", f".{part}.weight") for part in parts] for parts in _EXPERTS[parameter]]
+    for around in spelled:
+        numbered = ([f"{before}{number}{after}" for before, after in around] for number in count())
+        experts = list(takewhile(lambda names: all(name in specs for name in names), numbered))
+        shapes = {specs[name].shape for names in experts for name in names}
         if len(shapes) == 1 and len(shape := shapes.pop()) == 2:
             parts = [
-                (one.format(number), number, place * shape[0])
-                for number in numbers
-                for place, one in enumerate(templates)
+                (name, number, place * shape[0])
+                for number, names in enumerate(experts)
+                for place, name in enumerate(names)
             ]
-            size = (len(templates) * shape[0], shape[1])
-            return _Stack(parameter, len(numbers), size, tuple(parts), in_one=templates is spelled[0])
+            size = (len(around) * shape[0], shape[1])
+            return _Stack(parameter, len(experts), size, tuple(parts), in_one=around is spelled[0])
     return None
 
 
@@ -293,6 +304,10 @@ def _weights_file(path: Path) -> Path:
 def _of_text(name: str) -> bool:
     """Whether a file says how text becomes tokens."""
     return kind_of(name) is TOKENIZER or name.startswith("chat_template")
+
+
+def _twice(target: str, name: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"`{name}` is the second that the adapter has for `{target}`", do=_SAVED)
 
 
 def _other_shape(name: str, spec: TensorSpec, other: str) -> ShapeMismatch:
