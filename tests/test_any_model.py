@@ -26,6 +26,7 @@ from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.readiness.assess import assess
 from precisionctl.reports.inspect import describe
+from precisionctl.reports.readiness import advice
 from precisionctl.verify.engine_rules import check
 
 SHOWN = {
@@ -256,3 +257,37 @@ def test_any_number_of_workers_writes_the_same_bytes_and_a_dry_run_none(tmp_path
 
 def test_a_recipe_that_counts_no_layers_asks_for_no_number_of_them() -> None:
     assert not PRESETS["fp8-block"].counts_layers and Precision(fp8=True, num_layers_at_start_in_bf16=1).counts_layers
+
+
+def strange(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A directory of an unknown kind: one linear, and these."""
+    path.mkdir()
+    linear = {"m.layers.0.a.weight": torch.ones(64, 64, dtype=torch.bfloat16)}
+    save_file(linear | tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"model_type": "strange"}))
+    return path
+
+
+def test_a_scale_whose_name_is_taken_is_refused_and_its_module_can_be_excluded(tmp_path: Path) -> None:
+    own = {"m.layers.0.a.weight_scale": torch.ones(64, 1), "m.layers.0.b.weight": torch.ones(64, 64)}
+    source = strange(tmp_path / "source", own)
+    with pytest.raises(PrecisionError, match=r"(?s)`m.layers.0.a.weight_scale`.*--exclude"):
+        export(source, tmp_path / "out")
+    export(source, tmp_path / "without", exclude=("m.layers.0.a",))
+    made = stored(tmp_path / "without")
+    assert torch.equal(made["m.layers.0.a.weight_scale"].float(), own["m.layers.0.a.weight_scale"])
+    assert "m.layers.0.b.weight_scale" in made
+
+
+@pytest.mark.parametrize("shape", [(64, 0), (0, 64), (0, 0)])
+def test_a_matrix_without_elements_travels_as_it_is(tmp_path: Path, shape: tuple[int, int]) -> None:
+    empty = {"m.layers.0.b.weight": torch.ones(shape, dtype=torch.bfloat16)}
+    source = strange(tmp_path / "source", empty)
+    run(source, tmp_path / "hf", "hf", "bf16", workers=1)
+    export(source, tmp_path / "fp8")
+    for made in (stored(tmp_path / "hf"), stored(tmp_path / "fp8")):
+        assert made["m.layers.0.b.weight"].shape == shape
+        assert made["m.layers.0.b.weight"].dtype == torch.bfloat16
+    readiness = assess(open_checkpoint(source), None, lambda total: nullcontext(lambda done: None))
+    assert readiness.measured == {"weight": 1}
+    assert not any("calibrate" in line for line in advice(readiness, "source"))
