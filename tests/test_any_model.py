@@ -20,7 +20,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
-from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS, Precision
@@ -291,3 +291,10 @@ def test_a_matrix_without_elements_travels_as_it_is(tmp_path: Path, shape: tuple
     readiness = assess(open_checkpoint(source), None, lambda total: nullcontext(lambda done: None))
     assert readiness.measured == {"weight": 1}
     assert not any("calibrate" in line for line in advice(readiness, "source"))
+
+
+def test_a_name_of_five_thousand_digits_is_refused_in_a_bin_file_too(tmp_path: Path) -> None:
+    torch.save({f"m.layers.{'9' * 5000}.a.weight": torch.ones(64, 64)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "strange"}))
+    with pytest.raises(DamagedCheckpoint, match="a name of 5018 letters"):
+        open_checkpoint(tmp_path).specs  # noqa: B018
