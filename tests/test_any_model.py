@@ -20,12 +20,13 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.commands.codes import engine_named
 from precisionctl.commands.plan_command import plan_command
 from precisionctl.commands.request import Request
-from precisionctl.errors import PrecisionError, RecipeError, UnknownArchitecture
+from precisionctl.errors import DamagedCheckpoint, PrecisionError, RecipeError, UnknownArchitecture
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.precision import PRESETS, Precision
 from precisionctl.readiness.assess import assess
 from precisionctl.reports.inspect import describe
+from precisionctl.reports.readiness import advice
 from precisionctl.verify.engine_rules import check
 
 SHOWN = {
@@ -279,3 +280,44 @@ def test_experts_in_one_tensor_do_not_go_to_transformers_as_compressed_tensors(t
     with pytest.raises(PrecisionError, match="one tensor and stay in BF16.*--scheme block"):
         any_models.export(tmp_path / "source", tmp_path / "out", target="transformers")
     any_models.export(tmp_path / "source", tmp_path / "block", "block", "transformers")
+
+
+def strange(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A directory of an unknown kind: one linear, and these."""
+    path.mkdir()
+    linear = {"m.layers.0.a.weight": torch.ones(64, 64, dtype=torch.bfloat16)}
+    save_file(linear | tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"model_type": "strange"}))
+    return path
+
+
+def test_a_scale_whose_name_is_taken_is_refused_and_its_module_can_be_excluded(tmp_path: Path) -> None:
+    own = {"m.layers.0.a.weight_scale": torch.ones(64, 1), "m.layers.0.b.weight": torch.ones(64, 64)}
+    source = strange(tmp_path / "source", own)
+    with pytest.raises(PrecisionError, match=r"(?s)`m.layers.0.a.weight_scale`.*--exclude"):
+        export(source, tmp_path / "out")
+    export(source, tmp_path / "without", exclude=("m.layers.0.a",))
+    made = stored(tmp_path / "without")
+    assert torch.equal(made["m.layers.0.a.weight_scale"].float(), own["m.layers.0.a.weight_scale"])
+    assert "m.layers.0.b.weight_scale" in made
+
+
+@pytest.mark.parametrize("shape", [(64, 0), (0, 64), (0, 0)])
+def test_a_matrix_without_elements_travels_as_it_is(tmp_path: Path, shape: tuple[int, int]) -> None:
+    empty = {"m.layers.0.b.weight": torch.ones(shape, dtype=torch.bfloat16)}
+    source = strange(tmp_path / "source", empty)
+    run(source, tmp_path / "hf", "hf", "bf16", workers=1)
+    export(source, tmp_path / "fp8")
+    for made in (stored(tmp_path / "hf"), stored(tmp_path / "fp8")):
+        assert made["m.layers.0.b.weight"].shape == shape
+        assert made["m.layers.0.b.weight"].dtype == torch.bfloat16
+    readiness = assess(open_checkpoint(source), None, lambda total: nullcontext(lambda done: None))
+    assert readiness.measured == {"weight": 1}
+    assert not any("calibrate" in line for line in advice(readiness, "source"))
+
+
+def test_a_name_of_five_thousand_digits_is_refused_in_a_bin_file_too(tmp_path: Path) -> None:
+    torch.save({f"m.layers.{'9' * 5000}.a.weight": torch.ones(64, 64)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "strange"}))
+    with pytest.raises(DamagedCheckpoint, match="a name of 5018 letters"):
+        open_checkpoint(tmp_path).specs  # noqa: B018

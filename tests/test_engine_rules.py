@@ -4,6 +4,7 @@ A case is a directory that loads, one thing in it changed, and the engines that 
 """
 
 import json
+import time
 from pathlib import Path
 
 import in_memory
@@ -13,6 +14,7 @@ import torch
 from engine_exports import BF16, ENGINES, LAYER, LINEARS, METHODS, exported
 
 from precisionctl.checkpoints.huggingface import HuggingFaceReader
+from precisionctl.engines.ignoring import by_name_or_regex
 from precisionctl.param import TensorSpec
 from precisionctl.quant_methods.base import CODES
 from precisionctl.verify.engine_rules import check
@@ -435,6 +437,37 @@ def test_patterns_that_would_take_for_ever_or_are_none_are_findings():
     assert "takes too long" in finding.what
     (finding,) = ct("dynamic").saying(ignore=["re:("]).check("vllm")
     assert "cannot be read" in finding.what
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(" * 6 + "a" + "{1000})" * 6,
+        "(" * 20 + "a" + "{1,1000})" * 20,
+        "(" * 40 + "a|b" + ")+" * 40,
+        "(?x)" + "(" * 3 + "a" + "{1 000})" * 3,
+        "(" * 300 + "a" + ")?" * 300,
+        "a|" * 300_000 + "b",
+    ],
+    ids=["counts", "ranges", "pluses", "blanks in counts", "depth", "length"],
+)
+def test_patterns_that_would_take_gigabytes_to_compile_are_findings_at_once(pattern: str):
+    started = time.process_time()
+    (finding,) = ct("dynamic").saying(ignore=[f"re:{pattern}"]).check("vllm")
+    assert "cannot be read" in finding.what
+    assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching"),
+    [
+        (r".*\.layers\.(0|1|2|61)\.(mlp|self_attn)\.(gate|up|down|q|k|v|o)_proj$", False),
+        (r"(model\.)?layers\.\d+\.(mlp\.(shared_)?experts?(\.[0-9]{1,3})?\.)+.+_proj", True),
+        ("|".join(rf"model\.layers\.{layer}\.[a-z_]+\.[a-z_]+" for layer in range(20)), True),
+    ],
+)
+def test_patterns_as_people_write_them_are_judged(pattern: str, matching: bool):
+    assert by_name_or_regex(f"re:{pattern}", "model.layers.1.mlp.experts.12.up_proj") == matching
 
 
 def test_verify_reads_both_of_modelopts_files(tmp_path: Path):

@@ -69,6 +69,13 @@ def test_a_header_that_claims_a_billion_experts_is_refused_at_once() -> None:
         sliced(billion, "here")
 
 
+def test_a_stack_of_no_experts_is_refused() -> None:
+    """It has no slices: it would vanish."""
+    empty = {"mlp.experts.gate_up_proj": StoredTensor(TensorSpec((0, 64, 64), torch.float32), 0)}
+    with pytest.raises(DamagedCheckpoint, match="no experts"):
+        sliced(empty, "here")
+
+
 def test_a_name_that_poses_as_a_slice_is_refused(tmp_path: Path) -> None:
     save_file({"mlp.experts.down_proj": torch.ones(2, 3), "mlp.experts.down_proj[0]": torch.ones(3)}, tmp_path / "x")
     assert len(load_file(tmp_path / "x")) == 2

@@ -152,7 +152,7 @@ def may_be_asked_for(why: str) -> bool:
 
 
 def _why_never(name: str, spec: TensorSpec) -> str | None:
-    if len(spec.shape) != 2 or not (name.endswith((".weight", "]"))):
+    if len(spec.shape) != 2 or 0 in spec.shape or not name.endswith((".weight", "]")):
         return "no matrix of a linear"
     if not (spec.is_codes or spec.dtype in VALUES):
         return "no values"

@@ -295,6 +295,8 @@ def _read(chunk: Chunk, part: Box, into: Tensor) -> Tensor:
 
 def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
     """Write `[rows, width]` values, of the target's dtype, at row `row`."""
+    if not values.numel():
+        return
     spec = target.specs[name]
     values = values.reshape(-1, spec.width)
     for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.width)):
@@ -307,6 +309,8 @@ def write_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
 
 def check_rows(target: Chunked, name: str, row: int, values: Tensor) -> None:
     """Raise DamagedCheckpoint unless `target` holds these values, from row `row` on, bit for bit."""
+    if not values.numel():
+        return
     spec = target.specs[name]
     values = values.reshape(-1, spec.width)
     for chunk, part in _touching(target, name, Box(row, values.shape[0], 0, spec.width)):

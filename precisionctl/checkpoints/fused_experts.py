@@ -27,10 +27,12 @@ _MOST_SLICES = 1 << 18
 
 def sliced(tensors: Mapping[str, StoredTensor], where: object) -> dict[str, StoredTensor]:
     """The logical tensors of a file: stacks of experts replaced by their slices. Raises DamagedCheckpoint for more
-    experts than any model has, or a tensor that is named like a slice."""
+    experts than any model has, none, or a tensor that is named like a slice."""
     fused = {name for name, tensor in tensors.items() if _FUSED.fullmatch(name) and _is_stacked(name, tensor.spec)}
     if sum(tensors[name].spec.rows for name in fused) > _MOST_SLICES:
         raise DamagedCheckpoint(f"more than {_MOST_SLICES} experts", where=where)
+    if empty := [name for name in fused if not tensors[name].spec.rows]:
+        raise DamagedCheckpoint(f"`{min(empty)}` is a stack of no experts", where=where)
     if posing := [name for name in tensors if _SLICE.fullmatch(name)]:
         raise DamagedCheckpoint(f"`{posing[0]}` is named as a slice of another tensor", where=where)
     found: dict[str, StoredTensor] = {}

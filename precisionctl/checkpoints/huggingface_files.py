@@ -7,7 +7,7 @@ from pathlib import Path
 
 from precisionctl.checkpoints import torch_zip, torch_zip_writer
 from precisionctl.checkpoints.companions import parse_json
-from precisionctl.checkpoints.safetensors_file import StoredTensor, make_header, read_header
+from precisionctl.checkpoints.safetensors_file import LONGEST_NAME, StoredTensor, make_header, read_header
 from precisionctl.errors import DamagedCheckpoint, shown
 from precisionctl.param import TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
@@ -73,6 +73,8 @@ def read_bin(path: Path) -> dict[str, StoredTensor]:
                 where=path,
                 do="Only weights are read. Save the model again with transformers.",
             )
+        if len(name) > LONGEST_NAME:
+            raise DamagedCheckpoint(f"a name of {len(name)} letters, more than {LONGEST_NAME}", where=path)
         found[name] = StoredTensor(TensorSpec(tensor.shape, tensor.dtype), tensor.offset)
     return found
 

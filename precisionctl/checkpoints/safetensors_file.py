@@ -41,6 +41,8 @@ _LONGEST_HEADER = 100_000_000  # the library's own limit
 _MOST_VALUES = 8_000_000
 """Most commas and brackets in a header, enough for half a million tensors. Parsing 100 MB of `[],` takes gigabytes."""
 _LARGEST_NUMBER = 1 << 63
+LONGEST_NAME = 4096
+"""Letters of a tensor's name, which patterns are matched with. Models' have up to 200."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ def _parse(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     metadata = header.pop("__metadata__", {})
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
         raise ValueError("`__metadata__` is not made of strings")
+    if longest := max((len(name) for name in header if len(name) > LONGEST_NAME), default=0):
+        raise ValueError(f"a name of {longest} letters, more than {LONGEST_NAME}")
     for word in (*header, *metadata, *metadata.values()):
         word.encode()  # raises for half a surrogate pair, which JSON can express and UTF-8 cannot
     return header, metadata

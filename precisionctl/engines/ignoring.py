@@ -1,8 +1,11 @@
 """Which linears a `quantization_config` leaves unquantized. Each engine matches its list of names differently."""
 
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 import regex
@@ -73,11 +76,32 @@ SECONDS = 0.5
 """Time limit of a match. Patterns come from an untrusted config, and even a short one can take exponential time."""
 
 
+_LONGEST = 1000
+"""Letters of a pattern. The time limit does not hold for compiling it."""
+_MOST_COPIES = 1_000_000
+"""Most letters of a pattern with what it repeats written out, as `regex` does: `(a{1000}){1000}` takes 0.3 GB."""
+
+
 def _matches(pattern: str, module: str) -> bool:
     """Whether a regular expression matches at the start of a name. Raises PrecisionError for one that is invalid or
     takes too long."""
     try:
+        _check_size(pattern)
         return regex.match(pattern, module, timeout=SECONDS) is not None
-    except (regex.error, TimeoutError) as problem:
+    except (regex.error, TimeoutError, RecursionError) as problem:
         why = "takes too long" if isinstance(problem, TimeoutError) else f"cannot be read: {problem}"
         raise PrecisionError(f"the pattern {shown(pattern)} {why}", where="config.json") from None
+
+
+@lru_cache(maxsize=1 << 12)
+def _check_size(pattern: str) -> None:
+    """Raises regex.error for a pattern that is large, or may be once compiled: what is within `+` stands there twice,
+    what is within `{n}` n times. Nothing is within more of them than there are brackets, and one."""
+    if len(pattern) > _LONGEST:
+        raise regex.error(f"longer than {_LONGEST} letters")
+    if any(letter.isspace() for letter in pattern):  # `(?x)` skips it, within numbers too; names of modules have none
+        raise regex.error("blanks")
+    repeated = [int(count or 0) + 1 for count in re.findall(r"\{\D*(\d*)", pattern)] + [2] * pattern.count("+")
+    deepest = sorted(repeated)[-1 - pattern.count("(") :]
+    if len(pattern) * math.prod(deepest) > _MOST_COPIES:
+        raise regex.error("too many repetitions within each other")

@@ -54,17 +54,30 @@ class Policy(Protocol):
 def encode(plan: Plan, policy: Policy) -> Plan:
     """The plan of the same model with weights as codes. Nothing is read but what a policy knows already.
 
-    Raises MissingFp8State for scales of inputs, and PrecisionError for weights, that the policy cannot give.
+    Raises MissingFp8State for scales of inputs, and PrecisionError for weights, that the policy cannot give, or whose
+    scales would stand where the model has a tensor of its own.
     """
     encodes = policy.encodes(plan)
     codes = {name for encode in encodes.values() for name in encode.weights}
     targets: dict[str, TensorSpec] = {}
     for name, spec in plan.targets.items():
-        targets |= policy.tensors(name, spec) if name in codes else {name: spec}
-    targets |= policy.further(encodes)
+        stands = policy.tensors(name, spec) if name in codes else {name: spec}
+        _check_free(stands.keys() - {name}, plan)
+        targets |= stands
+    further = policy.further(encodes)
+    _check_free(further.keys(), plan)
+    targets |= further
     quantization = policy.quantization(with_names_in_memory(modules_in_bf16(plan, codes)))
     jobs = tuple(replace(job, encode=encodes.get(job.name)) for job in plan.jobs)
     return replace(plan, jobs=jobs, targets=targets, quantization=quantization, files=policy.files(quantization))
+
+
+def _check_free(new: Set[str], plan: Plan) -> None:
+    if taken := min(new & plan.targets.keys(), default=None):
+        raise PrecisionError(
+            f"a scale would be called `{taken}`, and the model has another tensor of that name",
+            do="Name the module in --exclude: it stays in BF16.",
+        )
 
 
 def modules_in_bf16(plan: Plan, codes: Set[str]) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.conversion.known_state import known_state, outdated_note
+from precisionctl.model_shape import UntabledModel
 from precisionctl.readiness.judge import Readiness, judge
 from precisionctl.readiness.weights import measure_weights, plan_gemms, stored_bytes
 
@@ -28,4 +29,4 @@ def assess(reader: Reader, state_file: Path | None, progress: BytesProgress, wor
         notes.append(outdated_note(known.outdated, "nothing uses it"))
     elif known.current is None:
         notes.append("There is no FP8 state: delayed scaling has nothing to start from but the weights.")
-    return replace(judged, notes=tuple(notes))
+    return replace(judged, notes=tuple(notes), can_calibrate=not isinstance(reader.model, UntabledModel))

@@ -99,11 +99,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Readiness:
-    """The health of every role of every module, a verdict for each scaling, and notes on the state as a whole."""
+    """The health of every role of every module, a verdict for each scaling, and notes on the state as a whole.
+    `can_calibrate` is whether `calibrate` can run the model, which needs a table of its family."""
 
     roles: tuple[RoleHealth, ...]
     verdicts: Mapping[Scaling, Verdict]
     notes: tuple[str, ...] = ()
+    can_calibrate: bool = True
 
     @property
     def measured(self) -> Mapping[Role, int]:

@@ -157,7 +157,7 @@ def keep_bf16(readiness: Readiness) -> list[tuple[str, str]]:
 def hints(readiness: Readiness, checkpoint: str) -> list[str]:
     """Notes on the state as a whole, and what to run if something was never measured."""
     roles = [role for role in IN_USE if not readiness.measured.get(role)]
-    if not roles:
+    if not roles or not readiness.can_calibrate:
         return [*readiness.notes]
     return [
         *readiness.notes,
