@@ -46,18 +46,25 @@ class FixedScales:
         """Each scale, FP32, by what it is of."""
         if self.encodings is None:
             return {}
-        renamed = {read: write for job in self.plan.jobs for read, write in zip(job.reads, job.writes, strict=False)}
-        one_to_one = self.reader.layout == "hf"  # names of experts may be the file's, or the model class's
-        found = {}
-        for weight in self.encodings.scales:
-            scale = self.encodings.input_scale(weight)
-            if scale is not None:
-                name = renamed.get(weight, weight) if one_to_one else weight
-                found[f"input scale of {name}"] = torch.tensor([scale])
+        scales = {name: self.encodings.input_scale(weight) for name, weight in self._inputs.items()}
+        found = {name: torch.tensor([scale]) for name, scale in scales.items() if scale is not None}
         for name in self.encodings.stored.specs:
             if name.endswith(CACHE_SCALES):
                 found[_of_cache(name)] = read_tensor(self.encodings.stored, name).float().reshape(-1)
         return found
+
+    @cached_property
+    def _inputs(self) -> Mapping[str, str]:
+        """The weight whose input each scale of an input is of."""
+        renamed = {read: write for job in self.plan.jobs for read, write in zip(job.reads, job.writes, strict=False)}
+        one_to_one = self.reader.layout == "hf"  # names of experts may be the file's, or the model class's
+        weights = self.encodings.scales if self.encodings else ()
+        return {f"input scale of {renamed.get(name, name) if one_to_one else name}": name for name in weights}
+
+    def is_computed(self, name: str) -> bool:
+        """Whether a stored scale is computed from a global scale, as that of four-bit inputs."""
+        weight = self._inputs.get(name)
+        return self.encodings is not None and weight is not None and bool(self.encodings.scales[weight].global_scale)
 
     @cached_property
     def recorded(self) -> Mapping[str, float]:
@@ -88,7 +95,7 @@ def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
     for name in dict.fromkeys((*a.stored, *b.stored)):
         left, right = a.stored.get(name), b.stored.get(name)
         if left is not None and right is not None:
-            recorded = not alike and (_from_state(left, b, name) or _from_state(right, a, name))
+            recorded = not alike and (_from_state(name, a, b) or _from_state(name, b, a))
             if not _same(left, right) and not recorded:
                 lines.append(f"{name} is {_shown(left)} in A, {_shown(right)} in B")
             continue
@@ -99,7 +106,7 @@ def compare_fixed_scales(a: FixedScales, b: FixedScales) -> Found:
             missing.setdefault(side, []).append(name)
         elif amax is None:
             unknown.append(name)
-        elif not _from_state(scale, lacking, name):
+        elif not _from_state(name, having, lacking):
             made = f"the amax that {other} recorded, {amax:.6g}, gives {amax / FP8_MAX[CODES]:.6g}"
             lines.append(f"{name} is {_shown(scale)} in {side}; {made}")
     lines += [f"only {side} has the {_listed(names)}" for side, names in missing.items()]
@@ -122,13 +129,15 @@ def _in_bf16(scale: Tensor) -> Tensor:
     return rounded_up(scale, "BF16")
 
 
-def _from_state(scale: Tensor, side: FixedScales, name: str) -> bool:
-    """Whether a scale is that of the amax which a side recorded, or the amax was made of the scale."""
-    amax = side.recorded.get(name)
+def _from_state(name: str, having: FixedScales, recording: FixedScales) -> bool:
+    """Whether the scale that one side has is that of the amax which the other recorded, or the amax was made of the
+    scale."""
+    scale, amax = having.stored[name], recording.recorded.get(name)
     if amax is None or scale.numel() != 1:
         return False
     made = torch.tensor([amax]) / FP8_MAX[CODES]
-    return _same(scale, made) or math.isclose(float(amax_of(float(scale))), amax, rel_tol=_TWO_ROUNDINGS)
+    error = _TWO_ROUNDINGS if having.is_computed(name) else 0.0
+    return _same(scale, made) or math.isclose(float(amax_of(float(scale))), amax, rel_tol=error)
 
 
 def _shown(scale: Tensor) -> str:
