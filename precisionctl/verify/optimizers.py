@@ -6,7 +6,7 @@ from dataclasses import replace
 from precisionctl.checkpoints.base import Chunk, Reader, in_pieces, read_rows
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
-from precisionctl.planning.make_plan import OptimizerSource
+from precisionctl.planning.optimizer_jobs import OptimizerSource
 from precisionctl.verify.hf_tensors import PIECE, Rows
 
 _OF_VOCABULARY = (".embedding.word_embeddings.weight", ".output_layer.weight", ".output_layer.bias")
