@@ -9,6 +9,7 @@ from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
 from precisionctl.commands.request import Request
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
 from precisionctl.errors import DamagedCheckpoint, RecipeError
@@ -33,7 +34,7 @@ class Source:
     plan: Plan
     encodings: WeightEncodings | None
     known: KnownState
-    trained: MegatronReader | None
+    trained: MegatronReader | TrainedReader | None
 
     @cached_property
     def calibrated(self) -> Fp8States | None:
@@ -69,7 +70,7 @@ def open_source(request: Request) -> Source:
     if request.for_inference and (request.target or request.recipe) and method and method.spelling is None:
         encodings = None  # engines read such codes as they were released, and no others of these weights
     goes_along = request.to == "megatron" and not request.drop_optimizer
-    trained = reader if goes_along and of_megatron(reader) and reader.optimizer_specs else None
+    trained = reader if goes_along and (of_megatron(reader) or of_trainer(reader)) and reader.optimizer_specs else None
     plan = make_plan(
         reader,
         request.to,

@@ -13,18 +13,16 @@ import torch
 
 from precisionctl.checkpoints.base import Reader
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, WithOptimizer, of_megatron, optimizer_settings
-from precisionctl.checkpoints.megatron.logical import STATE
 from precisionctl.checkpoints.module import LiveModel
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.conversion.convert import run as convert
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, RecipeError, damage
-from precisionctl.param import TensorSpec
+from precisionctl.param import KINDS, STATE, TensorSpec
 from precisionctl.planning import checks
 from precisionctl.planning.make_plan import make_plan
 from precisionctl.planning.plan import Plan
 from precisionctl.recipe import Optimizer
-from precisionctl.trainer.optimizer.adamw import KINDS
 from precisionctl.trainer.optimizer.megatron_schedule import MegatronSchedule, read_schedule
 from precisionctl.trainer.run import Run
 from precisionctl.trainer.saved.run_folder import Saved, read_saved
