@@ -11,13 +11,15 @@ import deepspeed_files as files
 import pico
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from precisionctl.checkpoints.base import Hints, Reader, read_tensor
 from precisionctl.checkpoints.companions import read_companions
 from precisionctl.checkpoints.deepspeed.reader import DeepSpeedReader
+from precisionctl.checkpoints.megatron.carried_run import WithOptimizer
 from precisionctl.checkpoints.open import open_checkpoint
+from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, PrecisionctlError, UnsafePickle
 
 ODD: dict[str, Any] = {"vocab_size": 251, "intermediate_size": 93}
@@ -76,6 +78,27 @@ def test_conversions_of_it_are_those_of_the_model(tmp_path: Path, llama: Path, s
         assert torch.equal(weights_of(tmp_path / "hf")[name], master)
         assert torch.equal(conversions.tensors(tmp_path / "back")[name], master)
         assert torch.equal(weights_of(tmp_path / "bf16")[name], master.bfloat16())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_masters_and_moments_go_to_megatron_where_weights_of_their_names_go(
+    tmp_path: Path, llama: Path, stage: int
+) -> None:
+    states = files.states_of(weights_of(llama))
+    files.save(tmp_path / "run", states, stage, 3)
+    told = conversions.run(tmp_path / "run", tmp_path / "out", "megatron", "bf16", reference=llama, verify=True)
+    reader = open_checkpoint(tmp_path / "out")
+    assert isinstance(reader, TorchDistReader) and reader.iteration == 3
+    for kind, tensors in states.items():
+        shutil.copytree(llama, tmp_path / kind)
+        save_file(tensors, tmp_path / kind / "model.safetensors", {"format": "pt"})
+        conversions.run(tmp_path / kind, tmp_path / f"{kind}-in-megatron", "megatron")
+        for name, tensor in conversions.tensors(tmp_path / f"{kind}-in-megatron").items():
+            stored = f"optimizer.state.{kind.replace('fp32', 'param')}.{name}"
+            assert torch.equal(read_tensor(WithOptimizer(reader), stored), tensor), stored
+    (inner,) = (reader.common["optimizer"]["optimizer"],)
+    assert inner["state"] == {"common_step": 3} and inner["param_groups"][0]["max_lr"] == 2e-3
+    assert any("loss scaler" in note for note in told.notes)
 
 
 @pytest.mark.parametrize("flat", [False, True])

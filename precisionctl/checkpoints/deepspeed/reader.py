@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints as a Reader: FP32 masters, and Adam's moments, under Hugging Face's names.
+"""DeepSpeed's checkpoints as a Reader: FP32 masters, and AdamW's moments, under Hugging Face's names.
 
 What the model is says a config.json beside the checkpoint, as Hugging Face's Trainer has it, or of the reference.
 """
@@ -17,18 +17,17 @@ from precisionctl.checkpoints.deepspeed.zero import read_zero
 from precisionctl.checkpoints.flat import FlatTensor
 from precisionctl.checkpoints.fused_experts import MOST_SLICES, is_stack, stored_name
 from precisionctl.checkpoints.huggingface import recognise as is_hugging_face
+from precisionctl.checkpoints.trainer_run import TrainerRun, adam_settings
 from precisionctl.errors import CheckpointError, DamagedCheckpoint
 from precisionctl.fp8 import sidecar
 from precisionctl.fp8.encoding import Encoding
 from precisionctl.fp8.state import Fp8States
 from precisionctl.model_shape import ModelShape
-from precisionctl.param import Layout, TensorSpec
+from precisionctl.param import STATE, Layout, TensorSpec
 from precisionctl.untrusted.safe_files import check_link, has_file, read_file
 
 LATEST = ("latest", "latest_universal")
 """Files that name the newest checkpoint of a folder."""
-
-_STATE = "optimizer.state."
 
 
 def directory_of(path: Path, iteration: int | None = None) -> Path | None:
@@ -80,10 +79,10 @@ class DeepSpeedReader:
         self._saved: SavedStates = (read_universal if universal else read_zero)(directory)
         self._tensors = self._logical(self._saved.weights)
         for kind, moments in self._saved.moments.items():
-            self._tensors |= {f"{_STATE}{kind}.{name}": one for name, one in self._logical(moments).items()}
+            self._tensors |= {f"{STATE}{kind}.{name}": one for name, one in self._logical(moments).items()}
         specs = {name: one.spec for name, one in self._tensors.items()}
-        self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(_STATE)}
-        self.optimizer_specs: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(_STATE)}
+        self.specs: Mapping[str, TensorSpec] = {n: spec for n, spec in specs.items() if not n.startswith(STATE)}
+        self.optimizer_specs: Mapping[str, TensorSpec] = {n: s for n, s in specs.items() if n.startswith(STATE)}
         self._cached = lru_cache(maxsize=1 << 8)(lambda name: tuple(self._tensors[name].chunks()))
 
     def _logical(self, stored: Mapping[str, FlatTensor]) -> dict[str, FlatTensor]:
@@ -93,13 +92,22 @@ class DeepSpeedReader:
             raise DamagedCheckpoint(f"more than {MOST_SLICES} experts", where=self._directory)
         found: dict[str, FlatTensor] = {}
         for name, one in stored.items():
-            if stored_name(name)[1] is not None or name.startswith(_STATE):
+            if stored_name(name)[1] is not None or name.startswith(STATE):
                 raise DamagedCheckpoint(f"`{name}` is named as a part of something else", where=self._directory)
             if name in stacks:
                 found |= {f"{name}[{index}]": each for index, each in enumerate(one.slices())}
             else:
                 found[name] = one
         return found
+
+    @property
+    def trainer_run(self) -> TrainerRun:
+        """AdamW's count and settings. Raises CheckpointError where nothing says the count."""
+        if self._saved.updates is None:
+            do = "--drop-optimizer leaves the optimizer behind."
+            raise CheckpointError("nothing says how many updates the optimizer made", where=self._directory, do=do)
+        left = ("the schedule of learning rates, whose kind is not stored", "loss scaler", "random generators")
+        return TrainerRun(self._saved.updates, adam_settings(self._saved.groups), (*left, "the order of data"))
 
     @property
     def iteration(self) -> int | None:
