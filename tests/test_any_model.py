@@ -259,7 +259,7 @@ def test_any_number_of_workers_writes_the_same_bytes_and_a_dry_run_none(tmp_path
 
 def test_a_plan_shows_names_that_differ_in_numbers_once_and_no_end_of_others(tmp_path: Path) -> None:
     names = [f"layers.{number}.norm.weight" for number in range(500)] + [
-        f"{'a' * number}.weight" for number in range(1, 80)
+        f"{'n' * number}.weight" for number in range(1, 80)
     ]
     strange(tmp_path / "source", {name: torch.zeros(2) for name in names})
     plan = plan_command(Request(tmp_path / "source", tmp_path / "out", "hf")).plan
@@ -267,7 +267,7 @@ def test_a_plan_shows_names_that_differ_in_numbers_once_and_no_end_of_others(tmp
         patch.setattr(plan_report, "_LINES", 50)
         shown = plan_report.tables(plan, Estimate(0, None))[0].rows
     assert len(shown) == 51 and ("layers.*.norm.weight", "500") in {tuple(row[:2]) for row in shown}
-    assert shown[-1][0] == "... and 30 more"
+    assert shown[-1][0] == "... and 31 more"  # with the matrix of every strange model
 
 
 def test_a_recipe_that_counts_no_layers_asks_for_no_number_of_them() -> None:

@@ -78,7 +78,7 @@ def left_behind_notes(reader: Reader, *, carried: bool = False) -> Iterator[str]
     """Notes on what the result will not have of the source. `carried` says that the optimizer is converted, too."""
     if isinstance(reader, DcpModelReader) and reader.left:
         yield f"Stays behind, as it is no weight: {len(reader.left)} tensors of the optimizer and of the run."
-    if of_trainer(reader) and carried:
+    if carried and of_trainer(reader):
         yield f"Stays behind of the run: {', '.join(reader.trainer_run.left)}."
     if not carried and (of_megatron(reader) or of_trainer(reader)) and (optimizer := reader.optimizer_specs):
         size = sum(spec.nbytes for spec in optimizer.values()) / 1e9

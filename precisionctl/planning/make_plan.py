@@ -16,7 +16,7 @@ from precisionctl.errors import MissingTensor, at
 from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
 from precisionctl.planning import checks
-from precisionctl.planning.optimizer_jobs import OptimizerSource, optimizer_jobs
+from precisionctl.planning.optimizer_jobs import OptimizerSource, optimizer_jobs, reading_masters
 from precisionctl.planning.plan import Job, Plan
 
 
@@ -42,6 +42,7 @@ def make_plan(
     optimizer: bool = False,
     respelled: bool = False,
     wanted: Collection[str] = (),
+    state_dict: bool = False,
 ) -> Plan:
     """Plan the way from `source` to a checkpoint of layout `target`.
 
@@ -49,14 +50,16 @@ def make_plan(
     BF16. `optimizer` takes the state of the source's optimizer along, in FP32, or between Megatron checkpoints as it is
     stored.
     `respelled` gives experts that a Hugging Face source has fused the names that the model's own class saves; `wanted`
-    are names that the target is to have where that is a choice.
+    are names that the target is to have where that is a choice. A `state_dict` is what trainers save: names that the
+    model's class has in memory, copies of tied tensors, and FP32 masters, where there are any, as its weights.
     Raises UnknownArchitecture, UnmappedTensor, MissingTensor, ShapeMismatch, MappingError or PrecisionError.
     """
     with at(source.path or ""):
         architecture = table_of(source.model)
         if target == "megatron":
             checks.check_megatron_has(source.model)
-        rows = architecture.spelled(source.specs if source.layout == "hf" else {}, source.model, respelled, wanted)
+        names_there = source.specs if source.layout == "hf" else {}
+        rows = architecture.spelled(names_there, source.model, respelled, wanted, in_memory=state_dict)
         stored = _with_mtp(source, rows)
         model = stored.padded(parallelism.tensor) if target == "megatron" else stored
         if target == "megatron":
@@ -64,28 +67,34 @@ def make_plan(
             checks.check_ranks(model, parallelism)
         patterns = [pattern.replace("{layer}", "*") for pattern in architecture.derived if source.layout == "hf"]
         derived = tuple(name for name in source.specs if any(fnmatchcase(name, pattern) for pattern in patterns))
-        by_row = {row: _row_jobs(row, architecture.aliases, model, source, target) for row in rows}
+        by_row = {row: _row_jobs(row, architecture.aliases, model, source, target, state_dict) for row in rows}
         jobs = [job for row_jobs in by_row.values() for job in row_jobs]
         _check_consumed(jobs, derived, source)
+        specs = dict(source.specs)
+        if optimizer and isinstance(source, OptimizerSource):
+            specs |= source.optimizer_specs
+        if state_dict and optimizer and isinstance(source, OptimizerSource):
+            by_row = {row: reading_masters(row_jobs, source) for row, row_jobs in by_row.items()}
         targets: dict[str, TensorSpec] = {}
         for row, row_jobs in by_row.items():
             if not row_jobs:
                 continue
             read_shapes, shapes = row.source.shapes(stored, source.layout), row.shapes(model, target)
             for job in row_jobs:
-                read = {name: source.specs[name] for name in (*job.reads, *job.copies)}
+                read = {name: specs[name] for name in (*job.reads, *job.copies)}
                 checks.check_dtypes(read if not isinstance(row, TensorRow) else {})
                 checks.check_shapes(read, (*read_shapes[: len(job.reads)], *read_shapes[:1] * len(job.copies)))
             checks.check_division(row, model, parallelism)
             for job in row_jobs:
-                targets |= _targets(job, shapes, target, source.specs, dtype)
+                targets |= _targets(job, shapes, target, specs, dtype)
         if optimizer and isinstance(source, OptimizerSource):
-            both = {**source.specs, **source.optimizer_specs}
-            for job in optimizer_jobs(tuple(jobs), source, target):
+            of_parameters = tuple(optimizer_jobs(jobs, source, target, masters=not state_dict))
+            jobs = [job for row_jobs in by_row.values() for job in row_jobs]
+            for job in of_parameters:
                 jobs.append(job)  # tensors as large as their parameters, which may be padded otherwise than stored
-                read = {name: both[name] for name in job.reads}
+                read = {name: specs[name] for name in job.reads}
                 checks.check_shapes(read, job.row.source.shapes(stored, source.layout)[: len(read)])
-                kept = both[job.reads[0]].dtype if source.layout == target == "megatron" else torch.float32
+                kept = specs[job.reads[0]].dtype if source.layout == target == "megatron" else torch.float32
                 parallel = job.row.parallel if target == "megatron" else REPLICATED
                 for name, shape in zip(job.writes, job.row.shapes(model, target), strict=False):
                     targets[name] = TensorSpec(shape, kept, parallel)
@@ -110,7 +119,9 @@ def _with_mtp(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
     return dataclasses.replace(source.model, mtp_num_layers=0)
 
 
-def _row_jobs(row: Row, aliases: Iterable[Alias], model: ModelShape, source: PlanSource, target: Layout) -> list[Job]:
+def _row_jobs(
+    row: Row, aliases: Iterable[Alias], model: ModelShape, source: PlanSource, target: Layout, state_dict: bool
+) -> list[Job]:
     """The jobs of one row, at each of its places."""
     here, there = row.present.in_layout(source.layout, model), row.present.in_layout(target, model)
     if not here and not there:
@@ -125,7 +136,7 @@ def _row_jobs(row: Row, aliases: Iterable[Alias], model: ModelShape, source: Pla
         reads = names(row.source, source.layout, place) if here else ()
         writes = names(row, target, place) if there else ()
         stored = _copies(copies, model) if source.layout == "hf" else ()
-        kept = _copies((alias for alias in copies if alias.written), model) if target == "hf" else ()
+        kept = _copies((alias for alias in copies if alias.written or state_dict), model) if target == "hf" else ()
         stored = tuple(name for name in stored if name in source.specs)
         jobs.append(Job(names(row, "megatron", place)[0], row, reads, (*writes, *kept), stored))
     return jobs

@@ -25,8 +25,10 @@ class OptimizerSource(Protocol):
 DROP = "Drop the optimizer (--drop-optimizer), or save it in a form that is stored by parameter."
 
 
-def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout) -> Iterator[Job]:
-    """The jobs for the optimizer's tensors of the parameters in `jobs`.
+def optimizer_jobs(
+    jobs: Sequence[Job], source: OptimizerSource, target: Layout, *, masters: bool = True
+) -> Iterator[Job]:
+    """The jobs for the optimizer's tensors of the parameters in `jobs`, with the `masters` or without.
 
     From a source with Hugging Face's names each parameter gets masters and moments: its trainer keeps all, and zeros
     that only Megatron has were never trained. Raises MappingError for state of no parameter, and MissingTensor for a
@@ -54,7 +56,7 @@ def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout)
                 row = replace(row, rearrangement=SAME)  # a difference of weights is the same, from wherever they count
             own = job.writes[: len(row.hf) if target == "hf" else 1]
             writes = tuple(f"{STATE}{kind}.{name}" for name in own)
-            if writes or kind != "param":  # that a weight without a place is zero is checked already
+            if (writes and masters) or kind != "param":  # that a weight without a place is zero is checked already
                 yield Job(f"{STATE}{kind}.{job.name}", row, reads, writes)
     if kinds:
         parameter, (kind, *_) = next(iter(kinds.items()))
@@ -64,9 +66,10 @@ def optimizer_jobs(jobs: Sequence[Job], source: OptimizerSource, target: Layout)
 
 
 def reading_masters(jobs: Iterable[Job], source: OptimizerSource) -> list[Job]:
-    """The jobs of a model whose weights are to be its FP32 masters: as they are for a trainer that keeps no others."""
+    """The jobs of a model whose weights are to be its FP32 masters, where there are any; copies are of weights."""
     found, read = source.optimizer_specs, []
     for job in jobs:
         masters = tuple(f"{STATE}param.{name}" for name in job.reads)
-        read.append(replace(job, reads=masters) if masters and all(name in found for name in masters) else job)
+        has_all = bool(masters) and all(name in found for name in masters)
+        read.append(replace(job, reads=masters, copies=()) if has_all else job)
     return read
