@@ -30,8 +30,9 @@ def has_model_states(directory: Path) -> bool:
     return directory.is_dir() and any(_MODEL.fullmatch(one.name) for one in directory.glob("*_model_states.pt"))
 
 
-def rank_files(directory: Path) -> tuple[list[Path], list[Path]]:
-    """The files of model states and of optimizer states, each in the order of ranks.
+def rank_files(directory: Path, *, either: bool = False) -> tuple[list[Path], list[Path]]:
+    """The files of model states and of optimizer states, each in the order of ranks. With `either` there may be model
+    states for ZeRO 1 and 2 beside those for ZeRO 3, of which the first are taken.
 
     Raises CheckpointError for a checkpoint cut for tensor, pipeline or expert parallelism, and DamagedCheckpoint where
     ranks are missing.
@@ -46,6 +47,8 @@ def rank_files(directory: Path) -> tuple[list[Path], list[Path]]:
         if cut := [match[0] for match in matches if int(match[2])]:
             what = f"a checkpoint of DeepSpeed cut for tensor parallelism ({cut[0]})"
             raise CheckpointError(what, where=directory, do=SAVE_IT_WHOLE)
+        if either and any(match[1] is None for match in matches):
+            matches = [match for match in matches if match[1] is None]
         by_rank = sorted((int(match[1] or 0), match[0]) for match in matches)
         if [rank for rank, _ in by_rank] != list(range(len(by_rank))):
             what = f"files of ranks {shown([rank for rank, _ in by_rank])}, where each should be once"

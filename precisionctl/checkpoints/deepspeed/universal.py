@@ -41,7 +41,7 @@ def is_universal(directory: Path) -> bool:
 
 def read_universal(directory: Path) -> SavedStates:
     """What the directory holds. Raises DamagedCheckpoint where files contradict one another, and UnsafePickle."""
-    models, _ = rank_files(directory)
+    models, _ = rank_files(directory, either=True)
     states = ModelStates(models[0]) if models else None
     shapes = states.shapes if states else {}
     weights = states.stored(shapes) if states else {}
