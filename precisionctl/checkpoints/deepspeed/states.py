@@ -177,7 +177,10 @@ def plain_groups(groups: object) -> list[Mapping[str, Any]]:
 
 
 def _shapes(group: Any) -> dict[str, tuple[int, ...]]:
-    return {_name(name): sizes(shape) for name, shape in group.items()}
+    found = {_name(name): sizes(shape) for name, shape in group.items()}
+    if empty := [name for name, shape in found.items() if 0 in shape]:
+        raise ValueError(f"`{empty[0]}` has no elements")
+    return found
 
 
 def _name(name: Any) -> str:

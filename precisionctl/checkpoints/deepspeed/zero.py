@@ -40,6 +40,7 @@ from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, show
 from precisionctl.param import TensorSpec
 
 _PARAM = "param"
+_VALUES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_zero(directory: Path) -> SavedStates:
@@ -61,8 +62,9 @@ def read_zero(directory: Path) -> SavedStates:
     found: dict[str, dict[str, FlatTensor]] = {}
     for kind in (_PARAM, *contents[0].moments):
         for rank in contents:
-            if kind != _PARAM and kind not in rank.moments:
-                raise DamagedCheckpoint(f"its optimizer has no {kind}", where=rank.path)
+            if kind not in (_PARAM, *rank.moments) or rank.dtype(kind) != contents[0].dtype(kind):
+                what = f"its optimizer has no {kind}, or of another dtype than other ranks'"
+                raise DamagedCheckpoint(what, where=rank.path)
         found[kind] = (_dealt if stage == 3 else _joined)(contents, kind, states, directory)
     weights = states.stored(states.shapes)
     if stage == 3:
@@ -111,8 +113,12 @@ class _RankStates:
             for kind, parts in self._flat.items():
                 if len(parts) != len(masters) or not all(is_flat(one) for one in parts):
                     raise ValueError(f"{kind} is not flat, or not of all {len(masters)} groups")
-                if any(one.dtype != torch.float32 for one in parts):
-                    raise ValueError(f"{kind} is not FP32")
+                if any(one.dtype not in _VALUES or one.dtype != parts[0].dtype for one in parts):
+                    raise ValueError(f"{kind} of dtypes that no optimizer has, or of several")
+
+    def dtype(self, kind: str) -> torch.dtype:
+        """That of all groups."""
+        return self._flat[kind][0].dtype if self._flat[kind] else torch.float32
 
     def flat(self, kind: str) -> list[LocatedTensor]:
         """The flat tensors of a kind, by group."""
@@ -157,7 +163,7 @@ def _joined(contents: Sequence[_RankStates], kind: str, states: ModelStates, whe
         whole = EndToEnd([(rank.path, rank.flat(kind)[group]) for rank in contents], counts)
         paddings, start = _paddings(contents[0], group, len(shapes)), 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-            found[name] = FlatTensor(TensorSpec(shape, torch.float32), Within(whole, start))
+            found[name] = FlatTensor(TensorSpec(shape, contents[0].dtype(kind)), Within(whole, start))
             start += math.prod(shape) + padding
         # DeepSpeed fills the last rank up to a multiple of twice the number of ranks, and may leave that out
         if not start - (paddings[-1] if paddings else 0) <= whole.count < start + 2 * len(contents):
@@ -186,7 +192,7 @@ def _dealt(contents: Sequence[_RankStates], kind: str, states: ModelStates, wher
     found, start = {}, 0
     for name, shape in states.shapes.items():
         each = -(-math.prod(shape) // len(contents))
-        found[name] = FlatTensor(TensorSpec(shape, torch.float32), Dealt(ranks, start, each))
+        found[name] = FlatTensor(TensorSpec(shape, contents[0].dtype(kind)), Dealt(ranks, start, each))
         start += each
     if start != ranks[0].count:
         what = f"a rank has {ranks[0].count} elements, the model's parameters would have {start}"
