@@ -19,6 +19,7 @@
       RecipeError             a recipe or setting that makes no sense
       DataError               training or evaluation data that cannot be used
       EnvironmentProblem      this machine lacks what was asked for (GPU, package, memory)
+      SystemProblem           the operating system refused to read or write something
       UnexpectedError         a bug: what no part of the program has foreseen
 
 Each error says *what* is wrong, *where*, and what to *do* about it.
@@ -132,6 +133,10 @@ class DataError(PrecisionctlError):
 
 class EnvironmentProblem(PrecisionctlError):
     """This machine lacks what was asked for."""
+
+
+class SystemProblem(PrecisionctlError):
+    """The operating system refused to read or write something. Only the command line makes one, of an OSError."""
 
 
 class UnexpectedError(PrecisionctlError):

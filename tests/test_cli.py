@@ -68,6 +68,13 @@ def test_debug_shows_where_an_error_came_from(tmp_path):
     assert type(result.exception).__name__ == "UnknownFormat"
 
 
+def test_with_json_an_error_is_an_object_on_stdout(tmp_path):
+    result = run("inspect", tmp_path, "--json")
+    shown = json.loads(result.stdout)["error"]
+    assert (result.exit_code, shown["kind"], shown["where"]) == (1, "UnknownFormat", str(tmp_path))
+    assert f"error[UnknownFormat]: {shown['what']} ({tmp_path}). {shown['do']}" in result.stderr
+
+
 def endless(value=None):
     return endless([value])
 
@@ -85,12 +92,12 @@ UNFORESEEN = {
 
 @pytest.mark.last_resort
 @pytest.mark.parametrize("name", UNFORESEEN)
-def test_what_no_part_has_foreseen_is_one_panel_too(tmp_path, monkeypatch, name):
+def test_what_no_part_has_foreseen_is_one_error_too(tmp_path, monkeypatch, name):
     fails, *words = UNFORESEEN[name]
     monkeypatch.setattr(opening, "open_checkpoint", lambda *_: fails())
-    found = CliRunner(env={"COLUMNS": "999"}).invoke(main, ["doctor", str(tmp_path)])
+    found = run("doctor", tmp_path)
     assert found.exit_code == 1 and isinstance(found.exception, SystemExit)
-    assert found.stderr.count("╭") == 1 and "Traceback" not in found.stderr
+    assert found.stderr.count("error[") == 1 and "Traceback" not in found.stderr
     assert [word for word in words if word not in found.stderr] == []
 
     found = run("--debug", "doctor", tmp_path)
@@ -105,7 +112,7 @@ def test_what_ends_a_program_is_no_bug(tmp_path, monkeypatch, kind):
 
     monkeypatch.setattr(opening, "open_checkpoint", stop)
     found = run("doctor", tmp_path)
-    assert "bug" not in found.stderr and "╭" not in found.stderr
+    assert "bug" not in found.stderr and "error[" not in found.stderr
 
 
 @pytest.mark.parametrize(
