@@ -25,8 +25,9 @@
 Each error says *what* is wrong, *where*, and what to *do* about it.
 """
 
+import difflib
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 _LONGEST = 2000
@@ -161,6 +162,13 @@ class _Short(reprlib.Repr):
 
 shown = _Short().repr
 """`repr` for what a stranger's file holds: short, whatever shares its parts with itself 2**60 times."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Advice for a name that is none of the known ones: the one that was perhaps meant, or all."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
 
 
 @contextmanager

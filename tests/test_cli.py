@@ -1,4 +1,4 @@
-"""The commands as a shell sees them: help, exit codes, one panel for an error, a traceback on request."""
+"""The commands as a shell sees them: help, exit codes, one line for an error, a traceback on request."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def test_help_imports_neither_torch_nor_transformers_nor_rich():
     assert shown.splitlines()[-1] == "[]"
 
 
-def test_an_unrecognised_directory_is_one_panel_that_names_what_was_looked_for(tmp_path):
+def test_an_unrecognised_directory_is_one_error_that_names_what_was_looked_for(tmp_path):
     (tmp_path / "notes.txt").write_text("no checkpoint")
     result = run("inspect", tmp_path)
     assert result.exit_code == 1
@@ -121,6 +121,31 @@ def test_what_ends_a_program_is_no_bug(tmp_path, monkeypatch, kind):
 )
 def test_wrong_usage_exits_with_2(arguments):
     assert run(*arguments).exit_code == 2
+
+
+RESUME = ("resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["export-inference", "{}", "{}/out", "--target", "vlm"], "no engine `vlm`. Did you mean vllm?"),
+        (["export-inference", "{}", "{}/out", "--target", "x" * 9], "Known: sglang, tensorrt-llm, "),
+        (
+            ["resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out", "--recipe", "fp8-delayd"],
+            "fp8-delayed?",
+        ),
+        (
+            ["resume", "{}", "--precision", "fp8", "--data", "x", "--out", "{}/out", "--set", "optimzer.lr=1"],
+            "optimizer.lr?",
+        ),
+        (["conver", "{}", "{}/out"], "Did you mean 'convert'?"),
+    ],
+)
+def test_wrong_names_are_wrong_usage_and_the_right_one_is_guessed(tmp_path, arguments, advice):
+    pico.save(tmp_path, "qwen3")
+    found = run(*(argument.format(tmp_path) for argument in arguments))
+    assert found.exit_code == 2 and advice in found.stderr
 
 
 def write_run(folder, losses, first_step=1):

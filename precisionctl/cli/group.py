@@ -9,11 +9,19 @@ from typing import Any
 
 import click
 
-from precisionctl.errors import DamagedCheckpoint, EnvironmentProblem, PrecisionctlError, SystemProblem, UnexpectedError
+from precisionctl.errors import (
+    DamagedCheckpoint,
+    EnvironmentProblem,
+    PrecisionctlError,
+    RecipeError,
+    SystemProblem,
+    UnexpectedError,
+)
 
 
 class Commands(click.Group):
-    """A click group that shows every error in one way and exits with 1; `--debug` shows the traceback. With `--json`
+    """A click group that shows every error in one way and exits with 1, or with 2 where what was asked for makes no
+    sense; `--debug` shows the traceback. With `--json`
     the error is on stdout, too, as an object."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
@@ -35,7 +43,7 @@ class Commands(click.Group):
             if ctx.meta.get(JSON_WANTED):
                 kind = type(told).__name__
                 print_json({"error": {"kind": kind, "what": told.what, "where": told.where, "do": told.do}})
-            ctx.exit(1)
+            ctx.exit(2 if isinstance(told, RecipeError) else 1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of their registration, not of the alphabet
