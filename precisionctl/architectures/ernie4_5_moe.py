@@ -23,18 +23,18 @@ from precisionctl.architectures.config_keys import (
 from precisionctl.architectures.deepseek_rows import decoder
 from precisionctl.architectures.llama_rows import ATTENTION, ATTENTION_NORM, ROTARY, TIED
 from precisionctl.architectures.moe_rows import EXPERT_BIAS
-from precisionctl.architectures.param_map import Architecture, Either, Row
+from precisionctl.architectures.param_map import Architecture, Either, Row, renamed
 from precisionctl.architectures.rearrange import SQUEEZED
 from precisionctl.architectures.rope import rope
 from precisionctl.model_shape import ModelShape
 
 
-def _bias(row: Row | Either) -> Row | Either:
-    """A row under the names of this family, if it is that of the bias."""
-    if row not in EXPERT_BIAS:
-        return row
-    name = "model.layers.{layer}.mlp.moe_statics.e_score_correction_bias"
-    return replace(row, names=name, rearrangement=SQUEEZED)
+def _bias(module: str) -> tuple[Row, ...]:
+    renamed_rows = renamed(EXPERT_BIAS, {"mlp.gate.": f"mlp.{module}."})
+    return tuple(replace(row, rearrangement=SQUEEZED) for row in renamed_rows)
+
+
+_BIAS = Either(_bias("moe_statics"), _bias("gate.moe_statics"))  # as stored, and as in transformers' memory
 
 
 def _read_layers(config: Config, where: object) -> Fields:
@@ -66,7 +66,7 @@ def _write_shared(model: ModelShape) -> Config:
 
 ARCHITECTURE = Architecture(
     model_types={"ernie4_5_moe": "Ernie4_5_MoeForCausalLM"},
-    rows=tuple(map(_bias, decoder((*ATTENTION_NORM, *ATTENTION)))),
+    rows=tuple(_BIAS if row in EXPERT_BIAS else row for row in decoder((*ATTENTION_NORM, *ATTENTION))),
     config=(
         *SIZES,
         HEADS,
