@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
@@ -184,7 +185,7 @@ def _run_so_far(seen: Sequence["StepMetrics"], steps: int) -> Group:
         if last.cost.fp8_clipped is not None and last.cost.fp8_underflow is not None:
             clipped, underflow = f"{last.cost.fp8_clipped:.1%}", f"{last.cost.fp8_underflow:.1%}"
             numbers.add_row("FP8", f"{clipped} of modules clipped, {underflow} underflowed")
-    return Group(bar, numbers)
+    return Group(Padding(bar, 0), numbers)  # a bar by itself ends no line, and what follows it is cut off
 
 
 def _compute(cost: "StepCost") -> str:

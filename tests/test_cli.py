@@ -127,9 +127,10 @@ def test_compare_is_a_gate_on_the_mean_of_the_last_steps(tmp_path):
     first = write_run(tmp_path / "bf16", [2.0] * 150)
     near = write_run(tmp_path / "fp8", [4.0] * 50 + [2.01] * 100)
     assert run("compare", first, near, "--max-gap", "1%").exit_code == 0
-    assert run("compare", first, near, "--max-gap", "0.4%").exit_code == 1
-    assert run("compare", first, near, "--max-gap", "0.006").exit_code == 0
-    assert run("compare", first, near, "--max-gap", "much").exit_code == 2
+    assert run("compare", first, near, "--max-gap", "0.4%").exit_code == 3
+    assert run("compare", first, near, "--max-gap", "0.4%", "--last", "200").exit_code == 1  # 150 steps
+    for unclear in ("much", "1", "0.006", "-1%", "nan%"):
+        assert run("compare", first, near, "--max-gap", unclear).exit_code == 2
 
 
 def test_compare_prints_json_for_scripts(tmp_path):

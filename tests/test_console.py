@@ -48,6 +48,16 @@ def test_a_run_on_a_terminal_is_one_panel_with_time_left_and_the_curve(shown: io
         assert part in shown.getvalue()
 
 
+def test_on_a_terminal_with_colours_no_line_of_the_panel_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = io.StringIO()
+    colours = Console(file=text, force_terminal=True, width=80, color_system="truecolor", legacy_windows=False)
+    monkeypatch.setattr(console, "_err", colours)
+    with console.RunView() as view:
+        view.start("FP8", 30)
+        view.step(step(10, 4.0))
+    assert "\x1b[38;2;" in text.getvalue() and "10 of 30, 0:00:02 left" in text.getvalue()
+
+
 def test_the_panel_says_what_a_step_took_and_needs_no_more_than_80_columns(shown: io.StringIO) -> None:
     with console.RunView() as view:
         view.start("FP8, delayed scaling", 250_000)

@@ -15,6 +15,9 @@ from precisionctl.megatron_flags import FIRST_LAST, FLAGS, as_overrides
 GO_ON = 75
 """Exit code of a command that was stopped and saved, so that the same command continues (EX_TEMPFAIL of sysexits.h)."""
 
+TOO_FAR = 3
+"""Exit code of `compare` where a run is further from the first than its gate allows."""
+
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW_PATH = click.Path(path_type=Path)
 DATA = click.Path(path_type=Path)  # Megatron's data has a name that no file has
@@ -41,16 +44,15 @@ CHECKPOINT = CheckpointPath(exists=True, path_type=Path)
 
 
 class Percent(click.ParamType[float]):
-    """A ratio, written `1%` or `0.01`."""
+    """A ratio, written `1%`. A bare number is refused: whoever writes `1` may mean a hundredth or the whole."""
 
     name = "percent"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        text = str(value)
-        try:
-            return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
+        found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?%", str(value))
+        if not found:
             self.fail(f"{value!r} is not a percentage such as 1%", param, ctx)
+        return float(found[1]) / 100
 
 
 class Size(click.ParamType[int]):

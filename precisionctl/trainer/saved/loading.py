@@ -127,7 +127,7 @@ def loading_notes(run: Run, source: Reader, skipped: Collection[StatePart], over
 
 
 def _saved(source: Reader) -> Saved | None:
-    return read_saved(source) if isinstance(source, TorchDistReader) else None
+    return read_saved(source.path) if isinstance(source, TorchDistReader) else None
 
 
 def load_weights(source: Reader, run: Run) -> None:
