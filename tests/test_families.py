@@ -290,9 +290,9 @@ def test_mimo_is_qwen2_and_joins_the_inputs_of_a_prediction_layer_the_other_way_
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     qwen2 = dict(tensors)
-    for name, values in qwen2.items():
+    for name, each in qwen2.items():
         if name.startswith("model.layers.1."):
-            tensors[name.replace("model.layers.1.", "model.mtp_layers.0.")] = torch.randn_like(values)
+            tensors[name.replace("model.layers.1.", "model.mtp_layers.0.")] = torch.randn_like(each)
     hidden, token = torch.randn(2, 64, 64, dtype=torch.bfloat16)
     tensors["model.mtp_layers.0.input_proj.weight"] = torch.cat([hidden, token], 1)
     for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
