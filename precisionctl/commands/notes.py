@@ -99,6 +99,15 @@ def adapter_notes(reader: Reader) -> Iterator[str]:
         )
 
 
+def decoded_base_notes(reader: Reader) -> Iterator[str]:
+    """A note that the base of an adapter has codes, where the result is to have values."""
+    if isinstance(reader, AdapterReader) and reader.base.encodings:
+        yield (
+            f"{len(reader.base.encodings)} weights of the base are codes; the result has all weights as values. "
+            "--to hf --precision fp8 makes codes again."
+        )
+
+
 def companion_notes(reader: Reader) -> Iterator[str]:
     """Notes on files beside the weights that are not copied, and on code among those that are."""
     yield from reader.companions.notes

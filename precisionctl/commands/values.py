@@ -10,6 +10,7 @@ from precisionctl.commands.notes import (
     adapter_notes,
     code_notes,
     companion_notes,
+    decoded_base_notes,
     decoded_notes,
     family_notes,
     known_state_notes,
@@ -56,6 +57,7 @@ def _notes(request: Request, source: Source, run: CarriedRun) -> Iterator[str]:
     yield from family_notes(reader, request.to, told=request.architecture is not None)
     yield from left_behind_notes(reader, carried=source.trained is not None)
     yield from adapter_notes(reader)
+    yield from decoded_base_notes(reader)
     yield from companion_notes(reader)
     if of_megatron(reader):
         yield from padding_notes(reader.model, plan.model)

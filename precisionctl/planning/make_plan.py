@@ -15,13 +15,13 @@ from precisionctl.architectures.families import table_of
 from precisionctl.architectures.param_map import Alias, Row, filled, names
 from precisionctl.architectures.read_off import TensorRow
 from precisionctl.errors import MappingError, MissingTensor, at
-from precisionctl.model_shape import ModelShape
+from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.param import ONE_RANK, REPLICATED, Layout, Parallelism, TensorSpec
 from precisionctl.planning import checks
 from precisionctl.planning.plan import Job, Plan
 
 
-class Source(Protocol):
+class PlanSource(Protocol):
     """The part of a Reader that planning needs."""
 
     @property
@@ -43,7 +43,7 @@ class OptimizerSource(Protocol):
 
 
 def make_plan(
-    source: Source,
+    source: PlanSource,
     target: Layout,
     *,
     dtype: torch.dtype | None = None,
@@ -96,7 +96,13 @@ def make_plan(
         return Plan(model, source.layout, target, tuple(jobs), targets, derived, parallelism)
 
 
-def _with_mtp(source: Source, rows: Iterable[Row]) -> ModelShape:
+def plan_weights(source: PlanSource) -> Plan:
+    """The plan by which weights are measured and their digest is taken: to Megatron's layout, or to Hugging Face's for
+    a model without a table, which has no other. Raises the errors of make_plan."""
+    return make_plan(source, "hf" if isinstance(source.model, UntabledModel) else "megatron")
+
+
+def _with_mtp(source: PlanSource, rows: Iterable[Row]) -> ModelShape:
     """The source's model, without the multi-token prediction layers that it claims if it has none of their tensors:
     transformers reads and writes such checkpoints without them."""
     of_mtp = [row for row in rows if "{mtp}" in row.megatron and not row.of_experts]
@@ -108,7 +114,7 @@ def _with_mtp(source: Source, rows: Iterable[Row]) -> ModelShape:
     return dataclasses.replace(source.model, mtp_num_layers=0)
 
 
-def _row_jobs(row: Row, aliases: Iterable[Alias], model: ModelShape, source: Source, target: Layout) -> list[Job]:
+def _row_jobs(row: Row, aliases: Iterable[Alias], model: ModelShape, source: PlanSource, target: Layout) -> list[Job]:
     """The jobs of one row, at each of its places."""
     here, there = row.present.in_layout(source.layout, model), row.present.in_layout(target, model)
     if not here and not there:
@@ -137,7 +143,7 @@ def _copies(aliases: Iterable[Alias], model: ModelShape) -> tuple[str, ...]:
     )
 
 
-def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: Source) -> None:
+def _check_consumed(jobs: Iterable[Job], derived: tuple[str, ...], source: PlanSource) -> None:
     uses = Counter(name for job in jobs for name in (*job.reads, *job.copies))
     uses.update(derived)
     missing = [name for name in uses if name not in source.specs]

@@ -20,7 +20,7 @@ from precisionctl.verify.carried import compare_encodings
 from precisionctl.verify.code_comparison import CodesComparison, compare_codes
 from precisionctl.verify.configs import compare_configs
 from precisionctl.verify.fixed_scales import FixedScales, compare_fixed_scales
-from precisionctl.verify.hf_tensors import HfTensors, Rows
+from precisionctl.verify.hf_tensors import HfTensors, StoredRows
 from precisionctl.verify.losses import Losses
 from precisionctl.verify.not_compared import NotCompared, of_keys
 from precisionctl.verify.optimizers import OptimizerTensors, both_optimizers
@@ -194,7 +194,7 @@ def _compare_tensor(name: str, a: Tensors, b: Tensors) -> TensorComparison:
 _WORST_FIRST: tuple[Status, ...] = ("differs", "encoded", "exact")
 
 
-def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[Rows, Rows]]:
+def _pieces(name: str, a: Tensors, b: Tensors) -> Iterator[tuple[StoredRows, StoredRows]]:
     for row, rows in a.pieces(name):
         yield a.read(name, row, rows), b.read(name, row, rows)
 
@@ -216,7 +216,7 @@ def _losses(name: str, a: HfTensors, b: HfTensors) -> tuple[Losses, tuple[float,
     return losses, (sqnr, losses.largest_error, differing)
 
 
-def _verdict(a: Rows, b: Rows) -> Status:
+def _verdict(a: StoredRows, b: StoredRows) -> Status:
     if a.encoding is None and b.encoding is None and a.stored.dtype == b.stored.dtype:
         return "exact" if _same_bits(a.stored, b.stored) else "differs"
     left, right = a.values, b.values
@@ -238,7 +238,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _error(pieces: Iterable[tuple[Rows, Rows]]) -> tuple[float, float, int]:
+def _error(pieces: Iterable[tuple[StoredRows, StoredRows]]) -> tuple[float, float, int]:
     """SQNR in dB, `10 log10(sum a^2 / sum (a - b)^2)`, summed in FP64, the largest absolute error, and how many values
     differ."""
     signal = noise = largest = 0.0

@@ -7,7 +7,7 @@ from precisionctl.checkpoints.base import Chunk, Reader, in_pieces, read_rows
 from precisionctl.errors import DamagedCheckpoint
 from precisionctl.param import TensorSpec
 from precisionctl.planning.make_plan import OptimizerSource
-from precisionctl.verify.hf_tensors import PIECE, Rows
+from precisionctl.verify.hf_tensors import PIECE, StoredRows
 
 _OF_VOCABULARY = (".embedding.word_embeddings.weight", ".output_layer.weight", ".output_layer.bias")
 
@@ -30,8 +30,8 @@ class OptimizerTensors:
         spec = self.specs[name]
         return in_pieces(0, spec.rows, spec.columns, PIECE)
 
-    def read(self, name: str, row: int, rows: int) -> Rows:
-        return Rows(read_rows(self._stored, name, row, rows), None)
+    def read(self, name: str, row: int, rows: int) -> StoredRows:
+        return StoredRows(read_rows(self._stored, name, row, rows), None)
 
 
 class _Stored:
