@@ -10,7 +10,7 @@ from precisionctl.checkpoints.encodings_file import WeightEncodings
 from precisionctl.checkpoints.megatron.carried_run import MegatronReader, of_megatron
 from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.trainer_run import TrainedReader, of_trainer
-from precisionctl.commands.request import DCP, Request
+from precisionctl.commands.request import Request
 from precisionctl.conversion.known_state import KnownState, fixed_scales_hold, known_state
 from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.export.input_scales import state_of_input_scales
@@ -81,9 +81,9 @@ def open_source(request: Request) -> Source:
         dtype=request.dtype,
         parallelism=request.parallelism,
         optimizer=trained is not None,
-        respelled=request.for_inference or reader.container == DCP,
+        respelled=request.for_inference or of_trainer(reader),
         wanted=encodings.weights if encodings and request.for_inference else (),
-        state_dict=request.container == DCP,
+        state_dict=request.is_state_dict,
     )
     if request.include or request.exclude:
         plan = choose(plan, request.include, request.exclude)
