@@ -19,7 +19,7 @@ from precisionctl.commands.request import TE, Request
 from precisionctl.commands.source import Source
 from precisionctl.conversion.edges import edge_notes
 from precisionctl.engines.base import Engine, engines
-from precisionctl.errors import PrecisionError, RecipeError
+from precisionctl.errors import PrecisionError, RecipeError, nearest
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, all_mxfp4, in_powers_of_2
 from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16, served
@@ -150,10 +150,10 @@ _IN_BF16 = "Inputs are not quantized."
 
 
 def engine_named(name: str) -> Engine:
-    """The engine of a name. Raises PrecisionError, with the known names, for another."""
+    """The engine of a name. Raises RecipeError for another, with what is perhaps meant."""
     known = engines()
     if name not in known:
-        raise PrecisionError(f"no engine `{name}`", do=f"Known: {', '.join((*known, TE))}.")
+        raise RecipeError(f"no engine `{name}`", do=nearest(name, (*known, TE)))
     return known[name]
 
 

@@ -15,6 +15,7 @@ from precisionctl.checkpoints.open import open_checkpoint
 from precisionctl.checkpoints.output import Output, directory_above, disk_problems
 from precisionctl.checkpoints.torch_dist.masters import prove_masters
 from precisionctl.checkpoints.torch_dist.reader import TorchDistReader
+from precisionctl.checkpoints.trainer_run import TrainedReader
 from precisionctl.conversion.convert import OnBytes, check, run
 from precisionctl.conversion.edges import changed_notes
 from precisionctl.conversion.findings import Findings, nan_notes, zeroed_notes
@@ -50,7 +51,7 @@ class PlannedCommand:
     digest: str
     notes: tuple[str, ...]
     states: Fp8States | MakeStates | None = None
-    trained: MegatronReader | None = None
+    trained: MegatronReader | TrainedReader | None = None
     encodings: WeightEncodings | None = None
 
     @property
