@@ -16,6 +16,7 @@ from precisionctl.errors import DamagedCheckpoint, RecipeError
 from precisionctl.export.input_scales import state_of_input_scales
 from precisionctl.export.weight_encodings import check_model, method_of, weight_encodings
 from precisionctl.fp8.carry import merged
+from precisionctl.fp8.grouped import ColumnOrder
 from precisionctl.fp8.state import Fp8States
 from precisionctl.planning.choice import choose
 from precisionctl.planning.make_plan import make_plan
@@ -64,7 +65,9 @@ def open_source(request: Request) -> Source:
     Raises RecipeError for hints that contradict the checkpoint or are not needed, MappingError for state or encodings
     of another model, and as `open_checkpoint` and `make_plan`.
     """
-    reader = _open(request)
+    reader = open_hinted(
+        request.source, request.iteration, request.architecture, request.reference, request.grouped_columns
+    )
     encodings = None if request.drop_fp8_state else weight_encodings(reader)
     method = method_of(encodings)
     if request.for_inference and (request.target or request.recipe) and method and method.spelling is None:
@@ -90,18 +93,22 @@ def open_source(request: Request) -> Source:
     return Source(reader, plan, encodings, known, trained)
 
 
-def _open(request: Request) -> Reader:
-    """The Reader, opened with the user's hints."""
-    reference, order = request.reference, request.grouped_columns
+def open_hinted(
+    path: Path,
+    iteration: int | None,
+    architecture: str | None,
+    reference: Path | None,
+    order: ColumnOrder | None,
+) -> Reader:
+    """A Reader, opened with what the user says of the checkpoint: fields of a Request. Raises RecipeError for hints
+    that contradict it or are not needed, and as `open_checkpoint`."""
     companions = _companions_of(reference) if reference else None
-    reader = open_checkpoint(
-        request.source, request.iteration, Hints(request.architecture, companions, order, reference)
-    )
+    reader = open_checkpoint(path, iteration, Hints(architecture, companions, order, reference))
     if order is not None and not of_megatron(reader):
         raise RecipeError("the source has no payloads of Transformer Engine", do="Leave --grouped-columns out.")
-    if request.architecture is None and reference is None:
+    if architecture is None and reference is None:
         return reader
-    named = request.architecture is not None and not of_megatron(reader)
+    named = architecture is not None and not of_megatron(reader)
     if named or "config.json" in reader.own_companions.files:
         raise RecipeError(
             "the checkpoint has a config.json, which says what it is", do="Leave --architecture and --reference out."
