@@ -243,6 +243,17 @@ def test_files_that_contradict_one_another_are_refused(
         _ = read(tmp_path / "run", llama).iteration
 
 
+def test_parameters_in_another_order_than_their_shapes_are_noticed(tmp_path: Path, llama: Path) -> None:
+    directory = files.save(tmp_path / "run", files.states_of(weights_of(llama)), 1, 2)
+
+    def turn_round(content: Any) -> None:
+        content["param_shapes"] = [dict(reversed(group.items())) for group in content["param_shapes"]]
+
+    rewrite(directory / "mp_rank_00_model_states.pt", turn_round)
+    with pytest.raises(DamagedCheckpoint, match="masters are not those of the weights"):
+        read(tmp_path / "run", llama)
+
+
 def test_an_optimizer_that_is_not_adam_stays_behind(tmp_path: Path, llama: Path) -> None:
     states = files.states_of(weights_of(llama))
     directory = files.save(tmp_path / "run", states, 1, 1)

@@ -15,12 +15,13 @@ and model states, which name parameters and their shapes in the order in which t
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from precisionctl.checkpoints.base import read_rows
 from precisionctl.checkpoints.deepspeed.states import (
     MOMENTS,
     SAVE_IT_WHOLE,
@@ -28,19 +29,23 @@ from precisionctl.checkpoints.deepspeed.states import (
     ModelStates,
     SavedStates,
     dealt_frozen,
+    is_empty,
     is_flat,
     number,
     plain_groups,
     rank_files,
     read_states,
+    whole_tensor,
 )
-from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, Within
+from precisionctl.checkpoints.flat import Dealt, EndToEnd, FlatTensor, FlatTensors, Within
 from precisionctl.checkpoints.torch_zip import LocatedTensor
 from precisionctl.errors import CheckpointError, DamagedCheckpoint, damage, shown
 from precisionctl.param import TensorSpec
 
 _PARAM = "param"
 _VALUES = (torch.float32, torch.bfloat16, torch.float16)
+_COMPARED = 64
+"""Elements, or one row."""
 
 
 def read_zero(directory: Path) -> SavedStates:
@@ -66,6 +71,7 @@ def read_zero(directory: Path) -> SavedStates:
                 what = f"its optimizer has no {kind}, or of another dtype than other ranks'"
                 raise DamagedCheckpoint(what, where=rank.path)
         found[kind] = (_dealt if stage == 3 else _joined)(contents, kind, states, directory)
+    _check_order(found[_PARAM], states)
     weights = states.stored(states.shapes)
     if stage == 3:
         weights |= dealt_frozen(states, model, directory)
@@ -198,6 +204,26 @@ def _dealt(contents: Sequence[_RankStates], kind: str, states: ModelStates, wher
         what = f"a rank has {ranks[0].count} elements, the model's parameters would have {start}"
         raise DamagedCheckpoint(what, where=where, do="Is the copy whole?")
     return found
+
+
+def _check_order(masters: Mapping[str, FlatTensor], states: ModelStates) -> None:
+    """Raise DamagedCheckpoint unless most masters begin with what the model's weights are rounded from: nothing else
+    would tell that parameters stand in another order than that of their shapes. ZeRO 3 stores no weights."""
+    names = [name for name, one in states.module.items() if name in masters and not is_empty(one)]
+    weights = FlatTensors({name: whole_tensor(states.path, states.module[name], name) for name in names})
+    flat, differing = FlatTensors(masters), []
+    for name in names:
+        spec = flat.specs[name]
+        rows = min(spec.rows, max(1, _COMPARED // spec.columns))
+        if weights.specs[name].shape != spec.shape:
+            raise DamagedCheckpoint(f"`{name}` is {weights.specs[name].shape}, not {spec.shape}", where=states.path)
+        weight = read_rows(weights, name, 0, rows)
+        rounded = read_rows(flat, name, 0, rows).to(weight.dtype)
+        if not bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all()):
+            differing.append(name)
+    if len(differing) > len(names) // 2:
+        what = f"FP32 masters are not those of the weights: {len(differing)} differ, `{differing[0]}` first"
+        raise DamagedCheckpoint(what, where=states.path, do="Are these files of one checkpoint?")
 
 
 def _without_zero(states: ModelStates) -> SavedStates:
