@@ -165,6 +165,8 @@ def test_a_folder_of_trainers_is_its_weights_and_the_step_in_it_their_masters(tm
     assert_is(read(folder, llama), states)
     shutil.copy(llama / "model.safetensors", folder)
     assert open_checkpoint(folder).container == "safetensors"
+    told = conversions.run(folder, tmp_path / "out", "megatron")
+    assert any("optimizer of DeepSpeed stay behind: give global_step3" in note for note in told.notes)
     step: Reader = open_checkpoint(folder / "global_step3")
     assert step.container == "deepspeed" and step.model.hidden_size == 64
 
