@@ -83,7 +83,7 @@ class DcpModelReader:
         stored = {prefixes[kind] + name: one for kind, found in tensors.items() for name, one in found.items()}
         self._stored = DcpTensors(stored)
         self._places: dict[str, str | torchtitan.Heads] = {name: name for name in stored}
-        if torchtitan.EMBEDDING in tensors[""] and self.model.architecture == "llama":
+        if torchtitan.EMBEDDING in tensors[""] and self.says_its_model and self.model.architecture == "llama":
             self._places = {}
             for kind, found in tensors.items():
                 names = {name: prefixes[kind] + name for name in found}
@@ -146,9 +146,14 @@ class DcpModelReader:
         """Those of the reference that a user has named, else those beside the checkpoint."""
         return self._hints.companions or self.own_companions
 
+    @property
+    def says_its_model(self) -> bool:
+        """Whether a config.json says which model it is. Without one names are as they are stored."""
+        return "config.json" in self.companions.files
+
     @cached_property
     def model(self) -> ModelShape:
-        if "config.json" not in self.companions.files:
+        if not self.says_its_model:
             raise CheckpointError(
                 "a PyTorch checkpoint (DCP) does not say which model it is",
                 where=self.path,

@@ -53,7 +53,13 @@ def main() -> None:
     steps = {"max_steps": 8, "save_steps": 3, "logging_steps": 1, "save_total_limit": 4}
     quiet = {"report_to": [], "disable_tqdm": True}
     args = transformers.TrainingArguments(
-        output_dir=str(OUT), per_device_train_batch_size=2, use_cpu=True, bf16=True, learning_rate=3e-3, **steps, **quiet
+        output_dir=str(OUT),
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        bf16=True,
+        learning_rate=3e-3,
+        **steps,
+        **quiet,
     )
     trainer = transformers.Trainer(
         model=model,
