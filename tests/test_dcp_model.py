@@ -225,6 +225,17 @@ def test_pieces_that_overlap_are_refused(tmp_path: Path) -> None:
         open_checkpoint(made)
 
 
+def test_tensors_on_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    model, optimizer = trained("llama-3")
+    made = save(tmp_path / "dcp", states(model, optimizer))
+    config_of(model, made)
+    index = read_index(made)
+    first, other = (f"optimizer.state.model.layers.{layer}.self_attn.q_proj.weight.exp_avg" for layer in range(2))
+    write_index(made, Index({**index.tensors, other: index.tensors[first]}, index.objects))
+    with pytest.raises(DamagedCheckpoint, match=r"layers\.0\S+ and \S+layers\.1\S+ are on the same bytes"):
+        open_checkpoint(made)
+
+
 def test_a_name_that_poses_as_an_expert_of_a_stack_is_refused(tmp_path: Path) -> None:
     made = save(tmp_path / "dcp", {"model.layers.0.mlp.experts.down_proj[0]": torch.ones(3, 4)})
     (made / "config.json").write_text(json.dumps({"model_type": "llama"}))
