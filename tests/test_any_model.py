@@ -27,6 +27,8 @@ from precisionctl.precision import PRESETS, Precision
 from precisionctl.readiness.assess import assess
 from precisionctl.reports.inspect import describe
 from precisionctl.reports.readiness import advice
+from precisionctl.reports.verify import verdict
+from precisionctl.verify.compare import compare
 from precisionctl.verify.engine_rules import check
 
 SHOWN = {
@@ -321,3 +323,48 @@ def test_a_name_of_five_thousand_digits_is_refused_in_a_bin_file_too(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "strange"}))
     with pytest.raises(DamagedCheckpoint, match="a name of 5018 letters"):
         open_checkpoint(tmp_path).specs  # noqa: B018
+
+
+MOST_EXACT = ("norm", "lm_head", "bias", "inv_freq")
+"""Parts of names of tensors that are FP32 here, beside linears in BF16."""
+
+
+@pytest.mark.parametrize(("kind", "tabled"), [("llama-3", True), ("llama-3", False), ("bamba", False)])
+def test_what_is_fp32_beside_linears_in_bf16_stays_so_in_an_export_and_back(
+    tmp_path: Path, kind: str, tabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not tabled:
+        monkeypatch.setattr(huggingface, "read_model", untabled)
+    save = pico.save if kind in pico.FAMILIES else any_models.save
+    save(tmp_path / "source", kind, dtype=torch.bfloat16)
+    before = stored(tmp_path / "source")
+    wide = {
+        name: tensor.float() + 2**-12 * torch.rand(tensor.shape)
+        for name, tensor in before.items()
+        if any(part in name for part in MOST_EXACT)
+    }
+    save_file(before | wide, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    command = export(tmp_path / "source", tmp_path / "fp8", "dynamic")
+    assert not any("FP32" in note for note in command.notes)
+    assert json.loads((tmp_path / "fp8" / "config.json").read_text())["dtype"] == "bfloat16"
+    run(tmp_path / "fp8", tmp_path / "values", "hf", "keep", workers=1)
+    run(tmp_path / "values", tmp_path / "again", "hf", "fp8", workers=1)
+    for made in ("fp8", "values", "again"):
+        found = stored(tmp_path / made)
+        for name, tensor in wide.items():
+            assert found[name].dtype == torch.float32 and torch.equal(found[name], tensor), (made, name)
+        assert same(tmp_path / "source" if made == "fp8" else tmp_path / "fp8", tmp_path / made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_stays_values_of_a_source_in_other_dtypes_is_rounded_and_counted_and_verify_says_so(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    pico.save(tmp_path / "source", "llama-3", dtype=dtype)
+    command = export(tmp_path / "source", tmp_path / "fp8", "dynamic")
+    found = {name for name, tensor in stored(tmp_path / "fp8").items() if tensor.dtype == torch.bfloat16}
+    assert any(note.startswith(f"{len(found)} tensors that stay values are FP32 or FP16") for note in command.notes)
+    comparison = compare(open_checkpoint(tmp_path / "source"), open_checkpoint(tmp_path / "fp8"))
+    assert comparison.equal
+    assert {tensor.name for tensor in comparison.tensors if tensor.status == "rounded"} == found
+    assert verdict(comparison).endswith(f", {len(found)} rounded to BF16.")

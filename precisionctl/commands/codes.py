@@ -13,6 +13,7 @@ from precisionctl.commands.notes import (
     known_state_notes,
     left_behind_notes,
     missing_notes,
+    rounded_notes,
     unreached_notes,
 )
 from precisionctl.commands.request import TE, Request
@@ -101,6 +102,7 @@ def for_engine(request: Request, source: Source) -> Result:
     else:
         notes += kv_cache.left_out(source.encodings, source.plan)
     notes += [*left_behind_notes(reader), *in_bf16_notes(source.plan, precision, policy.refused)]
+    notes += rounded_notes(reader, plan)
     notes += [*adapter_notes(reader), *missing_notes(reader), *companion_notes(reader)]
     serve = engine.serve(request.destination, request.ranks, fp8_cache=request.kv_cache is not None)
     notes.append(f"Serve it with: {serve}")
@@ -166,6 +168,7 @@ def as_before(request: Request, source: Source) -> Result:
         *left_behind_notes(reader),
         *adapter_notes(reader),
         *companion_notes(reader),
+        *rounded_notes(reader, plan),
         *known_state_notes(known, carried=True),
     ]
     card = _card_as_before(request.destination.name, source.plan, policy)

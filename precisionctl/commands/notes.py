@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from precisionctl.architectures.families import models_of_megatron_args, table_of
 from precisionctl.architectures.megatron_args import otherwise_in_megatron
 from precisionctl.checkpoints.adapter.reader import AdapterReader
@@ -221,6 +223,22 @@ def unreached_notes(states: Fp8States | None, jobs: Sequence[Job]) -> Iterator[s
     """A note on experts whose inputs were never recorded."""
     if count := unreached_experts(states, jobs):
         yield f"{count} inputs of experts saw no token: their scales are of the largest amax of their layer's experts."
+
+
+def rounded_notes(reader: Reader, plan: Plan) -> Iterator[str]:
+    """A note on values that are rounded to BF16 though nobody asked for that."""
+    rounded = [
+        name
+        for job in plan.jobs
+        for name in job.writes
+        if plan.targets[name].dtype == torch.bfloat16
+        and any(reader.specs[read].dtype in (torch.float32, torch.float16) for read in job.reads)
+    ]
+    if rounded:
+        yield (
+            f"{len(rounded)} tensors that stay values are FP32 or FP16 in the source and BF16 in the result, the first "
+            f"is {rounded[0]}."
+        )
 
 
 def known_state_notes(known: KnownState, *, carried: bool) -> Iterator[str]:
