@@ -146,6 +146,8 @@ def test_patterns_take_in_and_leave_out_with_all_that_is_fused(tmp_path: Path, w
     assert plain - codes(recipe=kept) == {f"{stem}{layer}.self_attn.{part}_proj" for layer in (0, 1) for part in "qkv"}  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="no weight of a linear is called 'q_proj'"):
         codes(exclude=("q_proj",))
+    with pytest.raises(RecipeError, match="'.*embed_tokens' fits no weight that could be FP8.*: an embedding"):
+        codes(include=("*.embed_tokens",))
 
 
 def test_names_of_ignored_modules_are_those_in_files_and_in_memory(tmp_path: Path, wrapper: Path) -> None:
@@ -176,7 +178,7 @@ def test_what_needs_a_table_is_refused_by_name_with_how_to_get_one(
         ),
     ]
     for request in refused:
-        with pytest.raises(UnknownArchitecture, match=r"`gemma3`.*text model is a gemma3_text.*one file with a table"):
+        with pytest.raises(UnknownArchitecture, match=r"`gemma3`.*text model is a gemma3_text.*A table is one file"):
             plan_command(request)
     with pytest.raises(UnknownArchitecture, match="`gemma3`"):
         make_plan(open_checkpoint(wrapper), "megatron")
@@ -191,6 +193,31 @@ def test_inspect_says_of_each_matrix_what_becomes_of_it(wrapper: Path) -> None:
     assert found["vision_tower.encoder.layers.*.mlp.fc1.weight"] == "of a tower or projector"
     assert found["language_model.model.embed_tokens.weight"] == "an embedding"
     assert assess(reader, None, lambda total: nullcontext(lambda done: None)).measured == {"weight": 14}
+
+
+def test_shapes_that_are_refused_are_counted_and_told_by_inspect_with_what_is_computed_with_them(
+    tmp_path: Path,
+) -> None:
+    shapes = {
+        **{
+            f"m.layers.{layer}.attn.{part}_proj.weight": (24 if part == "k" else 64, 64)
+            for layer in "01"
+            for part in "qkvo"
+        },
+        "m.layers.0.mlp.in_proj.weight": (72, 64),
+    }
+    source = strange(tmp_path / "source", {name: torch.ones(shape).bfloat16() for name, shape in shapes.items()})
+    command = export(source, tmp_path / "out")
+    values = {name for name, tensor in stored(tmp_path / "out").items() if tensor.dtype == torch.bfloat16}
+    assert values == {name for name in shapes if "o_proj" not in name}
+    assert any("for their shapes, or for those of what is computed with them: 7." in note for note in command.notes)
+    found = {each["pattern"]: each["why_not_fp8"] for each in describe(open_checkpoint(source))["linears"]}
+    assert found.pop("m.layers.*.attn.o_proj.weight") is None and found.pop("m.layers.*.a.weight") is None
+    assert found == {
+        "m.layers.*.attn.k_proj.weight": "shape [24, 64], of which FP8 GEMMs need multiples of 16",
+        "m.layers.*.mlp.in_proj.weight": "shape [72, 64], of which FP8 GEMMs need multiples of 16",
+        **{f"m.layers.*.attn.{part}_proj.weight": "computed with one of a shape that is refused" for part in "qv"},
+    }
 
 
 def test_codes_of_a_model_without_a_table_come_back_as_they_were(tmp_path: Path) -> None:

@@ -261,6 +261,6 @@ def in_bf16_notes(plan: Plan, precision: Precision, refused: Mapping[str, str]) 
     if refused:
         name, what = next(iter(refused.items()))
         yield (
-            f"{len(refused)} weights stay in BF16 for their shapes, with what is computed with them; the first is "
-            f"{name}: {what}."
+            f"Weights that stay in BF16 for their shapes, or for those of what is computed with them: {len(refused)}. "
+            f"The first is {name}: {what}."
         )

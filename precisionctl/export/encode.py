@@ -4,7 +4,7 @@ A plan without such a pass writes values.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -153,7 +153,7 @@ class InScheme:
     """The policy of a scheme that engines know: the weights of these `jobs` become codes in the scheme's grid.
 
     `inputs` is the amax of each module's input, where the scheme fixes its scale (`static`, `nvfp4`). `refused` are
-    weights that stay values because an engine refuses their shapes, and why.
+    weights that stay values because an engine refuses their shapes, or those of what it computes with them, and why.
     """
 
     format: WeightFormat
@@ -252,12 +252,12 @@ def in_scheme(
             do=f"Choose {others}--keep-misfits, which leaves them in BF16 with what is computed with them; or name "
             "modules in --exclude, or keep_bf16 of a --recipe.",
         )
-    groups = {in_step(name) for name in refused}
-    jobs = [job for job in jobs if not any(in_step(name) in groups for name in job.writes)]
+    refused |= along_with(refused, (name for job in jobs for name in job.writes))
+    jobs = [job for job in jobs if refused.keys().isdisjoint(job.writes)]
     if not jobs:
         raise PrecisionError(
             f"no weight is left that could be {FOUR_BITS.get(form.scheme, 'FP8')}"
-            + (f"; {len(refused)} have shapes that are refused" if refused else ""),
+            + (f": the engine takes none of {len(refused)} for their shapes" if refused else ""),
             do="`precisionctl inspect` says of each linear why it stays in BF16; --include takes more of them.",
         )
     inputs = input_amaxes(states, jobs, why_no_state) if form.scheme in FIXED_INPUTS else None
@@ -271,6 +271,15 @@ def in_scheme(
                 do="Export with --scheme static, which has one scale for all of a weight.",
             )
     return InScheme(form, jobs, refused, inputs)
+
+
+def along_with(refused: Mapping[str, str], weights: Iterable[str]) -> dict[str, str]:
+    """Those of `weights` that engines want in one form with a refused one, and stay values with it: and why."""
+    first: dict[str, str] = {}
+    for name in refused:
+        first.setdefault(in_step(name), name)
+    groups = ((name, first.get(in_step(name))) for name in weights if name not in refused)
+    return {name: f"computed with `{other}`" for name, other in groups if other}
 
 
 def with_one_input(jobs: Sequence[Job]) -> list[list[Job]]:
