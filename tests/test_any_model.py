@@ -304,11 +304,44 @@ def test_weights_become_fp8_without_state_that_nobody_can_record(tmp_path: Path)
     any_models.check_codes(tmp_path / "source", tmp_path / "out", "dynamic")
 
 
-def test_experts_in_one_tensor_do_not_go_to_transformers_as_compressed_tensors(tmp_path: Path) -> None:
-    any_models.save(tmp_path / "source", "llama4_text")
-    with pytest.raises(PrecisionError, match="one tensor and stay in BF16.*--scheme block"):
-        any_models.export(tmp_path / "source", tmp_path / "out", target="transformers")
-    any_models.export(tmp_path / "source", tmp_path / "block", "block", "transformers")
+def test_experts_in_one_tensor_that_transformers_takes_apart_do_not_go_to_it_as_compressed_tensors(
+    tmp_path: Path,
+) -> None:
+    model = any_models.save(tmp_path / "llama4", "llama4_text")
+    with pytest.raises(PrecisionError, match="experts of a layer as one tensor, in BF16.*--scheme block"):
+        export(tmp_path / "llama4", tmp_path / "out", target="transformers")
+    export(tmp_path / "llama4", tmp_path / "block", "block", "transformers")
+    any_models.load_whole(type(model), tmp_path / "block")
+    export(tmp_path / "llama4", tmp_path / "for vllm")
+    found = check(open_checkpoint(tmp_path / "for vllm"), engine_named("transformers"))
+    assert any(finding.what == "experts of a layer as one tensor, in BF16" for finding in found)
+    model = any_models.save(tmp_path / "granite", "granitemoe")  # of others it does not
+    export(tmp_path / "granite", tmp_path / "whole", target="transformers")
+    any_models.load_whole(type(model), tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["kimi_linear", "kimi_k25", "electra", "whisper"])
+def test_what_stays_values_is_listed_under_the_names_that_transformers_gives_it(tmp_path: Path, kind: str) -> None:
+    """A linear within a layer, a tower whose q, k and v are one tensor, and heads that are tied and stored nowhere."""
+    model = any_models.save(tmp_path / "source", kind)
+    export(tmp_path / "source", tmp_path / "fp8", target="transformers")
+    assert not [
+        found for found in check(open_checkpoint(tmp_path / "fp8"), engine_named("transformers")) if found.rule.fatal
+    ]
+    coded = any_models.load_whole(type(model), tmp_path / "fp8")
+    run(tmp_path / "fp8", tmp_path / "back", "hf", "bf16", workers=1)
+    decoded = any_models.load_whole(type(model), tmp_path / "back").state_dict()
+    for name, tensor in coded.state_dict().items():
+        if tensor.dtype == torch.bfloat16 and "scale" not in name:
+            assert torch.equal(tensor, decoded[name]), name
+
+
+def test_verify_finds_modules_that_transformers_calls_otherwise_than_a_list_does(tmp_path: Path) -> None:
+    any_models.save(tmp_path / "source", "kimi_linear")
+    export(tmp_path / "source", tmp_path / "fp8")
+    found = check(open_checkpoint(tmp_path / "fp8"), engine_named("transformers"))
+    wanted = "model.layers.0.self_attn.f_a_proj.weight", "in memory `model.layers.0.self_attn.forget_gate.f_a_proj`"
+    assert any(finding.where == wanted[0] and wanted[1] in finding.what and finding.rule.fatal for finding in found)
 
 
 def strange(path: Path, tensors: dict[str, torch.Tensor]) -> Path:

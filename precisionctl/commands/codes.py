@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from precisionctl.architectures.families import table_of
 from precisionctl.commands.build import Result
 from precisionctl.commands.notes import (
     adapter_notes,
@@ -22,12 +24,12 @@ from precisionctl.engines.base import Engine, engines
 from precisionctl.errors import PrecisionError, RecipeError
 from precisionctl.export import kv_cache
 from precisionctl.export.as_before import AsBefore, in_powers_of_2
-from precisionctl.export.encode import WeightFormat, encode, in_scheme, is_slice, modules_in_bf16, served
+from precisionctl.export.encode import WeightFormat, encode, in_scheme, modules_in_bf16, served
 from precisionctl.export.model_card import Card, beside
 from precisionctl.export.schemes import best_scheme
 from precisionctl.fp8.numerics import Numbers
 from precisionctl.fp8.statistics import Scaling
-from precisionctl.model_shape import UntabledModel
+from precisionctl.model_shape import ModelShape, UntabledModel
 from precisionctl.planning.plan import Plan
 from precisionctl.quant_methods.base import FIXED_INPUTS, FOUR_BITS, Scheme, quant_methods
 
@@ -73,6 +75,7 @@ def for_engine(request: Request, source: Source) -> Result:
         partial(engine.refusal, scheme=scheme, served=served(source.plan, request.ranks)),
         keep_refused=request.keep_misfits or isinstance(model, UntabledModel),
         why_no_state=known.why_none,
+        kept=partial(engine.kept, _config_of(model), form.method.name, tied=isinstance(model, UntabledModel)),
     )
     if found := engine.check_experts([name for job in policy.jobs for name in job.writes], form.method.name, scheme):
         raise PrecisionError(
@@ -83,16 +86,11 @@ def for_engine(request: Request, source: Source) -> Result:
     if policy.inputs is not None:
         notes += unreached_notes(source.states, policy.jobs)
     plan = encode(source.plan, policy)
-    if isinstance(model, UntabledModel) and engine.name == "transformers":
-        if form.method.name == "compressed-tensors" and any(is_slice(name) for name in plan.targets):
-            raise PrecisionError(
-                "transformers makes linears of all experts of a model in compressed-tensors, and does not load these: "
-                "they are one tensor and stay in BF16",
-                do="Export with --scheme block.",
-            )
-        notes.append(
-            "transformers gives modules of some models other names in memory, and may take some that stay in BF16 for "
-            "FP8: load it with output_loading_info=True, and see that no weight is missing."
+    if found := engine.check_stacked(plan.targets, form.method.name):
+        raise PrecisionError(
+            f"{engine.title} does not load {found[0].what}, beside codes of {form.method.name}",
+            where=found[0].where,
+            do="Export with --scheme block.",
         )
     if request.kv_cache:
         kv_cache.check_engine(source.plan, engine, form.method)
@@ -108,6 +106,13 @@ def for_engine(request: Request, source: Source) -> Result:
     notes.append(f"Serve it with: {serve}")
     card = _card(request, source, plan, engine, form)
     return Result(plan, notes, encodings=source.encodings, card=card, lacks=engine.lacks)
+
+
+def _config_of(model: ModelShape) -> Mapping[str, Any]:
+    """What of a model's config.json says which class it is of."""
+    if isinstance(model, UntabledModel):
+        return model.config
+    return {"model_type": model.architecture, "architectures": [table_of(model).model_types[model.architecture]]}
 
 
 def _format(request: Request, source: Source, engine: Engine, scheme: Scheme) -> WeightFormat:
