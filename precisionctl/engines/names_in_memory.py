@@ -81,9 +81,10 @@ def _of_body(config: Mapping[str, Any]) -> list[str]:
 
 def _table(identifiers: Iterable[str]) -> list[Any]:
     """The renamings that transformers has for the first of these that it has any for."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers import conversion_mapping
 
-    return next((found for each in identifiers if (found := get_checkpoint_conversion_mapping(each))), [])
+    table_of: Any = conversion_mapping.get_checkpoint_conversion_mapping
+    return next((found for each in identifiers if (found := table_of(each))), [])
 
 
 def _parts(config: Mapping[str, Any], depth: int = 2) -> Iterator[Mapping[str, Any]]:
