@@ -43,4 +43,5 @@ ARCHITECTURE = Architecture(
     ),
     aliases=(TIED,),
     derived=ROTARY,
+    names_by="this project",
 )
